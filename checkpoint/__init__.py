@@ -1,0 +1,1 @@
+"""How state persists: shard files, manifests, the log, proof, planning, loading, managers."""

@@ -1,0 +1,231 @@
+"""The storage seam on a local (or mounted) POSIX file system."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat as stat_module
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from torchrelay.errors import StorageError
+
+MODE = 0o644
+
+
+def _refusal(path: str | Path, verb: str, error: OSError) -> StorageError:
+    reason = error.strerror or str(error)
+    hint = {
+        errno.ENOSPC: "free some space",
+        errno.EDQUOT: "raise the quota or free some space",
+        errno.EROFS: "choose a writable place",
+        errno.EACCES: f"let uid {os.getuid()} write there, or choose another place",
+        errno.EPERM: f"let uid {os.getuid()} write there, or choose another place",
+        errno.ENOTDIR: "a part of the path is a file: choose another place",
+    }.get(error.errno or 0, "")
+    failure = StorageError(f"cannot {verb} {path}: {reason}" + (f"; {hint}" if hint else ""))
+    failure.errno = error.errno
+    return failure
+
+
+@contextmanager
+def _named(path: str | Path, verb: str) -> Iterator[None]:
+    """Turn an OSError into a StorageError that names the path; presence errors pass as they are."""
+    try:
+        yield
+    except (FileExistsError, FileNotFoundError, StorageError):
+        raise
+    except OSError as error:
+        raise _refusal(path, verb, error) from error
+
+
+class LocalWriteHandle:
+    """A new file behind its descriptor."""
+
+    def __init__(self, path: str, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        """Write all of `data`; a write of nothing twice in a row is an error, not a loop."""
+        view, stalls = data.cast("B"), 0
+        with _named(self.path, "write"):
+            while len(view):
+                written = os.pwrite(self._descriptor, view, offset)
+                stalls = stalls + 1 if written == 0 else 0
+                if stalls > 1:
+                    raise OSError(errno.EIO, "the system wrote nothing, twice")
+                view, offset = view[written:], offset + written
+
+    def preallocate(self, nbytes: int) -> None:
+        """Reserve blocks where the file system can."""
+        if nbytes == 0:
+            return
+        try:
+            os.posix_fallocate(self._descriptor, 0, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise _refusal(self.path, "reserve space for", error) from error
+
+    def sync_file(self) -> None:
+        """Flush data and metadata to the device."""
+        with _named(self.path, "sync"):
+            os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Close once; later calls do nothing."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            with _named(self.path, "close"):
+                os.close(descriptor)
+
+
+class LocalStorage:
+    """A directory tree; links below the root are never followed."""
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root).absolute()
+        self.url = str(self.root)
+
+    def _path(self, path: str) -> Path:
+        parts = path.split("/") if path else []
+        if any(part in ("", ".", "..") or "\0" in part for part in parts):
+            raise StorageError(f"{path!r} is not a path below {self.root}")
+        full = self.root
+        for part in parts[:-1]:
+            full = full / part
+            if full.is_symlink():
+                raise StorageError(f"{full} is a link; a checkpoint directory must hold none: remove it")
+        return full / parts[-1] if parts else full
+
+    def open_exclusive(self, path: str) -> LocalWriteHandle:
+        """Create with O_EXCL; the mode does not depend on the umask."""
+        full = self._path(path)
+        with _named(full, "create"):
+            descriptor = os.open(full, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODE)
+            os.fchmod(descriptor, MODE)
+        return LocalWriteHandle(str(full), descriptor)
+
+    def link_exclusive(self, path: str, data: bytes) -> None:
+        """Write and sync under a private name, then give it the real one: `link` never replaces."""
+        full = self._path(path)
+        temporary = full.with_name(f".tmp-{secrets.token_hex(8)}")
+        with _named(full, "create"):
+            self._write_whole(temporary, data, sync=True)
+            try:
+                os.link(temporary, full)
+            except FileExistsError:
+                # A lost reply (NFS) repeats a link that had worked: then both names are one file.
+                if not _same_file(temporary, full):
+                    raise
+            finally:
+                with suppress(OSError):
+                    temporary.unlink()
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Write beside and rename over; readers see the old or the new, after a crash maybe neither."""
+        full = self._path(path)
+        temporary = full.with_name(f".tmp-{secrets.token_hex(8)}")
+        with _named(full, "replace"):
+            try:
+                self._write_whole(temporary, data, sync=False)
+                temporary.replace(full)
+            except BaseException:
+                with suppress(OSError):
+                    temporary.unlink()
+                raise
+
+    def _write_whole(self, full: Path, data: bytes, *, sync: bool) -> None:
+        handle = LocalWriteHandle(
+            str(full), os.open(full, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODE)
+        )
+        try:
+            os.fchmod(handle._descriptor, MODE)
+            handle.write_at(0, memoryview(data))
+            if sync:
+                handle.sync_file()
+        finally:
+            handle.close()
+
+    def mkdir(self, path: str) -> None:
+        """Create with parents."""
+        full = self._path(path)
+        with _named(full, "create directory"):
+            try:
+                full.mkdir(parents=True, exist_ok=True)
+            except FileExistsError as error:
+                raise StorageError(f"{full} is a file; a directory is needed there: choose another place") from error
+
+    def sync_dir(self, path: str) -> None:
+        """Fsync the directory itself."""
+        full = self._path(path)
+        with _named(full, "sync directory"):
+            descriptor = os.open(full, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def read_range(self, path: str, offset: int, length: int) -> bytes:
+        """Read into fresh memory."""
+        size = self.stat(path)
+        if size is None:
+            raise FileNotFoundError(errno.ENOENT, "no such file", str(self._path(path)))
+        buffer = bytearray(max(0, min(length, size - offset)))
+        count = self.read_into(path, offset, memoryview(buffer))
+        return bytes(buffer[:count])
+
+    def read_into(self, path: str, offset: int, destination: memoryview) -> int:
+        """Read in place; a special file or a link is refused."""
+        full, view, done = self._path(path), destination.cast("B"), 0
+        with _named(full, "read"):
+            descriptor = os.open(full, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                if not stat_module.S_ISREG(os.fstat(descriptor).st_mode):
+                    raise StorageError(f"{full} is no regular file")
+                while done < len(view):
+                    count = os.preadv(descriptor, [view[done:]], offset + done)
+                    if count == 0:
+                        break
+                    done += count
+            finally:
+                os.close(descriptor)
+        return done
+
+    def stat(self, path: str) -> int | None:
+        """Size of a regular file, not following a link."""
+        full = self._path(path)
+        with _named(full, "look at"):
+            try:
+                found = os.lstat(full)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return found.st_size if stat_module.S_ISREG(found.st_mode) else None
+
+    def delete(self, path: str) -> None:
+        """Unlink, or remove an empty directory."""
+        full = self._path(path)
+        with _named(full, "delete"), suppress(FileNotFoundError):
+            if full.is_dir() and not full.is_symlink():
+                full.rmdir()
+            else:
+                full.unlink()
+
+    def list(self, path: str) -> list[str]:
+        """Sorted names, without our own temporary ones."""
+        full = self._path(path)
+        with _named(full, "list"):
+            try:
+                return sorted(name for name in os.listdir(full) if not name.startswith(".tmp-"))
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    try:
+        a, b = os.lstat(one), os.lstat(other)
+    except OSError:
+        return False
+    return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)

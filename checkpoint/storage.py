@@ -1,0 +1,73 @@
+"""The storage seam: the dozen verbs through which every byte of a checkpoint goes.
+
+A path is relative to the storage's root, with `/` between parts that were validated before
+(`names.py`); an implementation refuses anything that would leave the root or follow a link.
+Verbs raise StorageError naming path and reason, except where a docstring says otherwise.
+Nothing valid is ever opened for writing again: `open_exclusive` and `link_exclusive` create.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+
+class WriteHandle(Protocol):
+    """A file that is being written for the first and only time."""
+
+    path: str
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        """Write all of `data` (1-D bytes) at `offset`; short writes are continued."""
+
+    def preallocate(self, nbytes: int) -> None:
+        """Reserve space, so that a full disk shows before the bytes are spent; may do nothing."""
+
+    def sync_file(self) -> None:
+        """Make the bytes durable. Never retried after a failure: the file is then not written."""
+
+    def close(self) -> None:
+        """Release the descriptor; reports errors that the system kept until now."""
+
+
+@runtime_checkable
+class Storage(Protocol):
+    """A place for checkpoints: a local directory tree, or an object store."""
+
+    url: str
+
+    def open_exclusive(self, path: str) -> WriteHandle:
+        """Create a new file, mode 0644; FileExistsError when the name is taken."""
+
+    def link_exclusive(self, path: str, data: bytes) -> None:
+        """Create `path` holding exactly `data`, whole and synced or not at all.
+
+        FileExistsError when the name is taken, by whoever was first. The name itself is durable
+        only after `sync_dir` of its directory.
+        """
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Put `data` at `path`, atomically but unsynced; for unproved files only (hints, counters)."""
+
+    def mkdir(self, path: str) -> None:
+        """Create a directory and its missing parents; an existing one is fine."""
+
+    def sync_dir(self, path: str) -> None:
+        """Make the names in a directory durable."""
+
+    def read_range(self, path: str, offset: int, length: int) -> bytes:
+        """Read up to `length` bytes at `offset`; fewer only at the end of the file.
+
+        FileNotFoundError when there is no such file.
+        """
+
+    def read_into(self, path: str, offset: int, destination: memoryview) -> int:
+        """Fill `destination` (1-D bytes) from `offset`; returns the bytes read, as `read_range`."""
+
+    def stat(self, path: str) -> int | None:
+        """The size of a file in bytes; None when there is none (or it is no regular file)."""
+
+    def delete(self, path: str) -> None:
+        """Remove a file or an empty directory; an absent one is fine."""
+
+    def list(self, path: str) -> list[str]:
+        """Names in a directory, sorted, for orphans and retention only; empty when there is none."""

@@ -1,0 +1,82 @@
+"""Small agreements between the processes of a session.
+
+Every decision is taken once and told to all; a failure of one process becomes everybody's
+knowledge (the same error, with the rank that had it) instead of a wait that never ends.
+Values are JSON (None, bool, int, float, str, list, dict with string keys), at most a few MiB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torchrelay import errors
+from torchrelay.errors import PeerError, RelayError
+
+Json = Any
+
+
+class Peers(Protocol):
+    """The processes of a session. All of them make the same calls in the same order."""
+
+    rank: int
+    size: int
+
+    def exchange(self, topic: str, value: Json, *, deadline_secs: float | None = None) -> list[Json]:
+        """Post `value`; get the values of all processes in rank order.
+
+        `topic` says what this is about; processes at different topics are told so at once.
+        Raises DeadlineError naming the late ranks and the topic, PeerError when the store is lost.
+        """
+
+
+class Solo:
+    """The peers of a session with a single process: everybody is present."""
+
+    rank = 0
+    size = 1
+
+    def exchange(self, topic: str, value: Json, *, deadline_secs: float | None = None) -> list[Json]:
+        """Return the only value there is."""
+        return [value]
+
+
+def together(
+    peers: Peers, topic: str, work: Callable[[], Json], *, deadline_secs: float | None = None
+) -> list[Json]:
+    """Run `work` in every process and give everybody all results in rank order.
+
+    When one or more processes raise, all raise: the failing process its own exception, the others
+    an error of the same class (where it is ours; else PeerError) whose message names the rank.
+    """
+    own: Exception | None = None
+    outcome: dict[str, Json]
+    try:
+        outcome = {"value": work()}
+    except Exception as error:
+        own = error
+        outcome = {"error": type(error).__name__, "message": str(error)}
+    outcomes = peers.exchange(topic, outcome, deadline_secs=deadline_secs)
+    if own is not None:
+        raise own
+    for rank, other in enumerate(outcomes):
+        if "error" in other:
+            raise error_of(other["error"], other["message"], rank)
+    return [other["value"] for other in outcomes]
+
+
+def decide(
+    peers: Peers, topic: str, choose: Callable[[], Json], *, deadline_secs: float | None = None
+) -> Json:
+    """Let rank 0 run `choose` and tell everybody the outcome, or the error that it raised."""
+    return together(
+        peers, topic, lambda: choose() if peers.rank == 0 else None, deadline_secs=deadline_secs
+    )[0]
+
+
+def error_of(name: str, message: str, rank: int) -> RelayError:
+    """Rebuild the error that another rank reported; unknown classes become PeerError."""
+    found = getattr(errors, name, None)
+    known = isinstance(found, type) and issubclass(found, RelayError)
+    kind: type[RelayError] = found if known else PeerError  # type: ignore[assignment]
+    return kind(message if rank == 0 and known else f"rank {rank}: {'' if known else name + ': '}{message}")

@@ -1,0 +1,1 @@
+"""Who executes: sessions, the job runner, agreement between ranks, the watcher, the command line."""

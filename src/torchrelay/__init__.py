@@ -1,0 +1,1 @@
+"""torchrelay: a training job as a relay race of epochs."""

@@ -1,0 +1,116 @@
+"""Every error that torchrelay raises, as one family.
+
+    RelayError                     exit code 1
+    ├─ UsageError (ValueError)     2   an argument, a name, a job or a config that cannot be
+    │  ├─ BlobError (TypeError)    2   a blob that cannot be stored, named with the path inside it
+    │  ├─ UnknownEpochError (LookupError)  2   an epoch that was asked for by number and is not there
+    │  └─ NotAllowedNowError       2   a call at the wrong moment of a job's life
+    ├─ NoProvableEpochError        3   commits exist, none of them can be proved
+    ├─ DirectoryInUseError         4   another living job writes here
+    │  └─ FencedError              4   another job took over from us: we stopped without acknowledging
+    ├─ StorageError (OSError)      5   reading or writing failed
+    │  ├─ DamagedError             5   bytes are not what was committed
+    │  ├─ FormatError              5   written by a version that this one cannot read
+    │  └─ SaveFailedError          5   an epoch could not be saved
+    ├─ PartiallyLoadedError        5   a load failed after user objects had changed
+    ├─ PeerError                   6   another process of the job is gone, late or disagrees
+    │  └─ DeadlineError (TimeoutError)  6   a wait ended without the others
+    ├─ TaskFailedError             1   a step of the user raised
+    ├─ PreemptedError              75  stopped early as asked; run the same command again
+    └─ NoProgressError             93  several attempts in a row committed nothing
+
+A message names the thing, the place and the remedy. This module imports nothing, so that every
+room and the command line may use it.
+"""
+
+from __future__ import annotations
+
+
+class RelayError(Exception):
+    """Base of all errors of torchrelay; `exit_code` is what a process should end with."""
+
+    exit_code = 1
+
+
+class UsageError(RelayError, ValueError):
+    """An argument, name, job or configuration that cannot be; found before anything was changed."""
+
+    exit_code = 2
+
+
+class BlobError(UsageError, TypeError):
+    """A blob that cannot be stored; the message has its name and the path inside the object."""
+
+
+class UnknownEpochError(UsageError, LookupError):
+    """An epoch was asked for explicitly and is not among the committed ones."""
+
+
+class NotAllowedNowError(UsageError):
+    """A call that is right in itself came at the wrong moment of the job's life."""
+
+
+class NoProvableEpochError(RelayError):
+    """Commits exist and none of them can be proved; a fresh start would hide that."""
+
+    exit_code = 3
+
+
+class DirectoryInUseError(RelayError):
+    """Another living job holds the directory; the message names it."""
+
+    exit_code = 4
+
+
+class FencedError(DirectoryInUseError):
+    """Another job took the directory over; this one stopped and acknowledged nothing since."""
+
+
+class StorageError(RelayError, OSError):
+    """Reading or writing failed; the message has the path and the reason of the system."""
+
+    exit_code = 5
+
+
+class DamagedError(StorageError):
+    """Stored bytes are not the bytes that were committed."""
+
+
+class FormatError(StorageError):
+    """A file was written by a version, or with a feature, that this version does not read."""
+
+
+class SaveFailedError(StorageError):
+    """An epoch could not be saved; the epochs before it are untouched."""
+
+
+class PartiallyLoadedError(RelayError):
+    """A load failed after some of the user's objects had changed; they must be loaded again."""
+
+    exit_code = 5
+
+
+class PeerError(RelayError):
+    """Another process of the job is lost, late, or disagrees about what to do."""
+
+    exit_code = 6
+
+
+class DeadlineError(PeerError, TimeoutError):
+    """A wait for other processes ended without them; the message names who is late."""
+
+
+class TaskFailedError(RelayError):
+    """A step of the user raised; `__cause__` is the user's exception where it is ours."""
+
+
+class PreemptedError(RelayError):
+    """The run stopped early as asked; the same command continues it."""
+
+    exit_code = 75
+
+
+class NoProgressError(RelayError):
+    """Several attempts in a row committed nothing new; starting again would not help."""
+
+    exit_code = 93
