@@ -1,0 +1,91 @@
+"""Small files that a crash leaves old or new, never torn."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torchrelay.errors import DamagedError, StorageError
+
+MAX_JSON_BYTES = 16 << 20
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace `path` by pretty JSON: written beside, synced, renamed, directory synced."""
+    data = (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
+    temporary = path.with_name(f".tmp-{secrets.token_hex(6)}")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.chmod(0o644)
+        temporary.replace(path)
+        sync_directory(path.parent)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        raise StorageError(
+            f"cannot write {path}: {error.strerror}; free space or make it writable"
+        ) from error
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file; None when there is none, DamagedError when it is no JSON."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_JSON_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}") from error
+    try:
+        if len(data) > MAX_JSON_BYTES:
+            raise ValueError("too large")
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(
+            f"{path} is not the JSON that was written: {error}; delete it, it is no checkpoint"
+        ) from error
+
+
+def append_line(path: Path, value: Any) -> None:
+    """Append one JSON line by a single write, so that lines of several writers never interleave."""
+    data = (json.dumps(value, sort_keys=True, allow_nan=False) + "\n").encode()
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            os.write(descriptor, data)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise StorageError(f"cannot append to {path}: {error.strerror}") from error
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the whole lines of a JSON-lines file; a torn last line (a crash) is left out."""
+    try:
+        with open(path, "rb") as file:
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                with suppress(ValueError):
+                    value = json.loads(line)
+                    if isinstance(value, dict):
+                        yield value
+    except FileNotFoundError:
+        return
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

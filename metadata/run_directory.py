@@ -1,0 +1,139 @@
+"""A run's directory: who the run is, how it stands, what happened.
+
+    run.json                     identity, written once
+    status.json                  state, replaced at every change; the truth about how a run ended
+    metrics.<generation>.jsonl   reduced metrics, one line per epoch
+    events.<generation>.jsonl    what happened, one line per event
+    checkpoints/                 the checkpoint room's own directory
+
+A generation is one holder of the checkpoint log, so files of different starts never mix.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from torchrelay.errors import FormatError, StorageError, UsageError
+from torchrelay.metadata.files import append_line, read_json, read_lines, write_json
+
+State = Literal["RUNNING", "FINISHED", "STOPPED", "PREEMPTED", "FAILED"]
+FORMAT = {"major": 1, "minor": 0, "features": []}
+_GENERATION_FILE = re.compile(r"(metrics|events)\.([0-9]+)\.jsonl")
+
+
+class RunDirectory:
+    """The files of one run; creating the object touches nothing."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).absolute()
+        self.checkpoints = self.path / "checkpoints"
+
+    @property
+    def name(self) -> str:
+        """The run's name: its directory's."""
+        return self.path.name
+
+    def check_usable(self) -> None:
+        """Refuse a path that cannot be a run directory, before anything is created."""
+        if self.path.exists() and not self.path.is_dir():
+            raise UsageError(f"the run directory {self.path} is a file: choose another path or remove it")
+        if self.path == Path(self.path.anchor):
+            raise UsageError(
+                f"the run directory {self.path} is the root of the file system: choose a path below it"
+            )
+
+    def create(self, job_name: str, best: tuple[str, str] | None, world_size: int) -> dict[str, Any]:
+        """Write `run.json` unless the run exists; returns its content.
+
+        Raises UsageError when the directory holds a run of another job.
+        """
+        found = self.identity()
+        if found is not None:
+            self._check_same_job(found, job_name)
+            return found
+        identity = {
+            "format": FORMAT,
+            "uuid": uuid.uuid4().hex,
+            "job": job_name,
+            "created": round(time.time(), 3),
+            "best": list(best) if best else None,
+            "world_size": world_size,
+            "command": sys.argv,
+            "python": platform.python_version(),
+        }
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(
+                f"cannot create the run directory {self.path}: {error.strerror}; "
+                "choose a writable place with free space"
+            ) from error
+        write_json(self.path / "run.json", identity)
+        return identity
+
+    def identity(self) -> dict[str, Any] | None:
+        """The content of `run.json`; None when there is no run here."""
+        found = read_json(self.path / "run.json")
+        if found is None:
+            return None
+        if not isinstance(found, dict) or found.get("format", {}).get("major") != FORMAT["major"]:
+            raise FormatError(f"{self.path}/run.json was written by another version of torchrelay")
+        return found
+
+    def _check_same_job(self, identity: Mapping[str, Any], job_name: str) -> None:
+        if identity.get("job") != job_name:
+            raise UsageError(
+                f"{self.path} holds a run of job {identity.get('job')!r}, this is job {job_name!r}: "
+                "give this job another run directory"
+            )
+
+    def status(self) -> dict[str, Any]:
+        """The content of `status.json`; empty when there is none."""
+        found = read_json(self.path / "status.json")
+        return found if isinstance(found, dict) else {}
+
+    def write_status(self, state: State, **details: Any) -> None:
+        """Replace `status.json`."""
+        write_json(self.path / "status.json", {"state": state, "updated": round(time.time(), 3), **details})
+
+    def log_metrics(self, generation: int, line: Mapping[str, Any]) -> None:
+        """Append the reduced metrics of one epoch."""
+        append_line(self.path / f"metrics.{generation}.jsonl", dict(line))
+
+    def log_event(self, generation: int, kind: str, **details: Any) -> None:
+        """Append what happened."""
+        line = {"time": round(time.time(), 3), "kind": kind, **details}
+        append_line(self.path / f"events.{generation}.jsonl", line)
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """All events in the order of generations."""
+        for generation, path in self._generations("events"):
+            for line in read_lines(path):
+                yield {"generation": generation, **line}
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """One line per epoch: what a later start or a rewind replaced is left out.
+
+        A later generation that logs epoch k makes every older line from epoch k on obsolete.
+        """
+        kept: list[dict[str, Any]] = []
+        for generation, path in self._generations("metrics"):
+            for line in read_lines(path):
+                kept = [old for old in kept if old["epoch"] < line["epoch"]]
+                kept.append({"generation": generation, **line})
+        return kept
+
+    def _generations(self, kind: str) -> list[tuple[int, Path]]:
+        found = []
+        for path in self.path.glob(f"{kind}.*.jsonl"):
+            match = _GENERATION_FILE.fullmatch(path.name)
+            if match:
+                found.append((int(match[2]), path))
+        return sorted(found)

@@ -1,0 +1,55 @@
+"""How long each node needed for each phase of a save or load, and which one dominates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+PHASES = ("plan", "stage", "hash", "write", "fsync", "commit", "prove", "read", "restore")
+"""In the order in which they happen; a save has the first six, a load the last three and plan."""
+
+
+@dataclass(frozen=True)
+class NodeTimes:
+    """One node's part of one action: seconds by phase, and bytes moved."""
+
+    node: str
+    path: str
+    bytes: int
+    secs: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total_secs(self) -> float:
+        """Seconds over all phases."""
+        return sum(self.secs.values())
+
+
+class NodeStats(dict[str, float]):
+    """Seconds by logical path, as Caffe2's handlers get them, with the details behind.
+
+    `nodes` has the phases; `slowest` is the node that the others waited for.
+    """
+
+    def __init__(self, nodes: Iterable[NodeTimes]) -> None:
+        self.nodes = tuple(nodes)
+        super().__init__({times.path: times.total_secs for times in self.nodes})
+
+    @property
+    def slowest(self) -> NodeTimes | None:
+        """The node with the most seconds; None when there is none."""
+        return max(self.nodes, key=lambda times: times.total_secs, default=None)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes moved by all nodes."""
+        return sum(times.bytes for times in self.nodes)
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of a try's `stats.json`."""
+        slowest = self.slowest
+        return {
+            "bytes": self.bytes,
+            "nodes": [asdict(times) for times in self.nodes],
+            "slowest": slowest.node if slowest else None,
+        }
