@@ -1,1 +1,110 @@
-"""torchrelay: a training job as a relay race of epochs."""
+"""torchrelay: a training job as a relay race of epochs.
+
+    jobs/         what to run            imports no other room
+    metadata/     what is remembered     imports no other room
+    checkpoint/   how state persists     may import jobs and the metadata handler's protocol
+    runners/      who executes           may import all
+
+Importing this package has no side effects and does not import torch: public names are found
+when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0.dev0"
+
+_HOMES = {
+    "CheckpointManager": "checkpoint.manager",
+    "Cluster": "jobs.cluster",
+    "Context": "runners.context",
+    "Counter": "jobs.counter",
+    "DatasetReader": "jobs.readers",
+    "DistributedSession": "runners.distributed_session",
+    "EpochLoader": "jobs.epoch_loader",
+    "FileMetadataHandler": "metadata.file_handler",
+    "Job": "jobs.job",
+    "JobRunner": "runners.job_runner",
+    "LocalSession": "runners.local_session",
+    "MetadataHandler": "metadata.handler",
+    "MultiNodeCheckpointManager": "checkpoint.multi_node",
+    "Node": "jobs.cluster",
+    "ReaderWithLimit": "jobs.readers",
+    "RelayError": "errors",
+    "RunResult": "runners.result",
+    "Scope": "jobs.blobs",
+    "StopAnswer": "jobs.stop",
+    "StopCondition": "jobs.stop",
+    "Task": "jobs.task",
+    "TaskGroup": "jobs.group",
+    "TaskOutput": "jobs.output",
+    "UploadTaskGroupBuilder": "checkpoint.upload",
+    "Workspace": "jobs.workspace",
+    "WorkspaceType": "jobs.workspace",
+    "data_parallel": "jobs.data_parallel",
+    "early_stopping": "jobs.stop",
+    "epoch_limiter": "jobs.stop",
+    "final_output": "jobs.output",
+    "init": "runners.start",
+    "load_blobs": "checkpoint.blob_files",
+    "max_epochs": "jobs.stop",
+    "max_steps": "jobs.stop",
+    "max_time": "jobs.stop",
+    "open_checkpoint": "checkpoint.reader",
+    "save_blobs": "checkpoint.blob_files",
+    "seed": "jobs.seeding",
+}
+
+if TYPE_CHECKING:
+    from torchrelay.checkpoint.blob_files import load_blobs as load_blobs, save_blobs as save_blobs
+    from torchrelay.checkpoint.manager import CheckpointManager as CheckpointManager
+    from torchrelay.checkpoint.multi_node import MultiNodeCheckpointManager as MultiNodeCheckpointManager
+    from torchrelay.checkpoint.reader import open_checkpoint as open_checkpoint
+    from torchrelay.checkpoint.upload import UploadTaskGroupBuilder as UploadTaskGroupBuilder
+    from torchrelay.errors import RelayError as RelayError
+    from torchrelay.jobs.blobs import Scope as Scope
+    from torchrelay.jobs.cluster import Cluster as Cluster, Node as Node
+    from torchrelay.jobs.counter import Counter as Counter
+    from torchrelay.jobs.data_parallel import data_parallel as data_parallel
+    from torchrelay.jobs.epoch_loader import EpochLoader as EpochLoader
+    from torchrelay.jobs.group import TaskGroup as TaskGroup
+    from torchrelay.jobs.job import Job as Job
+    from torchrelay.jobs.output import TaskOutput as TaskOutput, final_output as final_output
+    from torchrelay.jobs.readers import DatasetReader as DatasetReader, ReaderWithLimit as ReaderWithLimit
+    from torchrelay.jobs.seeding import seed as seed
+    from torchrelay.jobs.stop import (
+        StopAnswer as StopAnswer,
+        StopCondition as StopCondition,
+        early_stopping as early_stopping,
+        epoch_limiter as epoch_limiter,
+        max_epochs as max_epochs,
+        max_steps as max_steps,
+        max_time as max_time,
+    )
+    from torchrelay.jobs.task import Task as Task
+    from torchrelay.jobs.workspace import Workspace as Workspace, WorkspaceType as WorkspaceType
+    from torchrelay.metadata.file_handler import FileMetadataHandler as FileMetadataHandler
+    from torchrelay.metadata.handler import MetadataHandler as MetadataHandler
+    from torchrelay.runners.context import Context as Context
+    from torchrelay.runners.distributed_session import DistributedSession as DistributedSession
+    from torchrelay.runners.job_runner import JobRunner as JobRunner
+    from torchrelay.runners.local_session import LocalSession as LocalSession
+    from torchrelay.runners.result import RunResult as RunResult
+    from torchrelay.runners.start import init as init
+
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'torchrelay' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"torchrelay.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

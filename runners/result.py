@@ -1,0 +1,50 @@
+"""What a train call gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+Status = Literal["FINISHED", "STOPPED", "PREEMPTED"]
+
+
+class RunResult(int):
+    """The last epoch, as Caffe2's runner returned it, with the rest as attributes.
+
+    Always true, epoch 0 included: a train call that returns has done what it was asked.
+    """
+
+    status: Status
+    stop: tuple[str, ...]
+    metrics: Mapping[str, float]
+    run_dir: Path | None
+    committed: int | None
+
+    def __new__(
+        cls,
+        epoch: int,
+        *,
+        status: Status = "FINISHED",
+        stop: tuple[str, ...] = (),
+        metrics: Mapping[str, float] | None = None,
+        run_dir: Path | None = None,
+        committed: int | None = None,
+    ) -> RunResult:
+        """Make the result of a run whose last epoch is `epoch`; `committed` is the newest saved one."""
+        self = super().__new__(cls, epoch)
+        self.status = status
+        self.stop = stop
+        self.metrics = dict(metrics or {})
+        self.run_dir = run_dir
+        self.committed = committed
+        return self
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return (
+            f"RunResult({int(self)}, status={self.status!r}, stop={self.stop!r}, "
+            f"committed={self.committed!r}, run_dir={str(self.run_dir) if self.run_dir else None!r})"
+        )

@@ -1,0 +1,22 @@
+# Sourced by the other scripts: makes .venv beside them when it is missing or out of date.
+# Needs python3 (3.10 to 3.13) with its venv module; PYTHON=/path/to/python3 chooses another one.
+
+venv_stamp() { cat pyproject.toml constraints.txt | cksum; }
+
+make_venv() {
+  local python=${PYTHON:-python3}
+  if ! "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))'; then
+    echo "torchrelay needs python 3.10 to 3.13; set PYTHON=/path/to/one" >&2
+    return 2
+  fi
+  echo "making .venv with $("$python" --version) (torch is large: this may take some minutes)" >&2
+  "$python" -m venv --clear .venv
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+  venv_stamp > .venv/stamp
+}
+
+if [ ! -x .venv/bin/python ] || [ "$(cat .venv/stamp 2>/dev/null)" != "$(venv_stamp)" ]; then
+  make_venv
+fi
+PATH="$PWD/.venv/bin:$PATH"
+export PATH

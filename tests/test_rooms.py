@@ -1,0 +1,95 @@
+"""The house: arrows between rooms, links, public names, imports without side effects."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torchrelay
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("jobs", "checkpoint", "runners", "metadata")
+ALLOWED = {
+    "jobs": {"jobs", "errors"},
+    "metadata": {"metadata", "errors"},
+    "checkpoint": {"checkpoint", "jobs", "errors", "metadata.handler", "metadata.stats"},
+    "runners": {"runners", "checkpoint", "jobs", "metadata", "errors"},
+}
+
+
+def imported(path: Path) -> set[str]:
+    """The torchrelay modules that a file imports, without the package's name."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names] + [str(node.module)]
+        found |= {name.removeprefix("torchrelay.") for name in names if name.startswith("torchrelay.")}
+    return found
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_arrows_between_rooms(room: str) -> None:
+    """A room imports only the rooms that the design allows it."""
+    wrong = {}
+    for path in sorted((ROOT / room).rglob("*.py")):
+        bad = {
+            name
+            for name in imported(path)
+            if not any(name == allowed or name.startswith(allowed + ".") for allowed in ALLOWED[room])
+        }
+        if bad:
+            wrong[path.name] = bad
+    assert not wrong
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_are_links_below_the_package(room: str) -> None:
+    """Each room lies at the root and is importable through one relative link."""
+    link = ROOT / "src" / "torchrelay" / room
+    assert link.is_symlink()
+    assert str(link.readlink()) == f"../../{room}"
+    assert importlib.import_module(f"torchrelay.{room}").__doc__
+
+
+def test_public_names() -> None:
+    """Every public name is there, sorted, and typed as it is found at run time."""
+    homes = torchrelay._HOMES
+    assert list(homes) == sorted(homes)
+    for name in homes:
+        assert getattr(torchrelay, name).__name__ == name
+    source = (ROOT / "src/torchrelay/__init__.py").read_text()
+    for name, home in homes.items():
+        assert f"{name} as {name}" in source, f"{name} of {home} is missing below TYPE_CHECKING"
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = torchrelay.nonsense
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    return done.stdout.strip()
+
+
+def test_import_has_no_side_effects() -> None:
+    """Importing the package imports no torch, starts no thread and installs no signal handler."""
+    code = (
+        "import sys, signal, threading; before = [signal.getsignal(s) for s in (2, 10, 15)]\n"
+        "import torchrelay\n"
+        "print('torch' in sys.modules, threading.active_count(), "
+        "before == [signal.getsignal(s) for s in (2, 10, 15)])"
+    )
+    assert run_python(code) == "False 1 True"
+
+
+def test_metadata_room_needs_no_torch() -> None:
+    """Looking at runs must be quick: the metadata room never imports torch."""
+    modules = [f"torchrelay.metadata.{path.stem}" for path in (ROOT / "metadata").glob("*.py")]
+    assert run_python(f"import sys, {', '.join(modules)}; print('torch' in sys.modules)") == "False"
