@@ -1,0 +1,219 @@
+"""Metrics of an epoch: accumulated without waiting for a device, reduced over steps and ranks.
+
+The law: a reduced metric is what `reduce` gives for all logged values of all nodes, written one
+after another in rank order. `mean` is weighted, `sum` adds value times weight, `last`, `min` and
+`max` take any value whose weight is not 0. NaN is a value like any other (it wins) unless its
+weight is 0. A name whose weights are all 0 is not reported.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torchrelay.errors import UsageError
+from torchrelay.jobs.peers import Json, Peers
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Number = float | Tensor
+
+REDUCTIONS = ("mean", "sum", "last", "min", "max")
+_NAME = re.compile(r"[^\s\x00-\x1f\x7f](?:[^\x00-\x1f\x7f]{0,198}[^\s\x00-\x1f\x7f])?")
+_START = {"mean": 0.0, "sum": 0.0, "last": math.nan, "min": math.inf, "max": -math.inf}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One metric of one node as it is told to the others: `value` is the weighted total of a mean."""
+
+    reduce: str
+    value: float
+    weight: float
+
+    def joined(self, later: Summary) -> Summary:
+        """This node's values followed by those of the next one in rank order."""
+        value = _combined(self.reduce, self.value, later.value, later.weight != 0)
+        return Summary(self.reduce, value, self.weight + later.weight)
+
+    @property
+    def result(self) -> float | None:
+        """The reduced value; None when no value had a weight."""
+        if self.weight == 0:
+            return None
+        return self.value / self.weight if self.reduce == "mean" else self.value
+
+    def encode(self) -> Json:
+        """JSON without the numbers that JSON lacks: they are written as strings."""
+        return [self.reduce, _encoded(self.value), _encoded(self.weight)]
+
+    @classmethod
+    def decode(cls, json: Json) -> Summary:
+        """Read what `encode` wrote."""
+        reduce, value, weight = json
+        return cls(reduce, float(value), float(weight))
+
+
+class Accumulator:
+    """The running reduction of one metric on one node; tensors stay on their device, detached."""
+
+    def __init__(self, reduce: str) -> None:
+        self.reduce = reduce
+        self._value: Number = _START[reduce]
+        self._weight: Number = 0.0
+
+    def add(self, value: Number, weight: Number) -> None:
+        """Take one value; never waits for a device."""
+        if isinstance(weight, float) and weight == 0:
+            return
+        given = value * weight if self.reduce in ("mean", "sum") else value
+        self._value = _combined(self.reduce, self._value, given, weight != 0)
+        self._weight = self._weight + weight
+
+    def summary(self) -> Summary:
+        """The state as plain numbers; this is where a device is waited for."""
+        return Summary(self.reduce, float(self._value), float(self._weight))
+
+
+class MetricLog:
+    """What one node logged since the last reduction; safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._accumulators: dict[str, Accumulator] = {}
+        self._lock = threading.Lock()
+
+    def log(self, name: str, value: Any, reduce: str = "mean", weight: Any = 1) -> None:
+        """Add a value; raises UsageError for a bad name, value, weight or a conflicting `reduce`."""
+        _check(name, reduce)
+        number, scale = _number(name, "value", value), _number(name, "weight", weight)
+        if isinstance(scale, float) and not (0 <= scale < math.inf):
+            raise UsageError(f"metric {name!r}: the weight is {scale}; weights are finite and not negative")
+        with self._lock:
+            accumulator = self._accumulators.setdefault(name, Accumulator(reduce))
+            if accumulator.reduce != reduce:
+                raise _conflict(name, accumulator.reduce, reduce)
+            accumulator.add(number, scale)
+
+    def take(self) -> dict[str, Summary]:
+        """Hand out the summaries in order of first use and start anew."""
+        with self._lock:
+            taken, self._accumulators = self._accumulators, {}
+        return {name: accumulator.summary() for name, accumulator in taken.items()}
+
+
+def reduce_metrics(peers: Peers, logs: Sequence[MetricLog]) -> dict[str, float]:
+    """Reduce what the hosted nodes (`logs`, in node order) and all other processes logged.
+
+    One exchange; every process gets the same mapping, sorted by name, and the logs are empty
+    afterwards. Raises UsageError everywhere when two nodes reduce one name differently.
+    """
+    own = [{name: summary.encode() for name, summary in log.take().items()} for log in logs]
+    told = peers.exchange("metrics of the epoch", own)
+    return joined({name: Summary.decode(it) for name, it in node.items()} for nodes in told for node in nodes)
+
+
+def joined(nodes: Iterable[Mapping[str, Summary]]) -> dict[str, float]:
+    """Reduce summaries of nodes that come in rank order (pure)."""
+    totals: dict[str, Summary] = {}
+    for node in nodes:
+        for name, summary in node.items():
+            before = totals.get(name)
+            if before is not None and before.reduce != summary.reduce:
+                raise _conflict(name, before.reduce, summary.reduce)
+            totals[name] = summary if before is None else before.joined(summary)
+    results = {name: totals[name].result for name in sorted(totals)}
+    return {name: result for name, result in results.items() if result is not None}
+
+
+def _combined(reduce: str, before: Any, value: Any, counted: Any) -> Any:
+    """The next running value; `counted` says whether `value` has a weight (a bool or a tensor)."""
+    if reduce in ("mean", "sum"):
+        return before + _chosen(counted, value, 0.0)
+    if reduce in ("min", "max"):
+        value = _extreme(reduce, before, value)
+    return _chosen(counted, value, before)
+
+
+def _chosen(counted: Any, value: Any, otherwise: Any) -> Any:
+    """`value` where counted, else `otherwise`, without looking into a tensor."""
+    if isinstance(counted, bool):
+        return value if counted else otherwise
+    import torch
+
+    def lifted(number: Any) -> Tensor:
+        return torch.as_tensor(number, dtype=_wide(counted.device), device=counted.device)
+
+    return torch.where(counted, lifted(value), lifted(otherwise))
+
+
+def _extreme(reduce: str, one: Any, other: Any) -> Any:
+    """The smaller or larger of two numbers; NaN wins."""
+    if isinstance(one, float) and isinstance(other, float):
+        if math.isnan(one) or math.isnan(other):
+            return math.nan
+        return min(one, other) if reduce == "min" else max(one, other)
+    import torch
+
+    like = one if isinstance(one, torch.Tensor) else other
+    pair = [torch.as_tensor(number, dtype=like.dtype, device=like.device) for number in (one, other)]
+    return torch.minimum(*pair) if reduce == "min" else torch.maximum(*pair)
+
+
+def _number(name: str, what: str, given: Any) -> Number:
+    """A float, or a detached 0-d tensor of its own memory; UsageError for anything else."""
+    if isinstance(given, (bool, int, float)):
+        return float(given)
+    import torch
+
+    if isinstance(given, torch.Tensor):
+        return _scalar(name, what, given)
+    try:
+        return float(given)  # numpy scalars and other things that know how
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"metric {name!r}: the {what} is a {type(given).__name__}; log a number or a tensor of one element"
+        ) from None
+
+
+def _scalar(name: str, what: str, given: Tensor) -> Tensor:
+    if given.numel() != 1 or given.is_complex():
+        raise UsageError(
+            f"metric {name!r}: the {what} is a {given.dtype} tensor of shape {tuple(given.shape)}; "
+            "log one real number, e.g. its mean()"
+        )
+    whole = given.detach()
+    if hasattr(whole, "full_tensor"):  # a DTensor: the value, not this rank's part of it
+        whole = whole.full_tensor()
+    return whole.reshape(()).to(_wide(whole.device), copy=True)
+
+
+def _wide(device: Any) -> Any:
+    """Double precision where the device has it."""
+    import torch
+
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _check(name: str, reduce: str) -> None:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise UsageError(
+            f"{name!r} is not a metric name: use up to 200 printable characters, e.g. 'train/loss'"
+        )
+    if reduce not in REDUCTIONS:
+        raise UsageError(f"metric {name!r}: reduce is {reduce!r}; it is one of {', '.join(REDUCTIONS)}")
+
+
+def _conflict(name: str, one: str, other: str) -> UsageError:
+    return UsageError(
+        f"metric {name!r} is logged with reduce={one!r} and with reduce={other!r}: "
+        "one name has one reduction, log the other under another name"
+    )
+
+
+def _encoded(number: float) -> float | str:
+    return number if math.isfinite(number) else str(number)

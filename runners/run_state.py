@@ -1,0 +1,154 @@
+"""Where a run is now: epoch, steps, time, limits, stop requests and metrics of this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torchrelay.errors import UsageError
+from torchrelay.jobs.peers import Peers
+from torchrelay.runners.reduction import MetricLog, reduce_metrics
+
+NOT_ASKED, TIME_IS_UP, ASKED = range(3)
+"""How urgently this process wants the running epoch to end; the processes agree on the maximum."""
+
+
+class RunState:
+    """Mutable; one per process and run.
+
+    `epoch` is the number of the epoch being run (0 before the first), `seed`, `attempt` and `run_dir`
+    tell the run. `max_steps` and `max_secs` are totals over all attempts that end the running epoch
+    at its next step; `agree_every` is the number of steps between two looks at the stop requests of
+    all processes. Emulated nodes of one process count their steps each for itself.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int | None = None,
+        attempt: int = 0,
+        run_dir: str | None = None,
+        agree_every: int = 1,
+        max_steps: int | None = None,
+        max_secs: float | None = None,
+        elapsed_before_secs: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if agree_every < 1:
+            raise UsageError(f"agree_every is {agree_every}; it counts steps and is at least 1")
+        self.seed, self.attempt, self.run_dir = seed, attempt, run_dir
+        self.agree_every, self.max_steps, self.max_secs = agree_every, max_steps, max_secs
+        self.epoch = 0
+        self.metrics: dict[str, float] = {}
+        self.ended_early: str | None = None
+        self.stop_reason: str | None = None
+        self._clock = clock
+        self._started = clock() - elapsed_before_secs
+        self._first_step = 0
+        self._steps_before_epoch = 0
+        self._steps: dict[str, int] = {}
+        self._last_step: int | None = None
+        self._logs: dict[str, MetricLog] = {}
+        self._said: set[str] = set()
+
+    # Time
+
+    @property
+    def elapsed_secs(self) -> float:
+        """Seconds of running, over all attempts."""
+        return self._clock() - self._started
+
+    def set_elapsed(self, secs: float) -> None:
+        """Continue from the seconds that earlier attempts ran up to the position that was loaded."""
+        self._started = self._clock() - secs
+
+    # Epochs and steps
+
+    def begin_epoch(self, epoch: int, *, step: int = 0, total_steps: int | None = None) -> None:
+        """Start epoch `epoch` (1-based), `step` steps into it after a mid-epoch resume.
+
+        `total_steps` counts the steps of all epochs up to here; by default those counted so far.
+        Steps taken before the first epoch (in `setup` and `init`) do not count.
+        """
+        if total_steps is None:
+            total_steps = (self.total_steps if self.epoch else 0) + step
+        self.epoch, self._first_step = epoch, step
+        self._steps_before_epoch = total_steps - step
+        self._steps, self._last_step, self.ended_early = {}, None, None
+
+    @property
+    def step(self) -> int:
+        """Steps of the running epoch that were begun by the hosted node that is furthest."""
+        return max(self._steps.values(), default=self._first_step)
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of all epochs and attempts."""
+        return self._steps_before_epoch + self.step
+
+    def step_of(self, node: str) -> int:
+        """Steps of the running epoch that `node` has begun."""
+        return self._steps.get(node, self._first_step)
+
+    def total_steps_of(self, node: str) -> int:
+        """Steps of all epochs that `node` has begun."""
+        return self._steps_before_epoch + self.step_of(node)
+
+    def count_step(self, node: str) -> None:
+        """`node` begins its next step."""
+        self._steps[node] = self.step_of(node) + 1
+
+    # Ending the running epoch early
+
+    def stop_at_next_step(self, reason: str) -> None:
+        """Ask all processes to end the running epoch at one step; a signal handler may call this."""
+        self.stop_reason = self.stop_reason or reason
+
+    def urgency(self) -> int:
+        """What this process brings to the next agreement: NOT_ASKED, TIME_IS_UP or ASKED."""
+        if self.stop_reason is not None:
+            return ASKED
+        late = self.max_secs is not None and self.elapsed_secs >= self.max_secs
+        return TIME_IS_UP if late else NOT_ASKED
+
+    def end_epoch_at(self, node: str, agreed: int) -> None:
+        """All processes agreed that the running epoch ends at the step that `node` is at."""
+        time_is_up = f"the time limit of {self.max_secs} s is reached"
+        asked = self.stop_reason or "another process asked to stop"
+        self._end_early(node, asked if agreed == ASKED else time_is_up)
+
+    def must_end(self, node: str) -> bool:
+        """Whether `node` takes no further step in this epoch; alike on all nodes, no communication."""
+        if self.max_steps is not None and self.total_steps_of(node) >= self.max_steps:
+            self._end_early(node, f"the limit of {self.max_steps} steps is reached")
+        return self._last_step is not None and self.step_of(node) >= self._last_step
+
+    def _end_early(self, node: str, reason: str) -> None:
+        if self._last_step is None:
+            self._last_step, self.ended_early = self.step_of(node), reason
+
+    # Metrics and words
+
+    def log_of(self, node: str) -> MetricLog:
+        """What `node` logs in the running epoch."""
+        return self._logs.setdefault(node, MetricLog())
+
+    def reduce_metrics(self, peers: Peers, nodes: Sequence[str]) -> dict[str, float]:
+        """Reduce what the hosted `nodes` and all other processes logged since the last time.
+
+        The result becomes what `ctx.metric` tells; names that nobody logged now keep their last value.
+        """
+        reduced = reduce_metrics(peers, [self.log_of(node) for node in nodes])
+        self.metrics = {**self.metrics, **reduced}
+        return reduced
+
+    def first_time(self, topic: str) -> bool:
+        """Whether `topic` is met for the first time in this run: for words that are said once."""
+        new = topic not in self._said
+        self._said.add(topic)
+        return new
+
+    def __repr__(self) -> str:
+        shown: dict[str, Any] = {"epoch": self.epoch, "step": self.step, "attempt": self.attempt}
+        return f"RunState({', '.join(f'{name}={value}' for name, value in shown.items())})"
