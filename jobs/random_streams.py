@@ -1,0 +1,237 @@
+"""The random states of a process as one value: taken, put back, derived, stored.
+
+Python's `random`, numpy's global state, torch's CPU generator and the CUDA generators. Stored forms
+are portable and carry no code: canonical JSON for Python and numpy, torch's own state bytes for torch.
+Taking a state moves no stream.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+import struct
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from torchrelay.errors import FormatError
+from torchrelay.jobs.splitmix import mix
+
+_PYTHON, _NUMPY, _TORCH, _CUDA = 1, 2, 3, 4  # which stream a derived seed is for
+_NUMPY_GENERATORS = frozenset({"MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"})
+_EXACT = 2**53  # JSON readers elsewhere keep integers exactly only below this
+_WORDS = 624  # of the Mersenne Twister
+
+
+@dataclass(frozen=True)
+class RandomStreams:
+    """The random states of one process (or of one emulated node) at one moment.
+
+    `numpy` is None when numpy was not loaded. `cuda` holds the devices' states counted from the
+    process's current device, so that a rank that moves to another local rank takes its stream along;
+    it is empty while CUDA is not initialised.
+    """
+
+    python: bytes
+    numpy: bytes | None
+    torch: bytes
+    cuda: tuple[bytes, ...] = ()
+
+    @classmethod
+    def capture(cls) -> RandomStreams:
+        """Take all streams as they are; none is moved, nothing is initialised or imported for it."""
+        return cls(_python_state(), _numpy_state(), _torch_state(), _cuda_states())
+
+    @classmethod
+    def derive(cls, seed: int, rank: int, epoch: int = 0) -> RandomStreams:
+        """Return the streams of a rank that has none yet: pure, and different for every argument.
+
+        Each stream starts from mix(seed, epoch, rank, stream) with stream 1 for Python, 2 for numpy,
+        3 for torch and 4 for CUDA (mixed once more with the device's number).
+        """
+        import torch
+
+        words = random.Random(mix(seed, epoch, rank, _NUMPY)).getstate()[1][:_WORDS]  # noqa: S311
+        return cls(
+            _python_bytes(random.Random(mix(seed, epoch, rank, _PYTHON)).getstate()),  # noqa: S311
+            _canonical(_twister(words)),
+            bytes(torch.Generator().manual_seed(mix(seed, epoch, rank, _TORCH)).get_state().tolist()),
+            # a CUDA state is the seed and the offset of a Philox generator
+            tuple(
+                struct.pack("<Qq", mix(seed, epoch, rank, _CUDA, device), 0)
+                for device in range(_cuda_devices())
+            ),
+        )
+
+    def restore(self) -> None:
+        """Make this process continue from these states.
+
+        numpy is imported for its state where it is installed. States of CUDA devices that this
+        machine lacks are left out; devices without a state here are left as they are.
+        """
+        random.setstate(_python_from(self.python))
+        if self.numpy is not None:
+            _restore_numpy(self.numpy)
+        _restore_torch(self.torch)
+        _restore_cuda(self.cuda)
+
+    def encode(self) -> dict[str, bytes]:
+        """Return the stored form: keys `python`, `numpy`, `torch`, `cuda.<i>`, without absent ones."""
+        coded = {"python": self.python, "torch": self.torch}
+        if self.numpy is not None:
+            coded["numpy"] = self.numpy
+        return coded | {f"cuda.{device}": state for device, state in enumerate(self.cuda)}
+
+    @classmethod
+    def decode(cls, coded: Mapping[str, bytes]) -> RandomStreams:
+        """Read what `encode` wrote; FormatError names a stream that is missing or unknown."""
+        devices = sum(key.startswith("cuda.") for key in coded)
+        cuda = [f"cuda.{device}" for device in range(devices)]
+        known = {"python", "numpy", "torch", *cuda}
+        for key in {"python", "torch", *cuda} - set(coded):
+            raise FormatError(f"the random state {key!r} is missing among {sorted(coded)}")
+        for key in set(coded) - known:
+            raise FormatError(f"unknown random state {key!r}: a newer version of torchrelay wrote it")
+        _python_from(coded["python"])
+        return cls(
+            coded["python"],
+            coded.get("numpy"),
+            coded["torch"],
+            tuple(coded[key] for key in cuda),
+        )
+
+
+def numpy_module(*, load: bool) -> ModuleType | None:
+    """Return numpy where it is loaded already, or (`load`) where it can be imported."""
+    if not load:
+        return sys.modules.get("numpy")
+    try:
+        return importlib.import_module("numpy")
+    except ImportError:
+        return None
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _parsed(data: bytes, stream: str) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except ValueError as error:
+        raise FormatError(f"the random state of {stream} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise FormatError(f"the random state of {stream} is {type(value).__name__}, not an object")
+    return value
+
+
+def _python_state() -> bytes:
+    return _python_bytes(random.getstate())
+
+
+def _python_bytes(state: Any) -> bytes:
+    version, words, gauss = state
+    return _canonical({"version": version, "words": list(words), "gauss": gauss})
+
+
+def _python_from(data: bytes) -> Any:
+    value = _parsed(data, "python")
+    try:
+        return value["version"], tuple(value["words"]), value["gauss"]
+    except (KeyError, TypeError) as error:
+        raise FormatError(f"the random state of python lacks {error}") from error
+
+
+def _twister(words: Any) -> dict[str, Any]:
+    key = {"dtype": "uint32", "values": [int(word) for word in words]}
+    return {"bit_generator": "MT19937", "state": {"key": key, "pos": _WORDS}, "has_gauss": 0, "gauss": 0.0}
+
+
+def _numpy_state() -> bytes | None:
+    numpy = numpy_module(load=False)
+    # a half-imported numpy has no random yet
+    if numpy is None or not hasattr(numpy, "random"):
+        return None
+    return _canonical(_plain(numpy.random.get_state(legacy=False)))
+
+
+def _plain(value: Any) -> Any:
+    """Turn numpy's state into JSON: arrays with their dtype, large integers as hexadecimal text."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if hasattr(value, "dtype"):
+        if not value.shape:
+            return _plain(value.item())
+        return {"dtype": str(value.dtype), "values": [_plain(item) for item in value.tolist()]}
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= _EXACT:
+        return {"int": hex(value)}
+    return value
+
+
+def _unplain(value: Any, numpy: ModuleType) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if set(value) == {"int"}:
+        return int(value["int"], 16)
+    if set(value) == {"dtype", "values"}:
+        return numpy.array([_unplain(item, numpy) for item in value["values"]], dtype=value["dtype"])
+    return {key: _unplain(item, numpy) for key, item in value.items()}
+
+
+def _restore_numpy(data: bytes) -> None:
+    numpy = numpy_module(load=True)
+    if numpy is None:
+        return
+    state = _unplain(_parsed(data, "numpy"), numpy)
+    name = state.get("bit_generator")
+    if name not in _NUMPY_GENERATORS:
+        raise FormatError(f"the random state of numpy is of the unknown generator {name!r}")
+    if numpy.random.get_state(legacy=False)["bit_generator"] != name:
+        numpy.random.set_bit_generator(getattr(numpy.random, name)())
+    numpy.random.set_state(state)
+
+
+def _torch_state() -> bytes:
+    import torch
+
+    return bytes(torch.get_rng_state().tolist())
+
+
+def _restore_torch(data: bytes) -> None:
+    import torch
+
+    torch.set_rng_state(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+
+def _cuda_devices() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _cuda_order() -> list[int]:
+    """Devices counted from the current one; looking does not initialise CUDA."""
+    import torch
+
+    count = _cuda_devices()
+    current = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+    return [(current + offset) % count for offset in range(count)]
+
+
+def _cuda_states() -> tuple[bytes, ...]:
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return ()
+    return tuple(bytes(torch.cuda.get_rng_state(device).tolist()) for device in _cuda_order())
+
+
+def _restore_cuda(states: tuple[bytes, ...]) -> None:
+    import torch
+
+    # not initialised yet, torch keeps a state until it is
+    for device, state in zip(_cuda_order(), states, strict=False):
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), device)
