@@ -1,0 +1,218 @@
+"""`EpochLoader`: data in an order that survives restarts, crashes and another number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import distributed
+
+from torchrelay.errors import NotAllowedNowError, UsageError
+from torchrelay.jobs.batch import Batch, MappingBatch, make_batch
+from torchrelay.jobs.batch_source import batch_source
+from torchrelay.jobs.epoch_steps import Step, StepPlan
+from torchrelay.jobs.permutation import permutation
+from torchrelay.jobs.sample_fetch import Request, make_fetch
+from torchrelay.jobs.seeding import check_seed, current_seed
+from torchrelay.jobs.splitmix import mix
+
+_WORKERS = 0x776F726B657273  # "workers": where the workers' own streams start
+
+
+class EpochLoader:
+    """Batches of a map-style dataset: step s takes samples [s*B, (s+1)*B) of the epoch's permutation.
+
+    `batch_size` is GLOBAL: the samples of a step on all ranks together, split contiguously over them.
+    Each epoch is one permutation of (seed, epoch); a tail of fewer than two samples per rank joins the
+    step before it (`drop_last` leaves the tail out). Batches unpack like the dataset's samples and have
+    `weight`, `indices` and `count`: `(loss * batch.weight).backward()` makes DDP's mean of uneven steps
+    the exact mean over the step's samples.
+
+    `dataset` has `__getitem__` and `__len__`; a tensor, a tuple of tensors and a `TensorDataset` are
+    read by fast indexing. `collate` makes a batch of a list of samples (torch's `default_collate`).
+    With `sample_seeds` the global Python, numpy and torch CPU streams are started from (seed, epoch,
+    index) before every `dataset[index]` and put back afterwards, so that random augmentation depends
+    neither on workers nor on world size nor on restarts; turn it off for datasets without randomness
+    (then `__getitems__` is used where the dataset has it). Fast indexing seeds nothing.
+    `num_workers` and other options go to torch's DataLoader, which is only used when one is given.
+    Iterating never moves the global streams, unless the dataset does so with `sample_seeds=False`.
+
+    Where it stands is `epoch` and `samples_done`; both are state, and `iter` continues from them: after
+    a loop that was left early, the next loop takes the rest of the epoch, exactly as a resumed process
+    does. An iteration that delivers its last batch advances to the next epoch. Continuing with another
+    world size, or batch size, goes on at the same sample.
+
+    Raises UsageError for arguments that cannot be, and when `batch_size` is below the number of ranks.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        seed: int | None = None,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        collate: Callable[[list[Any]], Any] | None = None,
+        sample_seeds: bool = True,
+        num_workers: int = 0,
+        **loader_options: Any,
+    ) -> None:
+        self.dataset = dataset
+        self.batch_size = _at_least_one("batch_size", batch_size)
+        self.shuffle, self.drop_last = shuffle, drop_last
+        self._fetch = make_fetch(dataset, collate, sample_seeds=sample_seeds)
+        if self._fetch.length == 0:
+            raise UsageError("EpochLoader got an empty dataset: there is nothing to train on")
+        self._seed = check_seed((current_seed() or 0) if seed is None else seed)
+        self._epoch = self._samples_done = 0
+        self._place: tuple[int, int] | None = None
+        self._order: tuple[int, int, torch.Tensor] | None = None
+        self._iteration: object = None
+        self._source = batch_source(self._fetch, num_workers, loader_options)
+
+    @property
+    def seed(self) -> int:
+        """What the order of all epochs derives from."""
+        return self._seed
+
+    @property
+    def epoch(self) -> int:
+        """The epoch (from 0) that the next batch belongs to."""
+        return self._epoch
+
+    @property
+    def samples_done(self) -> int:
+        """Samples of this epoch, of all ranks, that were handed out."""
+        return self._samples_done
+
+    def placed(self, rank: int, world: int) -> EpochLoader:
+        """Fix this process's share instead of asking torch.distributed; returns the loader itself.
+
+        For emulated nodes, and for meshes in which several ranks read the same data.
+        """
+        if _at_least_one("world", world) <= rank or rank < 0:
+            raise UsageError(f"rank {rank} is not one of {world} ranks (0 to {world - 1})")
+        self._place = (rank, world)
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of `epoch`; does nothing when the loader is in it, wherever it stands."""
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+            raise UsageError(f"an epoch is an integer from 0, not {epoch!r}")
+        if epoch != self._epoch:
+            self._go_to(epoch, 0)
+
+    def __len__(self) -> int:
+        """Steps of a whole epoch on the present number of ranks."""
+        return len(self._plan(0, self._share()[1]))
+
+    @property
+    def steps_left(self) -> int:
+        """Steps of this epoch that were not handed out yet."""
+        return len(self._plan(self._samples_done, self._share()[1]))
+
+    def __iter__(self) -> Iterator[Batch | MappingBatch]:
+        """Batches of this rank from where the loader stands to the end of the epoch.
+
+        Only one iteration is alive: a new one, `set_epoch` and `load_state_dict` end it, and to go on
+        with it raises NotAllowedNowError.
+        """
+        rank, world = self._share()
+        self._iteration = object()
+        return self._batches(self._iteration, self._plan(self._samples_done, world), rank)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands: epoch, samples_done, seed, and the length that they refer to."""
+        return {
+            "epoch": self._epoch,
+            "samples_done": self._samples_done,
+            "seed": self._seed,
+            "length": self._fetch.length,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Stand where `state` says. The seed comes along, so that the order of the data goes on.
+
+        Raises UsageError in the middle of an epoch of a dataset of another length: then "each sample
+        once" cannot be kept.
+        """
+        epoch, done, seed = int(state["epoch"]), int(state["samples_done"]), int(state["seed"])
+        length = int(state.get("length", self._fetch.length))
+        if done and length != self._fetch.length:
+            raise UsageError(
+                f"the dataset had {length} samples when {done} of epoch {epoch} were done, and has "
+                f"{self._fetch.length} now: resume with the same data, or from the start of an epoch"
+            )
+        if epoch < 0 or not 0 <= done <= self._fetch.length:
+            raise UsageError(f"EpochLoader cannot stand at sample {done} of epoch {epoch}")
+        self._seed = check_seed(seed)
+        self._go_to(epoch, done)
+
+    def _go_to(self, epoch: int, samples_done: int) -> None:
+        self._epoch, self._samples_done, self._iteration = epoch, samples_done, None
+
+    def _share(self) -> tuple[int, int]:
+        """Return (rank, world) of this process and check that they can share a step."""
+        rank, world = self._place or _distributed_place()
+        if self.batch_size < world:
+            raise UsageError(
+                f"batch_size {self.batch_size} counts the samples of all ranks together and must be at "
+                f"least their number, {world}"
+            )
+        return rank, world
+
+    def _plan(self, done: int, world: int) -> StepPlan:
+        return StepPlan(done, self._fetch.length, self.batch_size, world, self.drop_last)
+
+    def _permutation(self) -> torch.Tensor:
+        if not self.shuffle:
+            return torch.arange(self._fetch.length)
+        if self._order is None or self._order[:2] != (self._seed, self._epoch):
+            order = permutation(self._seed, self._epoch, self._fetch.length)
+            self._order = (self._seed, self._epoch, order)
+        return self._order[2]
+
+    def _batches(self, iteration: object, plan: StepPlan, rank: int) -> Iterator[Batch | MappingBatch]:
+        self._check_alive(iteration)
+        order = self._permutation()
+        requests = (self._request(order, step, rank, plan.world) for step in plan)
+        worker_seed = mix(self._seed, self._epoch, _WORKERS, rank)
+        try:
+            for data, step in zip(self._source.fetch(requests, worker_seed), plan, strict=False):
+                self._check_alive(iteration)
+                self._samples_done = step.stop
+                begin, end = step.share(rank, plan.world)
+                # a copy: a view would keep the whole order alive and let the user change it
+                indices = order[begin:end].clone()
+                yield make_batch(data, weight=step.weight(rank, plan.world), indices=indices)
+        finally:
+            # also when the loop was left at its last batch, as a limit on steps does
+            if self._iteration is iteration and self._samples_done >= plan.stop:
+                self._go_to(self._epoch + 1, 0)
+
+    def _request(self, order: torch.Tensor, step: Step, rank: int, world: int) -> Request:
+        begin, end = step.share(rank, world)
+        if begin == end:  # no sample is left for this rank: it repeats the step's first, with weight 0
+            begin, end = step.start, step.start + 1
+        return Request(self._seed, self._epoch, tuple(order[begin:end].tolist()))
+
+    def _check_alive(self, iteration: object) -> None:
+        if self._iteration is not iteration:
+            raise NotAllowedNowError(
+                "this iteration over an EpochLoader was ended by a newer one, by set_epoch or by a load; "
+                "iterate anew, or use one loader for each loop"
+            )
+
+
+def _distributed_place() -> tuple[int, int]:
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
+
+
+def _at_least_one(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{name} is an integer from 1, not {value!r}")
+    return value

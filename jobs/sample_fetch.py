@@ -1,0 +1,121 @@
+"""From indices to collated data, in this process or in a worker of torch's DataLoader."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import TensorDataset, default_collate
+
+from torchrelay.errors import UsageError
+from torchrelay.jobs.permutation import sample_seed
+from torchrelay.jobs.random_streams import numpy_module
+from torchrelay.jobs.splitmix import mix
+
+_PYTHON, _NUMPY, _TORCH = 1, 2, 3  # as in random_streams
+
+
+@dataclass(frozen=True)
+class Request:
+    """The samples of one rank in one step. Holds all that a worker needs, so workers keep no state."""
+
+    seed: int
+    epoch: int
+    indices: tuple[int, ...]
+
+
+class TensorFetch:
+    """Rows of tensors, by one indexing for all samples; nothing random can happen."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], *, bare: bool) -> None:
+        self._tensors = tuple(tensors)
+        self._bare = bare
+        lengths = {len(tensor) for tensor in self._tensors}
+        if len(lengths) != 1:
+            raise UsageError(f"the tensors of a dataset have different lengths: {sorted(lengths)}")
+        self.length = lengths.pop()
+
+    def __getitem__(self, request: Request) -> Any:
+        rows = torch.tensor(request.indices, dtype=torch.int64)
+        fields = tuple(tensor[rows] for tensor in self._tensors)
+        return fields[0] if self._bare else fields
+
+
+class SampleFetch:
+    """Samples one by one from a map-style dataset, collated; streams seeded per sample if asked."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None, *, seeds: bool) -> None:
+        self._dataset = dataset
+        self._collate = collate or default_collate
+        self._seeds = seeds
+        self.length = len(dataset)
+
+    def __getitem__(self, request: Request) -> Any:
+        if self._seeds:
+            samples = self._seeded(request)
+        elif hasattr(self._dataset, "__getitems__"):
+            samples = self._dataset.__getitems__(list(request.indices))
+        else:
+            samples = [self._dataset[index] for index in request.indices]
+        return self._collate(samples)
+
+    def _seeded(self, request: Request) -> list[Any]:
+        samples = []
+        with streams_kept():
+            for index in request.indices:
+                seed_cpu_streams(sample_seed(request.seed, request.epoch, index))
+                samples.append(self._dataset[index])
+        return samples
+
+
+Fetch = TensorFetch | SampleFetch
+
+
+def make_fetch(dataset: Any, collate: Callable[[list[Any]], Any] | None, *, sample_seeds: bool) -> Fetch:
+    """Choose how to fetch; raises UsageError for what is no map-style dataset."""
+    if collate is None and isinstance(dataset, torch.Tensor) and dataset.dim() > 0:
+        return TensorFetch([dataset], bare=True)
+    if collate is None and isinstance(dataset, TensorDataset):
+        return TensorFetch(dataset.tensors, bare=False)
+    if isinstance(dataset, (tuple, list)) and dataset and all(isinstance(x, torch.Tensor) for x in dataset):
+        return _of_tensors(dataset, collate, sample_seeds=sample_seeds)
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise UsageError(
+            f"EpochLoader needs a dataset with __getitem__ and __len__ (or tensors), not "
+            f"{type(dataset).__name__}; a stream without indices cannot be resumed at a sample"
+        )
+    return SampleFetch(dataset, collate, seeds=sample_seeds)
+
+
+def _of_tensors(dataset: Sequence[Any], collate: Any, *, sample_seeds: bool) -> Fetch:
+    """A tuple of tensors is the fields of a dataset, as in TensorDataset."""
+    fetch = TensorFetch(dataset, bare=False)
+    return fetch if collate is None else SampleFetch(TensorDataset(*dataset), collate, seeds=sample_seeds)
+
+
+@contextmanager
+def streams_kept() -> Iterator[None]:
+    """Put Python's, numpy's and torch's CPU stream back as they were; CUDA's are not touched."""
+    numpy = numpy_module(load=True)  # before a dataset does it, or its first sample would be unseeded
+    python_state, torch_state = random.getstate(), torch.get_rng_state()
+    numpy_state = numpy and numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        torch.set_rng_state(torch_state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
+
+
+def seed_cpu_streams(seed: int) -> None:
+    """Start the three streams of the CPU from one 64-bit seed, each from another word."""
+    random.seed(mix(seed, _PYTHON))
+    torch.default_generator.manual_seed(mix(seed, _TORCH))
+    numpy = numpy_module(load=False)
+    if numpy:
+        numpy.random.seed(mix(seed, _NUMPY) % 2**32)
