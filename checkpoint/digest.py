@@ -1,0 +1,37 @@
+"""Digests of stored bytes: xxh3-128 per block of 1 MiB, restarting at every tensor.
+
+Not cryptographic: they find damage, not forgery. A tensor of no bytes has no block.
+"""
+
+from __future__ import annotations
+
+import xxhash
+
+NAME = "xxh3-128"
+BLOCK = 1 << 20
+SIZE = 16
+"""Bytes per block and per digest."""
+
+
+def block_count(nbytes: int) -> int:
+    """How many blocks `nbytes` fill, the last one perhaps in part."""
+    return -(-nbytes // BLOCK)
+
+
+def block_digests(view: memoryview) -> bytes:
+    """The digests of 1-D bytes that begin at a block's border, one after another."""
+    return b"".join(xxhash.xxh3_128_digest(view[at : at + BLOCK]) for at in range(0, len(view), BLOCK))
+
+
+def first_damaged_block(view: memoryview, digests: bytes | memoryview) -> int | None:
+    """Compare whole blocks (the last may be the tensor's short end) with their digests.
+
+    Returns the index within `view` of the first block that differs, None if all are as stored.
+    """
+    if len(digests) != block_count(len(view)) * SIZE:
+        raise ValueError(f"{len(digests)} bytes of digests do not belong to {len(view)} bytes")
+    for index in range(block_count(len(view))):
+        found = xxhash.xxh3_128_digest(view[index * BLOCK : (index + 1) * BLOCK])
+        if found != digests[index * SIZE : (index + 1) * SIZE]:
+            return index
+    return None

@@ -1,0 +1,164 @@
+"""Element types: torch's names, what safetensors calls them, and the bytes of a tensor.
+
+The logical type is torch's name (`bfloat16`). What safetensors has no code for that holds the same
+shape (complex128, complex32, the sub-byte types) is stored as U8 with the logical type beside it.
+Quantised types are not storable: their scales live outside of the elements.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torchrelay.errors import BlobError, FormatError
+
+if TYPE_CHECKING:
+    import torch
+
+RAW = "U8"
+"""The code under which bytes of inexpressible types are stored."""
+
+
+@dataclass(frozen=True)
+class ElementType:
+    """A torch dtype by `name`, its safetensors `code` and the bytes of one element."""
+
+    name: str
+    code: str
+    itemsize: int
+
+    @property
+    def raw(self) -> bool:
+        """Whether elements are stored as plain bytes, with the logical type in the metadata."""
+        return self.code == RAW and self.name != "uint8"
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape as stored: raw elements of several bytes get a last dimension of these bytes."""
+        return (*shape, self.itemsize) if self.raw and self.itemsize > 1 else shape
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes of a tensor of this type and logical shape."""
+        return math.prod(shape) * self.itemsize
+
+
+_NATIVE = {
+    "float64": ("F64", 8),
+    "int64": ("I64", 8),
+    "uint64": ("U64", 8),
+    "complex64": ("C64", 8),
+    "float32": ("F32", 4),
+    "int32": ("I32", 4),
+    "uint32": ("U32", 4),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "int16": ("I16", 2),
+    "uint16": ("U16", 2),
+    "int8": ("I8", 1),
+    "uint8": ("U8", 1),
+    "bool": ("BOOL", 1),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e4m3fnuz": ("F8_E4M3FNUZ", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "float8_e5m2fnuz": ("F8_E5M2FNUZ", 1),
+    "float8_e8m0fnu": ("F8_E8M0", 1),
+}
+# safetensors counts two elements per byte in F4 where torch counts bytes: raw keeps torch's shape.
+_RAW_BYTES = (
+    *("float4_e2m1fn_x2", "bits8", "bits1x8", "bits2x4", "bits4x2"),
+    *(f"uint{bits}" for bits in range(1, 8)),
+    *(f"int{bits}" for bits in range(1, 8)),
+)
+_RAW = {"complex128": 16, "complex32": 4, "bits16": 2, **dict.fromkeys(_RAW_BYTES, 1)}
+
+_BY_NAME = {
+    **{name: ElementType(name, code, size) for name, (code, size) in _NATIVE.items()},
+    **{name: ElementType(name, RAW, size) for name, size in _RAW.items()},
+}
+_BY_CODE = {kind.code: kind for kind in _BY_NAME.values() if not kind.raw}
+
+
+def by_name(name: str) -> ElementType:
+    """The element type of torch's name for it; raises FormatError for a name that is not known."""
+    if name not in _BY_NAME:
+        raise FormatError(
+            f"element type {name!r} is not known to this version of torchrelay: use a newer one"
+        )
+    return _BY_NAME[name]
+
+
+def by_code(code: str) -> ElementType:
+    """The element type of a safetensors code; raises FormatError for a code that is not known."""
+    if code not in _BY_CODE:
+        raise FormatError(
+            f"safetensors type {code!r} is not known to this version of torchrelay: use a newer one"
+        )
+    return _BY_CODE[code]
+
+
+def logical_dtype(dtype: torch.dtype, name: str) -> ElementType:
+    """The element type of a torch dtype; raises BlobError naming the leaf if it is not storable."""
+    text = str(dtype).removeprefix("torch.")
+    text = "uint1" if text == "bit" else text
+    if text not in _BY_NAME:
+        raise BlobError(f"{name}: tensors of {dtype} cannot be stored; convert it first")
+    return _BY_NAME[text]
+
+
+def torch_dtype(kind: ElementType) -> torch.dtype:
+    """Torch's own object for an element type; raises FormatError where this torch lacks it."""
+    import torch
+
+    found = getattr(torch, kind.name, None)
+    if not isinstance(found, torch.dtype):
+        raise FormatError(
+            f"this torch ({torch.__version__}) has no element type {kind.name}: use a newer one"
+        )
+    return found
+
+
+def stored_bytes(tensor: torch.Tensor, name: str) -> memoryview:
+    """The bytes of a tensor as they are stored: 1-D, row-major, on the CPU.
+
+    No copy is made of a contiguous CPU tensor: the view then shares (and keeps alive) its memory.
+    Raises BlobError naming the leaf for tensors that are not one dense block of elements.
+    """
+    check_dense(tensor, name)
+    logical_dtype(tensor.dtype, name)
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return memory_of(plain)
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor as writable 1-D bytes; it stays alive with the view."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        raise ValueError("only a contiguous, resolved CPU tensor has its bytes in one piece of memory")
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes == 0:
+        return memoryview(bytearray())
+    memory = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
+    memory._tensor = tensor  # type: ignore[attr-defined]  # the view holds `memory`, which holds the tensor
+    return memoryview(memory).cast("B")
+
+
+def check_dense(tensor: torch.Tensor, name: str) -> None:
+    """Refuse, by BlobError, tensors whose bytes are not one dense block of elements."""
+    import torch
+
+    if tensor.is_meta:
+        raise BlobError(
+            f"{name} is a meta tensor without content: materialise it (to_empty) before it is saved"
+        )
+    if tensor.is_quantized:
+        raise BlobError(f"{name} is quantised; save dequantize() of it, or int_repr() and its scales")
+    if tensor.is_nested:
+        raise BlobError(f"{name} is a nested tensor; save its values() and offsets()")
+    if tensor.layout is not torch.strided:
+        raise BlobError(
+            f"{name} has layout {tensor.layout}; save its indices() and values(), or to_dense() of it"
+        )
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise BlobError(
+            f"{name} is a {type(tensor).__name__}, whose elements are elsewhere; save its inner tensors"
+        )

@@ -1,0 +1,200 @@
+"""Names on disk: path parts, shard file names, and the keys under which tensors are stored.
+
+No user string becomes a path: node, group, position and try are validated here, and paths are
+rebuilt from the validated parts. A tensor key is the leaf's name with `%`, `@` and control
+characters percent-encoded (as UTF-8), followed by the form of what is stored:
+
+    model.weight                    the whole leaf
+    model.weight@[0:4,2:6]          a box of it
+    model.weight@flat[1024:2048]    a range of its elements in row-major order, stored 1-D
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from dataclasses import dataclass
+from urllib.parse import unquote_to_bytes
+
+from torchrelay.checkpoint.position import Position
+from torchrelay.errors import BlobError, DamagedError, UsageError
+
+NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,62}", re.ASCII)
+GROUP = re.compile(r"[a-z][a-z_]*", re.ASCII)
+TRY = re.compile(r"e[0-9]{8}(?:s[0-9]{6,9})?-[0-9a-f]{6,32}", re.ASCII)
+SHARD_SUFFIX = ".safetensors"
+
+_SHARD_FILE = re.compile(
+    r"(?P<node>[^/]+)\.(?P<position>[0-9]+(?:\+[0-9]+)?)\.(?P<group>[a-z][a-z_]*)"
+    r"(?:\.(?P<part>[2-9]|[1-9][0-9]{1,5}))?\.safetensors",
+    re.ASCII,
+)
+_INTERVAL = r"(?:0|[1-9][0-9]{0,18}):(?:0|[1-9][0-9]{0,18})"
+_KEY = re.compile(
+    rf"(?P<name>[^@]+)(?:@(?P<flat>flat)?\[(?P<ranges>{_INTERVAL}(?:,{_INTERVAL})*)\])?", re.DOTALL
+)
+_METADATA = "__metadata__"
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A leaf that is stored whole under its own name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box of a leaf: one half-open interval of indices per dimension, at least one dimension."""
+
+    name: str
+    intervals: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Elements [start, stop) of a leaf in row-major order."""
+
+    name: str
+    start: int
+    stop: int
+
+
+Key = Whole | Box | Flat
+
+
+def format_key(key: Key) -> str:
+    """The text of a key in a shard; raises BlobError for a name that cannot be one."""
+    name = encode_name(key.name)
+    if isinstance(key, Whole):
+        return name
+    intervals = ((key.start, key.stop),) if isinstance(key, Flat) else key.intervals
+    if not intervals or any(not 0 <= start <= stop for start, stop in intervals):
+        raise BlobError(f"{key.name}: {intervals} are no intervals of indices")
+    text = ",".join(f"{start}:{stop}" for start, stop in intervals)
+    return f"{name}@{'flat' if isinstance(key, Flat) else ''}[{text}]"
+
+
+def parse_key(text: str) -> Key:
+    """Read a key back; only what `format_key` writes is accepted, anything else is a DamagedError."""
+    match = _KEY.fullmatch(text)
+    if match is None:
+        raise DamagedError(f"{text!r} is no tensor key")
+    key = _key_of(match)
+    try:
+        canonical = format_key(key) == text
+    except BlobError as error:
+        raise DamagedError(f"{text!r} is no tensor key: {error}") from None
+    if not canonical:
+        raise DamagedError(f"{text!r} is no tensor key: it would be written {format_key(key)!r}")
+    return key
+
+
+def _key_of(match: re.Match[str]) -> Key:
+    name = decode_name(match["name"])
+    if match["ranges"] is None:
+        return Whole(name)
+    intervals = tuple(_interval(text) for text in match["ranges"].split(","))
+    if match["flat"] is None:
+        return Box(name, intervals)
+    if len(intervals) != 1:
+        raise DamagedError(f"{match[0]!r} is no tensor key: a flat range is one interval")
+    return Flat(name, *intervals[0])
+
+
+def _interval(text: str) -> tuple[int, int]:
+    start, stop = text.split(":")
+    return int(start), int(stop)
+
+
+def encode_name(name: str) -> str:
+    """Percent-encode what a leaf's name may hold and a key may not; raises BlobError."""
+    if not name:
+        raise BlobError("a leaf needs a name, not an empty string")
+    if name == _METADATA:  # the one key that safetensors keeps for itself
+        return "%5F" + name[1:]
+    try:
+        return "".join(_percent(c) if c in "%@" or unicodedata.category(c) == "Cc" else c for c in name)
+    finally:
+        _check_unicode(name)
+
+
+def decode_name(text: str) -> str:
+    """Undo `encode_name`; raises DamagedError for text that is not UTF-8 behind its percent signs."""
+    if "%" not in text:
+        return text
+    try:
+        return unquote_to_bytes(text).decode("utf-8")
+    except UnicodeError:
+        raise DamagedError(f"{text!r} is no encoded name") from None
+
+
+def _percent(character: str) -> str:
+    return "".join(f"%{byte:02X}" for byte in character.encode("utf-8"))
+
+
+def _check_unicode(name: str) -> None:
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        raise BlobError(f"{name!r} has a lone surrogate: leaf names must be valid Unicode") from None
+
+
+@dataclass(frozen=True)
+class ShardName:
+    """The parts of a shard's file name, as they are before any percent-encoding."""
+
+    node: str
+    position: Position
+    group: str
+    part: int = 1
+
+
+def shard_file_name(name: ShardName, *, escape: str = "") -> str:
+    """`<node>.<position>.<group>[.<part>].safetensors`, from validated parts (UsageError).
+
+    `escape` lists characters that the store cannot have in a file name (`:` on some).
+    """
+    check_node(name.node)
+    check_group(name.group)
+    if name.part < 1:
+        raise UsageError(f"part {name.part} of {name.node}: parts are counted from 1")
+    node = "".join(_percent(c) if c in escape else c for c in name.node)
+    part = f".{name.part}" if name.part > 1 else ""
+    return f"{node}.{name.position}.{name.group}{part}{SHARD_SUFFIX}"
+
+
+def parse_shard_file_name(text: str) -> ShardName:
+    """Read a shard's file name back; raises DamagedError for any other name."""
+    match = _SHARD_FILE.fullmatch(text)
+    if match is None:
+        raise DamagedError(f"{text!r} is no shard's file name")
+    try:
+        position = Position.parse(match["position"])
+        node = check_node(decode_name(match["node"]))
+    except UsageError as error:
+        raise DamagedError(f"{text!r} is no shard's file name: {error}") from None
+    return ShardName(node, position, match["group"], int(match["part"] or 1))
+
+
+def check_node(name: str) -> str:
+    """Give back a node name that may be part of a path; raises UsageError for any other."""
+    if NODE.fullmatch(name) is None:
+        raise UsageError(
+            f"{name!r} is no node name: use 1 to 63 letters, digits, '.', '_', ':' or '-', a letter or digit first"
+        )
+    return name
+
+
+def check_group(name: str) -> str:
+    """Give back the name of a group of shards; raises UsageError for what is none."""
+    if GROUP.fullmatch(name) is None:
+        raise UsageError(f"{name!r} is no group name: use lower-case letters and '_', a letter first")
+    return name
+
+
+def check_try(name: str) -> str:
+    """Give back the name of a try directory; raises DamagedError for what is none."""
+    if TRY.fullmatch(name) is None:
+        raise DamagedError(f"{name!r} is not the name of a try: e<epoch>[s<step>]-<nonce> is expected")
+    return name
