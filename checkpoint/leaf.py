@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
-from torchrelay.checkpoint import dtypes
+from torchrelay.checkpoint.dtypes import logical_dtype
 from torchrelay.errors import BlobError
+
+if TYPE_CHECKING:
+    import torch
 
 MAIN_GROUP = "main"
 """The file group of everything but optimizers."""
@@ -23,7 +24,7 @@ OPTIM_GROUP = "optim"
 """The file group of optimizers, which retention may drop and an evaluation never reads."""
 
 
-class Role(Enum):
+class Role(str, Enum):
     """What a leaf is to its blob.
 
     Only PARAMETER and OPTIMIZER tensors are alike on replicas by construction, so only they are split
@@ -37,6 +38,9 @@ class Role(Enum):
     VALUE = "value"
     STATE = "state"
     RNG = "rng"
+
+    def __str__(self) -> str:
+        return self.value
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class Leaf:
 class LeafSpec:
     """What is known of a leaf without its content.
 
-    `dtype` is the logical name (`dtypes`), None for values; `shape` is () for values; `nbytes` the
+    `dtype` is torch's name (`bfloat16`, see `dtypes`), None for values; `shape` is () for values; `nbytes` the
     logical size, also where an alias stores nothing.
     """
 
@@ -102,11 +106,9 @@ def spec_of(leaf: Leaf) -> LeafSpec:
             f"{leaf.name!r} is a sharded tensor (DTensor), which cannot be saved yet:"
             f" register it as a whole, for example content.full_tensor(), or keep blob {leaf.blob!r} out"
         )
-    try:
-        dtype = dtypes.logical_name(content.dtype)
-    except BlobError as error:
-        raise BlobError(f"{leaf.name!r} of blob {leaf.blob!r}: {error}") from error
-    return _spec(leaf, "tensor", dtype, tuple(content.shape), content.numel() * content.element_size())
+    element = logical_dtype(content.dtype, leaf.name)
+    shape = tuple(content.shape)
+    return _spec(leaf, "tensor", element.name, shape, element.nbytes(shape))
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
