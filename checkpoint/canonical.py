@@ -83,9 +83,7 @@ def _check_scalar(item: Json) -> None:
             raise UsageError(f"{item!r} has a lone surrogate, which UTF-8 cannot hold")
     elif kind is int:
         if abs(item) >= INTEGER_LIMIT:
-            raise UsageError(
-                f"an integer of {item.bit_length()} bits is not canonical JSON: use its tagged form"
-            )
+            raise UsageError(f"an integer of {item.bit_length()} bits is not JSON: use its tagged form")
     elif kind is float:
         if not math.isfinite(item):
             raise UsageError(f"{item} is not JSON: use its tagged form")

@@ -82,28 +82,32 @@ _BY_CODE = {kind.code: kind for kind in _BY_NAME.values() if not kind.raw}
 def by_name(name: str) -> ElementType:
     """The element type of torch's name for it; raises FormatError for a name that is not known."""
     if name not in _BY_NAME:
-        raise FormatError(
-            f"element type {name!r} is not known to this version of torchrelay: use a newer one"
-        )
+        raise FormatError(f"element type {name!r} is unknown to this torchrelay: use a newer one")
     return _BY_NAME[name]
 
 
 def by_code(code: str) -> ElementType:
     """The element type of a safetensors code; raises FormatError for a code that is not known."""
     if code not in _BY_CODE:
-        raise FormatError(
-            f"safetensors type {code!r} is not known to this version of torchrelay: use a newer one"
-        )
+        raise FormatError(f"safetensors type {code!r} is unknown to this torchrelay: use a newer one")
     return _BY_CODE[code]
+
+
+def logical_name(dtype: torch.dtype) -> str:
+    """The logical name of a torch dtype; raises BlobError if it is not storable."""
+    text = str(dtype).removeprefix("torch.")
+    text = "uint1" if text == "bit" else text
+    if text not in _BY_NAME:
+        raise BlobError(f"tensors of {dtype} cannot be stored; convert it first")
+    return text
 
 
 def logical_dtype(dtype: torch.dtype, name: str) -> ElementType:
     """The element type of a torch dtype; raises BlobError naming the leaf if it is not storable."""
-    text = str(dtype).removeprefix("torch.")
-    text = "uint1" if text == "bit" else text
-    if text not in _BY_NAME:
-        raise BlobError(f"{name}: tensors of {dtype} cannot be stored; convert it first")
-    return _BY_NAME[text]
+    try:
+        return _BY_NAME[logical_name(dtype)]
+    except BlobError as error:
+        raise BlobError(f"{name}: {error}") from None
 
 
 def torch_dtype(kind: ElementType) -> torch.dtype:
@@ -112,9 +116,7 @@ def torch_dtype(kind: ElementType) -> torch.dtype:
 
     found = getattr(torch, kind.name, None)
     if not isinstance(found, torch.dtype):
-        raise FormatError(
-            f"this torch ({torch.__version__}) has no element type {kind.name}: use a newer one"
-        )
+        raise FormatError(f"torch {torch.__version__} has no element type {kind.name}: use a newer one")
     return found
 
 
@@ -147,18 +149,12 @@ def check_dense(tensor: torch.Tensor, name: str) -> None:
     import torch
 
     if tensor.is_meta:
-        raise BlobError(
-            f"{name} is a meta tensor without content: materialise it (to_empty) before it is saved"
-        )
+        raise BlobError(f"{name} is a meta tensor without content: materialise it (to_empty) first")
     if tensor.is_quantized:
         raise BlobError(f"{name} is quantised; save dequantize() of it, or int_repr() and its scales")
     if tensor.is_nested:
         raise BlobError(f"{name} is a nested tensor; save its values() and offsets()")
     if tensor.layout is not torch.strided:
-        raise BlobError(
-            f"{name} has layout {tensor.layout}; save its indices() and values(), or to_dense() of it"
-        )
+        raise BlobError(f"{name} has layout {tensor.layout}; save its indices() and values()")
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        raise BlobError(
-            f"{name} is a {type(tensor).__name__}, whose elements are elsewhere; save its inner tensors"
-        )
+        raise BlobError(f"{name} is a {type(tensor).__name__}, not a plain tensor; save its inner tensors")

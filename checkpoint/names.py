@@ -181,7 +181,7 @@ def check_node(name: str) -> str:
     """Give back a node name that may be part of a path; raises UsageError for any other."""
     if NODE.fullmatch(name) is None:
         raise UsageError(
-            f"{name!r} is no node name: use 1 to 63 letters, digits, '.', '_', ':' or '-', a letter or digit first"
+            f"{name!r} is no node name: use 1 to 63 of A-Z a-z 0-9 . _ : -, a letter or digit first"
         )
     return name
 

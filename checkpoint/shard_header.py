@@ -82,7 +82,7 @@ def parse(header: bytes, file_bytes: int, *, what: str) -> ShardContent:
         raise FormatError(f"{what} was not written by torchrelay: its metadata say nothing of it")
     inner = _parse_metadata(text, what)
     pieces = _pieces(inner, what)
-    entries = _entries(said, pieces, inner["digests"], len(header), file_bytes, what)
+    entries = _entries(said, pieces, inner["digests"], range(len(header), file_bytes), what)
     return ShardContent(
         identity=_identity(inner, what),
         part=_count(inner, "part", what),
@@ -115,14 +115,9 @@ def _parse_metadata(text: str, what: str) -> dict[str, Json]:
 
 
 def _identity(inner: dict[str, Json], what: str) -> ShardIdentity:
-    place = inner.get("position")
-    if (
-        not isinstance(place, list)
-        or len(place) != 2
-        or not all(_is_count(n) for n in place)
-        or place[0] > MAX_EPOCH
-    ):
-        raise DamagedError(f"{what}: {place!r} is no position")
+    place = _pair(inner.get("position"))
+    if place is None or place[0] > MAX_EPOCH:
+        raise DamagedError(f"{what}: {inner.get('position')!r} is no position")
     try:
         node, group = (
             names.check_node(_text(inner, "node", what)),
@@ -142,9 +137,15 @@ def _text(inner: dict[str, Json], field: str, what: str) -> str:
 
 def _count(inner: dict[str, Json], field: str, what: str) -> int:
     found = inner.get(field)
-    if not _is_count(found) or found < 1:
+    if type(found) is not int or found < 1:
         raise DamagedError(f"{what}: the metadata have no {field}")
-    return int(found)
+    return found
+
+
+def _pair(value: Json) -> tuple[int, int] | None:
+    if isinstance(value, list) and len(value) == 2 and all(_is_count(number) for number in value):
+        return value[0], value[1]
+    return None
 
 
 def _is_count(value: Json) -> bool:
@@ -164,9 +165,7 @@ def _pieces(inner: dict[str, Json], what: str) -> dict[str, dict[str, Json]]:
         raise DamagedError(f"{what}: the metadata have no pieces")
     for key, piece in found.items():
         if unread := [name for name in _RESERVED if name in piece]:
-            raise FormatError(
-                f"{what}: {key} has a {unread[0]}, which this torchrelay does not know: use a newer one"
-            )
+            raise FormatError(f"{what}: {key} has a {unread[0]}, unknown to this torchrelay: use a newer one")
     return found
 
 
@@ -174,24 +173,23 @@ def _entries(
     said: dict[str, Json],
     pieces: dict[str, dict[str, Json]],
     digests: bytes,
-    data_start: int,
-    file_bytes: int,
+    data: range,
     what: str,
 ) -> dict[str, StoredEntry]:
     entries: dict[str, StoredEntry] = {}
-    end, block = data_start, 0
+    end, block = data.start, 0
     for text, entry in said.items():
         leaf = f"{what}: {text}"
         key = names.parse_key(text)
         kind, shape = _logical(key, entry, pieces.get(text, {}), leaf)
-        stop = _offsets(entry, end - data_start, leaf) + data_start
+        stop = _offsets(entry, end - data.start, leaf) + data.start
         blocks = digest.block_count(stop - end)
         own = digests[block * digest.SIZE : (block + blocks) * digest.SIZE]
         entries[text] = StoredEntry(key, kind, shape, end, stop, own)
         _check_stored(entries[text], entry, leaf)
         end, block = stop, block + blocks
-    if end != file_bytes:
-        raise DamagedError(f"{what}: the entries end at byte {end}, the file at {file_bytes}")
+    if end != data.stop:
+        raise DamagedError(f"{what}: the entries end at byte {end}, the file at {data.stop}")
     if len(digests) != block * digest.SIZE:
         raise DamagedError(f"{what}: {len(digests)} bytes of digests for {block} blocks")
     return entries
@@ -221,15 +219,13 @@ def _shape(found: Json, leaf: str) -> tuple[int, ...]:
 
 
 def _offsets(entry: dict[str, Json], expected: int, leaf: str) -> int:
-    found = entry.get("data_offsets")
-    if not isinstance(found, list) or len(found) != 2 or not all(_is_count(offset) for offset in found):
+    found = _pair(entry.get("data_offsets"))
+    if found is None:
         raise DamagedError(f"{leaf} has no offsets")
     start, stop = found
     if start != expected or stop < start:
-        raise DamagedError(
-            f"{leaf}: bytes {start} to {stop}, where {expected} comes next: a hole or an overlap"
-        )
-    return int(stop)
+        raise DamagedError(f"{leaf}: bytes {start} to {stop}, not from {expected}: a hole or an overlap")
+    return stop
 
 
 def _check_stored(entry: StoredEntry, said: dict[str, Json], leaf: str) -> None:

@@ -25,6 +25,9 @@ class ShardLimits:
     header_bytes: int = 50_000_000
 
 
+DEFAULT_LIMITS = ShardLimits()
+
+
 def cut(
     identity: ShardIdentity,
     entries: Sequence[ShardEntry],
@@ -90,12 +93,13 @@ def _aliases_by_target(
 def _fixed_cost(identity: ShardIdentity, values: Mapping[str, Json]) -> int:
     """An upper bound of what a header holds beside its entries."""
     said = canonical.dumps([identity.job, identity.node, identity.group, identity.try_name, dict(values)])
-    return len(json.dumps(said.decode(), ensure_ascii=False).encode()) + ALIGNMENT
+    return _quoted_bytes(said) + ALIGNMENT
 
 
 def _text_cost(pair: tuple[str, str]) -> int:
-    return len(
-        json.dumps(
-            json.dumps({pair[0]: {"alias_of": pair[1]}}, ensure_ascii=False), ensure_ascii=False
-        ).encode()
-    )
+    return _quoted_bytes(canonical.dumps({pair[0]: {"alias_of": pair[1]}}))
+
+
+def _quoted_bytes(text: bytes) -> int:
+    """What JSON takes within the JSON of the header."""
+    return len(json.dumps(text.decode(), ensure_ascii=False).encode())

@@ -165,9 +165,10 @@ class ShardHeader:
         count = -(-len(view) // BLOCK)
         damaged = first_damaged_block(view, entry.digests[block * SIZE : (block + count) * SIZE])
         if damaged is not None:
+            offset = entry.start + (block + damaged) * BLOCK
             raise DamagedError(
-                f"{self.path}: block {block + damaged} of {key} (byte {entry.start + (block + damaged) * BLOCK}"
-                " of the file) is not what was saved"
+                f"{self.path}: block {block + damaged} of {key}, at byte {offset} of the file,"
+                " is not what was saved"
             )
 
     def _located(self, requests: Iterable[ReadRequest]) -> list[tuple[StoredEntry, ReadRequest]]:

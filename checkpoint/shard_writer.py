@@ -12,7 +12,7 @@ from torchrelay.checkpoint.canonical import Json, sha256
 from torchrelay.checkpoint.digest import BLOCK, block_digests
 from torchrelay.checkpoint.names import Key, format_key, shard_file_name
 from torchrelay.checkpoint.shard import Part, ShardEntry, ShardIdentity, header_bytes, no_digests
-from torchrelay.checkpoint.shard_parts import ShardLimits, cut
+from torchrelay.checkpoint.shard_parts import DEFAULT_LIMITS, ShardLimits, cut
 from torchrelay.checkpoint.storage import Storage, WriteHandle
 from torchrelay.errors import BlobError, StorageError
 
@@ -64,7 +64,7 @@ def write_shard(
     *,
     values: Mapping[str, Json] | None = None,
     aliases: Mapping[str, Key] | None = None,
-    limits: ShardLimits = ShardLimits(),
+    limits: ShardLimits = DEFAULT_LIMITS,
     escape: str = "",
 ) -> list[ShardReport]:
     """Write the files of one node and group into a try directory, each synced; one report per file.
