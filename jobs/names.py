@@ -1,0 +1,72 @@
+"""Names of nodes and blobs: what they may look like.
+
+No name becomes a path as it is, so these rules serve people and addresses: `trainer_1:model.*.weight`
+must be readable as node, blob and leaf without a second thought.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterable
+
+from torchrelay.errors import UsageError
+
+MAX_BLOB_NAME_BYTES = 1024
+"""Bytes of UTF-8 that a blob name may have."""
+
+_NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,62}")
+_ADDRESS_CHARACTERS = ":*?[]@"
+
+
+def check_node_name(name: str) -> str:
+    """Return `name` if a node may be called so; raises UsageError with the rule otherwise."""
+    if isinstance(name, str) and _NODE.fullmatch(name):
+        return name
+    raise UsageError(
+        f"{name!r} cannot be the name of a node: use up to 63 letters, digits and . _ : - "
+        "beginning with a letter or digit, such as 'trainer_0'"
+    )
+
+
+def check_blob_name(name: str) -> str:
+    """Return `name` if a blob may be called so; raises UsageError with the rule otherwise."""
+    problem = _blob_name_problem(name)
+    if problem is None:
+        return name
+    raise UsageError(f"{name!r} cannot be the name of a blob: {problem}")
+
+
+def check_blob_names(names: Iterable[str]) -> None:
+    """Check each name and that none is a dotted prefix of another (`a` and `a.b`); raises UsageError.
+
+    Leaves are addressed `blob.leaf`, so with both `a` and `a.b` nobody could tell whose `a.b.c` is.
+    """
+    known = {check_blob_name(name) for name in names}
+    for name in sorted(known):
+        shorter = next((prefix for prefix in dotted_prefixes(name) if prefix in known), None)
+        if shorter is not None:
+            raise UsageError(
+                f"blob {shorter!r} is a dotted prefix of blob {name!r}, so the addresses of their "
+                f"leaves would mix: rename one of them, for instance to {name.replace('.', '_')!r}"
+            )
+
+
+def dotted_prefixes(name: str) -> list[str]:
+    """Return the proper prefixes of `name` that end before a dot: `a.b.c` has `a` and `a.b`."""
+    return [name[:at] for at, character in enumerate(name) if character == "."]
+
+
+def _blob_name_problem(name: object) -> str | None:
+    if not isinstance(name, str):
+        return f"it is a {type(name).__name__}, names are str"
+    if not name:
+        return "it is empty"
+    found = sorted(set(name) & set(_ADDRESS_CHARACTERS))
+    if found:
+        return f"it has {' '.join(found)}, which addresses such as 'trainer_1:model.*' need for themselves"
+    if any(unicodedata.category(character) in ("Cc", "Cs") for character in name):
+        return "it has control characters or halves of surrogate pairs"
+    if len(name.encode()) > MAX_BLOB_NAME_BYTES:
+        return f"it has {len(name.encode())} bytes, more than {MAX_BLOB_NAME_BYTES}"
+    return None

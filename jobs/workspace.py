@@ -1,0 +1,224 @@
+"""Workspaces: the named state of one node.
+
+GLOBAL ones live as long as the session. PRIVATE ones are children for one run: they read and write
+through to names that exist above them, and the names that they create themselves vanish with them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import threading
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+import torch
+
+from torchrelay.errors import UsageError
+from torchrelay.jobs.blobs import Blob, kind_of
+from torchrelay.jobs.names import check_blob_name
+
+
+class WorkspaceType(str, Enum):
+    """Where the tasks of a group put the names that they create."""
+
+    GLOBAL = "global"
+    PRIVATE = "private"
+
+
+def workspace_type_of(given: WorkspaceType | str | None) -> WorkspaceType | None:
+    """Return the type that was given as itself or by its value; raises UsageError for another."""
+    if given is None or given in list(WorkspaceType):
+        return None if given is None else WorkspaceType(given)
+    raise UsageError(f"{given!r} is not a type of workspace: use 'global' or 'private'")
+
+
+class Origin(str, Enum):
+    """When a name of a GLOBAL workspace came to be; it decides whether and how the name is saved."""
+
+    REGISTERED = "registered"
+    INIT_PLACED = "init_placed"
+    INIT_ALL = "init_all"
+    LOADED = "loaded"
+    LATER = "later"
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """What a workspace holds under one name; `blob` is set where the name was registered."""
+
+    value: Any
+    origin: Origin = Origin.LATER
+    blob: Blob | None = None
+
+
+class Workspace(MutableMapping[str, Any]):
+    """A thread-safe mapping of names to values.
+
+    Assigning a tensor to a registered tensor copies into it, so that closures over it stay valid;
+    a registered module or other object with state cannot be replaced; registered plain values can.
+    Two workspaces are equal only if they are the same one.
+    """
+
+    __hash__ = object.__hash__
+
+    def __init__(self, node: str = "trainer_0", parent: Workspace | None = None) -> None:
+        self.node = node
+        self.parent = parent
+        self.gate: Callable[[], None] | None = None
+        self._entries: dict[str, Entry] = {}
+        self._creating = Origin.LATER
+        self._lock: threading.RLock = threading.RLock() if parent is None else parent._lock
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __repr__(self) -> str:
+        kind = "" if self.parent is None else "private, "
+        return f"Workspace({kind}{self.node}: {', '.join(self)})"
+
+    def __getitem__(self, name: str) -> Any:
+        owner = self._owner(name)
+        if owner is None:
+            raise KeyError(self._missing(name))
+        return owner._entries[name].value
+
+    def get(self, name: str, default: Any = None, /) -> Any:
+        """Return the value of `name`, or `default` where there is none."""
+        owner = self._owner(name)
+        return default if owner is None else owner._entries[name].value
+
+    def __contains__(self, name: object) -> bool:
+        return self._owner(name) is not None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        check_blob_name(name)
+        with self._lock:
+            (self._owner(name) or self)._assign(name, value)
+
+    def setdefault(self, name: str, default: Any = None, /) -> Any:
+        """Return the value of `name`; where there is none, make it `default` first."""
+        with self._lock:
+            if name not in self:
+                self[name] = default
+            return self[name]
+
+    def __delitem__(self, name: str) -> None:
+        with self._lock:
+            owner = self._owner(name)
+            if owner is None:
+                raise KeyError(self._missing(name))
+            if owner._entries[name].blob is not None:
+                raise UsageError(f"{name!r} is a registered blob of {self.node}: it cannot be deleted")
+            owner._write(name, None)
+
+    def __iter__(self) -> Iterator[str]:
+        with self._lock:
+            above = [] if self.parent is None else list(self.parent)
+            return iter([*above, *(name for name in self._entries if name not in above)])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def child(self) -> Workspace:
+        """Make a PRIVATE workspace on top of this one."""
+        return Workspace(self.node, self)
+
+    def own_names(self) -> tuple[str, ...]:
+        """Return the names that this workspace itself holds, without its parent's, in order of creation."""
+        return tuple(self.entries())
+
+    def entries(self) -> dict[str, Entry]:
+        """Return the own names with their entries, in order of creation."""
+        with self._lock:
+            return dict(self._entries)
+
+    def register(self, blob: Blob, value: Any) -> None:
+        """Hold `value` as the content of a registered blob, whatever the name held before."""
+        check_blob_name(blob.name)
+        with self._lock:
+            self._write(blob.name, Entry(value, Origin.REGISTERED, blob))
+
+    def set_loaded(self, name: str, value: Any) -> None:
+        """Take a value that a checkpoint brought.
+
+        Registered names follow the rules of assignment; names that `init` made keep their origin,
+        others become LOADED. A PRIVATE workspace passes it on to its GLOBAL one.
+        """
+        if self.parent is not None:
+            self.parent.set_loaded(name, value)
+            return
+        check_blob_name(name)
+        with self._lock:
+            entry = self._entries.get(name)
+            if entry is not None and entry.origin is not Origin.LATER:
+                self._assign(name, value)
+            else:
+                self._write(name, Entry(value, Origin.LOADED))
+
+    @contextmanager
+    def creating(self, origin: Origin) -> Iterator[None]:
+        """Give names that are created in this workspace meanwhile, by any thread, this origin."""
+        with self._lock:
+            before, self._creating = self._creating, origin
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._creating = before
+
+    def _owner(self, name: object) -> Workspace | None:
+        if name in self._entries:
+            return self
+        return None if self.parent is None else self.parent._owner(name)
+
+    def _assign(self, name: str, value: Any) -> None:
+        entry = self._entries.get(name)
+        if entry is None:
+            self._write(name, Entry(value, self._creating))
+        elif entry.blob is None or entry.value is value or kind_of(entry.value) == "value":
+            self._write(name, replace(entry, value=value))
+        else:
+            self._check_copy(name, entry.value, value)
+            self._write(name, entry, copied_from=value)
+
+    def _write(self, name: str, entry: Entry | None, copied_from: torch.Tensor | None = None) -> None:
+        """Change one own name, with the lock held; every write of every workspace passes here.
+
+        The gate comes first: a save that still reads the old bytes of this workspace holds the write
+        back there, so it must never itself wait for a workspace.
+        """
+        if self.gate is not None:
+            self.gate()
+        if entry is None:
+            del self._entries[name]
+            return
+        if copied_from is not None:
+            with torch.no_grad():
+                entry.value.copy_(copied_from)
+        self._entries[name] = entry
+
+    def _check_copy(self, name: str, target: Any, value: Any) -> None:
+        if not isinstance(target, torch.Tensor):
+            raise UsageError(
+                f"{name!r} on {self.node} is a registered {type(target).__name__} and cannot be replaced, "
+                f"because others hold it too: change it in place, for instance with "
+                f"ctx[{name!r}].load_state_dict(...)"
+            )
+        if not isinstance(value, torch.Tensor):
+            raise UsageError(
+                f"{name!r} on {self.node} is a registered tensor, so it takes tensors and not a "
+                f"{type(value).__name__}: for one number everywhere use ctx[{name!r}].fill_(...)"
+            )
+        if target.shape != value.shape or target.dtype != value.dtype:
+            raise UsageError(
+                f"{name!r} on {self.node} is a registered tensor of {tuple(target.shape)} {target.dtype} and "
+                f"cannot take one of {tuple(value.shape)} {value.dtype}: convert it first or use another name"
+            )
+
+    def _missing(self, name: object) -> str:
+        near = difflib.get_close_matches(str(name), self, n=3)
+        names = f"the nearest are {', '.join(map(repr, near))}" if near else f"there are {len(self)} others"
+        return f"no {name!r} in the workspace of {self.node}; {names}"
