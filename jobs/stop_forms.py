@@ -1,0 +1,212 @@
+"""Everything that a user may give as a stop condition, made into one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchrelay.errors import UsageError
+from torchrelay.jobs.blobs import is_stateful
+from torchrelay.jobs.cluster import Node
+from torchrelay.jobs.names import check_blob_name, check_node_name
+from torchrelay.jobs.output import TaskOutput
+from torchrelay.jobs.step import call_style, invoke, step_name
+from torchrelay.jobs.stop_condition import RULES, Rule, StopAnswer, StopCondition, free_name
+
+if TYPE_CHECKING:
+    from torchrelay.jobs.job import Job
+
+_FORMS = (
+    "a stop condition (such as max_epochs(5)), a function of ctx, of ws or of nothing, a tensor with one "
+    "element, an output of a task, the name of a blob, or an object with data_finished()"
+)
+
+
+@dataclass(frozen=True)
+class AskedValue:
+    """A condition that is the truth of a value, read on each node when it is asked.
+
+    `read` gets the `ctx` of a node; None from it means that this node has nothing to say.
+    """
+
+    name: str
+    read: Callable[[Any], Any]
+    reason: str
+    rule: Rule = field(default="any", init=False)
+    limit: bool = field(default=False, init=False)
+
+    def ask(self, ctx: Any) -> StopAnswer:
+        """Read and judge; raises UsageError when the value is neither true nor false."""
+        value = self.read(ctx)
+        if isinstance(value, StopAnswer):
+            return value
+        if value is None:
+            return StopAnswer(False)
+        return StopAnswer(True, self.reason) if _truth(value, self.name) else StopAnswer(False)
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """A condition under another name, because its job has one of its own name already."""
+
+    condition: Any
+    name: str
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.condition, name)
+
+    @property
+    def rule(self) -> Rule:
+        """As the condition's own."""
+        return self.condition.rule  # type: ignore[no-any-return]
+
+    @property
+    def limit(self) -> bool:
+        """As the condition's own."""
+        return bool(self.condition.limit)
+
+    def ask(self, ctx: Any) -> StopAnswer:
+        """Pass the question on."""
+        return self.condition.ask(ctx)  # type: ignore[no-any-return]
+
+
+def condition_of(given: Any, job: Job | None = None) -> StopCondition:
+    """Make a stop condition of what was given, with a name that is unique in `job`.
+
+    A condition with state becomes a blob of the job (unless the user registered it). Raises UsageError
+    that lists the forms for anything else.
+    """
+    condition = _as_condition(given)
+    if job is None:
+        return condition
+    _register(condition, job)
+    return _with_own_name(condition, job)
+
+
+def _as_condition(given: Any) -> StopCondition:
+    if _is_condition(given):
+        return given  # type: ignore[no-any-return]
+    if isinstance(given, TaskOutput):
+        return AskedValue(f"output({given})", _OutputValue(given), f"{given} is true")
+    if isinstance(given, str):
+        return _of_blob(given)
+    if isinstance(given, torch.Tensor):
+        return _of_tensor(given)
+    if not isinstance(given, type) and callable(getattr(given, "data_finished", None)):
+        return _of_data_finished(given)
+    if callable(given) and not isinstance(given, type):
+        return _of_callable(given)
+    raise UsageError(f"a {_kind(given)} cannot be a stop condition; it may be {_FORMS}")
+
+
+def _is_condition(given: Any) -> bool:
+    if isinstance(given, type) or not callable(getattr(given, "ask", None)):
+        return False
+    missing = [name for name in ("name", "rule", "limit") if not hasattr(given, name)]
+    if missing:
+        raise UsageError(f"the stop condition {_kind(given)} has ask() but no {', '.join(missing)}")
+    if given.rule not in RULES:
+        raise UsageError(f"stop condition {given.name!r} has the rule {given.rule!r}, not {', '.join(RULES)}")
+    return True
+
+
+def _of_blob(address: str) -> AskedValue:
+    """`done` is read on the current node, else on every node; `trainer_1:done` on that one."""
+    node, _, name = address.rpartition(":")
+    current = Node.current(required=False)
+    where = check_node_name(node) if node else (current.name if current else None)
+    return AskedValue(
+        f"blob({address})", _BlobValue(check_blob_name(name), where), f"blob {address!r} is true"
+    )
+
+
+def _of_tensor(tensor: torch.Tensor) -> AskedValue:
+    if tensor.numel() != 1:
+        raise UsageError(
+            f"a tensor of shape {tuple(tensor.shape)} cannot be a stop condition: it needs one element; "
+            "use a function, such as `lambda: done.all()`"
+        )
+    return AskedValue("tensor", lambda ctx: tensor, "the tensor given as stop condition is true")
+
+
+def _of_data_finished(given: Any) -> StopCondition:
+    finished = given.data_finished()
+    if isinstance(finished, (bool, int)):
+        return AskedValue(
+            _kind(given), lambda ctx: given.data_finished(), f"the data of {_kind(given)} is finished"
+        )
+    return _as_condition(finished)
+
+
+def _of_callable(given: Callable[..., Any]) -> AskedValue:
+    call_style(given)
+    name = step_name(given) or "condition"
+
+    def read(ctx: Any) -> Any:
+        value = invoke(given, ctx.workspace, ctx)
+        if value is None:
+            raise UsageError(f"stop condition {name!r} returned None: return True to stop or False to go on")
+        return value
+
+    return AskedValue(name, read, f"{name} says so")
+
+
+@dataclass(frozen=True)
+class _OutputValue:
+    output: TaskOutput
+
+    def __call__(self, ctx: Any) -> Any:
+        return self.output.fetch_all().get(ctx.workspace.node)
+
+
+@dataclass(frozen=True)
+class _BlobValue:
+    blob: str
+    node: str | None
+
+    def __call__(self, ctx: Any) -> Any:
+        workspace = ctx.workspace
+        if self.node not in (None, workspace.node):
+            return None
+        if self.blob in workspace:
+            return workspace[self.blob]
+        raise UsageError(
+            f"the stop condition reads blob {self.blob!r}, which {workspace.node} does not have after the "
+            f"epoch (it has {', '.join(workspace) or 'none'}): make it in the init group, because names "
+            "that a PRIVATE epoch task creates vanish with it"
+        )
+
+
+def _truth(value: Any, name: str) -> bool:
+    if isinstance(value, str):
+        raise UsageError(f"stop condition {name!r} gave the text {value!r}: give true or false")
+    try:
+        return bool(value)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"stop condition {name!r} gave {_kind(value)}, which is neither true nor false"
+        ) from error
+
+
+def _register(condition: Any, job: Job) -> None:
+    """Make the condition's memory a blob, so that a resumed run goes on with it."""
+    if not is_stateful(condition) or any(blob.source is condition for blob in job.blobs):
+        return
+    name = getattr(condition, "blob_name", None) or f"stop/{condition.name}"
+    job.blobs.add({free_name(name, set(job.blobs.names)): condition})
+
+
+def _with_own_name(condition: StopCondition, job: Job) -> StopCondition:
+    if any(
+        condition is known or condition is getattr(known, "condition", None) for known in job.stop_conditions
+    ):
+        raise UsageError(f"stop condition {condition.name!r} was added to the job already")
+    name = free_name(condition.name, {known.name for known in job.stop_conditions})
+    return condition if name == condition.name else Renamed(condition, name)
+
+
+def _kind(given: object) -> str:
+    return given.__name__ if isinstance(given, type) else type(given).__name__
