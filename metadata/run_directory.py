@@ -87,6 +87,12 @@ class RunDirectory:
             raise FormatError(f"{self.path}/run.json was written by another version of torchrelay")
         return found
 
+    def check_job(self, job_name: str | None) -> None:
+        """Refuse a directory that holds a run of another job (UsageError); None is the directory's name."""
+        found = self.identity()
+        if found is not None:
+            self._check_same_job(found, job_name or self.name)
+
     def _check_same_job(self, identity: Mapping[str, Any], job_name: str) -> None:
         if identity.get("job") != job_name:
             raise UsageError(

@@ -1,0 +1,73 @@
+"""The boundary of a save: what a node's blobs are at this moment, by reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from torchrelay.checkpoint.flatten import leaves_of
+from torchrelay.checkpoint.leaf import MAIN_GROUP, Leaf, LeafSpec, Role, spec_of
+from torchrelay.checkpoint.members import RNG_BLOB, Member, scopes_of
+from torchrelay.errors import SaveFailedError
+from torchrelay.jobs.places import NodePlace
+from torchrelay.jobs.random_streams import RandomStreams
+from torchrelay.jobs.session import Session
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """A hosted node at the boundary. `place` carries the name under which the node is stored."""
+
+    place: NodePlace
+    leaves: Mapping[str, Leaf]
+    specs: tuple[LeafSpec, ...]
+    scopes: Mapping[str, str]
+    objects: Mapping[str, Any]
+
+    @property
+    def rank(self) -> int:
+        """The node's number in plans and manifests."""
+        return self.place.rank
+
+
+def capture(
+    session: Session, place: NodePlace, stored_name: str, members: Mapping[str, Member], demoted: set[str]
+) -> NodeState:
+    """List the leaves of a hosted node, its random states included; tensors are not copied.
+
+    Raises BlobError for what cannot be stored (with its path) and SaveFailedError for a name of the
+    set that is gone.
+    """
+    workspace = session.workspace(place.name)
+    gone = [name for name in members if name not in workspace]
+    if gone:
+        raise SaveFailedError(
+            f"{', '.join(map(repr, gone))} of the checkpoint set is gone from the workspace of {place}: "
+            "keep the name, or register it with scope='transient'"
+        )
+    objects = {name: workspace[name] for name in members}
+    leaves = [*leaves_of(objects), *random_leaves(session.streams(place.name))]
+    return NodeState(
+        replace(place, name=stored_name),
+        {leaf.name: leaf for leaf in leaves},
+        tuple(spec_of(leaf) for leaf in leaves),
+        scopes_of(leaves, members, objects, demoted),
+        objects,
+    )
+
+
+def random_leaves(streams: RandomStreams) -> list[Leaf]:
+    """Random states as tensors of bytes: `rng.python`, `rng.numpy`, `rng.torch`, `rng.cuda.<i>`."""
+    return [
+        Leaf(
+            f"{RNG_BLOB}.{name}",
+            RNG_BLOB,
+            Role.RNG,
+            MAIN_GROUP,
+            torch.frombuffer(bytearray(data), dtype=torch.uint8),
+        )
+        for name, data in streams.encode().items()
+    ]

@@ -1,0 +1,46 @@
+"""The manager of a job with a single node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchrelay.checkpoint.manager_base import Manager
+from torchrelay.errors import UsageError
+from torchrelay.jobs.names import check_node_name
+from torchrelay.metadata.handler import MetadataHandler
+
+
+class CheckpointManager(Manager):
+    """Stores its job's only node under `node_name`, whatever the job calls it."""
+
+    def __init__(
+        self,
+        db_prefix: str | Path,
+        node_name: str,
+        metadata_handler: MetadataHandler | None = None,
+        *,
+        keep_last: int | None = None,
+        takeover_secs: float = 15.0,
+    ) -> None:
+        super().__init__(db_prefix, metadata_handler, keep_last=keep_last, takeover_secs=takeover_secs)
+        self.node_name = check_node_name(node_name)
+
+    def stored_name(self, node: str) -> str:
+        """The one name."""
+        return self.node_name
+
+    def _check_nodes(self, nodes: Sequence[str] | None) -> tuple[str, ...]:
+        names = super()._check_nodes(nodes or [self.node_name])
+        if len(names) > 1:
+            raise UsageError(
+                f"CheckpointManager stores one node, the job has {len(names)} ({', '.join(names)}): "
+                "use MultiNodeCheckpointManager"
+            )
+        return names
+
+    def get_ckpt_db_name(self, node: str, epoch: int) -> str | None:
+        """The logical name `prefix/node_name.epoch`, asked by either name of the node."""
+        if node != self.node_name and (self._nodes is None or node not in self._nodes):
+            return None
+        return str(Path(self.db_prefix) / f"{self.node_name}.{epoch}")

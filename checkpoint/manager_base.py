@@ -1,0 +1,187 @@
+"""What both managers are: faces of one engine, in the words of Caffe2's checkpoint managers.
+
+Those verbs that do work return a group for `session.run`; the others answer at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchrelay.checkpoint.engine import Engine
+from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.position import Position
+from torchrelay.errors import UsageError
+from torchrelay.jobs.group import SessionGroup, TaskGroup
+from torchrelay.jobs.job import Job
+from torchrelay.jobs.session import Session
+from torchrelay.metadata.handler import MetadataHandler
+
+DB_TYPE = "torchrelay"
+
+
+class Manager:
+    """Base of the managers; use CheckpointManager or MultiNodeCheckpointManager.
+
+    `db_prefix` is the directory of the checkpoints. `keep_last` epochs are kept (None: all of
+    them). A manager may be used for several runs, one after another; the nodes it was first
+    initialised with stay the same.
+    """
+
+    def __init__(
+        self,
+        db_prefix: str | Path,
+        metadata_handler: MetadataHandler | None = None,
+        *,
+        keep_last: int | None = None,
+        takeover_secs: float = 15.0,
+    ) -> None:
+        self.db_prefix = str(db_prefix)
+        self.metadata_handler = metadata_handler
+        self.engine = Engine(db_prefix, keep_last=keep_last, takeover_secs=takeover_secs)
+        self._nodes: tuple[str, ...] | None = None
+        self._path_prefix: str | None = None
+        self._path_type: str | None = None
+        self._facts = Facts()
+
+    # Who
+
+    def bind(self, job: Job, *, best: tuple[str, str] | None = None) -> None:
+        """Serve this job; its directory must not belong to another one."""
+        self.engine.bind(job.name, best)
+
+    def stored_name(self, node: str) -> str:
+        """The name under which a node of the job is stored."""
+        return node
+
+    def _check_nodes(self, nodes: Sequence[str] | None) -> tuple[str, ...]:
+        names = tuple(nodes or ())
+        if not names:
+            raise UsageError(
+                "the node list of a checkpoint manager is empty: give the names of the job's nodes"
+            )
+        if len(set(names)) != len(names):
+            raise UsageError(f"the node list has repetitions: {', '.join(names)}")
+        return names
+
+    def _use_nodes(self, nodes: Sequence[str] | None) -> bool:
+        """Fix the nodes at the first call; returns whether this was the first."""
+        names = self._check_nodes(nodes)
+        if self._nodes is not None and names != self._nodes:
+            raise UsageError(
+                f"this manager was initialised for the nodes {', '.join(self._nodes)}, not {', '.join(names)}: "
+                "use another manager (and another directory) for another job"
+            )
+        first, self._nodes = self._nodes is None, names
+        self.engine.stored_names = {name: self.stored_name(name) for name in names}
+        return first
+
+    # What Caffe2's managers do
+
+    def set_params(
+        self, nodes: Sequence[str], path_prefix: str | None = None, path_type: str | None = None
+    ) -> None:
+        """Tell the handler where this job keeps its checkpoints; None keeps an earlier value."""
+        self._path_prefix = self._path_prefix if path_prefix is None else path_prefix
+        self._path_type = self._path_type if path_type is None else path_type
+        if self.metadata_handler is not None:
+            self.metadata_handler.set_params(
+                db_prefix=self.db_prefix,
+                db_type=DB_TYPE,
+                node_names=[self.stored_name(node) for node in nodes],
+                path_prefix=self._path_prefix,
+                path_type=self._path_type,
+            )
+
+    def get_resume_from_epoch_id(self, user_epoch: int | None = None) -> int | None:
+        """The handler's answer to the user's wish; without a handler the wish itself."""
+        if self.metadata_handler is None:
+            return user_epoch
+        return self.metadata_handler.last_epoch(user_epoch=user_epoch)
+
+    def init(
+        self,
+        nodes: Sequence[str] | None = None,
+        retrieve_from_epoch: int | None = None,
+        path_prefix: str | None = None,
+        path_type: str | None = None,
+    ) -> TaskGroup:
+        """Fix the checkpoint set: the names that the nodes hold now, or those of an epoch.
+
+        The set of the first call is kept: later calls return an empty group.
+        """
+        self._use_nodes(nodes)
+        if self.engine.has_set:
+            return TaskGroup(name="checkpoint init (done before)")
+        if retrieve_from_epoch is None:
+            return SessionGroup("checkpoint init", self.engine.seal)
+        epoch = retrieve_from_epoch
+        return SessionGroup("checkpoint init", lambda session: self.engine.seal_like(session, epoch))
+
+    def note(self, facts: Facts) -> None:
+        """What the manifest of the next save shall remember of the run."""
+        self._facts = facts
+
+    def save(self, epoch: int) -> TaskGroup:
+        """Save all nodes as `epoch`; the group ends when the epoch is committed and acknowledged."""
+        position = Position(epoch)
+        return SessionGroup(
+            f"checkpoint save {position}", lambda session: self.engine.save(session, position, self._facts)
+        )
+
+    def load(self, epoch: int, path_prefix: str | None = None, path_type: str | None = None) -> TaskGroup:
+        """Load an epoch of the current branch into the nodes' workspaces, verified, all or nothing.
+
+        `path_prefix` is another directory to read from.
+        """
+        engine = self.engine if path_prefix is None else self.engine.reading_from(path_prefix)
+        return SessionGroup(f"checkpoint load {epoch}", lambda session: engine.load_epoch(session, epoch))
+
+    def load_blobs_from_checkpoint(self, blob_names: Sequence[str], epoch: int) -> TaskGroup:
+        """Load what of these names the epoch has; the others are ignored."""
+        return SessionGroup(
+            f"checkpoint partial load {epoch}",
+            lambda session: self.engine.load_blobs(session, blob_names, epoch, strict=False),
+        )
+
+    def load_blobs_locally(
+        self, nodes: Sequence[str], blob_names: Sequence[str], epoch: int | None, session: Session
+    ) -> bool:
+        """Load names of an epoch into this session, also such as other nodes saved (`node:name`).
+
+        False, with nothing changed, when the epoch is not committed or a shard that holds a
+        requested blob is gone.
+        """
+        if epoch is None:
+            raise UsageError("give the epoch to load blobs from")
+        self._use_nodes(nodes or [place.name for place in session.nodes])
+        return self.engine.load_blobs(session, blob_names, epoch, strict=True)
+
+    def get_ckpt_db_name(self, node: str, epoch: int) -> str | None:
+        """The logical name `prefix/node.epoch`; None for a node that this manager does not know."""
+        if self._nodes is None or node not in self._nodes:
+            return None
+        return str(Path(self.db_prefix) / f"{self.stored_name(node)}.{epoch}")
+
+    def files(self, node: str, epoch: int) -> list[str]:
+        """The committed files of a node in an epoch of the current branch; empty when there are none."""
+        return self.engine.files(self.stored_name(node), epoch)
+
+    def cp_accessible(self, epoch: int | None = None) -> bool:
+        """Whether a save may be tried now, by the handler; without one always."""
+        if self.metadata_handler is None:
+            return True
+        return bool(self.metadata_handler.cp_accessible(epoch))
+
+    def write_checkpoint_metadata(self, epoch: int) -> None:
+        """Tell the handler that an epoch is saved."""
+        if self.metadata_handler is not None:
+            self.metadata_handler.write(epoch=epoch)
+
+    def report_checkpoint_stats(self, action: str) -> None:
+        """Give the handler the seconds of the last save or load by logical path."""
+        if self.metadata_handler is not None:
+            self.metadata_handler.report(action, self.engine.last_stats(action))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.db_prefix!r})"

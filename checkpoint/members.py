@@ -1,0 +1,89 @@
+"""The checkpoint set: which names of a node are saved, and who owns their content.
+
+The set of a node is fixed when `init` ends: the registered blobs and the names that its GLOBAL
+workspace holds then. Scopes that nobody forced are inferred here, leaf by leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from torchrelay.checkpoint.leaf import Leaf, Role
+from torchrelay.errors import UsageError
+from torchrelay.jobs.blobs import Reshard, Scope
+from torchrelay.jobs.workspace import Entry, Origin, Workspace
+
+RNG_BLOB = "rng"
+"""The blob that holds the random states of a node; no user's blob may have this name."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A name of the set. `scope` None means inferred; `placed` that `init` made it on one named node."""
+
+    name: str
+    scope: Scope | None = None
+    reshard: Reshard = None
+    placed: bool = False
+
+
+def members_of(workspace: Workspace) -> dict[str, Member]:
+    """The set of a node as its workspace is now; raises UsageError for the reserved name."""
+    found = {}
+    for name, entry in workspace.entries().items():
+        if name == RNG_BLOB or name.startswith(f"{RNG_BLOB}."):
+            raise UsageError(f"blob name {name!r} is reserved for random states: choose another name")
+        member = _member(name, entry)
+        if member.scope is not Scope.TRANSIENT:
+            found[name] = member
+    return found
+
+
+def _member(name: str, entry: Entry) -> Member:
+    blob = entry.blob
+    return Member(
+        name,
+        blob.scope if blob else None,
+        blob.reshard if blob else None,
+        placed=entry.origin is Origin.INIT_PLACED,
+    )
+
+
+def newcomers(workspace: Workspace, members: Mapping[str, Member]) -> list[str]:
+    """Names that came too late to be saved."""
+    return [
+        name
+        for name, entry in workspace.entries().items()
+        if name not in members and entry.origin is Origin.LATER and ":" not in name
+    ]
+
+
+def scopes_of(
+    leaves: Iterable[Leaf], members: Mapping[str, Member], objects: Mapping[str, Any], demoted: set[str]
+) -> dict[str, str]:
+    """The scope of every leaf; `demoted` are leaves that differed once and are `rank` since."""
+    return {
+        leaf.name: _scope(leaf, members.get(leaf.blob), objects.get(leaf.blob), demoted) for leaf in leaves
+    }
+
+
+def _scope(leaf: Leaf, member: Member | None, value: Any, demoted: set[str]) -> str:
+    if member is None or leaf.role is Role.RNG:
+        return Scope.RANK.value
+    if member.scope is not None:
+        return member.scope.value
+    if leaf.name in demoted or member.placed or is_foreign_loader(value):
+        return Scope.RANK.value
+    return Scope.REPLICATED.value
+
+
+def is_foreign_loader(value: Any) -> bool:
+    """Whether this is a loader of the user's with a state of its own, which differs between ranks."""
+    if isinstance(value, nn.Module) or not hasattr(type(value), "__iter__"):
+        return False
+    has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    return has_state and not getattr(value, "same_on_all_ranks", False)

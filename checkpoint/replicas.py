@@ -1,0 +1,84 @@
+"""Before bytes are written: are the replicas alike, and what follows where they are not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchrelay.checkpoint.boundary import NodeState
+from torchrelay.checkpoint.compare import (
+    compare_replicas,
+    digests_of,
+    fails_when_different,
+    is_compared,
+    mode_at,
+)
+from torchrelay.checkpoint.leaf import Leaf, Role
+from torchrelay.checkpoint.save import SaveJob
+from torchrelay.errors import SaveFailedError
+from torchrelay.jobs.data_parallel import wraps
+
+
+class ReplicaCheck:
+    """Compares replicas save after save; remembers which modules DDP keeps alike itself."""
+
+    def __init__(self) -> None:
+        self._first = True
+        self._broadcasts: dict[int, bool] = {}
+
+    def run(self, job: SaveJob, forced: frozenset[str]) -> frozenset[str]:
+        """Return the leaves that are `rank` from now on, because they differ.
+
+        `forced` are blobs whose scope `replicated` the user fixed. Raises SaveFailedError, naming
+        leaves and nodes, where a difference must not be.
+        """
+        if len(job.places) == 1:
+            return frozenset()
+        mode = mode_at(job.position.epoch, first=self._first)
+        compared = {state.rank: self._compared(state) for state in job.states}
+        strict = {leaf.name for one in compared.values() for leaf in one if fails_when_different(leaf, forced)}
+        verdict = compare_replicas(
+            job.peers,
+            "save: replicas",
+            {rank: digests_of(leaves, mode) for rank, leaves in compared.items()},
+            strict,
+        )
+        if verdict.failures:
+            raise SaveFailedError(_told(job, verdict.failures))
+        self._first = False
+        return verdict.demote
+
+    def _compared(self, state: NodeState) -> list[Leaf]:
+        broadcast = {
+            leaf.name
+            for leaf in state.leaves.values()
+            if leaf.role is Role.BUFFER and self._ddp_broadcasts(state.objects.get(leaf.blob))
+        }
+        return [
+            leaf for leaf in state.leaves.values() if is_compared(leaf, state.scopes[leaf.name], broadcast)
+        ]
+
+    def _ddp_broadcasts(self, module: Any) -> bool:
+        """Whether DDP sends rank 0's buffers of a module around; looked up once, for it walks the heap."""
+        if not isinstance(module, nn.Module):
+            return False
+        if id(module) not in self._broadcasts:
+            wrapper = module if isinstance(module, DistributedDataParallel) else wraps(module)
+            self._broadcasts[id(module)] = wrapper is not None and bool(wrapper.broadcast_buffers)
+        return self._broadcasts[id(module)]
+
+
+def _told(job: SaveJob, failures: Mapping[str, tuple[int, ...]]) -> str:
+    names = {place.rank: str(place) for place in job.places}
+    parts = [
+        f"{leaf} differs on {', '.join(names[node] for node in nodes)}" for leaf, nodes in failures.items()
+    ]
+    more = f" and {len(parts) - 5} more" if len(parts) > 5 else ""
+    return (
+        f"epoch {job.position}: replicas are not alike: {'; '.join(parts[:5])}{more}. Parameters and optimizer "
+        "state must be the same on all ranks (wrap the module with torchrelay.data_parallel, build it "
+        "after torchrelay.seed); register what shall differ with scope='rank'"
+    )

@@ -1,0 +1,240 @@
+"""One save: boundary, plan, write, commit, acknowledge. All processes go through it together.
+
+Each phase ends with an exchange, so that an error of one process is everybody's error and nothing
+is committed. Only rank 0 touches the log.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from torchrelay.checkpoint import manifest_disk
+from torchrelay.checkpoint.assignments import Assignment, Plan
+from torchrelay.checkpoint.boundary import NodeState
+from torchrelay.checkpoint.canonical import sha256
+from torchrelay.checkpoint.compose import TryIdentity, compose, world_of
+from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.leaf import Leaf, Value
+from torchrelay.checkpoint.live import Entry
+from torchrelay.checkpoint.manifest import ShardRow
+from torchrelay.checkpoint.names import Flat, Key, Whole
+from torchrelay.checkpoint.plan import plan_classes
+from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.shard import ShardEntry, ShardIdentity
+from torchrelay.checkpoint.shard_writer import ShardReport, write_shard
+from torchrelay.checkpoint.spec_exchange import SpecExchange
+from torchrelay.checkpoint.storage import Storage
+from torchrelay.errors import SaveFailedError
+from torchrelay.jobs.peers import Peers, decide, together
+from torchrelay.jobs.places import NodePlace
+from torchrelay.metadata.stats import NodeStats, NodeTimes
+
+DATA = "data"
+
+
+@dataclass
+class Clock:
+    """Seconds by phase of this process."""
+
+    secs: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def spent(self, phase: str) -> Iterator[None]:
+        """Add the time of a block to a phase."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.secs[phase] = self.secs.get(phase, 0.0) + time.monotonic() - start
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    """What a save works on, in this process."""
+
+    storage: Storage
+    peers: Peers
+    places: tuple[NodePlace, ...]
+    """All nodes of the job under their stored names, in the order of ranks."""
+    states: tuple[NodeState, ...]
+    """The hosted nodes."""
+    position: Position
+    facts: Facts
+    identity: Mapping[str, Any]
+    """Job uuid and name, branch and generation, as rank 0 told."""
+    commit: Callable[[Entry], None]
+    """Appends the commit record; called on rank 0 only."""
+
+    def with_rank_scope(self, names: set[str]) -> SaveJob:
+        """The same, with these leaves owned by each node."""
+        states = tuple(
+            replace(
+                state, scopes={name: "rank" if name in names else scope for name, scope in state.scopes.items()}
+            )
+            for state in self.states
+        )
+        return replace(self, states=states)
+
+
+def make_plan(job: SaveJob, exchange: SpecExchange) -> Plan:
+    """Compute all owners alone, from the leaves of all nodes; the processes compare only its hash."""
+    classes, scopes = exchange.classes(job.peers, job.states, [str(place) for place in job.places])
+    plan = plan_classes(classes, scopes=scopes, hosts=[place.host_index for place in job.places])
+    hashes = job.peers.exchange("save: plan", plan.hash)
+    odd = [rank for rank, one in enumerate(hashes) if one != hashes[0]]
+    if odd:
+        raise SaveFailedError(
+            f"epoch {job.position}: the plan of rank {', '.join(map(str, odd))} differs from that of rank 0: "
+            "all ranks must run the same version of the program and of torchrelay"
+        )
+    return plan
+
+
+def carry_out(job: SaveJob, plan: Plan, clock: Clock) -> NodeStats:
+    """Write, commit and acknowledge; returns where the time went, by node."""
+    with clock.spent("plan"):
+        try_name = _make_try(job)
+    rows = [row for part in _write_all(job, plan, try_name, clock) for row in part]
+    begin = time.monotonic()
+    decide(job.peers, "save: commit", lambda: _commit(job, plan, try_name, rows))
+    rows[0]["secs"]["commit"] = time.monotonic() - begin  # the first node is the coordinator's
+    stats = NodeStats(_times(job, row) for row in rows)
+    if job.peers.rank == 0:
+        text = json.dumps(stats.to_json(), indent=1)
+        job.storage.replace(f"{DATA}/{try_name}/stats.json", text.encode())
+    return stats
+
+
+def _make_try(job: SaveJob) -> str:
+    def make() -> str:
+        name = job.position.directory(secrets.token_hex(6))
+        job.storage.mkdir(f"{DATA}/{name}")
+        job.storage.sync_dir(DATA)
+        job.storage.sync_dir("")
+        return name
+
+    return str(decide(job.peers, "save: try", make))
+
+
+def _write_all(job: SaveJob, plan: Plan, try_name: str, clock: Clock) -> list[list[dict[str, Any]]]:
+    """Every process writes its nodes' shards, syncs them and their directory, and reports."""
+
+    def write() -> list[dict[str, Any]]:
+        rows = [_write_node(job, plan, try_name, state, dict(clock.secs)) for state in job.states]
+        job.storage.sync_dir(f"{DATA}/{try_name}")
+        return rows
+
+    return together(job.peers, "save: write", write)
+
+
+def _write_node(
+    job: SaveJob, plan: Plan, try_name: str, state: NodeState, before: dict[str, float]
+) -> dict[str, Any]:
+    secs = {**before, "hash": 0.0, "write": 0.0, "fsync": 0.0}
+    shards: list[dict[str, Any]] = []
+    for group, assignments in plan.files(state.rank).items():
+        identity = ShardIdentity(job.identity["job"], job.position, state.place.name, group, try_name)
+        entries, values = _contents(state, assignments)
+        for part, report in enumerate(
+            write_shard(job.storage, f"{DATA}/{try_name}", identity, entries, values=values), 1
+        ):
+            shards.append(asdict(_shard_row(state.rank, group, part, report)))
+            for phase in ("hash", "write", "fsync"):
+                secs[phase] += getattr(report.seconds, phase)
+    inline = {a.leaf.name: _json(state.leaves[a.leaf.name]) for a in plan.assignments(state.rank) if a.inline}
+    return {"node": state.place.name, "rank": state.rank, "shards": shards, "values": inline, "secs": secs}
+
+
+def _contents(state: NodeState, assignments: Sequence[Assignment]) -> tuple[list[ShardEntry], dict[str, Any]]:
+    entries, values = [], {}
+    for assignment in assignments:
+        leaf = state.leaves[assignment.leaf.name]
+        if isinstance(leaf.content, Value):
+            values[leaf.name] = leaf.content.json
+        else:
+            entries.append(_entry(assignment, leaf.content))
+    return entries, values
+
+
+def _entry(assignment: Assignment, tensor: torch.Tensor) -> ShardEntry:
+    spec = assignment.leaf
+    key: Key = Whole(spec.name)
+    if not assignment.whole:
+        key = Flat(spec.name, assignment.first, assignment.last)
+        tensor = tensor.reshape(-1)[assignment.first : assignment.last]
+    return ShardEntry(key, str(spec.dtype), spec.shape, tensor)
+
+
+def _json(leaf: Leaf) -> Any:
+    return leaf.content.json if isinstance(leaf.content, Value) else None
+
+
+def _shard_row(node: int, group: str, part: int, report: ShardReport) -> ShardRow:
+    return ShardRow(node, group, part, report.bytes, report.header_bytes, report.header_sha256)
+
+
+def _commit(job: SaveJob, plan: Plan, try_name: str, rows: list[dict[str, Any]]) -> None:
+    """Check that the set of shards is exact, write the manifest, append the record. Rank 0 only."""
+    _check_exact(job, plan, rows)
+    manifest = compose(
+        plan,
+        TryIdentity(
+            job.identity["uuid"],
+            job.identity["job"],
+            job.position,
+            job.identity["branch"],
+            job.identity["generation"],
+            try_name,
+        ),
+        world_of(job.places),
+        [ShardRow(**shard) for row in rows for shard in row["shards"]],
+        {name: value for row in rows for name, value in row["values"].items()},
+        job.facts,
+    )
+    data = manifest_disk.encode(manifest)
+    _write_file(job.storage, f"{DATA}/{try_name}/manifest.json", data)
+    job.storage.sync_dir(f"{DATA}/{try_name}")
+    job.commit(
+        Entry(
+            branch=manifest.branch,
+            position=job.position,
+            try_name=try_name,
+            manifest_bytes=len(data),
+            manifest_sha256=sha256(data),
+            needs=manifest.needs,
+            groups=manifest.groups,
+        )
+    )
+
+
+def _check_exact(job: SaveJob, plan: Plan, rows: list[dict[str, Any]]) -> None:
+    wanted = {(place.rank, group) for place in job.places for group in plan.files(place.rank)}
+    found = {(shard["node"], shard["group"]) for row in rows for shard in row["shards"]}
+    if wanted != found or len(rows) != len(job.places):
+        names = {place.rank: place.name for place in job.places}
+        missing = ", ".join(f"{names.get(node, node)} ({group})" for node, group in sorted(wanted ^ found))
+        raise SaveFailedError(
+            f"epoch {job.position}: the shards do not match the plan: {missing or len(rows)}"
+        )
+
+
+def _write_file(storage: Storage, path: str, data: bytes) -> None:
+    handle = storage.open_exclusive(path)
+    try:
+        handle.write_at(0, memoryview(data))
+        handle.sync_file()
+    finally:
+        handle.close()
+
+
+def _times(job: SaveJob, row: Mapping[str, Any]) -> NodeTimes:
+    path = f"{job.storage.url}/{row['node']}.{job.position}"
+    return NodeTimes(row["node"], path, sum(shard["nbytes"] for shard in row["shards"]), row["secs"])

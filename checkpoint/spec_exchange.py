@@ -1,0 +1,107 @@
+"""How every process learns what leaves all nodes have, at the price of a digest per node.
+
+Nodes with the same leaves form a class. Processes exchange digests of their nodes' leaves; only a
+digest that was never seen before (at the first save, or when a class changes) is explained, by the
+lowest process that has it. All processes know the same digests, so they agree on what to explain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from torchrelay.checkpoint import canonical
+from torchrelay.checkpoint.assignments import NodeClass, identity
+from torchrelay.checkpoint.boundary import NodeState
+from torchrelay.checkpoint.leaf import LeafSpec, Role
+from torchrelay.errors import SaveFailedError
+from torchrelay.jobs.blobs import Scope
+from torchrelay.jobs.peers import Peers
+
+Described = tuple[tuple[LeafSpec, ...], Mapping[str, str]]
+
+
+class SpecExchange:
+    """Remembers the classes of earlier saves; one per engine."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Described] = {}
+
+    def classes(
+        self, peers: Peers, states: Sequence[NodeState], names: Sequence[str]
+    ) -> tuple[list[NodeClass], dict[str, str]]:
+        """The classes of all nodes (`names` by rank), and the scope of every leaf by its name.
+
+        Raises SaveFailedError, naming leaf and nodes, where replicas of a leaf are not alike.
+        """
+        mine = {state.rank: (state.specs, state.scopes) for state in states}
+        digests = {rank: _digest(*described) for rank, described in mine.items()}
+        posted = peers.exchange("save: leaves", [[rank, digest] for rank, digest in digests.items()])
+        by_rank = {rank: digest for part in posted for rank, digest in part}
+        self._learn(peers, posted, {digest: mine[rank] for rank, digest in digests.items()})
+        members: dict[str, list[int]] = {}
+        for rank in sorted(by_rank):
+            members.setdefault(by_rank[rank], []).append(rank)
+        classes = [NodeClass(tuple(ranks), self._known[digest][0]) for digest, ranks in members.items()]
+        scopes = _merged_scopes(self._known[digest][1] for digest in members)
+        _check_alike(classes, scopes, names)
+        self._known = {digest: self._known[digest] for digest in members}
+        return classes, scopes
+
+    def _learn(self, peers: Peers, posted: list[Any], mine: Mapping[str, Described]) -> None:
+        first = {}
+        for process, part in enumerate(posted):
+            for _, digest in part:
+                first.setdefault(digest, process)
+        if len(first) == 1:
+            self._known.update(mine)
+            return
+        unknown = [digest for digest in first if digest not in self._known]
+        if not unknown:
+            return
+        told = [_to_json(digest, mine[digest]) for digest in unknown if first[digest] == peers.rank]
+        for part in peers.exchange("save: classes", told):
+            for one in part:
+                self._known[one["digest"]] = _from_json(one)
+
+
+def _digest(specs: Sequence[LeafSpec], scopes: Mapping[str, str]) -> str:
+    return canonical.sha256(canonical.dumps([[identity(spec) for spec in specs], dict(scopes)]))
+
+
+def _to_json(digest: str, described: Described) -> dict[str, Any]:
+    specs, scopes = described
+    rows = [{**asdict(spec), "role": spec.role.value, "shape": list(spec.shape)} for spec in specs]
+    return {"digest": digest, "specs": rows, "scopes": dict(scopes)}
+
+
+def _from_json(one: Mapping[str, Any]) -> Described:
+    specs = tuple(
+        LeafSpec(**{**row, "role": Role(row["role"]), "shape": tuple(row["shape"])}) for row in one["specs"]
+    )
+    return specs, one["scopes"]
+
+
+def _merged_scopes(parts: Any) -> dict[str, str]:
+    """The scope of each name; where one node says `rank`, it is `rank` for all."""
+    merged: dict[str, str] = {}
+    for part in parts:
+        for name, scope in part.items():
+            merged[name] = scope if merged.get(name, scope) == scope else Scope.RANK.value
+    return merged
+
+
+def _check_alike(classes: Sequence[NodeClass], scopes: Mapping[str, str], names: Sequence[str]) -> None:
+    seen: dict[str, tuple[list[object], int, LeafSpec]] = {}
+    for node_class in classes:
+        for leaf in node_class.leaves:
+            if scopes[leaf.name] != Scope.REPLICATED.value:
+                continue
+            first = seen.setdefault(leaf.name, (identity(leaf), node_class.nodes[0], leaf))
+            if first[0] != identity(leaf):
+                raise SaveFailedError(
+                    f"{leaf.name!r} is replicated, but it is {first[2]} on {names[first[1]]} and {leaf} on "
+                    f"{names[node_class.nodes[0]]}: make it alike on all ranks, or register blob "
+                    f"{leaf.blob!r} with scope='rank'"
+                )

@@ -1,0 +1,47 @@
+"""Putting a job's blobs into the workspaces of its nodes."""
+
+from __future__ import annotations
+
+import copy
+
+from torchrelay.errors import UsageError
+from torchrelay.jobs.blobs import Blob, kind_of
+from torchrelay.jobs.job import Job
+from torchrelay.jobs.workspace import Workspace
+from torchrelay.runners.session_base import SessionBase
+
+
+def bind_blobs(job: Job, session: SessionBase, *, before_setup: bool) -> None:
+    """Register the blobs of each hosted node: objects before the setup group runs, the rest after.
+
+    Factories run after it, because an optimizer can only be built once `setup` has materialised its
+    module. A registry is frozen once everything is bound.
+    """
+    if before_setup:
+        job.blobs.begin_setup()
+    for place in session.local_nodes:
+        workspace = session.workspace(place.name)
+        for blob in job.blobs:
+            if before_setup and blob.is_factory:
+                continue
+            if not before_setup and workspace.registered(blob.name):
+                continue
+            _bind(blob, session, workspace)
+    if not before_setup:
+        job.blobs.freeze()
+
+
+def _bind(blob: Blob, session: SessionBase, workspace: Workspace) -> None:
+    if blob.is_factory:
+        with session.on_node(workspace.node):
+            workspace.register(blob, blob.source(session.context(workspace.node)))
+        return
+    if kind_of(blob.source) == "value":
+        workspace.register(blob, copy.deepcopy(blob.source))
+        return
+    if len(session.local_nodes) > 1 and not getattr(blob.source, "shared_by_nodes", False):
+        raise UsageError(
+            f"blob {blob.name!r} is one object, and {len(session.local_nodes)} nodes run in this process: "
+            f"give a factory, for example {blob.name}=lambda ctx: ..., so that each node has its own"
+        )
+    workspace.register(blob, blob.source)

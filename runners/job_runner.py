@@ -1,0 +1,166 @@
+"""The runner: takes a job through its life, once per `train`, and tells what came of it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from torchrelay.checkpoint.manager_base import Manager
+from torchrelay.checkpoint.multi_node import MultiNodeCheckpointManager
+from torchrelay.checkpoint.upload import UploadTaskGroupBuilder
+from torchrelay.errors import NotAllowedNowError, UsageError
+from torchrelay.jobs.job import Job
+from torchrelay.metadata.file_handler import FileMetadataHandler
+from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.runners.choosing import Resume, check_epoch
+from torchrelay.runners.leaving import run_and_leave
+from torchrelay.runners.life import Life, Plan
+from torchrelay.runners.options import parse_options
+from torchrelay.runners.result import RunResult
+from torchrelay.runners.session_base import SessionBase
+from torchrelay.runners.start import current_or_new_session
+
+_training = threading.Lock()
+RUN_DIRECTORY_FAILED_SAVES = 3
+
+
+class JobRunner:
+    """Runs a job and keeps its history in a run directory, or through a manager of the user's.
+
+    `where` is a run directory (made if missing, with its own manager and handler), a manager, or
+    None: then nothing is saved. `resume` is for run directories: `auto` continues the newest
+    provable epoch, `must` refuses to start without one, `never` begins anew (older epochs are
+    kept as an abandoned branch). `best=(metric, "max" or "min")` says which epoch `"best"` names.
+    `max_failed_saves` saves that fail in a row end the run (3 for run directories; a bare manager
+    only warns). `save_initial=False` leaves epoch 0, the state after `init`, out.
+
+    Jobs, managers and sessions may be used again; one train runs at a time in a process.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        where: str | Path | Manager | None = None,
+        resume_from_epoch: int | None = None,
+        upload_task_group_builder: UploadTaskGroupBuilder | None = None,
+        *,
+        resume: Resume = "auto",
+        best: tuple[str, str] | None = None,
+        save_initial: bool = True,
+        keep_last: int | None = None,
+        max_failed_saves: int | None = None,
+        agree_every: int = 1,
+    ) -> None:
+        if resume not in ("auto", "must", "never"):
+            raise UsageError(f"resume is {resume!r}; it is 'auto', 'must' or 'never'")
+        self.job = job
+        self.resume_from_epoch = check_epoch(resume_from_epoch)
+        self.upload_task_group_builder = upload_task_group_builder
+        self.run_directory = RunDirectory(where) if isinstance(where, (str, Path)) else None
+        self.manager = self._manager(where, keep_last)
+        self._plan = Plan(
+            resume=resume,
+            best=_check_best(best),
+            save_initial=save_initial,
+            max_failed_saves=self._max_failed_saves(max_failed_saves),
+            agree_every=agree_every,
+        )
+
+    def _manager(self, where: str | Path | Manager | None, keep_last: int | None) -> Manager | None:
+        if self.run_directory is None:
+            if keep_last is not None:
+                raise UsageError(
+                    "keep_last belongs to a run directory; give it to the manager as keep_last=..."
+                )
+            if where is not None and not isinstance(where, Manager):
+                raise UsageError(f"where is a run directory (path) or a checkpoint manager, not {where!r}")
+            return where
+        self.run_directory.check_usable()
+        return MultiNodeCheckpointManager(
+            self.run_directory.checkpoints,
+            metadata_handler=FileMetadataHandler(self.run_directory.path),
+            keep_last=keep_last,
+        )
+
+    def _max_failed_saves(self, wanted: int | None) -> int | None:
+        if wanted is not None and wanted < 1:
+            raise UsageError(f"max_failed_saves is {wanted}; it is at least 1, or None for no limit")
+        return RUN_DIRECTORY_FAILED_SAVES if wanted is None and self.run_directory else wanted
+
+    def train(
+        self,
+        session: SessionBase | None = None,
+        resume_from_epoch: int | None = None,
+        *,
+        again: bool = False,
+    ) -> RunResult:
+        """Run the job to its end and return the last epoch.
+
+        `resume_from_epoch` rewinds to that epoch and begins a new branch, unless an earlier process
+        began the current branch by the same request: then it continues (`again=True` rewinds).
+        Without a session: the current one, else torchrun's, else a local one.
+
+        Raises the errors of `torchrelay.errors`; a failed save only warns (see `max_failed_saves`).
+        """
+        if not _training.acquire(blocking=False):
+            raise NotAllowedNowError(
+                "another train() runs in this process: wait for it, or use a second process"
+            )
+        try:
+            epoch = check_epoch(resume_from_epoch)
+            epoch = self.resume_from_epoch if epoch is None else epoch
+            with current_or_new_session(session) as used:
+                return Life(self, used, self._plan, epoch, again=again).run()
+        finally:
+            _training.release()
+
+    def main(self, argv: list[str] | None = None) -> None:
+        """Train as a program: read `--resume-from-epoch N`, `--again` and `--resume MODE`, leave with an exit code.
+
+        Other arguments are left to the program. A user's mistake prints one line, no traceback.
+        """
+
+        def work() -> int:
+            options = parse_options(argv)
+            self._plan = self._plan.with_options(options)
+            self.train(resume_from_epoch=options.epoch, again=options.again)
+            return 0
+
+        run_and_leave(work)
+
+    def save_checkpoints(self, epoch: int, session: SessionBase) -> None:
+        """Save the nodes now as `epoch`; a failure is a warning. Raises UsageError without a manager."""
+        manager = self._required_manager("save_checkpoints")
+        Life(self, session, self._plan, None).save_by_hand(manager, epoch)
+
+    def load_blobs_from_checkpoints(self, blob_names: list[str], epoch: int, session: SessionBase) -> bool:
+        """Load some blobs of an epoch into the session's workspaces, without training.
+
+        `node:name` selects one node's own value. Returns False, changing nothing, when the epoch is
+        not committed or a shard that holds a requested blob is gone; raises UsageError without a manager.
+        """
+        manager = self._required_manager("load_blobs_from_checkpoints")
+        nodes = self.job.nodes_to_checkpoint()
+        session.place(self.job.nodes())
+        manager.bind(self.job)
+        manager.set_params(nodes)
+        loaded = manager.load_blobs_locally(nodes, blob_names, check_epoch(epoch, "epoch"), session)
+        if session.peers.rank == 0:
+            manager.report_checkpoint_stats("checkpoint_partial_load")
+        return loaded
+
+    def _required_manager(self, verb: str) -> Manager:
+        if self.manager is None:
+            raise UsageError(
+                f"{verb} needs a checkpoint manager: give JobRunner a run directory or a manager"
+            )
+        return self.manager
+
+
+def _check_best(best: Any) -> tuple[str, str] | None:
+    if best is None:
+        return None
+    if not (isinstance(best, tuple) and len(best) == 2 and best[1] in ("min", "max")):
+        raise UsageError(f"best is {best!r}; it is a metric and a direction, for example ('val/acc', 'max')")
+    return best

@@ -1,0 +1,201 @@
+"""What a run writes about itself: status, events, metrics, and lines for the person who watches.
+
+Rank 0 writes; the other ranks only know what they need for their own decisions. Without a run
+directory only the lines remain.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from torchrelay.checkpoint.engine import Look
+from torchrelay.checkpoint.position import Position
+from torchrelay.errors import DirectoryInUseError, RelayError
+from torchrelay.jobs.job import Job
+from torchrelay.jobs.peers import Peers, decide
+from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.runners.choosing import Choice
+from torchrelay.runners.progress import Progress
+from torchrelay.runners.result import RunResult
+from torchrelay.runners.run_state import RunState
+from torchrelay.runners.session_base import SessionBase
+from torchrelay.runners.stopping import Verdict
+
+TAIL_PARTS = ("upload", "download", "exit")
+
+
+class SaveWarning(UserWarning):
+    """An epoch was not saved; training goes on."""
+
+
+class Journal:
+    """Notes the life of one run."""
+
+    def __init__(self, run: RunDirectory | None, peers: Peers, progress: Progress | None = None) -> None:
+        self.run = run
+        self.peers = peers
+        self.progress = progress or Progress(enabled=peers.rank == 0)
+        self.run_id: str | None = None
+        self._generation: int | None = None
+        self._branch = 0
+        self._tail: dict[str, Any] = {}
+        self._attempt = 0
+        self._began = time.monotonic()
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes the run directory, now that the log is ours."""
+        return self.run is not None and self.peers.rank == 0 and self._generation is not None
+
+    # Beginning
+
+    def create(self, job: Job, best: tuple[str, str] | None, session: SessionBase) -> None:
+        """Write the run's identity once; every process learns its id."""
+        run = self.run
+        if run is None:
+            return
+        name = job.name or run.name
+        self.run_id = decide(
+            self.peers, "run identity", lambda: run.create(name, best, len(session.nodes))["uuid"]
+        )
+
+    def opened(self, generation: int | None, look: Look) -> None:
+        """The log is ours: from now on this process may replace the status."""
+        self._generation = generation
+        self._branch = look.branch
+        if not self.writes or self.run is None:
+            return
+        before = self.run.status()
+        self._attempt = int(before.get("attempt", -1)) + 1
+        self._tail = before.get("tail") or {}
+        self._status("RUNNING", epoch=look.epoch)
+        self._event("start", attempt=self._attempt, world_size=self.peers.size, epoch=look.epoch)
+
+    def say_choice(self, choice: Choice, look: Look) -> None:
+        """Tell where the run starts; a rewind loudly, because it abandons epochs."""
+        if choice.start == "explicit":
+            self.say(f"rewinding to epoch {choice.epoch} ({choice.reason}); later epochs are kept, abandoned")
+        elif choice.start == "newest":
+            self.say(f"resuming from epoch {look.epoch}: {choice.reason}")
+        elif choice.rewind:
+            self.warn(f"starting from scratch: {choice.reason}; the epochs there are kept, abandoned")
+
+    # While it runs
+
+    def epoch_done(
+        self, state: RunState, metrics: Mapping[str, float], saved: bool | None, verdict: Verdict
+    ) -> None:
+        """Note an epoch's metrics and whether it was saved."""
+        if self.peers.rank != 0:
+            return
+        self.progress.epoch(state.epoch, state.total_steps, metrics, saved, time.monotonic() - self._began)
+        if not self.writes or self.run is None or self._generation is None:
+            return
+        line = {
+            "epoch": state.epoch,
+            "step": state.total_steps,
+            "attempt": self._attempt,
+            "time": round(time.time(), 3),
+            "saved": saved,
+            "metrics": {name: finite(value) for name, value in metrics.items()},
+        }
+        self.run.log_metrics(self._generation, line)
+        if state.ended_early:
+            self._event("short epoch", epoch=state.epoch, reason=state.ended_early)
+        self._status("RUNNING", epoch=state.epoch, stop=list(verdict.reasons))
+
+    def save_failed(self, position: Position, error: Exception, in_a_row: int) -> None:
+        """Warn loudly: the epoch does not look saved anywhere."""
+        self._event("save failed", epoch=position.epoch, error=str(error), in_a_row=in_a_row)
+        self.warn(f"epoch {position} was NOT saved ({in_a_row} failed in a row): {error}")
+
+    def warn(self, text: str) -> None:
+        """A Python warning on rank 0, so that programs and tests can see it."""
+        if self.peers.rank == 0:
+            self._event("warning", text=text)
+            warnings.warn(text, SaveWarning, stacklevel=3)
+
+    def say(self, text: str) -> None:
+        """One line for the person who watches."""
+        self.progress.line(text)
+
+    # Ending
+
+    def tail_done(self, branch: int, epoch: int) -> bool:
+        """Whether every part after the loop is recorded as done for this end of the run."""
+        return self.tail_left(branch, epoch) == ()
+
+    def tail_left(self, branch: int, epoch: int) -> tuple[str, ...]:
+        """The parts after the loop that are not recorded as done, told by rank 0 to all."""
+        run = self.run
+        if run is None:
+            return TAIL_PARTS
+
+        def look() -> list[str]:
+            tail = self._tail or run.status().get("tail") or {}
+            same = (tail.get("branch"), tail.get("epoch")) == (branch, epoch)
+            return [part for part in TAIL_PARTS if not same or part not in tail.get("done", ())]
+
+        return tuple(decide(self.peers, "tail", look))
+
+    def tail_part_done(self, branch: int, epoch: int, part: str) -> None:
+        """Record a part as done, so that a crash after it does not run it again."""
+        if not self.writes:
+            return
+        if (self._tail.get("branch"), self._tail.get("epoch")) != (branch, epoch):
+            self._tail = {"branch": branch, "epoch": epoch, "done": []}
+        self._tail["done"] = [*self._tail["done"], part]
+        self._status("RUNNING", epoch=epoch)
+
+    def finished(self, result: RunResult) -> None:
+        """Note how the run ended."""
+        self.progress.close()
+        self._event("end", state=result.status, epoch=int(result))
+        self._status(
+            result.status,
+            epoch=int(result),
+            stop=list(result.stop),
+            exit_code=0,
+            committed=result.committed,
+            metrics={name: finite(value) for name, value in result.metrics.items()},
+        )
+
+    def failed(self, error: BaseException, state: RunState) -> None:
+        """Note a failure; never raises, because the failure itself is on its way."""
+        self.progress.close()
+        if isinstance(error, DirectoryInUseError):
+            return  # somebody else's status
+        try:
+            code = error.exit_code if isinstance(error, RelayError) else 1
+            reason = f"{type(error).__name__}: {error}"
+            self._event("failure", error=reason, epoch=state.epoch)
+            self._status("FAILED", epoch=state.epoch, error=reason, exit_code=code)
+        except Exception as second:
+            print(f"torchrelay: the failure could not be noted: {second}", file=sys.stderr)
+
+    def _event(self, kind: str, **details: Any) -> None:
+        if self.writes and self.run is not None and self._generation is not None:
+            self.run.log_event(self._generation, kind, **details)
+
+    def _status(self, state: Any, **details: Any) -> None:
+        if self.writes and self.run is not None:
+            self.run.write_status(
+                state,
+                attempt=self._attempt,
+                generation=self._generation,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                tail=self._tail,
+                **details,
+            )
+
+
+def finite(value: float) -> float | str:
+    """JSON has no NaN: a non-finite metric is written as text."""
+    return value if value == value and abs(value) != float("inf") else str(value)

@@ -1,0 +1,309 @@
+"""The life of a run, from choosing a position to the exit group.
+
+    check -> choose the position -> setup -> fresh: init, save epoch 0; resumed: load, never init
+    -> restore random state -> loop { epoch group; metrics; stop conditions; save; stop? }
+    -> upload -> download -> exit
+
+Every process of the session runs the same life; what is decided is decided once and told to all.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torchrelay.checkpoint.engine import Target
+from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.manager_base import Manager
+from torchrelay.checkpoint.position import Position
+from torchrelay.errors import RelayError, UsageError
+from torchrelay.jobs.peers import decide
+from torchrelay.jobs.random_streams import RandomStreams
+from torchrelay.jobs.seeding import current_seed
+from torchrelay.metadata.file_handler import FileMetadataHandler
+from torchrelay.runners.binding import bind_blobs
+from torchrelay.runners.choosing import Choice, Past, Resume, Wish, choose
+from torchrelay.runners.journal import Journal
+from torchrelay.runners.options import Options
+from torchrelay.runners.preflight import check_before_start
+from torchrelay.runners.result import RunResult, Status
+from torchrelay.runners.run_state import RunState
+from torchrelay.runners.saving import Saver
+from torchrelay.runners.session_base import SessionBase
+from torchrelay.runners.stopping import Verdict, ask_all, limits_of, over_by_facts
+from torchrelay.runners.tail import run_tail
+
+if TYPE_CHECKING:
+    from torchrelay.runners.job_runner import JobRunner
+
+PROCESS = uuid.uuid4().hex
+"""Tells requests of this process from those of an earlier one."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the user fixed about the run as a whole."""
+
+    resume: Resume = "auto"
+    best: tuple[str, str] | None = None
+    save_initial: bool = True
+    max_failed_saves: int | None = None
+    agree_every: int = 1
+
+    def with_options(self, options: Options) -> Plan:
+        """The same with what the command line overrides."""
+        return replace(self, resume=options.resume or self.resume)
+
+
+class Life:
+    """One train call."""
+
+    def __init__(
+        self, runner: JobRunner, session: SessionBase, plan: Plan, epoch: int | None, *, again: bool = False
+    ) -> None:
+        self.job = runner.job
+        self.manager = runner.manager
+        self.upload_builder = runner.upload_task_group_builder
+        self.run_directory = runner.run_directory
+        self.session = session
+        self.plan = plan
+        self.wish_epoch = epoch
+        self.again = again
+        self.journal = Journal(runner.run_directory, session.peers)
+        self.state = RunState(
+            seed=current_seed(),
+            run_dir=str(runner.run_directory.path) if runner.run_directory else None,
+            agree_every=plan.agree_every,
+            **limits_of(runner.job.stop_conditions),
+        )
+        self.saver = Saver(self.manager, self.journal, plan.max_failed_saves)
+        self.streams: dict[str, RandomStreams] = {}
+        self.status: Status = "FINISHED"
+
+    # The whole
+
+    def run(self) -> RunResult:
+        """Live; a failure is noted in the run directory, releases the log and is raised."""
+        self.session.begin(self.state)
+        try:
+            choice = self._choose()
+            finished = self._already_finished(choice)
+            if finished is not None:
+                return finished
+            self._open(choice)
+            result = self._live(choice)
+        except BaseException as error:
+            self._failed(error)
+            raise
+        finally:
+            self._close()
+        return result
+
+    def _live(self, choice: Choice) -> RunResult:
+        target = self._target(choice)
+        self._set_up()
+        verdict = self._resume(target) if target else self._start_fresh()
+        if not verdict.stop:
+            verdict = self._loop(verdict)
+        run_tail(self)
+        return self._finish(verdict)
+
+    # Choosing
+
+    def _choose(self) -> Choice:
+        self.job.check()
+        self.session.place(self.job.nodes())
+        check_before_start(self.job, self.session, self.run_directory)
+        if self.manager is None:
+            if self.wish_epoch is not None:
+                raise UsageError(
+                    f"epoch {self.wish_epoch} was asked for, but nothing is saved: give JobRunner a run "
+                    "directory or a manager"
+                )
+            return Choice("fresh")
+        self.manager.bind(self.job, best=self.plan.best)
+        wish = self._wish(self.manager)
+        self.look = self.manager.engine.look(self.session, tolerant=self.run_directory is None)
+        past = Past(
+            commits=self.look.commits,
+            branch_request=self.look.request,
+            epochs_over=self.look.facts is not None
+            and over_by_facts(self.job, self.look.facts, self.look.epoch),
+        )
+        choice = choose(wish, past)
+        if choice.epoch is not None:
+            self.manager.engine.check_known(self.session, choice.epoch)
+        self.journal.say_choice(choice, self.look)
+        return choice
+
+    def _wish(self, manager: Manager) -> Wish:
+        """Ask the handler, on rank 0 only; the default handler of a run directory does not decide."""
+        decides = manager.metadata_handler is not None and not (
+            self.run_directory is not None and isinstance(manager.metadata_handler, FileMetadataHandler)
+        )
+
+        def ask() -> int | None:
+            manager.set_params(self.job.nodes_to_checkpoint())
+            return manager.get_resume_from_epoch_id(self.wish_epoch)
+
+        epoch = decide(self.session.peers, "resume epoch", ask)
+        return Wish(
+            epoch=epoch,
+            decided=decides,
+            resume=self.plan.resume,
+            automatic=self.run_directory is not None,
+            again=self.again,
+            process=PROCESS,
+        )
+
+    def _already_finished(self, choice: Choice) -> RunResult | None:
+        """The result of a run whose epochs are over and whose tail is done; None when work is left."""
+        if choice.start != "newest" or self.look.facts is None or self.look.epoch is None:
+            return None
+        if not over_by_facts(self.job, self.look.facts, self.look.epoch):
+            return None
+        if not self.journal.tail_done(self.look.branch, self.look.epoch):
+            return None
+        self.journal.say(f"finished at epoch {self.look.epoch} already; nothing to do")
+        return RunResult(
+            self.look.epoch,
+            stop=tuple(v["reason"] for v in self.look.facts.stop.values() if v["stop"]),
+            metrics=self.look.facts.metrics,
+            run_dir=self.run_directory.path if self.run_directory else None,
+            committed=self.look.epoch,
+        )
+
+    # Starting
+
+    def _open(self, choice: Choice) -> None:
+        """Become the writer of the log, and begin the new branch that the choice asks for."""
+        if self.manager is None:
+            return
+        engine = self.manager.engine
+        self.journal.create(self.job, self.plan.best, self.session)
+        engine.open(self.session, tolerant=self.run_directory is None)
+        self.journal.opened(engine.generation, self.look)
+        if choice.rewind:
+            base = None if choice.epoch is None else Position(choice.epoch)
+            engine.rewind(self.session, base, {"epoch": choice.epoch, "process": PROCESS})
+
+    def _target(self, choice: Choice) -> Target | None:
+        """The proved position to load: exactly the explicit one, or the newest that can be proved."""
+        if self.manager is None or choice.start == "fresh":
+            return None
+        if choice.start == "explicit" and choice.epoch is not None:
+            return self.manager.engine.prove(self.session, choice.epoch)
+        return self.manager.engine.newest(self.session, say=self.journal.warn)
+
+    def _set_up(self) -> None:
+        bind_blobs(self.job, self.session, before_setup=True)
+        self.session.run(self.job.setup_group)
+        bind_blobs(self.job, self.session, before_setup=False)
+        self.session.after_setup()
+
+    def _start_fresh(self) -> Verdict:
+        self.session.run(self.job.init_group)
+        self._derive_streams()
+        if self.manager is not None:
+            self.session.run(self.manager.init(self.job.nodes_to_checkpoint()))
+            if self.plan.save_initial:
+                self.saver.save(self.session, Position(0), self._facts(Verdict()))
+        return Verdict()
+
+    def _derive_streams(self) -> None:
+        """Give every node its own streams; without a seed they stay as the program left them."""
+        for place in self.session.local_nodes:
+            if self.state.seed is not None:
+                self.session.set_streams(place.name, RandomStreams.derive(self.state.seed, place.rank))
+            self.streams[place.name] = self.session.streams(place.name)
+
+    def _resume(self, target: Target) -> Verdict:
+        manager = self.manager
+        if manager is None:
+            raise NotImplementedError  # a target comes from a manager
+        epoch = target.position.epoch
+        self.session.run(manager.init(self.job.nodes_to_checkpoint(), retrieve_from_epoch=epoch))
+        self.session.run(manager.load(epoch))
+        if self.session.peers.rank == 0:
+            manager.report_checkpoint_stats("checkpoint_load")
+        self.saver.replay_write(self.session, target, self.look)
+        self.streams = manager.engine.take_streams()
+        facts = target.facts
+        self.state.set_elapsed(facts.elapsed_secs)
+        self.state.begin_epoch(epoch, total_steps=facts.total_steps)
+        self.state.metrics = dict(facts.metrics)
+        if self.state.seed is None:
+            self.state.seed = facts.seed
+        return over_by_facts(self.job, facts, epoch)
+
+    # The loop
+
+    def _loop(self, verdict: Verdict) -> Verdict:
+        epoch = self.state.epoch
+        for name, streams in self.streams.items():
+            self.session.set_streams(name, streams)
+        while not verdict.stop:
+            epoch += 1
+            self.state.begin_epoch(epoch)
+            self.session.run(self.job.epoch_group)
+            metrics = self.session.reduce_metrics()
+            verdict = ask_all(self.job, self.session)
+            saved = self._save(epoch, verdict)
+            self.journal.epoch_done(self.state, metrics, saved, verdict)
+        return verdict
+
+    def _save(self, epoch: int, verdict: Verdict) -> bool | None:
+        if self.manager is None:
+            return None
+        return self.saver.save(self.session, Position(epoch), self._facts(verdict))
+
+    def _facts(self, verdict: Verdict) -> Facts:
+        return Facts(
+            metrics=dict(self.state.metrics),
+            stop=verdict.by_condition,
+            total_steps=self.state.total_steps,
+            elapsed_secs=self.state.elapsed_secs,
+            seed=self.state.seed,
+            run_id=self.journal.run_id,
+            over=verdict.stop,
+        )
+
+    def save_by_hand(self, manager: Manager, epoch: int) -> None:
+        """Save outside of a train call (`JobRunner.save_checkpoints`)."""
+        self.session.place(self.job.nodes())
+        manager.bind(self.job)
+        self.saver.save(self.session, Position(epoch), self._facts(Verdict()))
+
+    # Ending
+
+    def _finish(self, verdict: Verdict) -> RunResult:
+        result = RunResult(
+            self.state.epoch,
+            status=self.status,
+            stop=verdict.reasons,
+            metrics=self.state.metrics,
+            run_dir=self.run_directory.path if self.run_directory else None,
+            committed=self.saver.newest_saved,
+        )
+        self.journal.finished(result)
+        return result
+
+    def _failed(self, error: BaseException) -> None:
+        self.journal.failed(error, self.state)
+        code = error.exit_code if isinstance(error, RelayError) else 1
+        self.session.run_on_failure(self.job.exit_group, code)
+
+    def _close(self) -> None:
+        if self.manager is not None:
+            self.manager.engine.close(self.session)
+        self.session.end()
+
+
+def describe(choice: Choice, look: Any) -> str:
+    """One line that says where the run starts and why."""
+    if choice.start == "explicit":
+        return f"rewinding to epoch {choice.epoch}: {choice.reason}"
+    if choice.start == "newest":
+        return f"resuming from epoch {look.epoch}: {choice.reason}"
+    return f"starting fresh: {choice.reason}" if choice.reason else "starting fresh"

@@ -1,0 +1,138 @@
+"""What is checked before the user's first task runs, so that a mistake leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from torch import nn
+
+from torchrelay.checkpoint.flatten import leaves_of
+from torchrelay.checkpoint.leaf import spec_of
+from torchrelay.errors import StorageError, UsageError
+from torchrelay.jobs.blobs import Scope
+from torchrelay.jobs.job import Job
+from torchrelay.jobs.peers import Peers, together
+from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.runners.session_base import SessionBase
+
+VISIBLE_WITHIN_SECS = 10.0
+PROBE_BYTES = 1 << 20
+
+
+def check_before_start(job: Job, session: SessionBase, run: RunDirectory | None) -> None:
+    """Check what can be known before anything runs; raises UsageError or StorageError on all ranks."""
+    together(session.peers, "check blobs", lambda: check_blobs(job))
+    if run is not None:
+        check_run_directory(run, job, session)
+
+
+def check_blobs(job: Job) -> None:
+    """Try to list the leaves of every object that exists already; raises BlobError with the path.
+
+    Modules and optimizers are left to the first save: `setup` may still materialise them.
+    """
+    for blob in job.blobs:
+        if blob.is_factory or blob.scope is Scope.TRANSIENT or isinstance(blob.source, nn.Module):
+            continue
+        if not hasattr(blob.source, "param_groups"):
+            for leaf in leaves_of({blob.name: blob.source}):
+                spec_of(leaf)
+
+
+def check_run_directory(run: RunDirectory, job: Job, session: SessionBase) -> None:
+    """Refuse a directory that is a file, read-only, full, of another job, or not seen by all hosts."""
+
+    def check() -> None:
+        run.check_usable()
+        run.check_job(job.name)
+
+    peers = session.peers
+    together(peers, "check the run directory", lambda: check() if peers.rank == 0 else None)
+    with _probe(run.path, peers) as probe:
+        seen = peers.exchange("run directory seen", [session.host, probe is not None and _appears(probe)])
+    blind = sorted({host for host, sees in seen if not sees})
+    if blind:
+        raise UsageError(
+            f"the run directory {run.path} of {seen[0][0]} is not the one that {', '.join(blind)} sees: "
+            "choose a directory that all hosts share"
+        )
+
+
+@contextmanager
+def _probe(directory: Path, peers: Peers) -> Iterator[Path | None]:
+    """A file of rank 0 in the directory while all look for it; made directories vanish again."""
+    nonce = peers.exchange("probe", secrets.token_hex(8))[0]
+    probe = directory / f".probe-{nonce}"
+    made: list[Path] = []
+
+    def write() -> None:
+        if peers.rank == 0:
+            made.extend(_make_directories(directory))
+            _write_probe(probe)
+
+    try:
+        together(peers, "write to the run directory", write)
+        yield probe
+        peers.exchange("probed", None)
+    finally:
+        if peers.rank == 0:
+            with suppress(OSError):
+                probe.unlink()
+            for path in made:
+                with suppress(OSError):
+                    path.rmdir()
+
+
+def _make_directories(directory: Path) -> list[Path]:
+    """Create the missing ones; returns them, innermost first."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        for path in missing:
+            with suppress(OSError):
+                path.rmdir()
+        raise _refused(directory, error) from error
+    return missing
+
+
+def _write_probe(probe: Path) -> None:
+    """Write, sync and link, as a save will."""
+    linked = probe.with_name(probe.name + "-link")
+    try:
+        with open(probe, "xb") as file:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(probe, linked)
+    except OSError as error:
+        with suppress(OSError):
+            probe.unlink()
+        raise _refused(probe.parent, error) from error
+    finally:
+        with suppress(OSError):
+            linked.unlink()
+
+
+def _refused(directory: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"the run directory {directory} cannot be used: {error.strerror}; "
+        "choose a writable place with free space and hard links"
+    )
+
+
+def _appears(probe: Path) -> bool:
+    """Whether the file is seen in time; listing the directory refreshes what NFS remembers of it."""
+    deadline = time.monotonic() + VISIBLE_WITHIN_SECS
+    while True:
+        with suppress(OSError):
+            if probe.name in os.listdir(probe.parent):
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)

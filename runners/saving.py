@@ -1,0 +1,92 @@
+"""Saving at a boundary: what a failure means, and when the outside is told."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.manager_base import Manager
+from torchrelay.checkpoint.position import Position
+from torchrelay.errors import FencedError, PeerError, SaveFailedError, UsageError
+from torchrelay.jobs.peers import decide
+from torchrelay.runners.session_base import SessionBase
+
+if TYPE_CHECKING:
+    from torchrelay.checkpoint.engine import Look, Target
+    from torchrelay.runners.journal import Journal
+
+
+class Saver:
+    """Saves through a manager; a failed save is a loud warning and a counter.
+
+    What makes every later save impossible too is raised: being fenced, losing a peer, and at
+    epoch 0 a blob that cannot be stored.
+    """
+
+    def __init__(self, manager: Manager | None, journal: Journal, max_failed: int | None) -> None:
+        self.manager = manager
+        self.journal = journal
+        self.max_failed = max_failed
+        self.failed_in_a_row = 0
+        self.newest_saved: int | None = None
+
+    def save(self, session: SessionBase, position: Position, facts: Facts) -> bool:
+        """Save, tell the handler, report the times. Returns whether the position is saved."""
+        manager = self.manager
+        if manager is None:
+            return False
+        try:
+            if not self._accessible(session, manager):
+                self.journal.warn(
+                    f"epoch {position} not saved: the checkpoint directory cannot be accessed now"
+                )
+                return False
+            manager.note(facts)
+            session.run(manager.save(position.epoch))
+        except (FencedError, PeerError):
+            raise
+        except Exception as error:
+            if position == Position(0) and isinstance(error, UsageError):
+                raise
+            self._count_failure(position, error)
+            return False
+        self.failed_in_a_row = 0
+        self.newest_saved = position.epoch
+        self._tell(session, manager, position)
+        return True
+
+    def _accessible(self, session: SessionBase, manager: Manager) -> bool:
+        return bool(decide(session.peers, "cp_accessible", lambda: manager.cp_accessible(None)))
+
+    def _count_failure(self, position: Position, error: Exception) -> None:
+        self.failed_in_a_row += 1
+        self.journal.save_failed(position, error, self.failed_in_a_row)
+        if self.max_failed is not None and self.failed_in_a_row >= self.max_failed:
+            raise SaveFailedError(
+                f"{self.failed_in_a_row} saves failed in a row, the last one: {error}. Mend the storage and "
+                "start again (max_failed_saves sets the number)"
+            ) from error
+
+    def _tell(self, session: SessionBase, manager: Manager, position: Position) -> None:
+        """The handler learns of a saved epoch on rank 0; its failure degrades to a warning."""
+        if session.peers.rank != 0:
+            return
+        for verb, tell in (
+            ("write", lambda: manager.write_checkpoint_metadata(position.epoch)),
+            ("report", lambda: manager.report_checkpoint_stats("checkpoint_save")),
+        ):
+            try:
+                tell()
+            except Exception as error:
+                self.journal.warn(f"the metadata handler failed at {verb} of epoch {position}: {error}")
+
+    def replay_write(self, session: SessionBase, target: Target, look: Look) -> None:
+        """Tell the handler again of the newest epoch: a crash may have come between commit and write."""
+        self.newest_saved = target.position.epoch
+        manager = self.manager
+        if manager is None or session.peers.rank != 0 or look.epoch != target.position.epoch:
+            return
+        try:
+            manager.write_checkpoint_metadata(target.position.epoch)
+        except Exception as error:
+            self.journal.warn(f"the metadata handler failed at write of epoch {target.position}: {error}")

@@ -1,0 +1,33 @@
+"""After the loop: upload, download, exit; each part recorded as done, so that it resumes at the first that is not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchrelay.runners.life import Life
+
+
+def run_tail(life: Life) -> None:
+    """Run the parts that are left. The upload gets the newest committed epoch."""
+    branch = life.manager.engine.branch if life.manager is not None else 0
+    epoch = life.state.epoch
+    parts = {"upload": _upload, "download": _download, "exit": _exit}
+    for part in life.journal.tail_left(branch, epoch):
+        parts[part](life)
+        life.journal.tail_part_done(branch, epoch, part)
+
+
+def _upload(life: Life) -> None:
+    if life.upload_builder is not None:
+        saved = life.saver.newest_saved
+        epoch = life.state.epoch if saved is None else saved
+        life.session.run(life.upload_builder.build(epoch, life.manager))
+
+
+def _download(life: Life) -> None:
+    life.session.run(life.job.download_group)
+
+
+def _exit(life: Life) -> None:
+    life.session.run(life.job.exit_group)
