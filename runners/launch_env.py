@@ -1,0 +1,146 @@
+"""What torchrun tells a process about its place, read once and checked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torchrelay.errors import UsageError
+
+_PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_HIGHEST_PORT = 65535
+
+
+@dataclass(frozen=True)
+class LaunchEnv:
+    """The environment of one process of a job.
+
+    `launched` is False for plain `python train.py`: a world of one process and no store.
+    `agent_store` says that the launcher hosts the store at `master_addr:master_port`, otherwise
+    rank 0 does. `elastic` says that torchrun is the parent, so its death ends the process.
+    `launcher_id` is the same in all attempts of one launch and None where nothing tells;
+    `restart_count` grows with every attempt of that launch.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    host_index: int = 0
+    role: str = "default"
+    master_addr: str = ""
+    master_port: int = 0
+    restart_count: int = 0
+    max_restarts: int = 0
+    run_id: str | None = None
+    launcher_id: str | None = None
+    launched: bool = False
+    elastic: bool = False
+    agent_store: bool = False
+
+    @property
+    def hosts_store(self) -> bool:
+        """Whether this process has to serve the store to the others."""
+        return self.launched and not self.agent_store and self.rank == 0
+
+    @property
+    def store_prefix(self) -> str:
+        """Where this attempt's keys begin; other attempts of the launch have other prefixes."""
+        return f"tr/{self.run_id or 'job'}/{self.restart_count}"
+
+
+def read_launch_env(environ: Mapping[str, str] | None = None) -> LaunchEnv:
+    """Read the launch environment (`os.environ` by default).
+
+    Raises UsageError naming the variable that is missing, is not a number, or contradicts another.
+    """
+    env = os.environ if environ is None else environ
+    if "RANK" not in env and "WORLD_SIZE" not in env:
+        return _alone(env)
+    _require(env)
+    run_id = _run_id(env)
+    slurm_id, slurm_restarts = _slurm(env)
+    restart_count = _number(env, "TORCHELASTIC_RESTART_COUNT", 0)
+    found = LaunchEnv(
+        rank=_number(env, "RANK"),
+        world_size=_number(env, "WORLD_SIZE", least=1),
+        local_rank=_number(env, "LOCAL_RANK", 0),
+        local_world_size=_number(env, "LOCAL_WORLD_SIZE", 1, least=1),
+        host_index=_number(env, "GROUP_RANK", 0),
+        role=env.get("ROLE_NAME", "default"),
+        master_addr=env["MASTER_ADDR"],
+        master_port=_number(env, "MASTER_PORT", least=1),
+        restart_count=restart_count if run_id or not slurm_id else slurm_restarts,
+        max_restarts=_number(env, "TORCHELASTIC_MAX_RESTARTS", 0),
+        run_id=run_id,
+        launcher_id=run_id or slurm_id,
+        launched=True,
+        elastic="TORCHELASTIC_RUN_ID" in env,
+        agent_store=_flag(env, "TORCHELASTIC_USE_AGENT_STORE"),
+    )
+    _check(found, env)
+    return found
+
+
+def _alone(env: Mapping[str, str]) -> LaunchEnv:
+    tasks = env.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks.isdigit() and int(tasks) > 1:
+        raise UsageError(
+            f"SLURM_STEP_NUM_TASKS is {tasks} but RANK and WORLD_SIZE are not set: these {tasks} processes "
+            "do not know of each other; start one torchrun per host (srun --ntasks-per-node=1 torchrun ...)"
+        )
+    slurm_id, slurm_restarts = _slurm(env)
+    return LaunchEnv(launcher_id=slurm_id, restart_count=slurm_restarts)
+
+
+def _require(env: Mapping[str, str]) -> None:
+    missing = [name for name in _PLACE if not env.get(name)]
+    if missing:
+        present = next(name for name in ("RANK", "WORLD_SIZE") if name in env)
+        raise UsageError(
+            f"{' and '.join(missing)} missing in the environment although {present} is set: "
+            f"start with torchrun, or unset {present} to run as a single process"
+        )
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None, *, least: int = 0) -> int:
+    text = env.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.strip().isascii() or not text.strip().isdigit() or int(text) < least:
+        raise UsageError(f"{name}={text!r} in the environment: expected a whole number, at least {least}")
+    return int(text)
+
+
+def _flag(env: Mapping[str, str], name: str) -> bool:
+    """Read a flag as torchrun writes it."""
+    text = env.get(name, "False")
+    if text not in ("True", "False"):
+        raise UsageError(f"{name}={text!r} in the environment: expected True or False")
+    return text == "True"
+
+
+def _run_id(env: Mapping[str, str]) -> str | None:
+    run_id = env.get("TORCHELASTIC_RUN_ID", "none")
+    return None if run_id in ("", "none") else run_id
+
+
+def _slurm(env: Mapping[str, str]) -> tuple[str | None, int]:
+    job = env.get("SLURM_JOB_ID")
+    return (f"slurm-{job}", _number(env, "SLURM_RESTART_COUNT", 0)) if job else (None, 0)
+
+
+def _check(found: LaunchEnv, env: Mapping[str, str]) -> None:
+    for low, high in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if _number(env, low, 0) >= _number(env, high, 1):
+            raise UsageError(
+                f"{low}={env.get(low)} is not below {high}={env.get(high, 1)} in the environment"
+            )
+    if found.local_world_size > found.world_size:
+        raise UsageError(
+            f"LOCAL_WORLD_SIZE={found.local_world_size} is above WORLD_SIZE={found.world_size} "
+            "in the environment"
+        )
+    if found.master_port > _HIGHEST_PORT:
+        raise UsageError(f"MASTER_PORT={found.master_port} in the environment is not a port")

@@ -1,0 +1,144 @@
+"""Starts real torchrun jobs for tests: bounded in time, ended by pid, in a folder of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A job that ended: its exit code, what all ranks printed, and how long it ran in seconds."""
+
+    rc: int
+    out: str
+    err: str
+    secs: float
+
+    def of_rank(self, rank: int, local_rank: int | None = None) -> str:
+        """The lines that one rank printed, both streams (torchrun marks them by local rank)."""
+        mark = f"[default{rank if local_rank is None else local_rank}]:"
+        lines = (self.out + self.err).splitlines()
+        return "\n".join(line.removeprefix(mark) for line in lines if line.startswith(mark))
+
+    def __str__(self) -> str:
+        return f"rc {self.rc} after {self.secs:.1f} s\n--- out\n{self.out}\n--- err\n{self.err}"
+
+
+class Job:
+    """A torchrun job that runs; use as a context manager, so that it never outlives the test.
+
+    The script prints what the test waits for. Each rank's lines are marked `[default<rank>]:`.
+    """
+
+    def __init__(
+        self,
+        script: str | Path,
+        *args: str,
+        ranks: int,
+        cwd: Path,
+        max_restarts: int = 0,
+        env: Mapping[str, str] | None = None,
+        options: Sequence[str] = (),
+    ) -> None:
+        self.cwd = cwd
+        self._began = time.monotonic()
+        self._out, self._err = cwd / "torchrun.out", cwd / "torchrun.err"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command += [f"--max-restarts={max_restarts}", "--tee=3", *options, str(script), *args]
+        with self._out.open("w") as out, self._err.open("w") as err:
+            self.process = subprocess.Popen(
+                command, cwd=cwd, env=clean_environment(env), stdout=out, stderr=err, start_new_session=True
+            )
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def printed(self) -> str:
+        """What was printed until now."""
+        return self._out.read_text() + self._err.read_text()
+
+    def wait_for(self, text: str, timeout_secs: float = 60, times: int = 1) -> None:
+        """Wait until the job has printed `text`; raises AssertionError when it ends or is late."""
+        end = time.monotonic() + timeout_secs
+        while self.printed().count(text) < times:
+            ended = self.process.poll() is not None
+            if self.printed().count(text) >= times:
+                return
+            assert not ended, f"the job ended without {text!r}:\n{self.printed()}"
+            assert time.monotonic() < end, f"no {text!r} within {timeout_secs} s:\n{self.printed()}"
+            time.sleep(0.05)
+
+    def workers(self) -> list[int]:
+        """The pids of the ranks that live now, in order of their start."""
+        return children_of(self.process.pid)
+
+    def wait(self, timeout_secs: float = 60) -> Finished:
+        """Wait for the end; raises AssertionError, having killed the job, when it takes longer."""
+        try:
+            rc = self.process.wait(timeout_secs)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"the job ran longer than {timeout_secs} s:\n{self.printed()}") from None
+        return Finished(rc, self._out.read_text(), self._err.read_text(), time.monotonic() - self._began)
+
+    def kill(self) -> None:
+        """End the launcher and its ranks, which have sessions of their own."""
+        for pid in [*children_of(self.process.pid), self.process.pid]:
+            kill(pid)
+        self.process.wait(10)
+
+
+def torchrun(
+    script: str | Path, *args: str, ranks: int, cwd: Path, timeout_secs: float = 90, **options: object
+) -> Finished:
+    """Run a script on `ranks` ranks of this machine to its end. `script` may be source text."""
+    with Job(script_file(script, cwd), *args, ranks=ranks, cwd=cwd, **options) as job:  # type: ignore[arg-type]
+        return job.wait(timeout_secs)
+
+
+def script_file(script: str | Path, cwd: Path, name: str = "train_script.py") -> Path:
+    """Write source text to a file; a path is returned as it is."""
+    if isinstance(script, Path):
+        return script
+    path = cwd / name
+    path.write_text(script)
+    return path
+
+
+def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment without traces of an outer launcher, one thread per rank."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("TORCHELASTIC_", "SLURM_", "MASTER_", "PYTEST_"))
+        and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    }
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | dict(extra or {})
+
+
+def children_of(pid: int) -> list[int]:
+    """The pids of the processes that `pid` started and that still run."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def kill(pid: int, sig: int = signal.SIGKILL) -> None:
+    """Send a signal to a process that may be gone."""
+    try:
+        os.kill(pid, sig)
+    except ProcessLookupError:
+        return
