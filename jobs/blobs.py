@@ -180,7 +180,7 @@ def _flat(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _is_group(value: object) -> bool:
-    if type(value) is not dict:
+    if not isinstance(value, dict) or is_stateful(value):
         return False
     return any(_is_group(v) or kind_of(v) != "value" or is_factory(v) for v in value.values())
 

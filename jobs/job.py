@@ -192,7 +192,7 @@ class Job(Managed):
             problems.append("the epoch group has no task: add one with @job.epoch")
         if not self.stop_conditions:
             problems.append(
-                "there is no stop condition, so it would never end: add job.stop_when(max_epochs(5)) or another"
+                "there is no stop condition, so it would never end: add job.stop_when(max_epochs(5)) or so"
             )
         nodes = self._nodes_to_checkpoint
         if nodes is not None and not nodes:

@@ -29,7 +29,7 @@ def check_on(on: On) -> None:
     elif callable(on):
         known = True
     else:
-        known = all(map(_is_rank, on if isinstance(on, _LISTS) else [on]))
+        known = all(map(_is_rank, on)) and len(on) > 0 if isinstance(on, _LISTS) else _is_rank(on)
     if not known:
         raise UsageError(f"on={on!r} says no place: use {FORMS}")
 

@@ -100,7 +100,6 @@ class Task(Managed):
     def freeze(self) -> None:
         """Allow no change from now on; called at the first use."""
         self.frozen = True
-        self.steps, self.outputs = list(self.steps), list(self.outputs)
 
     def _check_open(self) -> None:
         if self.frozen:
