@@ -80,7 +80,8 @@ def write_shard(
 
 
 def _write_part(storage: Storage, directory: str, part: Part, escape: str) -> ShardReport:
-    path = f"{directory}/{shard_file_name(part.identity.file(part.number), escape=escape)}"
+    name = shard_file_name(part.identity.file(part.number), escape=escape)
+    path = f"{directory}/{name}" if directory else name
     seconds = Seconds()
     try:
         handle = storage.open_exclusive(path)
