@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,13 @@ from torchrelay.jobs.names import check_blob_name
 
 if TYPE_CHECKING:
     from torchrelay.jobs.task import Task
+
+
+@dataclass(frozen=True)
+class NotHere:
+    """Stands for a value that stayed in the process that produced it, and says why."""
+
+    reason: str
 
 
 class TaskOutput:
@@ -40,9 +48,16 @@ class TaskOutput:
     def fetch(self, node: str | Node | None = None) -> Any:
         """Return the value on `node`, by default on the only node that ran the task.
 
-        Raises NotAllowedNowError before a run, UsageError where the node is missing or unknown.
+        Raises NotAllowedNowError before a run and for a value that is too big to leave the process
+        of its node, UsageError where the node is missing or unknown.
         """
-        values = self.fetch_all()
+        value = self._chosen(node)
+        if isinstance(value, NotHere):
+            raise NotAllowedNowError(f"{value.reason}; fetch it there, or make it a blob")
+        return value
+
+    def _chosen(self, node: str | Node | None) -> Any:
+        values = self._bound()
         if node is None:
             return self._only(values)
         if str(node) in values:
@@ -50,10 +65,16 @@ class TaskOutput:
         raise UsageError(f"{self} exists on {_listed(values)}, not on {str(node)!r}")
 
     def fetch_all(self) -> dict[str, Any]:
-        """Return the values by the name of the node; raises NotAllowedNowError before a run."""
+        """Return the values by the name of the node; raises NotAllowedNowError before a run.
+
+        A value that is too big to leave the process of its node is a `NotHere` elsewhere.
+        """
+        return dict(self._bound())
+
+    def _bound(self) -> dict[str, Any]:
         if self._values is None:
             raise NotAllowedNowError(f"{self} is not set yet: run its group or task in a session first")
-        return dict(self._values)
+        return self._values
 
     def _only(self, values: Mapping[str, Any]) -> Any:
         if len(values) == 1:

@@ -141,6 +141,11 @@ class Workspace(MutableMapping[str, Any]):
         with self._lock:
             self._write(blob.name, Entry(value, Origin.REGISTERED, blob))
 
+    def registered(self, blob: Blob) -> bool:
+        """Whether this workspace holds the content of this very declaration, not of one of the same name."""
+        entry = self._entries.get(blob.name)
+        return entry is not None and entry.blob is blob
+
     def set_loaded(self, name: str, value: Any) -> None:
         """Take a value that a checkpoint brought.
 

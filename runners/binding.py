@@ -24,7 +24,7 @@ def bind_blobs(job: Job, session: SessionBase, *, before_setup: bool) -> None:
         for blob in job.blobs:
             if before_setup and blob.is_factory:
                 continue
-            if not before_setup and workspace.registered(blob.name):
+            if not before_setup and not blob.is_factory and workspace.registered(blob):
                 continue
             _bind(blob, session, workspace)
     if not before_setup:

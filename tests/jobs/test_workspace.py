@@ -139,6 +139,16 @@ def test_registered_plain_values_are_replaced_and_stay_registered():
     assert (entry.value, entry.origin, entry.blob) == (0.7, Origin.REGISTERED, blob)
 
 
+def test_a_name_is_registered_for_the_declaration_that_it_came_from():
+    """Another job's blob of the same name does not count, so a second start binds its own."""
+    ws, blob = Workspace(), Blob("best", 0.0)
+    assert not ws.registered(blob)
+    ws.register(blob, 0.0)
+    ws["best"] = 0.7
+    assert ws.registered(blob)
+    assert not ws.registered(Blob("best", 0.0))
+
+
 def test_names_keep_the_origin_in_which_they_were_created():
     """`creating` marks only names created meanwhile, and writes later do not change it."""
     ws = Workspace()
