@@ -40,6 +40,11 @@ class Replicated:
 
     nodes: tuple[int, ...]
 
+    @property
+    def split(self) -> bool:
+        """Whether different nodes store different parts of one leaf."""
+        return False
+
     def pieces(self, leaf: int, size: int) -> tuple[Piece, ...]:
         """The one piece that is stored."""
         return (Piece(self.nodes[0], 0, size),)
@@ -54,6 +59,11 @@ class PerNode:
     """Each of `nodes` has and writes its own."""
 
     nodes: tuple[int, ...]
+
+    @property
+    def split(self) -> bool:
+        """Whether different nodes store different parts of one leaf."""
+        return False
 
     def pieces(self, leaf: int, size: int) -> tuple[Piece, ...]:
         """One whole piece per node; they are not parts of one whole."""
@@ -80,6 +90,11 @@ class Split:
     nodes: tuple[int, ...]
     items: tuple[int, ...]
     cuts: tuple[Cut, ...]
+
+    @property
+    def split(self) -> bool:
+        """Whether different nodes store different parts of one leaf."""
+        return True
 
     @cached_property
     def index(self) -> dict[int, int]:

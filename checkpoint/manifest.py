@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from torchrelay.checkpoint.facts import Facts
-from torchrelay.checkpoint.layouts import Layout
+from torchrelay.checkpoint.layouts import Layout, Split
 from torchrelay.checkpoint.position import Position
 
 Json = Any
@@ -167,15 +167,17 @@ class Manifest:
 
     def stored_rows(self, source: int, node: int, group: str) -> Iterator[int]:
         """The leaf rows of which a node's file holds something."""
-        for row in self._rows_of_group.get((source, group), ()):
-            leaf = self.leaves[row]
-            if self.layouts[leaf.layout].held_by(node, row, leaf.elements) is not None:
-                yield row
+        for number, rows in self._rows_by_layout.get((source, group), {}).items():
+            layout = self.layouts[number]
+            near = rows & set(layout.items_of(node)) if isinstance(layout, Split) else rows
+            for row in sorted(near):
+                if layout.held_by(node, row, self.leaves[row].elements) is not None:
+                    yield row
 
     @cached_property
-    def _rows_of_group(self) -> Mapping[tuple[int, str], tuple[int, ...]]:
-        found: dict[tuple[int, str], list[int]] = {}
+    def _rows_by_layout(self) -> Mapping[tuple[int, str], Mapping[int, set[int]]]:
+        found: dict[tuple[int, str], dict[int, set[int]]] = {}
         for row, leaf in enumerate(self.leaves):
             if leaf.alias_of is None and row not in self.values:
-                found.setdefault((leaf.source, leaf.group), []).append(row)
-        return {key: tuple(rows) for key, rows in found.items()}
+                found.setdefault((leaf.source, leaf.group), {}).setdefault(leaf.layout, set()).add(row)
+        return found

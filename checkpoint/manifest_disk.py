@@ -24,11 +24,14 @@ from torchrelay.checkpoint import canonical, values, version
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.fields import Fields
 from torchrelay.checkpoint.layouts import Cut, Layout, PerNode, Replicated, Split
+from torchrelay.checkpoint.live import Entry
 from torchrelay.checkpoint.manifest import BlobRow, LeafRow, Manifest, ShardRow, World
 from torchrelay.checkpoint.manifest_check import check
+from torchrelay.checkpoint.paths import manifest_path, shard_path
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.runs import pack_names, pack_numbers, unpack_names, unpack_numbers
-from torchrelay.errors import FormatError
+from torchrelay.checkpoint.storage import Storage
+from torchrelay.errors import DamagedError, FormatError
 
 Json = Any
 T = TypeVar("T")
@@ -96,6 +99,32 @@ def decode(data: bytes, *, what: str = "manifest.json") -> Manifest:
     )
     check(manifest, what)
     return manifest
+
+
+def read(storage: Storage, entry: Entry) -> Manifest:
+    """Read the manifest that a log entry names; raises DamagedError unless it is that very file."""
+    path = manifest_path(entry.try_name)
+    size = storage.stat(path)
+    if size is None:
+        raise DamagedError(f"{path} is missing")
+    if size != entry.manifest_bytes:
+        raise DamagedError(f"{path} has {size} bytes instead of {entry.manifest_bytes}")
+    data = storage.read_range(path, 0, size)
+    if canonical.sha256(data) != entry.manifest_sha256:
+        raise DamagedError(f"{path} is not the manifest that was committed: its SHA-256 differs")
+    manifest = decode(data, what=path)
+    if (manifest.position, manifest.tries) != (entry.position, entry.tries):
+        raise DamagedError(
+            f"{path} is the manifest of {manifest.position}, tries {', '.join(manifest.tries)}"
+        )
+    return manifest
+
+
+def files_of(storage: Storage, manifest: Manifest, node: str) -> list[str]:
+    """The files of the epoch's own try that a node wrote; empty for a node that it does not have."""
+    number = manifest.world.number.get(node)
+    rows = [shard for shard in manifest.shards if shard.node == number and shard.source == 0]
+    return [f"{storage.url}/{shard_path(manifest, shard)}" for shard in rows]
 
 
 class _Numbers:

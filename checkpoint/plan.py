@@ -22,7 +22,6 @@ from torchrelay.checkpoint import canonical
 from torchrelay.checkpoint.assignments import NodeClass, Plan, PlannedLeaf, elements, identity, sorted_leaves
 from torchrelay.checkpoint.cuts import CUT_BYTES, cuts_between
 from torchrelay.checkpoint.layouts import Layout, PerNode, Replicated, Split
-from torchrelay.checkpoint.manifest import VALUE_LIMIT_BYTES
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.leaf import LeafSpec
@@ -98,7 +97,7 @@ def plan_hash(question: Question) -> str:
         "version": PLAN_VERSION,
         "cut": question.cut,
         "classes": [
-            [list(one.nodes), [_stated(leaf) for leaf in sorted_leaves(one.leaves)]]
+            [list(one.nodes), [_stated(leaf, question) for leaf in sorted_leaves(one.leaves)]]
             for one in question.classes
         ],
         "scopes": dict(question.scopes),
@@ -108,8 +107,8 @@ def plan_hash(question: Question) -> str:
     return hashlib.sha256(canonical.dumps(stated)).hexdigest()
 
 
-def _stated(leaf: LeafSpec) -> list[object]:
-    return [*identity(leaf), leaf.kind == "value" and leaf.nbytes <= VALUE_LIMIT_BYTES]
+def _stated(leaf: LeafSpec, question: Question) -> list[object]:
+    return [*identity(leaf), PlannedLeaf(leaf, question.scope_of(leaf), 0).inline]
 
 
 def _make(question: Question, key: str) -> Plan:
