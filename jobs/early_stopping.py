@@ -76,9 +76,10 @@ def early_stopping(
 ) -> EarlyStopping:
     """Stop after `patience` epochs in a row in which `metric` did not get better.
 
-    Better is below (mode "min") or above ("max") the best so far by more than `min_delta`. `metric` is a name given to `ctx.log`. NaN and infinite values are no improvement and never the
-    best; 0.0 is a value like any other. An epoch that logs nothing under the name counts with the
-    last value. Raises UsageError for arguments that cannot be.
+    Better is below (mode "min") or above ("max") the best so far by more than `min_delta`. `metric` is
+    a name given to `ctx.log`. NaN and infinite values are no improvement and never the best; 0.0 is a
+    value like any other. An epoch that logs nothing under the name counts with the last value.
+    Raises UsageError for arguments that cannot be.
     """
     if not isinstance(metric, str) or not metric:
         raise UsageError(f"early_stopping needs the name of a metric, not {metric!r}")
