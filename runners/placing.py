@@ -25,6 +25,17 @@ def names_by_rank(declared: Sequence[str], world_size: int) -> tuple[str, ...]:
     )
 
 
+def numbered_first(names: Sequence[str]) -> tuple[str, ...]:
+    """Order the nodes that one process emulates: each `trainer_<n>` at rank n where there is such a rank.
+
+    The others fill the ranks that are left in their own order; nothing is refused, because a process
+    may emulate `trainer_3` alone.
+    """
+    numbered = {rank: name for name in names if (rank := _rank_of(name)) is not None and rank < len(names)}
+    others = iter([name for name in names if name not in numbered.values()])
+    return tuple(numbered[rank] if rank in numbered else next(others) for rank in range(len(names)))
+
+
 def _rank_of(name: str) -> int | None:
     found = _TRAINER.fullmatch(name)
     return int(found.group(1)) if found else None

@@ -37,7 +37,7 @@ class Summary:
     weight: float
 
     def joined(self, later: Summary) -> Summary:
-        """This node's values followed by those of the next one in rank order."""
+        """Return this node's values followed by those of the next one in rank order."""
         value = _combined(self.reduce, self.value, later.value, later.weight != 0)
         return Summary(self.reduce, value, self.weight + later.weight)
 
@@ -176,7 +176,8 @@ def _number(name: str, what: str, given: Any) -> Number:
         return float(given)  # numpy scalars and other things that know how
     except (TypeError, ValueError):
         raise UsageError(
-            f"metric {name!r}: the {what} is a {type(given).__name__}; log a number or a tensor of one element"
+            f"metric {name!r}: the {what} is a {type(given).__name__}; "
+            "log a number or a tensor of one element"
         ) from None
 
 

@@ -18,7 +18,7 @@ class RunState:
     """Mutable; one per process and run.
 
     `epoch` is the number of the epoch being run (0 before the first), `seed`, `attempt` and `run_dir`
-    tell the run. `max_steps` and `max_secs` are totals over all attempts that end the running epoch
+    tell the run. `limit_steps` and `limit_secs` are totals over all attempts that end the running epoch
     at its next step; `agree_every` is the number of steps between two looks at the stop requests of
     all processes. Emulated nodes of one process count their steps each for itself.
     """
@@ -30,19 +30,20 @@ class RunState:
         attempt: int = 0,
         run_dir: str | None = None,
         agree_every: int = 1,
-        max_steps: int | None = None,
-        max_secs: float | None = None,
+        limit_steps: int | None = None,
+        limit_secs: float | None = None,
         elapsed_before_secs: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if agree_every < 1:
             raise UsageError(f"agree_every is {agree_every}; it counts steps and is at least 1")
         self.seed, self.attempt, self.run_dir = seed, attempt, run_dir
-        self.agree_every, self.max_steps, self.max_secs = agree_every, max_steps, max_secs
+        self.agree_every, self.limit_steps, self.limit_secs = agree_every, limit_steps, limit_secs
         self.epoch = 0
         self.metrics: dict[str, float] = {}
         self.ended_early: str | None = None
         self.stop_reason: str | None = None
+        self.exit_code: int | None = None
         self._clock = clock
         self._started = clock() - elapsed_before_secs
         self._first_step = 0
@@ -109,19 +110,19 @@ class RunState:
         """What this process brings to the next agreement: NOT_ASKED, TIME_IS_UP or ASKED."""
         if self.stop_reason is not None:
             return ASKED
-        late = self.max_secs is not None and self.elapsed_secs >= self.max_secs
+        late = self.limit_secs is not None and self.elapsed_secs >= self.limit_secs
         return TIME_IS_UP if late else NOT_ASKED
 
     def end_epoch_at(self, node: str, agreed: int) -> None:
         """All processes agreed that the running epoch ends at the step that `node` is at."""
-        time_is_up = f"the time limit of {self.max_secs} s is reached"
+        time_is_up = f"the time limit of {self.limit_secs} s is reached"
         asked = self.stop_reason or "another process asked to stop"
         self._end_early(node, asked if agreed == ASKED else time_is_up)
 
     def must_end(self, node: str) -> bool:
         """Whether `node` takes no further step in this epoch; alike on all nodes, no communication."""
-        if self.max_steps is not None and self.total_steps_of(node) >= self.max_steps:
-            self._end_early(node, f"the limit of {self.max_steps} steps is reached")
+        if self.limit_steps is not None and self.total_steps_of(node) >= self.limit_steps:
+            self._end_early(node, f"the limit of {self.limit_steps} steps is reached")
         return self._last_step is not None and self.step_of(node) >= self._last_step
 
     def _end_early(self, node: str, reason: str) -> None:

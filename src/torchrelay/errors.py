@@ -101,7 +101,12 @@ class DeadlineError(PeerError, TimeoutError):
 
 
 class TaskFailedError(RelayError):
-    """A step of the user raised; `__cause__` is the user's exception where it is ours."""
+    """A step of the user raised; `__cause__` is the user's exception where it is ours.
+
+    `details` is the user's part of the traceback as text; empty where another process failed.
+    """
+
+    details = ""
 
 
 class PreemptedError(RelayError):

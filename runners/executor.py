@@ -1,0 +1,143 @@
+"""Runs the tasks of one node of a group.
+
+    local_init hooks
+    tasks in the order of their declaration, concurrent ones in threads   | report steps, and once after
+    local_exit hooks
+
+The first failure wins: the node's other steps end, every thread is joined, no exit hook runs, and the
+failure is raised. Random streams are left to the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from torchrelay.errors import UsageError
+from torchrelay.jobs.group import NodeHook, Reporter, TaskGroup
+from torchrelay.jobs.output import TaskOutput
+from torchrelay.jobs.placement import selected
+from torchrelay.jobs.task import Task
+from torchrelay.jobs.workspace import Origin, Workspace, WorkspaceType
+from torchrelay.runners.context import Context
+from torchrelay.runners.instances import run_step, run_steps, run_task
+from torchrelay.runners.reporters import reporting
+from torchrelay.runners.siblings import Siblings
+
+Outputs = dict[TaskOutput, Any]
+"""The values of the outputs of the tasks that ran on one node, as of the end of the run."""
+
+
+def run_node(
+    group: TaskGroup, tasks: Sequence[Task], ctx: Context, groups: Mapping[Task, Any] | None = None
+) -> Outputs:
+    """Run the group's `tasks` on one node; `ctx` has its GLOBAL workspace.
+
+    `groups` has the process groups of the ranks that run each task.
+
+    Raises what the first failing step became (a TaskFailedError, or the error of torchrelay that it
+    raised), and UsageError when the workspace lacks a declared output at the end.
+    """
+    if not tasks:
+        return {}
+    siblings = Siblings()
+    private = group.workspace_type is WorkspaceType.PRIVATE
+    workspace = ctx.workspace.child() if private else ctx.workspace
+    run = _NodeRun(group, tasks, replace(ctx, workspace=workspace, siblings=siblings), siblings, groups or {})
+    siblings.guarded(run.run)
+    siblings.settle()
+    return run.outputs()
+
+
+def chosen(tasks: Iterable[Task], ctx: Context, *, after_failure: bool = False) -> list[Task]:
+    """The tasks that run now at this place: by `on=`, by `every=` (in epochs), by `on_failure=`."""
+    return [
+        task
+        for task in tasks
+        if selected(task.on, ctx.place)
+        and (ctx.epoch == 0 or ctx.epoch % task.every == 0)
+        and (task.on_failure or not after_failure)
+    ]
+
+
+@dataclass
+class _NodeRun:
+    """One run of one node."""
+
+    group: TaskGroup
+    tasks: Sequence[Task]
+    ctx: Context
+    siblings: Siblings
+    groups: Mapping[Task, Any]
+    results: dict[Task, Any] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Hooks around tasks; raises the first failure of this thread, others are with the siblings."""
+        with self._creating(self.tasks):
+            self._hooks(self.group.local_inits)
+            with reporting(self._reporters(), self.siblings, self._report):
+                self.siblings.guarded(self._run_tasks)
+                self.siblings.join()
+            self._hooks(self.group.local_exits)
+
+    def outputs(self) -> Outputs:
+        """The results of the tasks and their named outputs, read now."""
+        found: Outputs = {}
+        for task in self.tasks:
+            found[task.result] = self.results.get(task)
+            for output in task.outputs:
+                found[output] = _read(output, str(output.name), self.ctx.workspace)
+        return found
+
+    def _run_tasks(self) -> None:
+        for task in self.tasks:
+            self.siblings.check()
+            if task.concurrent:
+                self.siblings.start(task.full_name, partial(self._run_concurrent, task))
+            else:
+                with self._creating([task]):
+                    ctx = replace(self.ctx, group=self.groups.get(task))
+                    self.results[task] = run_task(task, ctx, self.siblings)
+
+    def _run_concurrent(self, task: Task) -> None:
+        self.ctx.enter_thread()
+        self.results[task] = run_task(task, replace(self.ctx, concurrent=True, group=None), self.siblings)
+
+    def _hooks(self, hooks: Iterable[NodeHook]) -> None:
+        steps = [hook.step for hook in hooks if hook.node in (None, self.ctx.node)]
+        run_steps(steps, self.ctx, self.siblings)
+
+    def _reporters(self) -> Iterator[Reporter]:
+        return (reporter for reporter in self.group.reporters if reporter.node in (None, self.ctx.node))
+
+    def _report(self, step: Any) -> None:
+        self.ctx.enter_thread()
+        run_step(step, replace(self.ctx, concurrent=True, group=None))
+
+    def _creating(self, tasks: Sequence[Task]) -> AbstractContextManager[None]:
+        """Mark the names that these tasks create before the first epoch as state of the job.
+
+        The mark belongs to the workspace, not to a thread: among concurrent tasks it is one for all.
+        """
+        outer = len(tasks) == len(self.tasks)
+        shared = any(task.concurrent for task in self.tasks)
+        if self.ctx.epoch or self.ctx.workspace.parent is not None or (shared and not outer):
+            return nullcontext()
+        return self.ctx.workspace.creating(origin_of(tasks))
+
+
+def origin_of(tasks: Iterable[Task]) -> Origin:
+    """What names that `tasks` create at the start belong to: their node alone, or all nodes alike."""
+    placed = all(task.node is not None or task.on != "all" for task in tasks)
+    return Origin.INIT_PLACED if placed else Origin.INIT_ALL
+
+
+def _read(output: TaskOutput, name: str, workspace: Workspace) -> Any:
+    if name not in workspace:
+        raise UsageError(
+            f"{output} does not exist on {workspace.node} at the end of the run: no step made it"
+        )
+    return workspace[name]

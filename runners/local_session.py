@@ -1,0 +1,161 @@
+"""`LocalSession`: one process that plays all nodes of a job, one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torchrelay.errors import UsageError
+from torchrelay.jobs.group import TaskGroup
+from torchrelay.jobs.names import check_node_name
+from torchrelay.jobs.peers import Solo
+from torchrelay.jobs.places import NodePlace
+from torchrelay.jobs.random_streams import RandomStreams
+from torchrelay.runners.placing import numbered_first
+from torchrelay.runners.session_base import SessionBase
+
+if TYPE_CHECKING:
+    import torch
+
+_DEFAULT = ("trainer_0",)
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """The agreement of a single process with itself."""
+
+    flags: tuple[int, ...]
+
+    def wait(self) -> tuple[int, ...]:
+        return self.flags
+
+
+class LocalSession(SessionBase):
+    """Runs groups in this process, without process groups.
+
+    `nodes` are the names of the emulated nodes in the order of their ranks. Without them, they are the
+    declared nodes of the job or group that runs (`trainer_0` where none is declared). Every node has a
+    workspace of its own that lives as long as the session. Of several nodes each also has its own
+    random streams, which start as copies of the process's and are swapped in while the node runs; a
+    single node uses those of the process.
+    Raises UsageError for bad, repeated or no names.
+    """
+
+    def __init__(self, nodes: Sequence[str] | None = None) -> None:
+        super().__init__()
+        self.peers = Solo()
+        self._fixed = nodes is not None
+        self._declared = False
+        self._places = _places(_checked(nodes) if nodes is not None else _DEFAULT)
+        self._streams: dict[str, RandomStreams] = {}
+        self._swapped_in: str | None = None
+
+    def __repr__(self) -> str:
+        return f"LocalSession({', '.join(place.name for place in self._places)})"
+
+    @property
+    def nodes(self) -> tuple[NodePlace, ...]:
+        """All nodes; all of them are hosted here."""
+        return self._places
+
+    @property
+    def local_nodes(self) -> tuple[NodePlace, ...]:
+        """All nodes; all of them are hosted here."""
+        return self._places
+
+    @property
+    def device(self) -> torch.device:
+        """The current GPU where there is one, else the CPU."""
+        import torch
+
+        if torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    def place(self, node_names: Sequence[str]) -> None:
+        """Emulate the declared nodes of a job from now on; workspaces of earlier nodes are kept.
+
+        Raises UsageError for a node that is not among those given to the session.
+        """
+        self._check_open()
+        if self._fixed:
+            self._check_known(node_names)
+        elif node_names:
+            self._places, self._declared = _places(numbered_first(_checked(node_names))), True
+
+    def prepare(self, group: TaskGroup) -> None:
+        """Emulate the nodes of a group that no job has declared."""
+        unknown = [name for name in group.used_nodes() if name not in self._names]
+        if unknown and not self._fixed:
+            self.place([*(self._names if self._declared else ()), *unknown])
+
+    def agree_flags(self, flags: tuple[int, ...]) -> _Agreed:
+        """Nobody else is to be asked."""
+        return _Agreed(flags)
+
+    # Random streams
+
+    def streams(self, node: str) -> RandomStreams:
+        """The random streams of a node as they are now."""
+        self._local(node)
+        if self._uses_process_streams(node):
+            return RandomStreams.capture()
+        return self._streams.setdefault(node, RandomStreams.capture())
+
+    def set_streams(self, node: str, streams: RandomStreams) -> None:
+        """Make a node continue from these random streams."""
+        self._local(node)
+        if self._uses_process_streams(node):
+            streams.restore()
+        else:
+            self._streams[node] = streams
+
+    @contextmanager
+    def on_node(self, node: str) -> Iterator[None]:
+        """Run the block with the random streams of `node`; those of before come back after it."""
+        self._local(node)
+        if self._uses_process_streams(node):
+            yield
+            return
+        before, outer = RandomStreams.capture(), self._swapped_in
+        self._streams.setdefault(node, before).restore()
+        self._swapped_in = node
+        try:
+            yield
+        finally:
+            self._streams[node] = RandomStreams.capture()
+            self._swapped_in = outer
+            before.restore()
+
+    def _uses_process_streams(self, node: str) -> bool:
+        return len(self._places) == 1 or self._swapped_in == node
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(place.name for place in self._places)
+
+    def _check_known(self, node_names: Sequence[str]) -> None:
+        unknown = [name for name in node_names if name not in self._names]
+        if unknown:
+            raise UsageError(
+                f"the job declares node {unknown[0]!r}, but this session was made for "
+                f"{', '.join(self._names)}: name it in LocalSession(nodes=[...]), or leave nodes out"
+            )
+
+
+def _places(names: Sequence[str]) -> tuple[NodePlace, ...]:
+    return tuple(
+        NodePlace(name, rank, len(names), local_rank=rank, process=0) for rank, name in enumerate(names)
+    )
+
+
+def _checked(names: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(names, str) or not names:
+        raise UsageError(f"nodes={names!r}: give a list of one or more node names")
+    found = tuple(check_node_name(name) for name in names)
+    twice = [name for name in found if found.count(name) > 1]
+    if twice:
+        raise UsageError(f"node {twice[0]!r} is named twice: every node needs its own name")
+    return found

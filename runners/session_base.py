@@ -1,0 +1,294 @@
+"""What every session does: place nodes, hold their workspaces, run groups on the hosted ones.
+
+run(group)   1. every process runs the group's tasks on the nodes that it hosts
+             2. all meet and tell how it went: a failure of one is everybody's
+             3. outputs of tasks are bound to what they are now, alike in all processes
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from torchrelay.errors import NotAllowedNowError, UsageError
+from torchrelay.jobs.context import Managed
+from torchrelay.jobs.group import SessionGroup, TaskGroup
+from torchrelay.jobs.output import TaskOutput
+from torchrelay.jobs.peers import Peers, together
+from torchrelay.jobs.placement import selected
+from torchrelay.jobs.places import NodePlace
+from torchrelay.jobs.random_streams import RandomStreams
+from torchrelay.jobs.seeding import current_seed
+from torchrelay.jobs.task import Task
+from torchrelay.jobs.workspace import Workspace, WorkspaceType
+from torchrelay.runners.context import Context
+from torchrelay.runners.executor import chosen, run_node
+from torchrelay.runners.outputs import ByNode, bind, heard, told
+from torchrelay.runners.run_state import RunState
+from torchrelay.runners.steps import FlagsHandle
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger("torchrelay")
+FAILURE_SECS = 30.0
+"""How long tasks that run after a failure may take."""
+
+
+class SessionBase(Managed):
+    """Executes task groups; `with session:` makes it the current one and closes it at the end.
+
+    A subclass says which nodes there are and which of them this process hosts, on which device they
+    compute, and how the processes agree (`peers`, `agree_flags`, `group_of_ranks`).
+    `run_state` is where the run is, as tasks see it in `ctx`.
+    """
+
+    peers: Peers
+
+    def __init__(self) -> None:
+        self.run_state = RunState(seed=current_seed())
+        self.closed = False
+        self._training = False
+        self._workspaces: dict[str, Workspace] = {}
+
+    # What a subclass says
+
+    @property
+    @abstractmethod
+    def nodes(self) -> tuple[NodePlace, ...]:
+        """All nodes of the job in the order of their ranks."""
+
+    @property
+    @abstractmethod
+    def local_nodes(self) -> tuple[NodePlace, ...]:
+        """The nodes that this process hosts."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where the hosted nodes compute."""
+
+    @abstractmethod
+    def place(self, node_names: Sequence[str]) -> None:
+        """Give the declared nodes of a job their places; raises UsageError where they cannot have them."""
+
+    @abstractmethod
+    def agree_flags(self, flags: tuple[int, ...]) -> FlagsHandle:
+        """Post small numbers and return at once; the maximum over all processes comes by `wait`."""
+
+    def group_of_ranks(self, ranks: Sequence[int]) -> Any:
+        """The process group of some ranks, None for nobody to talk to; all call this in the same order."""
+        return None
+
+    def task_failed(self, what: str, error: BaseException) -> None:
+        """Called before the processes meet, so that none waits for one whose task has failed."""
+
+    def prepare(self, group: TaskGroup) -> None:
+        """Called before a group runs for anything that must precede it."""
+
+    def after_setup(self) -> None:
+        """Called when all blobs of the hosted nodes exist and nothing was loaded or trained yet."""
+
+    # Nodes
+
+    def workspace(self, node: str | None = None) -> Workspace:
+        """The GLOBAL workspace of a hosted node (by default the only or first one).
+
+        Raises UsageError for a node that this process does not host.
+        """
+        self._check_open()
+        name = self._local(node).name
+        return self._workspaces.setdefault(name, Workspace(name))
+
+    def context(self, node: str | None = None) -> Context:
+        """A `ctx` of a hosted node outside of any task, with its GLOBAL workspace."""
+        place = self._local(node)
+        return Context(self.workspace(place.name), place, self, self.group_of_ranks(range(len(self.nodes))))
+
+    def blob(self, name: str) -> Any:
+        """The value of a blob on a hosted node: `total`, or `trainer_1:total` to say which.
+
+        Raises UsageError for a node or name that is not here, or when several hosted nodes have the name.
+        """
+        node, _, blob = name.rpartition(":")  # a blob's name has no colon, a node's may have
+        if node:
+            return self.workspace(node)[blob]
+        holders = [place.name for place in self.local_nodes if blob in self.workspace(place.name)]
+        if len(holders) > 1:
+            raise UsageError(
+                f"{blob!r} exists on {', '.join(holders)}: say which, e.g. '{holders[0]}:{blob}'"
+            )
+        return self.workspace(holders[0] if holders else None)[blob]
+
+    def _local(self, node: str | None) -> NodePlace:
+        if node is None:
+            return self.local_nodes[0]
+        for place in self.local_nodes:
+            if place.name == node:
+                return place
+        hosted = ", ".join(place.name for place in self.local_nodes)
+        raise UsageError(f"node {node!r} is not in this process, which hosts {hosted}")
+
+    # Random streams
+
+    def streams(self, node: str) -> RandomStreams:
+        """The random streams of a hosted node as they are now."""
+        self._local(node)
+        return RandomStreams.capture()
+
+    def set_streams(self, node: str, streams: RandomStreams) -> None:
+        """Make a hosted node continue from these random streams."""
+        self._local(node)
+        streams.restore()
+
+    @contextmanager
+    def on_node(self, node: str) -> Iterator[None]:
+        """Run the block as if on `node`: with its random streams."""
+        self._local(node)
+        yield
+
+    # Running
+
+    def run(self, work: Any) -> Any:
+        """Run a TaskGroup, Task, SessionGroup or callable on the nodes it names; blocks until done.
+
+        A Task, or a callable as the step of one, runs by itself in the GLOBAL workspaces; its result's
+        handle (`.fetch()`) is returned. A SessionGroup returns what its action returns, a TaskGroup
+        nothing. Raises TaskFailedError when a step failed, anywhere; NotAllowedNowError once closed.
+        """
+        self._check_open()
+        if isinstance(work, SessionGroup):
+            return work.action(self)
+        if isinstance(work, TaskGroup):
+            self._run_group(work)
+            return None
+        task = _as_task(work)
+        self._run_group(_alone(task))
+        return task.result
+
+    def _run_group(self, group: TaskGroup) -> None:
+        group.freeze()
+        self.prepare(group)
+        tasks = group.tasks()
+        by_node = group.tasks_by_node([place.name for place in self.nodes])
+        groups = self._process_groups(tasks)
+        own: ByNode = {}
+
+        def work() -> Any:
+            for place in self.local_nodes:
+                own[place.name] = self._run_node(group, by_node[place.name], place.name, groups)
+            return told(tasks, own) if self.peers.size > 1 else None
+
+        all_told = together(self.peers, f"group {group.name}", self._announced(group.name, work))
+        bind(tasks, {**heard(tasks, all_told), **own} if self.peers.size > 1 else own)
+
+    def _run_node(
+        self, group: TaskGroup, tasks: Sequence[Task], node: str, groups: Mapping[Task, Any]
+    ) -> dict[TaskOutput, Any]:
+        with self.on_node(node):
+            ctx = self.context(node)
+            return run_node(group, chosen(tasks, ctx), ctx, groups)
+
+    def _announced(self, name: str, work: Callable[[], Any]) -> Callable[[], Any]:
+        """The work, with a failure told to `task_failed` before the others are met."""
+
+        def announced() -> Any:
+            try:
+                return work()
+            except BaseException as error:
+                self.task_failed(f"group {name}", error)
+                raise
+
+        return announced
+
+    def _process_groups(self, tasks: Sequence[Task]) -> dict[Task, Any]:
+        """The process group of each task that may communicate and runs anywhere."""
+        ranks = {task: self._ranks_of(task) for task in tasks if not task.concurrent}
+        return {task: self.group_of_ranks(some) for task, some in ranks.items() if some}
+
+    def _ranks_of(self, task: Task) -> list[int]:
+        """The ranks that run a task: those of its node or, without one, those that `on=` selects."""
+        return [
+            place.rank for place in self.nodes if task.node in (None, place.name) and selected(task.on, place)
+        ]
+
+    def run_on_failure(self, group: TaskGroup, exit_code: int) -> None:
+        """Run the tasks of `group` that want to run after a failure, 30 s at most, without the others.
+
+        What they raise is logged: the failure before them is what counts.
+        """
+        self.run_state.exit_code = exit_code
+        thread = threading.Thread(target=self._run_after_failure, args=(group,), daemon=True)
+        thread.start()
+        thread.join(FAILURE_SECS)
+        if thread.is_alive():
+            logger.warning("tasks of %s after the failure did not end in %g s", group.name, FAILURE_SECS)
+
+    def _run_after_failure(self, group: TaskGroup) -> None:
+        by_node = group.tasks_by_node([place.name for place in self.nodes])
+        for place in self.local_nodes:
+            try:
+                with self.on_node(place.name):
+                    ctx = Context(self.workspace(place.name), place, self, concurrent=True)
+                    run_node(group, chosen(by_node[place.name], ctx, after_failure=True), ctx)
+            except Exception as error:
+                logger.warning("a task after the failure failed too: %s", error)
+
+    # The run
+
+    def begin(self, state: RunState) -> None:
+        """Start a run: `ctx` now tells of `state`. Raises NotAllowedNowError while another run is on."""
+        self._check_open()
+        if self._training:
+            raise NotAllowedNowError("this session is training already: one train call at a time")
+        self._training, self.run_state = True, state
+
+    def end(self) -> None:
+        """End the run; the session may be used again, `ctx` still tells where the run was."""
+        self._training = False
+
+    def reduce_metrics(self) -> dict[str, float]:
+        """Reduce what all nodes logged since the last time; all processes call this together."""
+        return self.run_state.reduce_metrics(self.peers, [place.name for place in self.local_nodes])
+
+    # The end
+
+    def close(self) -> None:
+        """Let go of all workspaces; later calls do nothing, anything else raises NotAllowedNowError."""
+        self.closed = True
+        self._workspaces.clear()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            super().__exit__(kind, error, trace)
+        finally:
+            self.close()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise NotAllowedNowError(f"this {type(self).__name__} is closed: make a new one")
+
+
+def _as_task(work: Any) -> Task:
+    if isinstance(work, Task):
+        return work
+    if not callable(work):
+        raise UsageError(
+            f"a session cannot run {work!r}: give a TaskGroup, a Task, "
+            "or a function that takes nothing, ws or ctx"
+        )
+    return Task(work, group=TaskGroup(WorkspaceType.GLOBAL))
+
+
+def _alone(task: Task) -> TaskGroup:
+    """A group of its own for a task, which may run again later in another such group."""
+    group = TaskGroup(task.workspace_type or WorkspaceType.GLOBAL, name=task.full_name)
+    group.add(task)
+    return group

@@ -1,0 +1,125 @@
+"""`ctx.steps(loader)`: an epoch's steps, begun and ended together by all processes.
+
+Who knows what before a step begins:
+
+- limits on steps are the same everywhere and need no words;
+- how long a loader is, is the same everywhere for an EpochLoader (its steps are exactly equal); of any
+  other loader each process looks one batch ahead and tells the others whether it has one;
+- stop requests and time limits are known to one process first and are told.
+
+What is told travels as one maximum over all processes, posted before a step and awaited after it, so
+that it overlaps with the step's own work: a stop that was asked for during one step ends the next one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torchrelay.runners.run_state import NOT_ASKED, RunState
+from torchrelay.runners.siblings import Siblings
+
+logger = logging.getLogger("torchrelay")
+_END = object()
+
+
+class FlagsHandle(Protocol):
+    """An agreement on its way."""
+
+    def wait(self) -> tuple[int, ...]:
+        """Block until all processes have posted; the maximum of every flag."""
+
+
+class Agreeing(Protocol):
+    """What a session offers for agreements inside an epoch."""
+
+    def agree_flags(self, flags: tuple[int, ...]) -> FlagsHandle:
+        """Post this process' flags and return at once. All processes post in the same order."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """One loop over the batches of a loader, on one node.
+
+    `counted` loops count steps, obey limits and stop requests; others run through. `agreeing` is None
+    where no other process takes part: one process, or a task in a thread of its own. The loop ends by
+    CancelledError when one of the `siblings` failed.
+    """
+
+    state: RunState
+    node: str
+    loader: Iterable[Any]
+    counted: bool
+    agreeing: Agreeing | None
+    siblings: Siblings
+
+    def __iter__(self) -> Iterator[Any]:
+        """Batches until all processes end."""
+        if self.counted and self.state.must_end(self.node):
+            return iter(())
+        if self.agreeing is None:
+            return self._alone()
+        return self._even(self.agreeing) if is_even(self.loader) else self._uneven(self.agreeing)
+
+    def _alone(self) -> Iterator[Any]:
+        for batch in self.loader:
+            yield self._begin(batch)
+            if self._ended(self.state.urgency()):
+                return
+
+    def _even(self, agreeing: Agreeing) -> Iterator[Any]:
+        """As many batches everywhere: only stop requests are told, every `agree_every` steps."""
+        for index, batch in enumerate(self.loader):
+            asking = self.counted and index % self.state.agree_every == 0
+            handle = agreeing.agree_flags((self.state.urgency(),)) if asking else None
+            yield self._begin(batch)
+            if self._ended(handle.wait()[0] if handle else NOT_ASKED):
+                return
+
+    def _uneven(self, agreeing: Agreeing) -> Iterator[Any]:
+        """Each process looks one batch ahead; the first that runs dry ends the loop for all."""
+        batches = iter(self.loader)
+        ahead = next(batches, _END)
+        handle = agreeing.agree_flags((int(ahead is _END), NOT_ASKED))
+        while True:
+            exhausted, urgency = handle.wait()
+            if exhausted:
+                self._tell_surplus(dropped=ahead is not _END)
+                return
+            if self._ended(urgency):
+                return
+            batch, ahead = ahead, next(batches, _END)
+            urgency = self.state.urgency() if self.counted else NOT_ASKED
+            handle = agreeing.agree_flags((int(ahead is _END), urgency))
+            yield self._begin(batch)
+
+    def _begin(self, batch: Any) -> Any:
+        self.siblings.check()
+        if self.counted:
+            self.state.count_step(self.node)
+        return batch
+
+    def _ended(self, urgency: int) -> bool:
+        """Whether this loop ends before its loader does."""
+        if not self.counted:
+            return False
+        if urgency != NOT_ASKED:
+            self.state.end_epoch_at(self.node, urgency)
+        return self.state.must_end(self.node)
+
+    def _tell_surplus(self, *, dropped: bool) -> None:
+        if dropped and self.state.first_time(f"surplus of {self.node}"):
+            logger.warning(
+                "%s: other processes ran out of batches first; the surplus here is dropped in every epoch. "
+                "EpochLoader gives all processes equally many steps and drops nothing.",
+                self.node,
+            )
+
+
+def is_even(loader: Any) -> bool:
+    """Whether a loader promises the same number of steps in every process."""
+    from torchrelay.jobs.epoch_loader import EpochLoader
+
+    return isinstance(loader, EpochLoader)
