@@ -26,8 +26,8 @@ def data_parallel(module: nn.Module, **options: Any) -> nn.Module:
     """Wrap `module` in DDP with the bucket order fixed from the first step; alone, return it as it is.
 
     `options` go to DistributedDataParallel; `find_unused_parameters=False` and `static_graph=True` would
-    regroup and are a UsageError. The price is one walk over the graph per step. What is registered as a
-    blob is `module`, not the wrapper.
+    regroup and are a UsageError. The price is one walk over the graph per step, and a warning of torch in
+    the first one that says so. Register `module` as a blob, not the wrapper.
     """
     _check(options)
     if not (distributed.is_available() and distributed.is_initialized()):
