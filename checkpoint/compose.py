@@ -62,7 +62,7 @@ def compose(  # noqa: PLR0917 - one argument for each part of a manifest
         blobs=_blobs(plan, blobs or ()),
         leaves=tuple(_leaf(planned) for planned in plan.rows),
         layouts=plan.layouts,
-        shards=tuple(shards),
+        shards=tuple(sorted(shards, key=lambda shard: shard.order)),
         plan_hash=plan.hash,
         values={
             row: values[planned.leaf.name]

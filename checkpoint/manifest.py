@@ -99,6 +99,11 @@ class ShardRow:
         """(try, node, group): whose file this is a part of."""
         return (self.source, self.node, self.group)
 
+    @property
+    def order(self) -> tuple[int, str, int, int]:
+        """The order of a manifest's shards: that in which their columns pack best."""
+        return (self.source, self.group, self.part, self.node)
+
 
 @dataclass(frozen=True)
 class Manifest:

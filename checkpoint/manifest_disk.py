@@ -334,7 +334,7 @@ def _shape(shape: Json, fields: Fields) -> tuple[int, ...]:
 
 
 def _shards_json(shards: Sequence[ShardRow], words: _Numbers) -> Json:
-    ordered = sorted(shards, key=lambda shard: (shard.source, shard.group, shard.part, shard.node))
+    ordered = sorted(shards, key=lambda shard: shard.order)
     digests = b"".join(bytes.fromhex(shard.header_sha256) for shard in ordered)
     return {
         "node": pack_numbers([shard.node for shard in ordered]),

@@ -60,7 +60,7 @@ class _Merging:
             blobs=tuple(sorted([*self.new.blobs, *blobs], key=lambda blob: blob.name)),
             leaves=(*self.new.leaves, *leaves),
             layouts=(*self.new.layouts, *layouts),
-            shards=tuple(dict.fromkeys([*self.new.shards, *shards])),
+            shards=tuple(sorted({*self.new.shards, *shards}, key=lambda shard: shard.order)),
             values={**self.new.values, **values},
         )
 
