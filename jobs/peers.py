@@ -56,7 +56,12 @@ def together(
     except Exception as error:
         own = error
         outcome = {"error": type(error).__name__, "message": str(error)}
-    outcomes = peers.exchange(topic, outcome, deadline_secs=deadline_secs)
+    try:
+        outcomes = peers.exchange(topic, outcome, deadline_secs=deadline_secs)
+    except PeerError:
+        if own is None:
+            raise
+        raise own from own.__cause__  # the own failure says more than that the others did not come
     if own is not None:
         raise own
     for rank, other in enumerate(outcomes):
@@ -69,9 +74,9 @@ def decide(
     peers: Peers, topic: str, choose: Callable[[], Json], *, deadline_secs: float | None = None
 ) -> Json:
     """Let rank 0 run `choose` and tell everybody the outcome, or the error that it raised."""
-    return together(
-        peers, topic, lambda: choose() if peers.rank == 0 else None, deadline_secs=deadline_secs
-    )[0]
+    return together(peers, topic, lambda: choose() if peers.rank == 0 else None, deadline_secs=deadline_secs)[
+        0
+    ]
 
 
 def error_of(name: str, message: str, rank: int) -> RelayError:
@@ -79,4 +84,6 @@ def error_of(name: str, message: str, rank: int) -> RelayError:
     found = getattr(errors, name, None)
     known = isinstance(found, type) and issubclass(found, RelayError)
     kind: type[RelayError] = found if known else PeerError  # type: ignore[assignment]
-    return kind(message if rank == 0 and known else f"rank {rank}: {'' if known else name + ': '}{message}")
+    error = kind(message if rank == 0 and known else f"rank {rank}: {'' if known else name + ': '}{message}")
+    error.of_rank = rank
+    return error

@@ -35,5 +35,7 @@ class Failure:
 
     def report(self, rank: int) -> str:
         """Return the text that `rank` prints."""
+        if "\n" not in self.traceback.strip():
+            return f"torchrelay: [rank {rank}] {self.headline()}\n"
         head = f"torchrelay: [rank {rank}] first failure: rank {self.rank} on {self.host}, in {self.task}"
         return f"{head}\n{self.traceback.rstrip()}\n"

@@ -92,6 +92,7 @@ def _follow(store: StoreClient, rank: int, size: int, token: str, deadline: Dead
             continue
         roll = Roll.decode(store.get(["roll"])[0])
         if not roll.has(rank, size, token):
+            store.put(_hello(rank), token.encode())  # again: one of an earlier attempt may have replaced it
             _pause(store)
             continue
         store.put(_ack(roll.nonce, rank), b"")

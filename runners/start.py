@@ -11,13 +11,12 @@ from torchrelay.jobs.seeding import seed as set_seed
 from torchrelay.runners.distributed_session import DistributedSession
 from torchrelay.runners.launch_env import read_launch_env
 from torchrelay.runners.local_session import LocalSession
+from torchrelay.runners.session_base import SessionBase
 
 if TYPE_CHECKING:
     import torch
 
-    from torchrelay.runners.session_base import SessionBase
-
-_current: list[SessionBase] = []
+_made: list[DistributedSession] = []
 
 
 def init(
@@ -32,27 +31,21 @@ def init(
     Raises UsageError for an environment or arguments that cannot be, DeadlineError when other
     ranks do not start.
     """
-    made = current_session()
-    if made is not None and not isinstance(made, DistributedSession):
-        raise UsageError("a local session is current: close it before torchrelay.init()")
-    session = made or DistributedSession.from_env(backend=backend, device=device)
+    current = current_session()
+    if current is not None and not isinstance(current, DistributedSession):
+        raise UsageError(f"{current!r} is current: call torchrelay.init() outside of it")
+    session = current or DistributedSession.from_env(backend=backend, device=device)
+    if session not in _made:
+        _made.append(session)
     if seed is not None:
         set_seed(seed)
-    make_current(session)
     return session
 
 
 def current_session() -> SessionBase | None:
-    """Return the session that is current and open; None when there is none."""
-    while _current and _current[-1].closed:
-        _current.pop()
-    return _current[-1] if _current else None
-
-
-def make_current(session: SessionBase) -> None:
-    """Make a session the current one until it is closed."""
-    if session not in _current:
-        _current.append(session)
+    """Return the session whose `with` block this is, else the one of `init`; None when there is none."""
+    _made[:] = [session for session in _made if not session.closed]
+    return SessionBase.current(required=False) or (_made[-1] if _made else None)
 
 
 @contextmanager

@@ -75,9 +75,9 @@ class World:
         if self.watcher is None:
             return False
         text = shown or "".join(traceback.format_exception(error))
-        code = error.exit_code if isinstance(error, RelayError) else 1
         consequence = is_consequence(error)
-        code = PeerError.exit_code if consequence else code
+        code = PeerError.exit_code if consequence else 1
+        code = error.exit_code if isinstance(error, RelayError) else code
         return self.watcher.report_failure(task, text, code, consequence=consequence) is not None
 
     def meet_at_the_end(self, secs: float) -> bool:
@@ -189,9 +189,10 @@ def is_consequence(error: BaseException) -> bool:
     step: BaseException | None = error
     while step is not None and step not in chain:
         chain.append(step)
-        step = step.__cause__ or step.__context__
+        step = step.__cause__ or (None if step.__suppress_context__ else step.__context__)
     return any(
         isinstance(one, (PeerError, torch.distributed.DistError))
+        or (isinstance(one, RelayError) and one.of_rank is not None)
         or (isinstance(one, RuntimeError) and any(sign in str(one).lower() for sign in _SIGNS))
         for one in chain
     )

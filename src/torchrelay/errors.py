@@ -27,9 +27,13 @@ from __future__ import annotations
 
 
 class RelayError(Exception):
-    """Base of all errors of torchrelay; `exit_code` is what a process should end with."""
+    """Base of all errors of torchrelay; `exit_code` is what a process should end with.
+
+    `of_rank` is the rank that had the error where another rank raises it too, else None.
+    """
 
     exit_code = 1
+    of_rank: int | None = None
 
 
 class UsageError(RelayError, ValueError):

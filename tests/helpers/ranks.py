@@ -1,0 +1,36 @@
+"""Ranks as threads over a real TCPStore of this process, for quick tests of agreement."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from torchrelay.runners.store import StoreClient
+
+
+def local_store() -> StoreClient:
+    """Serve a store on a free port of this machine."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return StoreClient(store, f"127.0.0.1:{store.port}")
+
+
+def on_ranks(size: int, work: Callable[[int], Any], timeout_secs: float = 30) -> list[Any]:
+    """Run `work(rank)` in a thread per rank; return its results, or what it raised, in rank order."""
+    results: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(rank)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_secs)
+        assert not thread.is_alive(), "a rank hangs"
+    return results

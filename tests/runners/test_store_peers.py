@@ -1,0 +1,136 @@
+"""Agreement over a real store, with threads as ranks."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from ranks import local_store, on_ranks
+
+from torchrelay.errors import DeadlineError, PeerError, StorageError, TaskFailedError
+from torchrelay.jobs.peers import decide, together
+from torchrelay.runners.store_peers import StorePeers
+
+
+@pytest.fixture(scope="module")
+def served():
+    return local_store()
+
+
+@pytest.fixture
+def peers_of(served, request):
+    """Make the peers of one rank, each with its own connection, apart from other tests."""
+
+    def make(rank, size, **options):
+        return StorePeers(served.clone(request.node.name), rank, size, **options)
+
+    return make
+
+
+def test_values_come_in_rank_order_over_many_rounds(peers_of):
+    """Every rank gets every value in rank order, round after round, and old keys are deleted."""
+
+    def work(rank):
+        peers = peers_of(rank, 3)
+        rounds = [peers.exchange("numbers", [rank, n]) for n in range(50)]
+        return rounds, peers._store.has("round/1/0"), peers._store.has("round/40/all")
+
+    expected = [[[rank, n] for rank in range(3)] for n in range(50)]
+    assert on_ranks(3, work) == [(expected, False, False)] * 3
+
+
+def test_long_values_travel_in_parts(peers_of):
+    """Values above what the store takes at once arrive whole."""
+    long = "ä" * (6 << 20)
+
+    def work(rank):
+        return peers_of(rank, 2).exchange("long", long if rank else None) == [None, long]
+
+    assert on_ranks(2, work) == [True, True]
+
+
+def test_a_failure_on_one_rank_is_raised_on_all(peers_of):
+    """The rank that failed raises its own error, the others the same class naming the rank."""
+
+    def work(rank):
+        def fail():
+            if rank == 1:
+                raise StorageError("disk full")
+
+        together(peers_of(rank, 3), "write", fail)
+
+    errors = on_ranks(3, work)
+    assert [type(error) for error in errors] == [StorageError] * 3
+    assert str(errors[1]) == "disk full"
+    assert "rank 1" in str(errors[0]) and "disk full" in str(errors[2])
+
+
+def test_rank_0_decides_for_all(peers_of):
+    """A decision is taken once and told to all."""
+    assert (
+        on_ranks(3, lambda rank: decide(peers_of(rank, 3), "choose", lambda: {"epoch": 7}))
+        == [{"epoch": 7}] * 3
+    )
+
+
+def test_different_topics_are_told_at_once(peers_of):
+    """Ranks at different places all hear which ranks are where, without waiting for a deadline."""
+    began = time.monotonic()
+    errors = on_ranks(3, lambda rank: peers_of(rank, 3).exchange("save" if rank == 2 else "stop", None))
+    assert time.monotonic() - began < 5
+    for error in errors:
+        assert isinstance(error, PeerError)
+        assert "ranks 0, 1 at 'stop'" in str(error) and "rank 2 at 'save'" in str(error)
+
+
+def test_different_topics_tell_the_failure_behind_them(peers_of):
+    """A rank that failed while the others went on is named with its error."""
+
+    def work(rank):
+        def fail():
+            raise TaskFailedError("no such sample")
+
+        peers = peers_of(rank, 2)
+        return together(peers, "end of 'epoch'", fail) if rank else peers.exchange("reduce", None)
+
+    errors = on_ranks(2, work)
+    assert isinstance(errors[1], TaskFailedError)
+    assert "rank 1 failed with TaskFailedError: no such sample" in str(errors[0])
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_late_ranks_are_named(peers_of, late):
+    """When a rank does not come, all others name it and the topic after the deadline."""
+
+    def work(rank):
+        if rank != late:
+            peers_of(rank, 3, name_of=lambda r: f"rank {r} on host{r}").exchange("save", 1, deadline_secs=0.5)
+
+    errors = [error for rank, error in enumerate(on_ranks(3, work)) if rank != late]
+    for error in errors:
+        assert isinstance(error, DeadlineError)
+        assert f"rank {late} on host{late}" in str(error) and "'save'" in str(error)
+        assert not any(f"host{rank}" in str(error) for rank in range(3) if rank != late)
+
+
+def test_a_known_failure_ends_the_wait(peers_of):
+    """Nobody waits for a rank that the watcher knows has failed."""
+    began = time.monotonic()
+    errors = on_ranks(
+        2,
+        lambda rank: (
+            peers_of(rank, 2, failure=lambda: "rank 1 on gpu7 failed").exchange("x", 1) if rank == 0 else None
+        ),
+    )
+    assert time.monotonic() - began < 5
+    assert isinstance(errors[0], PeerError) and "rank 1 on gpu7 failed" in str(errors[0])
+
+
+def test_a_lost_store_is_an_error_at_once():
+    """When the store's server is gone, a wait ends with exit code 6."""
+    served = local_store()
+    peers = StorePeers(served.clone(), 0, 2)
+    del served
+    with pytest.raises(PeerError, match="does not answer") as caught:
+        peers.exchange("x", 1)
+    assert caught.value.exit_code == 6
