@@ -1,0 +1,77 @@
+"""What sort of blob an object is: decided once, alike for saves and loads."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchrelay.errors import BlobError
+
+
+class Kind(Enum):
+    """How the leaves of a blob come about; anything without a better kind is a value."""
+
+    MODULE = "module"
+    OPTIMIZER = "optimizer"
+    TENSOR = "tensor"
+    STATEFUL = "stateful object"
+    VALUE = "value"
+
+
+RECREATABLE = (Kind.TENSOR, Kind.VALUE)
+"""What a load can make anew; everything else needs an object to load into."""
+
+
+def kind_of(value: Any) -> Kind:
+    """Say what sort of blob `value` is; whether it can be stored shows when its leaves are listed."""
+    if isinstance(value, nn.Module):
+        return Kind.MODULE
+    if isinstance(value, Optimizer):
+        return Kind.OPTIMIZER if has_stock_state(value) else Kind.STATEFUL
+    if isinstance(value, torch.Tensor):
+        return Kind.TENSOR
+    return Kind.STATEFUL if _is_stateful(value) else Kind.VALUE
+
+
+def has_stock_state(optimizer: Optimizer) -> bool:
+    """Whether `.state` and `.param_groups` are all there is to an optimizer.
+
+    False where a class or a hook has its own idea of the state dict: that one is then asked.
+    """
+    stock = type(optimizer).state_dict is Optimizer.state_dict
+    stock_load = type(optimizer).load_state_dict is Optimizer.load_state_dict
+    hooked = any(getattr(optimizer, name, None) for name in _OPTIMIZER_HOOKS)
+    return stock and stock_load and not hooked
+
+
+def check_recreatable(objects: Mapping[str, Any], registered: Collection[str]) -> None:
+    """Refuse, by BlobError, objects that `init` made and that no load could make again."""
+    lost = [
+        f"{name!r} ({type(value).__name__})"
+        for name, value in objects.items()
+        if name not in registered and kind_of(value) not in RECREATABLE
+    ]
+    if lost:
+        raise BlobError(
+            f"only init made {', '.join(lost)}, and a resumed run skips init: it would have nothing to load"
+            " into. Register it as a blob, job.blobs(name=object), or as a factory,"
+            " job.blobs(name=lambda ctx: ...), which setup calls at every start"
+        )
+
+
+_OPTIMIZER_HOOKS = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+def _is_stateful(value: Any) -> bool:
+    methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
+    return not isinstance(value, type) and all(callable(method) for method in methods)
