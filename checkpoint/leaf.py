@@ -78,8 +78,8 @@ class Leaf:
 class LeafSpec:
     """What is known of a leaf without its content.
 
-    `dtype` is torch's name (`bfloat16`, see `dtypes`), None for values; `shape` is () for values; `nbytes` the
-    logical size, also where an alias stores nothing.
+    `dtype` is torch's name (`bfloat16`, see `dtypes`), None for values; `shape` is () for values; `nbytes`
+    the logical size, also where an alias stores nothing.
     """
 
     name: str
