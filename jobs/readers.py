@@ -120,7 +120,8 @@ class ReaderWithLimit:
 
     Count, time and `data_finished` begin anew with each run: with the first read in a fresh PRIVATE
     workspace, which the instances of a task share. In GLOBAL workspaces each `batches` loop is a run;
-    a GLOBAL task with several instances says where it begins by `Task(..., task_init=reader.begin)`.
+    a GLOBAL task with several instances says where it begins by `Task(..., task_init=reader.begin)`, and
+    so do tasks that read one reader in the same run of a group.
     """
 
     def __init__(

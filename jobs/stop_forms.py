@@ -23,13 +23,15 @@ _FORMS = (
     "a stop condition (such as max_epochs(5)), a function of ctx, of ws or of nothing, a tensor with one "
     "element, an output of a task, the name of a blob, or an object with data_finished()"
 )
+SILENT = object()
+_NO_ANSWERS = (str, bytes, list, tuple, dict, set)  # true when not empty, which nobody means
 
 
 @dataclass(frozen=True)
 class AskedValue:
     """A condition that is the truth of a value, read on each node when it is asked.
 
-    `read` gets the `ctx` of a node; None from it means that this node has nothing to say.
+    `read` gets the `ctx` of a node; SILENT from it means that this node has nothing to say.
     """
 
     name: str
@@ -43,7 +45,7 @@ class AskedValue:
         value = self.read(ctx)
         if isinstance(value, StopAnswer):
             return value
-        if value is None:
+        if value is SILENT:
             return StopAnswer(False)
         return StopAnswer(True, self.reason) if _truth(value, self.name) else StopAnswer(False)
 
@@ -146,10 +148,7 @@ def _of_callable(given: Callable[..., Any]) -> AskedValue:
     name = step_name(given) or "condition"
 
     def read(ctx: Any) -> Any:
-        value = invoke(given, ctx.workspace, ctx)
-        if value is None:
-            raise UsageError(f"stop condition {name!r} returned None: return True to stop or False to go on")
-        return value
+        return invoke(given, ctx.workspace, ctx)
 
     return AskedValue(name, read, f"{name} says so")
 
@@ -159,7 +158,7 @@ class _OutputValue:
     output: TaskOutput
 
     def __call__(self, ctx: Any) -> Any:
-        return self.output.fetch_all().get(ctx.workspace.node)
+        return self.output.fetch_all().get(ctx.workspace.node, SILENT)
 
 
 @dataclass(frozen=True)
@@ -170,7 +169,7 @@ class _BlobValue:
     def __call__(self, ctx: Any) -> Any:
         workspace = ctx.workspace
         if self.node not in (None, workspace.node):
-            return None
+            return SILENT
         if self.blob in workspace:
             return workspace[self.blob]
         raise UsageError(
@@ -181,13 +180,15 @@ class _BlobValue:
 
 
 def _truth(value: Any, name: str) -> bool:
-    if isinstance(value, str):
-        raise UsageError(f"stop condition {name!r} gave the text {value!r}: give true or false")
+    if value is None:
+        raise UsageError(f"stop condition {name!r} gave None: return True to stop or False to go on")
+    if isinstance(value, _NO_ANSWERS):
+        raise UsageError(f"stop condition {name!r} gave {value!r}, which is neither true nor false")
     try:
         return bool(value)
     except (RuntimeError, TypeError, ValueError) as error:
         raise UsageError(
-            f"stop condition {name!r} gave {_kind(value)}, which is neither true nor false"
+            f"stop condition {name!r} gave a {_kind(value)} that is neither true nor false: {error}"
         ) from error
 
 

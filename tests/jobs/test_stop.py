@@ -324,7 +324,9 @@ def test_almost_right_conditions_are_refused(wrong, words):
         condition_of(wrong)
 
 
-@pytest.mark.parametrize(("value", "words"), [(None, "None"), ("yes", "text"), (torch.zeros(2), "neither")])
+@pytest.mark.parametrize(
+    ("value", "words"), [(None, "None"), ("yes", "neither"), ([None], "neither"), (torch.zeros(2), "neither")]
+)
 def test_answers_are_true_or_false(value, words):
     """A function that forgets to answer, or answers something else, does not run for ever unseen."""
     with pytest.raises(UsageError, match=words):
