@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from torchrelay.checkpoint.dtypes import check_dense, logical_dtype
 from torchrelay.checkpoint.leaf import is_sharded
@@ -19,7 +19,7 @@ def admitted(tensor: torch.Tensor, name: str) -> torch.Tensor:
     Refused are tensors that are sparse, quantised, nested, on the meta device or not yet initialised,
     subclasses other than Parameter and DTensor, and element types without a stored form.
     """
-    if isinstance(tensor, UninitializedTensorMixin):
+    if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
         raise BlobError(f"{name} is not initialised yet: run one forward pass of the lazy module in setup")
     if is_sharded(tensor):
         return tensor.detach()

@@ -46,7 +46,7 @@ def _stored_groups(draft: Draft, blob: str) -> list[list[str]]:
 def _note_absent(draft: Draft, blob: str) -> None:
     if draft.stored(blob):
         draft.unlike(f"{blob} is an optimizer here, and something else in the checkpoint")
-    else:
+    elif not any(name.startswith(group_prefix(blob, 0)) for name in draft.kept):
         draft.findings.missing.append(blob)
 
 

@@ -7,7 +7,7 @@ workspace.update(plan.finish())                   # the rest: copies, optimizers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -57,17 +57,18 @@ def restoration(
     values: Mapping[str, Json],
     *,
     strict: bool = True,
+    kept: Collection[str] = (),
 ) -> Restoration:
     """Plan to load the stored leaves `specs`, with the content `values` of values, into `objects`.
 
     Modules, optimizers and tensors are loaded in place. Stored blobs without an object are created, if
     they are tensors or values; so leave out of `specs` what is not wanted, and out of `objects` tensors
-    that may be replaced. Raises BlobError with a list of all leaves that are missing, unexpected
+    that may be replaced. Leaves named in `kept` stay as the program made them. Raises BlobError with a list of all leaves that are missing, unexpected
     (neither with `strict=False`) or of another form, and DamagedError for malformed values. No object
     has changed then, nor after success: that begins with the reads.
     """
     stored = {name: spec for name, spec in specs.items() if spec.role is not Role.RNG}
-    draft = Draft(stored, values, parameter_names(objects))
+    draft = Draft(stored, values, parameter_names(objects), kept)
     builders = {}
     for blob, value in objects.items():
         if (builder := _draft_blob(draft, blob, value)) is not None:

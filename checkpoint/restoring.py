@@ -7,7 +7,7 @@ adds its share (`module_restore`, `optimizer_restore`, `stateful_restore`).
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,11 +73,16 @@ class Draft:
     """A restoration in the making. Adding to it changes no object of the user's."""
 
     def __init__(
-        self, specs: Mapping[str, LeafSpec], values: Mapping[str, Json], names: Mapping[int, str]
+        self,
+        specs: Mapping[str, LeafSpec],
+        values: Mapping[str, Json],
+        names: Mapping[int, str],
+        kept: Collection[str] = (),
     ) -> None:
         self.specs = specs
         self.values = values
         self.names = names
+        self.kept = frozenset(kept)
         self.findings = Findings()
         self.reads: list[Read] = []
         self.steps: list[tuple[str, Callable[[], None]]] = []
@@ -99,9 +104,13 @@ class Draft:
         return self._by_blob.get(blob, [])
 
     def take(self, name: str) -> LeafSpec | None:
-        """The stored leaf of this name, now accounted for; None, noted as missing, if there is none."""
+        """The stored leaf of this name, now accounted for; None if there is none.
+
+        That is noted as missing, unless the leaf is one of those that keep their content.
+        """
         if (spec := self.specs.get(name)) is None:
-            self.findings.missing.append(name)
+            if name not in self.kept:
+                self.findings.missing.append(name)
             return None
         self._taken.add(name)
         return spec

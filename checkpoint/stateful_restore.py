@@ -68,7 +68,7 @@ def _root(draft: Draft, blob: str, value: Any, roles: tuple[Role, ...]) -> LeafS
     spec = draft.specs.get(blob)
     if spec is not None and spec.role in roles:
         return draft.take(blob)
-    if draft.stored(blob):
+    if draft.stored(blob) and blob not in draft.kept:
         given = f"a {type(value).__name__} ({kind_of(value).value})"
         draft.unlike(f"{blob} is {given} here, {_stored_kind(draft, blob)} in the checkpoint")
     else:
