@@ -45,6 +45,7 @@ class World:
         self.watcher: Watcher | None = None
         self._places = [asdict(_own_place(env, self.processes[0].host))]
         self._store: StoreClient | None = None
+        self.nonce = ""
         self._closed = False
         if env.launched:
             self._meet(start_secs)
@@ -139,6 +140,7 @@ class World:
         nonce = agree_on_nonce(
             below, self.env.rank, self.env.world_size, timeout_secs=max(1.0, deadline.left)
         )
+        self.nonce = nonce
         self._store = below.clone(nonce)
         peers = StorePeers(self._store.clone("peers"), self.env.rank, self.env.world_size)
         self._introduce(peers)

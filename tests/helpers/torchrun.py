@@ -16,12 +16,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Finished:
-    """A job that ended: its exit code, what all ranks printed, and how long it ran in seconds."""
+    """A job that ended: its exit code, what all ranks printed, how long it ran, when it ended (time.time())."""
 
     rc: int
     out: str
     err: str
     secs: float
+    ended: float
 
     def of_rank(self, rank: int, local_rank: int | None = None) -> str:
         """The lines that one rank printed, both streams (torchrun marks them by local rank)."""
@@ -91,7 +92,9 @@ class Job:
         except subprocess.TimeoutExpired:
             self.kill()
             raise AssertionError(f"the job ran longer than {timeout_secs} s:\n{self.printed()}") from None
-        return Finished(rc, self._out.read_text(), self._err.read_text(), time.monotonic() - self._began)
+        return Finished(
+            rc, self._out.read_text(), self._err.read_text(), time.monotonic() - self._began, time.time()
+        )
 
     def kill(self) -> None:
         """End the launcher and its ranks, which have sessions of their own."""
