@@ -29,7 +29,7 @@ class InWorkers:
     def __init__(self, fetch: Fetch, num_workers: int, options: Mapping[str, Any]) -> None:
         self._feed = _Feed()
         self._generator = torch.Generator()  # or DataLoader would draw from the global stream
-        self._loader = DataLoader(
+        self._loader: DataLoader[Any] = DataLoader(
             fetch,
             batch_size=None,
             sampler=self._feed,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.permutation import sample_seed
@@ -28,7 +28,7 @@ class Request:
     indices: tuple[int, ...]
 
 
-class TensorFetch:
+class TensorFetch(Dataset[Any]):
     """Rows of tensors, by one indexing for all samples; nothing random can happen."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, bare: bool) -> None:
@@ -45,7 +45,7 @@ class TensorFetch:
         return fields[0] if self._bare else fields
 
 
-class SampleFetch:
+class SampleFetch(Dataset[Any]):
     """Samples one by one from a map-style dataset, collated; streams seeded per sample if asked."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None, *, seeds: bool) -> None:
