@@ -40,7 +40,7 @@ def committed(state: State, entry: Entry) -> State:
     if not all(TRY.fullmatch(name) for name in entry.tries):
         raise UsageError(f"epoch {entry.key} names a try that is none: {', '.join(entry.tries)}")
     if entry.try_name in state.tries:
-        raise UsageError(f"epoch {entry.key}: {entry.try_name} is in the log already; every save makes its own try")
+        raise UsageError(f"epoch {entry.key}: {entry.try_name} is in the log; every save makes its own try")
     line = line_of(state, state.current)
     if line and line[-1].position >= entry.position:
         raise UsageError(

@@ -236,6 +236,11 @@ def entry_json(entry: Entry) -> dict[str, Json]:
     }
 
 
+def entry_of(value: Json, what: str) -> Entry:
+    """Read what `entry_json` made; raises DamagedError naming `what`."""
+    return _entry(Fields(value if isinstance(value, dict) else {}, what))
+
+
 def _entry(fields: Fields) -> Entry:
     branch, position = _key(fields)
     return Entry(

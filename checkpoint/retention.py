@@ -86,9 +86,20 @@ def to_retire(
     kept = policy.keep(tuple(entry for entry in line if entry.position.boundary)) | protected(view.state)
     kept |= {entry.key for entry in line if not _over(entry, view)}
     kept |= {entry.key for entry in view.abandoned() if not _passed(entry, view)}
-    needed = {name for entry in view.entries if entry.key in kept for name in entry.tries} | set(in_flight)
-    going = (entry for entry in view.entries if entry.key not in kept and entry.try_name not in needed)
-    return tuple(Retirement(entry.try_name) for entry in going)
+    needed = _needed(view, {entry.try_name for entry in view.entries if entry.key in kept} | set(in_flight))
+    return tuple(Retirement(entry.try_name) for entry in view.entries if entry.try_name not in needed)
+
+
+def _needed(view: LogView, kept: set[str]) -> set[str]:
+    """The kept tries, what their entries refer to, what those refer to, and so on."""
+    entries = {entry.try_name: entry for entry in view.entries}
+    needed, pending = set(kept), list(kept)
+    while pending:
+        entry = entries.get(pending.pop())
+        further = set(entry.needs) - needed if entry else set()
+        needed |= further
+        pending.extend(further)
+    return needed
 
 
 def _over(entry: Entry, view: LogView) -> bool:

@@ -1,0 +1,112 @@
+"""Crashes at every changing verb: the next job finds the old state or the new one."""
+
+from __future__ import annotations
+
+import pytest
+from log_helpers import CrashError, Fault, MemoryStorage, entry, take
+
+from torchrelay.checkpoint.live import Key, Retirement
+from torchrelay.checkpoint.log_reader import open_log
+from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.retention import keep_last
+from torchrelay.checkpoint.sweep import sweep
+from torchrelay.errors import StorageError
+
+
+def fill(storage, epochs):
+    """Tries with a manifest each, as an engine would have made them."""
+    for epoch in range(epochs):
+        path = f"data/{entry(epoch).try_name}/manifest.json"
+        storage.files[path] = storage.durable[path] = b"{}"
+
+
+def story(storage, states):
+    """A job's life; `states` gets what was acknowledged, and what each step was about to make."""
+    writer = None
+
+    def step(work):
+        before = open_log(storage).state.entries
+        states.append((before, None))
+        work()
+        states[-1] = (writer.view.state.entries, writer.view.state.entries)
+
+    writer = take(storage)
+    try:
+        for epoch in range(3):
+            step(lambda epoch=epoch: writer.commit(entry(epoch)))
+        step(lambda: writer.tag("best", Key(0, Position(1))))
+        step(lambda: sweep(writer, keep_last(1)))
+        step(lambda: writer.rewind(Position(1), {"epoch": 1}))
+        step(lambda: writer.commit(entry(2, branch=1)))
+        writer.release()
+    finally:
+        writer.close()
+
+
+def changing_verbs():
+    storage = MemoryStorage()
+    fill(storage, 3)
+    story(storage, [])
+    return storage.changes
+
+
+def every_state():
+    """The lists of entries that the story passes through, in order."""
+    storage, states = MemoryStorage(), []
+    fill(storage, 3)
+    story(storage, states)
+    return [(), *[after for _, after in states]]
+
+
+STATES = every_state()
+
+
+@pytest.mark.parametrize("how", ["before", "after", "lose"])
+@pytest.mark.parametrize("power_cut", [False, True])
+def test_a_crash_anywhere_leaves_the_old_state_or_the_new_one(how, power_cut):
+    """At every verb, killed or cut from power: what was acknowledged is there, the next job goes on."""
+    fired = 0
+    for at in range(changing_verbs()):
+        storage, states = MemoryStorage(fault=Fault(at, how)), []
+        fill(storage, 3)
+        try:
+            story(storage, states)
+        except (CrashError, StorageError):
+            acknowledged = states[-1][0] if states else ()
+        else:
+            acknowledged = STATES[-1]
+        fired += storage.fault.fired
+        after = storage.copy(power_cut=power_cut)
+        found = open_log(after)
+        assert found.notices == ()
+        allowed = STATES[STATES.index(acknowledged) :][:3]
+        assert found.state.entries in allowed, (at, how)
+        for one in found.entries:
+            assert f"data/{one.try_name}/manifest.json" in after.files or one.branch == 1
+        writer = take(after)
+        assert writer.view.state.entries == found.state.entries
+        swept = sweep(writer, keep_last(10))
+        assert not {one.try_name for one in swept.deleted} & {one.try_name for one in found.entries}
+        assert writer.undeleted == ()
+        writer.close()
+    assert fired == changing_verbs()
+
+
+def test_an_interrupted_deletion_is_finished_by_the_next_sweep():
+    """Files of a try that is retired but not deleted yet go at the next sweep, and the list empties."""
+    storage = MemoryStorage()
+    writer = take(storage)
+    for epoch in range(2):
+        writer.commit(entry(epoch))
+        for name in ("manifest.json", "trainer_0.0.main.safetensors"):
+            storage.files[f"data/{entry(epoch).try_name}/{name}"] = b"x"
+    writer.retire([Retirement(entry(0).try_name)])
+    storage.fault = Fault(storage.changes + 1, "before")
+    with pytest.raises(CrashError):
+        sweep(writer, keep_last(1))
+    writer.close()
+    assert storage.fault.fired
+    again = take(storage)
+    assert sweep(again, keep_last(1)).deleted == (Retirement(entry(0).try_name),)
+    assert storage.list("data") == [entry(1).try_name]
+    assert again.commit(entry(2)).retiring == ()

@@ -1,0 +1,175 @@
+"""Who may take a log over, and when."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+from log_helpers import MemoryStorage, entry, take
+
+from torchrelay.checkpoint import log_writer
+from torchrelay.checkpoint.branches import LogView
+from torchrelay.checkpoint.live import State
+from torchrelay.checkpoint.local_storage import LocalStorage
+from torchrelay.checkpoint.log_reader import open_log
+from torchrelay.checkpoint.log_writer import LogWriter
+from torchrelay.checkpoint.writer import Right, WriterIdentity, judge, process_start
+from torchrelay.errors import DirectoryInUseError
+
+HOLD = """
+import sys
+from torchrelay.checkpoint.local_storage import LocalStorage
+from torchrelay.checkpoint.log_writer import LogWriter
+writer = LogWriter.take(LocalStorage(sys.argv[1]), "job", period_secs=0.05)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+LONG_SECS = 30.0
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A second process that holds the log in tmp_path and moves its counter."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdin.close()
+    process.stdout.close()
+
+
+ME = WriterIdentity("job", "gpu07", "boot-1", "pid:[1]", 40, "1000", "torchrun:abc", (1,))
+
+
+def held_by(released=False, **changes):
+    identity = replace(ME, pid=os.getpid(), pid_start=process_start(os.getpid()), restarts=(1,))
+    holder = {**replace(identity, **changes).json(), "nonce": "n1", "since": "then"}
+    return LogView(State(holder=holder, released=released), slot=3, generation=2)
+
+
+def right(view, me=ME, *, certain=True, live=()):
+    return judge(view, me, certain=certain, live_here=live).right
+
+
+@pytest.mark.parametrize(
+    ("view", "expected"),
+    [
+        (LogView(), Right.AT_ONCE),
+        (held_by(), Right.WATCH),
+        (held_by(released=True), Right.AT_ONCE),
+        (held_by(restarts=(0,)), Right.AT_ONCE),
+        (held_by(restarts=(2,)), Right.WATCH),
+        (held_by(restarts=(0,), launcher_id="torchrun:other"), Right.WATCH),
+        (held_by(restarts=(0,), launcher_id=None), Right.WATCH),
+        (held_by(pid_start="1"), Right.AT_ONCE),
+        (held_by(pid_start="1", boot_id="boot-2"), Right.WATCH),
+        (held_by(pid_start="1", pid_namespace="pid:[2]"), Right.WATCH),
+        (held_by(pid_start="1", boot_id=""), Right.WATCH),
+        (held_by(pid=2**22 + 1), Right.AT_ONCE),
+        (held_by(pid=ME.pid, pid_start=ME.pid_start), Right.AT_ONCE),
+    ],
+)
+def test_the_rules(view, expected):
+    """Released, a higher restart count of the same launcher, or a gone process: at once; else watch."""
+    assert right(view) is expected
+
+
+def test_nothing_is_believed_behind_a_damaged_record():
+    """When the newest record is damaged it may be a takeover: the holder is watched whatever is read."""
+    assert right(held_by(released=True), certain=False) is Right.WATCH
+
+
+def test_slurm_restarts_count_before_those_of_torchrun():
+    """A requeued Slurm job is a higher restart even though torchrun counts from zero again."""
+    slurm = {"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "none"}
+    before = WriterIdentity.here(
+        "job", {**slurm, "SLURM_RESTART_COUNT": "0", "TORCHELASTIC_RESTART_COUNT": "3"}
+    )
+    after = WriterIdentity.here("job", {**slurm, "SLURM_RESTART_COUNT": "1"})
+    assert (before.launcher_id, after.launcher_id) == ("slurm:7", "slurm:7")
+    assert before.restarts < after.restarts
+    run = {**slurm, "TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_RESTART_COUNT": "2"}
+    assert WriterIdentity.here("job", run).launcher_id == "torchrun:abc"
+    assert WriterIdentity.here("job", {}).launcher_id is None
+
+
+def test_a_live_writer_is_waited_for_and_then_named(tmp_path, holder):
+    """Taking over a live writer watches its counter, then refuses naming job, host, pid, since and remedy."""
+    with pytest.raises(DirectoryInUseError, match=rf"'job' on .* \(pid {holder.pid}, since .*stop that job"):
+        LogWriter.take(LocalStorage(tmp_path), "job", patience_secs=LONG_SECS)
+    assert open_log(LocalStorage(tmp_path)).slot == 0
+    assert holder.poll() is None
+
+
+def test_a_killed_writer_is_taken_over_at_once(tmp_path, holder):
+    """After SIGKILL of the holder nobody waits, even while it is a zombie."""
+    holder.kill()
+    os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
+    assert process_start(holder.pid) is None
+    begun = time.monotonic()
+    writer = LogWriter.take(LocalStorage(tmp_path), "job", patience_secs=LONG_SECS)
+    assert time.monotonic() - begun < LONG_SECS / 3
+    assert (writer.generation, writer.view.slot) == (1, 1)
+    writer.release()
+
+
+def test_a_stopped_counter_is_taken_over_after_the_patience(monkeypatch):
+    """A holder elsewhere whose counter stands still for the whole patience has lost the log."""
+    storage = MemoryStorage()
+    gone = take(storage, identity=replace(WriterIdentity.here("job"), boot_id="another machine"))
+    monkeypatch.delitem(log_writer._LIVE, gone.nonce)
+    begun = time.monotonic()
+    writer = take(storage, patience_secs=0.2)
+    assert time.monotonic() - begun >= 0.2
+    assert writer.generation == 1
+
+
+def test_a_process_does_not_take_over_from_itself():
+    """A second writer of the same process is refused at once, until the first is released or closed."""
+    storage = MemoryStorage()
+    first = take(storage, patience_secs=LONG_SECS)
+    with pytest.raises(DirectoryInUseError, match="this very process"):
+        take(storage, patience_secs=LONG_SECS)
+    first.close()
+    second = take(storage, patience_secs=LONG_SECS)
+    second.release()
+    assert take(storage, patience_secs=LONG_SECS).generation == 3
+
+
+def test_a_dropped_writer_does_not_hold_the_log():
+    """A writer that nobody refers to any more lets its process take over at once."""
+    storage = MemoryStorage()
+    take(storage).commit(entry(0))
+    assert take(storage, patience_secs=LONG_SECS).generation == 2
+
+
+def test_the_taker_syncs_the_log_before_it_appends():
+    """A record that was visible but not durable yet is durable before anything stands on it."""
+    storage = MemoryStorage()
+    writer = take(storage)
+    writer.commit(entry(0))
+    writer.close()
+    del storage.durable[max(name for name in storage.durable if name.endswith("1.json"))]
+    take(storage)
+    assert open_log(storage.copy(power_cut=True)).newest() == entry(0)
+
+
+def test_a_live_counter_moves_and_a_closed_one_stands():
+    """The counter in writer.json moves every period while the writer lives, and not afterwards."""
+    storage = MemoryStorage()
+    writer = LogWriter.take(storage, "job", period_secs=0.01)
+    first, until = storage.files["writer.json"], time.monotonic() + 10
+    while storage.files["writer.json"] == first and time.monotonic() < until:
+        time.sleep(0.005)
+    assert storage.files["writer.json"] != first
+    writer.close()
+    last = storage.files["writer.json"]
+    time.sleep(0.05)
+    assert storage.files["writer.json"] == last
