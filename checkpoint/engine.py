@@ -9,23 +9,27 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torchrelay.checkpoint import manifest_disk
 from torchrelay.checkpoint.boundary import NodeState, capture
 from torchrelay.checkpoint.branches import LogView
-from torchrelay.checkpoint.entry_json import entry_from_json, entry_to_json
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.live import Entry
-from torchrelay.checkpoint.load import LoadJob, load_all, load_some
+from torchrelay.checkpoint.load import LoadJob, load_all
+from torchrelay.checkpoint.load_blobs import load_some
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log_reader import open_log
 from torchrelay.checkpoint.log_writer import LogWriter
 from torchrelay.checkpoint.manifest import Manifest
 from torchrelay.checkpoint.members import Member, members_of, newcomers
+from torchrelay.checkpoint.paths import shard_path
 from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.proof import Outcome
 from torchrelay.checkpoint.prove_together import prove_together
+from torchrelay.checkpoint.record import entry_json, entry_of
 from torchrelay.checkpoint.replicas import ReplicaCheck
 from torchrelay.checkpoint.retention import keep_last as keep_last_policy
 from torchrelay.checkpoint.save import Clock, SaveJob, carry_out, make_plan
@@ -87,7 +91,9 @@ class Engine:
         self, prefix: str | Path, *, keep_last: int | None = None, takeover_secs: float = 15.0
     ) -> None:
         if "://" in str(prefix):
-            raise UsageError(f"{prefix} is a URL; checkpoints go to local or mounted directories so far: give a path")
+            raise UsageError(
+                f"{prefix} is a URL; checkpoints go to local or mounted directories so far: give a path"
+            )
         if keep_last is not None and (isinstance(keep_last, bool) or keep_last < 1):
             raise UsageError(f"keep_last is {keep_last!r}; at least 1 epoch is kept, None keeps all")
         self.storage = LocalStorage(prefix)
@@ -145,7 +151,7 @@ class Engine:
                 raise
             return {**_empty_look(), "notices": [str(error)]}
         newest = view.newest()
-        request = view.lineage()[0].request if view.lineage() else None
+        request = view.current.request
         facts = None
         if newest is not None:
             try:
@@ -250,7 +256,7 @@ class Engine:
         self._pending_rewind = None
         if writer is not None:
             try:
-                writer.close()
+                writer.release()
             except RelayError as error:
                 warnings.warn(f"the checkpoint log was not released: {error}", stacklevel=2)
 
@@ -264,23 +270,23 @@ class Engine:
     def prove(self, session: Session, epoch: int) -> Target:
         """Prove exactly this epoch of the current branch; raises DamagedError, never falls back."""
         found = decide(session.peers, "find the epoch", lambda: self._told_entry(epoch))
-        entry = entry_from_json(found)
+        entry = entry_of(found, "the log")
         if self._target is not None and self._target.entry == entry:
             return self._target
-        outcome = prove_together(session.peers, self.storage, entry)
-        if outcome.kind == "damaged":
+        outcome, reason = prove_together(session.peers, self.storage, entry)
+        if outcome is Outcome.DAMAGED:
             raise DamagedError(
-                f"epoch {epoch} in {self.storage.url} is damaged: {outcome.reason}; an epoch that was asked for "
+                f"epoch {epoch} in {self.storage.url} is damaged: {reason}; an epoch that was asked for "
                 "is never replaced by another: choose another one, or restore the files from a copy"
             )
-        if outcome.kind == "unknown":
-            raise StorageError(f"epoch {epoch} in {self.storage.url} cannot be read now: {outcome.reason}")
+        if outcome is Outcome.UNKNOWN:
+            raise StorageError(f"epoch {epoch} in {self.storage.url} cannot be read now: {reason}")
         self._target = Target(entry, self._read_manifest(entry))
         return self._target
 
     def _told_entry(self, epoch: int) -> dict[str, Any]:
         view = self._writer.view if self._writer is not None else open_log(self.storage, self._job_name)
-        return entry_to_json(self._find(view, epoch))
+        return entry_json(self._find(view, epoch))
 
     def newest(self, session: Session, *, say: Callable[[str], None]) -> Target:
         """The newest position of the current branch that all processes can prove.
@@ -297,23 +303,27 @@ class Engine:
                     "Restore the files from a copy, choose an epoch of another branch, or begin anew with "
                     "resume='never'"
                 )
-            entry = entry_from_json(told)
-            outcome = prove_together(session.peers, self.storage, entry)
-            if outcome.kind == "proved":
+            entry = entry_of(told, "the log")
+            outcome, reason = prove_together(session.peers, self.storage, entry)
+            if outcome is Outcome.PROVED:
                 self._target = Target(entry, self._read_manifest(entry))
                 return self._target
-            if outcome.kind == "unknown":
+            if outcome is Outcome.UNKNOWN:
                 raise StorageError(
-                    f"epoch {entry.position} in {self.storage.url} cannot be read now: {outcome.reason}; "
+                    f"epoch {entry.position} in {self.storage.url} cannot be read now: {reason}; "
                     "nothing was changed: try again when the storage answers"
                 )
-            tried.append(f"epoch {entry.position}: {outcome.reason}")
-            say(f"epoch {entry.position} is damaged ({outcome.reason}); an older one is used instead")
-            decide(session.peers, "quarantine", lambda entry=entry, why=outcome.reason: self._quarantine(entry, why))
+            tried.append(f"epoch {entry.position}: {reason}")
+            say(f"epoch {entry.position} is damaged ({reason}); an older one is used instead")
+            decide(
+                session.peers,
+                "quarantine",
+                partial(self._quarantine, entry, reason),
+            )
 
     def _newest_entry(self) -> dict[str, Any] | None:
         newest = self._required_writer().view.newest()
-        return None if newest is None else entry_to_json(newest)
+        return None if newest is None else entry_json(newest)
 
     def _quarantine(self, entry: Entry, reason: str) -> None:
         self._required_writer().quarantine(entry.key, reason)
@@ -337,9 +347,7 @@ class Engine:
     def seal_like(self, session: Session, epoch: int) -> None:
         """Fix the set to what an epoch holds, and what is registered now."""
         manifest = self.prove(session, epoch).manifest
-        self._demoted = {
-            leaf.name for leaf in manifest.leaves if leaf.scope == "rank" and leaf.role != "rng"
-        }
+        self._demoted = {leaf.name for leaf in manifest.leaves if leaf.scope == "rank" and leaf.role != "rng"}
         self._members = {}
         for place in session.local_nodes:
             registered = members_of(session.workspace(place.name))
@@ -408,7 +416,9 @@ class Engine:
 
     def _tell_late(self, session: Session, place: NodePlace) -> None:
         members = (self._members or {}).get(place.name, {})
-        late = [name for name in newcomers(session.workspace(place.name), members) if name not in self._told_late]
+        late = [
+            name for name in newcomers(session.workspace(place.name), members) if name not in self._told_late
+        ]
         if late:
             self._told_late.update(late)
             warnings.warn(
@@ -453,17 +463,16 @@ class Engine:
         told = decide(session.peers, "find the epoch", lambda: self._entry_or_none(epoch))
         if told is None:
             return False
-        entry = entry_from_json(told)
-        outcome = load_some(
+        entry = entry_of(told, "the log")
+        loaded, self._stats["checkpoint_partial_load"] = load_some(
             self.storage, session, self._read_manifest(entry), names, self._stored, strict=strict
         )
-        self._stats["checkpoint_partial_load"] = outcome.stats
-        return outcome.loaded
+        return loaded
 
     def _entry_or_none(self, epoch: int) -> dict[str, Any] | None:
         view = self._writer.view if self._writer is not None else open_log(self.storage, self._job_name)
         entry = view.find(epoch)
-        return None if entry is None else entry_to_json(entry)
+        return None if entry is None else entry_json(entry)
 
     # Telling
 
@@ -477,7 +486,11 @@ class Engine:
         if entry is None:
             return []
         manifest = self._read_manifest(entry)
-        return manifest_disk.files_of(self.storage, manifest, stored_name)
+        return [
+            f"{self.storage.url}/{shard_path(manifest, shard)}"
+            for shard in manifest.shards
+            if manifest.world.names[shard.node] == stored_name
+        ]
 
 
 def _empty_look() -> dict[str, Any]:

@@ -39,7 +39,9 @@ class ReplicaCheck:
             return frozenset()
         mode = mode_at(job.position.epoch, first=self._first)
         compared = {state.rank: self._compared(state) for state in job.states}
-        strict = {leaf.name for one in compared.values() for leaf in one if fails_when_different(leaf, forced)}
+        strict = {
+            leaf.name for one in compared.values() for leaf in one if fails_when_different(leaf, forced)
+        }
         verdict = compare_replicas(
             job.peers,
             "save: replicas",

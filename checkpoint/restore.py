@@ -76,7 +76,7 @@ def restoration(
     for blob in draft.blobs:
         if blob not in objects and (builder := draft_new(draft, blob)) is not None:
             builders[blob] = builder
-    draft.findings.check(stored, strict=strict)
+    draft.findings.check(stored, strict=strict, kept=kept)
     return Restoration(draft, builders)
 
 

@@ -52,13 +52,16 @@ class Findings:
     unexpected: list[str] = field(default_factory=list)
     unlike: list[str] = field(default_factory=list)
 
-    def check(self, stored: Mapping[str, LeafSpec], *, strict: bool) -> None:
+    def check(
+        self, stored: Mapping[str, LeafSpec], *, strict: bool, kept: Collection[str] = ()
+    ) -> None:
         """Raise one BlobError that lists all differences; without `strict` only the unlike ones count."""
         lines = [f"differs: {text}" for text in self.unlike]
         if strict:
-            near = self.missing[:_NEAREST_FOR]
+            missing = [name for name in self.missing if name not in kept]
+            near = missing[:_NEAREST_FOR]
             lines += [f"not in the checkpoint: {name}{_nearest(name, stored)}" for name in near]
-            lines += [f"not in the checkpoint: {name}" for name in self.missing[_NEAREST_FOR:]]
+            lines += [f"not in the checkpoint: {name}" for name in missing[_NEAREST_FOR:]]
             lines += [f"only in the checkpoint: {name}" for name in self.unexpected]
         if lines:
             raise BlobError(

@@ -77,7 +77,8 @@ class SaveJob:
         """The same, with these leaves owned by each node."""
         states = tuple(
             replace(
-                state, scopes={name: "rank" if name in names else scope for name, scope in state.scopes.items()}
+                state,
+                scopes={name: "rank" if name in names else scope for name, scope in state.scopes.items()},
             )
             for state in self.states
         )

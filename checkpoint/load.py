@@ -1,0 +1,150 @@
+"""Loading an epoch into the hosted nodes: everything is checked before any object changes.
+
+All processes check first and agree; only then bytes are read, verified on arrival, and installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchrelay.checkpoint.dtypes import memory_of
+from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.leaf import LeafSpec, Role
+from torchrelay.checkpoint.leaf_reader import LeafRead, LeafReader
+from torchrelay.checkpoint.manifest import LeafRow, Manifest
+from torchrelay.checkpoint.members import RNG_BLOB, Member
+from torchrelay.checkpoint.reshard import Assigned, assign
+from torchrelay.checkpoint.restore import Restoration, restoration
+from torchrelay.checkpoint.save import Clock
+from torchrelay.checkpoint.storage import Storage
+from torchrelay.errors import PartiallyLoadedError, RelayError
+from torchrelay.jobs.peers import together
+from torchrelay.jobs.places import NodePlace
+from torchrelay.jobs.random_streams import RandomStreams
+from torchrelay.jobs.session import Session
+from torchrelay.metadata.stats import NodeStats, NodeTimes
+
+
+@dataclass(frozen=True)
+class LoadJob:
+    """What a load works on, in this process."""
+
+    storage: Storage
+    session: Session
+    manifest: Manifest
+    stored_name: Callable[[str], str]
+    members: Mapping[str, Mapping[str, Member]]
+
+
+@dataclass
+class _NodeLoad:
+    """One hosted node on its way."""
+
+    place: NodePlace
+    stored: str
+    assigned: Assigned
+    restoration: Restoration
+    clock: Clock = field(default_factory=Clock)
+    bytes: int = 0
+
+
+def load_all(job: LoadJob) -> tuple[dict[str, RandomStreams], NodeStats]:
+    """Load everything into the workspaces; returns the random states and the times, by node.
+
+    Raises the same error on all processes: before anything changed where names, shapes, dtypes or
+    policies do not fit, PartiallyLoadedError after.
+    """
+    loads: list[_NodeLoad] = []
+    reader = LeafReader(job.storage, job.manifest)
+    together(
+        job.session.peers,
+        "load: check",
+        lambda: loads.extend(_prepare(job, reader, place) for place in job.session.local_nodes),
+    )
+    together(job.session.peers, "load: read", lambda: _read_all(job, reader, loads))
+    streams = {load.place.name: _streams(job, reader, load) for load in loads}
+    rows = together(job.session.peers, "load: done", lambda: [_times(job, load) for load in loads])
+    return streams, NodeStats(NodeTimes(**row) for part in rows for row in part)
+
+
+def _prepare(job: LoadJob, reader: LeafReader, place: NodePlace) -> _NodeLoad:
+    stored = job.stored_name(place.name)
+    members = job.members.get(place.name, {})
+    clock = Clock()
+    with clock.spent("prove"):
+        nodes = tuple(job.stored_name(one.name) for one in job.session.nodes)
+        assigned = assign(job.manifest, stored, nodes, members, reader)
+        entries = job.session.workspace(place.name).entries()
+        # Names that nobody registered are made anew: their tensors may have another shape by now.
+        objects = {name: entry.value for name, entry in entries.items() if entry.blob is not None}
+        objects = {name: objects[name] for name in objects if name in members and name not in assigned.kept}
+        specs = {name: spec_of_row(row) for name, row in assigned.rows.items()}
+        found = restoration(objects, specs, assigned.values, kept=assigned.kept)
+    return _NodeLoad(place, stored, assigned, found, clock)
+
+
+def _read_all(job: LoadJob, reader: LeafReader, loads: Sequence[_NodeLoad]) -> None:
+    changed = False
+    try:
+        for load in loads:
+            with load.clock.spent("read"):
+                reads = [
+                    LeafRead(read.leaf, memory_of(read.memory()), node_of(job, load.stored))
+                    for read in load.restoration.reads
+                ]
+                changed = changed or bool(reads)
+                reader.read_many(reads)
+                load.bytes = sum(len(read.destination) for read in reads)
+            with load.clock.spent("restore"):
+                changed = True
+                workspace = job.session.workspace(load.place.name)
+                for name, value in load.restoration.finish().items():
+                    workspace.set_loaded(name, value)
+                for name, value in load.assigned.computed.items():
+                    workspace.set_loaded(name, value)
+    except RelayError as error:
+        if not changed:
+            raise
+        raise PartiallyLoadedError(
+            f"loading epoch {job.manifest.position} failed after objects had changed: {error}; load an epoch "
+            "again before you use them"
+        ) from error
+
+
+def node_of(job: LoadJob, stored: str) -> str | None:
+    """The node whose own values are meant; None for one that the epoch does not know."""
+    return stored if stored in job.manifest.world.number else None
+
+
+def _streams(job: LoadJob, reader: LeafReader, load: _NodeLoad) -> RandomStreams:
+    """The node's own random states; a node that is new derives its streams."""
+    names = [name for name in load.assigned.random if name.startswith(f"{RNG_BLOB}.")]
+    if not names:
+        facts, position = job.manifest.facts, job.manifest.position
+        return RandomStreams.derive(_seed(job.manifest, facts), load.place.rank, position.epoch)
+    found = {}
+    for name in names:
+        data = bytearray(reader.spec(name, load.stored).nbytes)
+        reader.read_into(name, memoryview(data), load.stored)
+        found[name.removeprefix(f"{RNG_BLOB}.")] = bytes(data)
+    return RandomStreams.decode(found)
+
+
+def _seed(manifest: Manifest, facts: Facts) -> int:
+    """The run's seed; of a run without one a number that all its nodes agree on."""
+    return facts.seed if facts.seed is not None else int(manifest.job_uuid.replace("-", "")[:15], 16)
+
+
+def _times(job: LoadJob, load: _NodeLoad) -> dict[str, Any]:
+    path = f"{job.storage.url}/{load.stored}.{job.manifest.position}"
+    return {"node": load.stored, "path": path, "bytes": load.bytes, "secs": load.clock.secs}
+
+
+def spec_of_row(row: LeafRow) -> LeafSpec:
+    """A stored leaf as planning and checks know it."""
+    return LeafSpec(
+        row.name, row.blob, Role(row.role), row.group, "tensor" if row.kind == "tensor" else "value",
+        row.dtype, row.shape, row.nbytes, row.alias_of,
+    )  # fmt: skip
