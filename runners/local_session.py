@@ -86,10 +86,11 @@ class LocalSession(SessionBase):
             self._places, self._declared = _places(numbered_first(_checked(node_names))), True
 
     def prepare(self, group: TaskGroup) -> None:
-        """Emulate the nodes of a group that no job has declared."""
-        unknown = [name for name in group.used_nodes() if name not in self._names]
-        if unknown and not self._fixed:
-            self.place([*(self._names if self._declared else ()), *unknown])
+        """Emulate also the nodes of a group that no job has declared."""
+        if self._fixed or set(group.used_nodes()) <= set(self._names):
+            return
+        known = self._names if self._declared else ()
+        self.place([*known, *(name for name in group.used_nodes() if name not in known)])
 
     def agree_flags(self, flags: tuple[int, ...]) -> _Agreed:
         """Nobody else is to be asked."""

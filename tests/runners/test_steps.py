@@ -1,0 +1,238 @@
+"""ctx.steps: counted, ended early by limits and requests, ended together by all processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from paired_sessions import paired_sessions
+from ranks import on_ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchrelay.errors import TaskFailedError, UsageError
+from torchrelay.jobs.epoch_loader import EpochLoader
+from torchrelay.jobs.task import Task
+from torchrelay.runners.local_session import LocalSession
+from torchrelay.runners.run_state import RunState
+
+
+def on_processes(size, work):
+    """Run `work(ctx)` in the only task of an epoch of each process; the sessions and the results."""
+    sessions = paired_sessions(size)
+    results = on_ranks(size, lambda rank: work(sessions[rank].context()))
+    failed = [result for result in results if isinstance(result, Exception)]
+    if failed:
+        raise failed[0]
+    return sessions, results
+
+
+def epoch_of(state=None, nodes=None):
+    session = LocalSession(nodes)
+    session.run_state = state or RunState()
+    session.run_state.begin_epoch(1)
+    return session
+
+
+def test_steps_are_counted_from_one_and_epochs_start_anew():
+    """ctx.step is the step being run, ctx.total_steps goes on over epochs, init does not count."""
+    session = LocalSession()
+    seen = []
+
+    def step(ctx):
+        seen.extend((ctx.epoch, ctx.step, ctx.total_steps) for _ in ctx.steps(range(2)))
+
+    session.run(step)
+    for epoch in (1, 2):
+        session.run_state.begin_epoch(epoch)
+        session.run(step)
+    assert seen == [(0, 1, 1), (0, 2, 2), (1, 1, 1), (1, 2, 2), (2, 1, 3), (2, 2, 4)]
+
+
+def test_several_loops_of_an_epoch_add_up_and_evaluation_does_not_count():
+    """Two counted loops are one count; count=False leaves it alone."""
+    session = epoch_of()
+
+    def step(ctx):
+        list(ctx.steps("abc"))
+        assert list(ctx.steps("xyz", count=False)) == ["x", "y", "z"]
+        list(ctx.steps("d"))
+        return ctx.step
+
+    assert session.run(step).fetch() == 4
+
+
+def test_a_loop_that_is_left_by_break_has_counted_the_step_it_was_in():
+    """Break after the second batch: two steps."""
+    session = epoch_of()
+
+    def step(ctx):
+        for batch in ctx.steps(range(10)):
+            if batch == 1:
+                break
+        return ctx.step
+
+    assert session.run(step).fetch() == 2
+
+
+def test_the_limit_on_steps_is_a_total_and_ends_the_running_epoch():
+    """limit_steps=5 with 3 steps per epoch ends the second epoch after 2; evaluation still runs whole."""
+    session = epoch_of(RunState(limit_steps=5))
+
+    def step(ctx):
+        return len(list(ctx.steps(range(3)))), len(list(ctx.steps(range(4), count=False)))
+
+    assert session.run(step).fetch() == (3, 4)
+    session.run_state.begin_epoch(2)
+    assert session.run(step).fetch() == (2, 4)
+    assert session.run_state.ended_early == "the limit of 5 steps is reached"
+    session.run_state.begin_epoch(3)
+    assert session.run(step).fetch() == (0, 4)
+
+
+def test_the_limit_on_time_counts_earlier_attempts_and_ends_at_the_next_step():
+    """With 90 s used before and 10 s per step, a limit of 120 s ends the epoch after the third step."""
+    now = [1000.0]
+    state = RunState(limit_secs=120, elapsed_before_secs=90, clock=lambda: now[0])
+    session = epoch_of(state)
+
+    def step(ctx):
+        for _ in ctx.steps(range(100)):
+            now[0] += 10
+        return ctx.step
+
+    assert session.run(step).fetch() == 3
+    assert "time limit of 120" in state.ended_early
+
+
+def test_emulated_nodes_end_an_epoch_at_the_same_step():
+    """A stop that the first node meets at step 3 ends the second at step 3 too."""
+    session = epoch_of(nodes=["a", "b"])
+
+    def step(ctx):
+        for _ in ctx.steps(range(10)):
+            if ctx.node == "a" and ctx.step == 3:
+                ctx.session.run_state.stop_at_next_step("enough")
+        return ctx.step
+
+    assert session.run(step).fetch_all() == {"a": 3, "b": 3}
+    assert session.run_state.ended_early == "enough"
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 6), min_size=2, max_size=3))
+def test_uneven_loaders_end_together_with_the_shortest(lengths):
+    """All processes take as many steps as the shortest loader has batches, each its own batches."""
+    _, results = on_processes(len(lengths), lambda ctx: list(ctx.steps(range(lengths[ctx.rank]))))
+    assert results == [list(range(min(lengths)))] * len(lengths)
+
+
+def test_surplus_batches_are_dropped_and_said_once(caplog):
+    """The process with more batches says so in the first epoch and never again."""
+
+    def work(ctx):
+        for epoch in (1, 2):
+            ctx.session.run_state.begin_epoch(epoch)
+            list(ctx.steps(range(2 + ctx.rank)))
+
+    on_processes(2, work)
+    assert [record.args for record in caplog.records] == [("trainer_1",)]
+
+
+@pytest.mark.parametrize("make", [lambda n: range(n), lambda n: EpochLoader(torch.arange(2 * n), 2, seed=0)])
+def test_a_stop_request_of_one_process_ends_all_at_one_step(make):
+    """Asked during step 3 of rank 1, both end after step 4: the agreement overlaps with a step."""
+
+    def work(ctx):
+        loader = make(8)
+        if isinstance(loader, EpochLoader):
+            loader.placed(ctx.rank, 2)
+        for _ in ctx.steps(loader):
+            if ctx.rank == 1 and ctx.step == 3:
+                ctx.session.run_state.stop_at_next_step("SIGTERM")
+        return ctx.step
+
+    sessions, results = on_processes(2, work)
+    assert results == [4, 4]
+    assert [s.run_state.ended_early for s in sessions] == ["another process asked to stop", "SIGTERM"]
+
+
+def test_an_even_loader_is_asked_about_only_every_agree_every_steps():
+    """20 steps with agree_every=5 post 4 agreements, and a stop is met at the next of them."""
+
+    def work(ctx):
+        ctx.session.run_state = RunState(agree_every=5)
+        ctx.session.run_state.begin_epoch(1)
+        loader = EpochLoader(torch.arange(40), 2, seed=0).placed(ctx.rank, 2)
+        whole, posted = len(list(ctx.steps(loader))), ctx.session.posted
+        ctx.session.run_state.begin_epoch(2)
+        for _ in ctx.steps(loader):
+            if ctx.rank == 0 and ctx.step == 2:
+                ctx.session.run_state.stop_at_next_step("enough")
+        return whole, posted, ctx.step, loader.samples_done
+
+    _, results = on_processes(2, work)
+    assert results == [(20, 4, 6, 12)] * 2
+
+
+def test_a_limit_ends_an_epoch_loader_where_its_position_says():
+    """A loop that a limit ends after 3 of 5 steps leaves samples_done at 3 steps; the next takes the rest."""
+    session = epoch_of(RunState(limit_steps=3))
+    loader = EpochLoader(torch.arange(10), 2, seed=0)
+    seen = session.run(lambda ctx: [batch.indices.tolist() for batch in ctx.steps(loader)]).fetch()
+    assert (len(seen), loader.samples_done) == (3, 6)
+    session.run_state = RunState()
+    seen += session.run(lambda ctx: [batch.indices.tolist() for batch in ctx.steps(loader)]).fetch()
+    assert sorted(sum(seen, [])) == list(range(10))
+
+
+def test_emulated_nodes_share_the_steps_of_an_epoch_loader():
+    """Each node's loader gives its share; together every sample is seen once."""
+    session = epoch_of(nodes=["a", "b"])
+    loaders = {"a": EpochLoader(torch.arange(9), 4, seed=0), "b": EpochLoader(torch.arange(9), 4, seed=0)}
+
+    def step(ctx):
+        return [i for batch in ctx.steps(loaders[ctx.node]) for i in batch.indices.tolist()]
+
+    shares = session.run(step).fetch_all()
+    assert sorted(shares["a"] + shares["b"]) == list(range(9))
+
+
+def test_concurrent_tasks_do_not_count_steps():
+    """One loop counts; another thread's is refused with the remedy, its evaluation form is legal."""
+    session = LocalSession()
+    with pytest.raises(UsageError, match="count=False"):
+        session.run(Task(lambda ctx: list(ctx.steps([1])), concurrent=True))
+    task = Task(lambda ctx: list(ctx.steps([1, 2], count=False)), concurrent=True)
+    session.run(task)
+    assert task.result.fetch() == [1, 2]
+
+
+def test_a_sampler_is_told_the_epoch():
+    """A DistributedSampler behind a loader shuffles differently in each epoch."""
+    data = torch.arange(16)
+    sampler = torch.utils.data.DistributedSampler(data, num_replicas=2, rank=0)
+    loader = torch.utils.data.DataLoader(data, batch_size=8, sampler=sampler)
+    session = LocalSession()
+    seen = []
+    for epoch in (1, 2):
+        session.run_state.begin_epoch(epoch)
+        session.run(lambda ctx: seen.extend(tuple(batch.tolist()) for batch in ctx.steps(loader)))
+    assert seen[0] != seen[1]
+    assert sampler.epoch == 1
+
+
+def test_a_failure_inside_a_step_of_the_loop_is_the_task_s():
+    """What the loop's body raises is named as any other failure."""
+
+    def train(ctx):
+        for batch in ctx.steps([1, 0]):
+            1 / batch
+
+    with pytest.raises(TaskFailedError, match="'train'.*division by zero"):
+        LocalSession().run(train)
+
+
+def test_agree_every_below_one_is_refused():
+    """It counts steps."""
+    with pytest.raises(UsageError, match="agree_every is 0"):
+        RunState(agree_every=0)
