@@ -28,7 +28,7 @@ from torchrelay.checkpoint.record import (
 )
 from torchrelay.checkpoint.sealed import LIMIT_BYTES
 from torchrelay.checkpoint.storage import Storage
-from torchrelay.checkpoint.tail import chain_end, find_tail
+from torchrelay.checkpoint.tail import STRIDE, chain_end, find_tail, floor
 from torchrelay.errors import DamagedError, StorageError
 
 HINT = f"{LOG}/HINT"
@@ -122,7 +122,11 @@ def _read_from(storage: Storage, job: JobFile, newest: int) -> Tail:
     record, notices = _newest_valid(storage, job, newest)
     notices = (*notices, *_check_chain(storage, job, record, newest))
     empty = Tail(job, LogView(), newest + 1, canonical.sha256(newest_bytes))
-    return _told_by(storage, empty, record, notices)
+    try:
+        return _told_by(storage, empty, record, notices)
+    except DamagedError:
+        _check_not_moved(storage, newest)  # thinning takes old base files too
+        raise
 
 
 def _newest_valid(storage: Storage, job: JobFile, newest: int) -> tuple[Record, tuple[str, ...]]:
@@ -131,6 +135,7 @@ def _newest_valid(storage: Storage, job: JobFile, newest: int) -> tuple[Record, 
     for slot in range(newest, -1, -1):
         data = _bytes_of(storage, slot)
         if data is None:
+            _check_not_moved(storage, newest)
             break
         try:
             record = decode(data, slot=slot, job=job.uuid)
@@ -183,8 +188,7 @@ def _check_chain(storage: Storage, job: JobFile, record: Record, newest: int) ->
     for slot in range(record.slot - 1, chain_end(record.slot) - 1, -1):
         data = _bytes_of(storage, slot)
         if data is None:
-            if storage.stat(slot_path(newest + 1)) is not None:
-                raise _MovedError
+            _check_not_moved(storage, newest)
             notices.append(f"{slot_path(slot)} is missing; newer records do not need it")
             link = None
             continue
@@ -197,6 +201,13 @@ def _check_chain(storage: Storage, job: JobFile, record: Record, newest: int) ->
         _check_link(storage, link, older, canonical.sha256(data), slot)
         link = older
     return tuple(notices)
+
+
+def _check_not_moved(storage: Storage, newest: int) -> None:
+    """Raise when the log went on behind `newest`, which explains a slot that is gone."""
+    following = (newest + 1, floor(newest) + STRIDE)  # the first may be thinned away, the second never
+    if any(storage.stat(slot_path(slot)) is not None for slot in following):
+        raise _MovedError
 
 
 def _check_link(storage: Storage, newer: Link | None, older: Link, older_sha256: str, slot: int) -> None:

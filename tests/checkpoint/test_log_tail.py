@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from log_helpers import MemoryStorage, entry, take
 
+from torchrelay.checkpoint import log_writer
 from torchrelay.checkpoint.log_reader import HINT, open_log
 from torchrelay.checkpoint.record import slot_path
 from torchrelay.checkpoint.retention import keep_every, keep_last
 from torchrelay.checkpoint.sweep import sweep
 from torchrelay.checkpoint.tail import chain_end, find_tail
-from torchrelay.errors import DamagedError
+from torchrelay.checkpoint.writer import WriterIdentity
+from torchrelay.errors import DamagedError, FencedError
 
 
 def thinned(newest):
@@ -112,3 +116,66 @@ def test_a_log_of_1000_slots_with_base_files_and_thinning_is_found_and_proved():
     again = take(storage)
     again.commit(entry(epoch, nonce="aaaaaa"))
     assert open_log(storage).newest() == entry(epoch, nonce="aaaaaa")
+
+
+class Busy(MemoryStorage):
+    """Calls `meanwhile` once, just before a certain path is read or created."""
+
+    path, meanwhile = "", None
+
+    def _now(self, path):
+        if path == self.path and self.meanwhile is not None:
+            work, self.meanwhile = self.meanwhile, None
+            work()
+
+    def read_range(self, path, offset, length):
+        self._now(path)
+        return super().read_range(path, offset, length)
+
+    def link_exclusive(self, path, data):
+        self._now(path)
+        super().link_exclusive(path, data)
+
+
+def busy(storage, path, meanwhile):
+    other = Busy(storage.url, storage.files, storage.durable)
+    other.path, other.meanwhile = path, meanwhile
+    return other
+
+
+def grow(writer, count):
+    for _ in range(count):
+        epoch = writer.view.newest().position.epoch + 1 if writer.view.newest() else 0
+        writer.commit(entry(epoch, nonce=f"{epoch:06x}"))
+        sweep(writer, keep_last(2))
+
+
+def test_a_log_that_is_thinned_while_it_is_read_is_read_again():
+    """A reader that finds slots gone because the writer went on looks for the new tail, without a notice."""
+    storage = MemoryStorage()
+    writer = take(storage)
+    grow(writer, 20)
+    view = open_log(busy(storage, slot_path(5), lambda: grow(writer, 200)))
+    assert view == writer.view
+    assert view.notices == ()
+
+
+def test_a_slot_that_is_thinned_just_before_it_is_created_again_is_given_up():
+    """A writer that is overtaken between its look and its creation is fenced and leaves no file behind."""
+    storage = MemoryStorage()
+    path = slot_path(2)
+
+    def another_job():
+        other = replace(WriterIdentity.here("job"), host="gpu09", boot_id="another")
+        log_writer._LIVE.pop(old.nonce)
+        grow(take(storage, identity=other), 200)
+        assert path not in storage.files
+
+    slow = busy(storage, path, another_job)
+    old = take(slow)
+    grow(old, 1)
+    with pytest.raises(FencedError, match="gpu09"):
+        old.commit(entry(1))
+    assert slow.meanwhile is None
+    assert path not in storage.files
+    assert open_log(storage).epochs()[-1] == 200
