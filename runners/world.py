@@ -44,6 +44,7 @@ class World:
         self.peers: Peers = Solo()
         self.watcher: Watcher | None = None
         self._places = [asdict(_own_place(env, self.processes[0].host))]
+        self._served: StoreClient | None = None
         self._store: StoreClient | None = None
         self.nonce = ""
         self._closed = False
@@ -135,8 +136,8 @@ class World:
 
     def _meet(self, start_secs: float) -> None:
         deadline = Deadline(start_secs)
-        base = connect(self.env, start_secs)
-        below = base.clone(self.env.store_prefix)
+        self._served = connect(self.env, start_secs)  # kept: a store that rank 0 serves ends with it
+        below = self._served.clone(self.env.store_prefix)
         nonce = agree_on_nonce(
             below, self.env.rank, self.env.world_size, timeout_secs=max(1.0, deadline.left)
         )

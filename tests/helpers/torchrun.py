@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Finished:
-    """A job that ended: its exit code, what all ranks printed, how long it ran, when it ended (time.time())."""
+    """A job that ended: its exit code, what all ranks printed, seconds it ran, time it ended."""
 
     rc: int
     out: str
@@ -145,3 +145,22 @@ def kill(pid: int, sig: int = signal.SIGKILL) -> None:
         os.kill(pid, sig)
     except ProcessLookupError:
         return
+
+
+def wait_for_the_end_of(pids: Sequence[int], timeout_secs: float) -> None:
+    """Wait until none of the processes runs (a zombie does not); what is left is killed: AssertionError."""
+    end = time.monotonic() + timeout_secs
+    while left := [pid for pid in pids if runs(pid)]:
+        if time.monotonic() > end:
+            for pid in left:
+                kill(pid)
+            raise AssertionError(f"processes {left} still run after {timeout_secs} s")
+        time.sleep(0.05)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from torchrun import torchrun
+from torchrun import Job, torchrun, wait_for_the_end_of
 
 SCRIPTS = Path(__file__).parent / "scripts"
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -76,3 +76,24 @@ def secs_after_fault(done) -> float:
     """Seconds from the fault, as the script printed its time, to the end of the job."""
     line = next(line for line in done.out.splitlines() if "fault " in line)
     return done.ended - float(line.rsplit(" ", 1)[1])
+
+
+def test_scripts_without_an_ending_leave_cleanly_and_never_outlive_the_launcher(tmp_path):
+    """With a store of rank 0's own: a script that just ends gives 0; ranks of a killed launcher end."""
+    script = (
+        "import sys, time, torch, torchrelay\n"
+        "session = torchrelay.init()\n"
+        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))\n"
+        "model(torch.ones(2, 4)).sum().backward()\n"
+        "print('ready', session.env.hosts_store, flush=True)\n"
+        "time.sleep(600 if 'stay' in sys.argv else session.env.rank)\n"
+    )
+    unshared = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    done = torchrun(script, ranks=2, cwd=tmp_path, env=unshared)
+    assert done.rc == 0 and done.out.count("ready True") == 1, done
+    with Job(tmp_path / "train_script.py", "stay", ranks=2, cwd=tmp_path) as job:
+        job.wait_for("ready", times=2)
+        workers = job.workers()
+        assert len(workers) == 2
+        job.process.kill()
+        wait_for_the_end_of(workers, timeout_secs=15)

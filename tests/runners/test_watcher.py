@@ -1,0 +1,153 @@
+"""The watcher's rules, with threads as ranks and short patience."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import pytest
+from ranks import local_store
+
+from torchrelay.runners.heartbeats import Heartbeats
+from torchrelay.runners.processes import LifeLines, ProcessId, own_process
+from torchrelay.runners.watcher import Patience, Watcher
+
+FAST = Patience(look=0.05, silence=0.6, own_grace=0.3, peer_grace=0.1, blame=0.2, shown=0.3)
+
+
+class Ended(threading.Event):
+    """Stands for the end of a process and keeps its exit code."""
+
+    code: int | None = None
+
+    def __call__(self, code):
+        self.code = self.code if self.is_set() else code
+        self.set()
+
+
+@pytest.fixture
+def sleeper():
+    """A process of this machine that lives until the test ends it."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@pytest.fixture
+def store():
+    return local_store()
+
+
+def watch(store, rank, processes, **options):
+    ended = Ended()
+    return Watcher(store, rank, processes, patience=FAST, end=ended, **options).start(), ended
+
+
+def apart(rank):
+    """A process of a host of its own, which the kernel here cannot tell of."""
+    return replace(own_process(rank), host=f"host{rank}", group=f"host{rank}")
+
+
+def test_the_first_failure_ends_all_ranks_with_its_code(store, capfd):
+    """Of two failures the first is printed by every rank and gives the code."""
+    processes = [apart(rank) for rank in range(3)]
+    watched = [watch(store, rank, processes) for rank in range(3)]
+    watched[1][0].report_failure("group epoch", "ValueError: bad", 1)
+    watched[2][0].report_failure("group epoch", "RuntimeError: later", 6)
+    for watcher, ended in watched:
+        assert ended.wait(5) and ended.code == 1
+        assert watcher.failure.rank == 1
+    printed = capfd.readouterr().err
+    assert printed.count("rank 1 on host1 failed in group epoch: ValueError: bad") == 3
+    assert "later" not in printed
+    for watcher, _ in watched:
+        watcher.stop()
+
+
+def test_a_consequence_waits_for_its_cause(store):
+    """A broken connection is not reported as the failure when its cause comes within a moment."""
+    processes = [apart(rank) for rank in range(2)]
+    (zero, _), (one, _) = (watch(store, rank, processes) for rank in range(2))
+    threading.Timer(0.05, one.report_failure, ("epoch", "ValueError: cause", 1)).start()
+    first = zero.report_failure("epoch", "RuntimeError: Connection closed by peer", 6, consequence=True)
+    assert first is not None and first.rank == 1 and first.exit_code == 1
+    zero.stop(), one.stop()
+
+
+def test_a_process_that_ends_without_a_word_is_a_failure(store, sleeper):
+    """The end of a neighbour is heard from the kernel and named with its pid."""
+    processes = [own_process(0), replace(own_process(1), pid=sleeper.pid)]
+    watcher, ended = watch(store, 0, processes)
+    sleeper.kill()
+    assert ended.wait(5) and ended.code == 6
+    assert f"rank 1 (pid {sleeper.pid}" in watcher.failure.traceback
+    watcher.stop()
+
+
+def test_a_clean_leave_is_no_failure(store, sleeper):
+    """A neighbour that said that it leaves may end."""
+    processes = [own_process(0), replace(own_process(1), pid=sleeper.pid)]
+    watcher, ended = watch(store, 0, processes)
+    leaver = Watcher(store, 1, processes, patience=FAST, end=Ended())
+    leaver.say_leaving()
+    sleeper.kill()
+    sleeper.wait()
+    assert not ended.wait(0.5) and watcher.failure is None
+    watcher.stop()
+
+
+def test_a_lost_launcher_ends_the_process(store, sleeper):
+    """Ranks do not outlive their launcher."""
+    watcher, ended = watch(store, 0, [own_process(0)], parent=sleeper.pid)
+    assert not ended.wait(0.3)
+    sleeper.kill()
+    assert ended.wait(5) and ended.code == 6
+    watcher.stop()
+
+
+def test_a_lost_store_ends_the_process(capfd):
+    """When the store is silent for longer than it may be, the process ends with 6 and says why."""
+    served = local_store()
+    watcher, ended = watch(served, 0, [own_process(0)])
+    assert not ended.wait(0.3)
+    served._store = None  # the server ends with its last owner
+    assert ended.wait(5) and ended.code == 6
+    assert "the store was not heard of" in capfd.readouterr().err
+    watcher.stop()
+
+
+@pytest.mark.parametrize("silent", [0, 1, 2])
+def test_a_silent_host_is_named(store, silent):
+    """Whichever host falls silent, another one's lowest rank notices and names it."""
+    processes = [apart(rank) for rank in range(3)]
+    watched = {rank: watch(store, rank, processes) for rank in range(3)}
+    watched[silent][0]._state.stopping.set()  # the host stops without a word
+    for rank, (watcher, ended) in watched.items():
+        if rank != silent:
+            assert ended.wait(5) and ended.code == 6
+            assert f"host{silent}) was not heard of" in watcher.failure.traceback
+        watcher.stop()
+
+
+def test_a_host_lives_while_any_of_its_ranks_does(store):
+    """A rank that is busy for long is carried by its neighbours of the same host."""
+    processes = [ProcessId(rank, 1, f"h{rank // 2}", f"h{rank // 2}") for rank in range(4)]
+    follower, neighbour = (Heartbeats(store.clone(), rank, processes, 0.3) for rank in (0, 3))
+    pause = threading.Event()
+    for _ in range(10):
+        neighbour.bump_and_follow()
+        assert follower.bump_and_follow() == []
+        pause.wait(0.06)
+
+
+def test_a_pid_that_is_gone_counts_as_ended(sleeper):
+    """A process that ended before it could be watched is told as ended, once."""
+    sleeper.kill()
+    sleeper.wait()
+    lines = LifeLines({"1": sleeper.pid})
+    assert lines.ended() == {"1"}
+    assert lines.ended() == set()
+    lines.close()
