@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from os import PathLike
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchrelay.errors import UsageError
+from torchrelay.jobs.blobs import kind_of
 from torchrelay.jobs.places import NodePlace
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.runners.full_state import full_state_dict
@@ -188,17 +190,26 @@ class Context:
 
     # State
 
-    def load_blobs(self, where: Any, names: str | Sequence[str] = "*", **options: Any) -> Any:
-        """Load blobs of any checkpoint into this node's workspace, e.g. for a warm start.
+    def load_blobs(
+        self, where: str | PathLike[str], names: str | Iterable[str], *, epoch: Any = "last", **options: Any
+    ) -> Any:
+        """Load blobs of any checkpoint into what this workspace has under their names.
 
-        `where` is a run directory, a prefix or a list of them, `names` may hold globs; the options are
-        those of `torchrelay.load_blobs` (`epoch`, `rename`, `prefix`, `strict`). Tensors of existing
-        names are loaded in place. Returns what was loaded, missing and unexpected.
+        For warm starts: `where` is a run directory or prefix, `epoch` a number, "last" or "best", the
+        options are those of `open_checkpoint(...).load` (`rename`, `strict`, `nodes`). Objects are loaded
+        in place, verified, all or nothing; plain values are replaced. Returns what `load` says about
+        missing and unexpected names. Raises KeyError for a name that the workspace lacks: make it first.
         """
-        from torchrelay.checkpoint.blob_files import load_blobs_into
+        from torchrelay.checkpoint.reader import open_checkpoint
 
+        targets = {name: self[name] for name in ([names] if isinstance(names, str) else names)}
+        objects = {name: target for name, target in targets.items() if kind_of(target) != "value"}
+        checkpoint = open_checkpoint(where, epoch=epoch)
+        values = {name: checkpoint.value(name) for name in targets.keys() - objects.keys()}
         self.before_mutation()
-        return load_blobs_into(self.workspace, where, names, **options)
+        result = checkpoint.load(objects, **options)
+        self.workspace.update(values)
+        return result
 
     def full_state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
         """A copy on the CPU of a module's whole state, under the names of the bare module.

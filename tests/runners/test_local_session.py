@@ -136,7 +136,7 @@ def test_a_name_of_several_nodes_must_say_which():
     session = LocalSession(["a", "b"])
     session.run(lambda ws: ws.update(x=ws.node))
     assert session.blob("b:x") == "b"
-    with pytest.raises(UsageError, match="'x' exists on a, b: say which, e.g. 'a:x'"):
+    with pytest.raises(UsageError, match="'x' exists on a, b: say which"):
         session.blob("x")
     with pytest.raises(KeyError, match="no 'z'"):
         session.blob("z")
@@ -166,7 +166,7 @@ def test_a_session_with_given_nodes_refuses_others():
     session = LocalSession(["a", "b"])
     session.place(["b"])
     assert [place.name for place in session.nodes] == ["a", "b"]
-    with pytest.raises(UsageError, match="declares node 'c'.*made for a, b.*nodes="):
+    with pytest.raises(UsageError, match=r"declares node 'c'.*made for a, b.*nodes="):
         session.place(["c"])
     with pytest.raises(UsageError, match="'c', which is none of a, b"):
         session.run(Task(lambda: None, node="c"))

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from paired_sessions import paired_sessions
-from ranks import on_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paired_sessions import paired_sessions
+from ranks import on_ranks
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.peers import Solo

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paired_sessions import paired_sessions
-from ranks import on_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paired_sessions import paired_sessions
+from ranks import on_ranks
 
 from torchrelay.errors import TaskFailedError, UsageError
 from torchrelay.jobs.epoch_loader import EpochLoader
@@ -182,7 +182,7 @@ def test_a_limit_ends_an_epoch_loader_where_its_position_says():
     assert (len(seen), loader.samples_done) == (3, 6)
     session.run_state = RunState()
     seen += session.run(lambda ctx: [batch.indices.tolist() for batch in ctx.steps(loader)]).fetch()
-    assert sorted(sum(seen, [])) == list(range(10))
+    assert sorted(index for indices in seen for index in indices) == list(range(10))
 
 
 def test_emulated_nodes_share_the_steps_of_an_epoch_loader():
@@ -228,7 +228,7 @@ def test_a_failure_inside_a_step_of_the_loop_is_the_task_s():
         for batch in ctx.steps([1, 0]):
             1 / batch
 
-    with pytest.raises(TaskFailedError, match="'train'.*division by zero"):
+    with pytest.raises(TaskFailedError, match=r"'train'.*division by zero"):
         LocalSession().run(train)
 
 
