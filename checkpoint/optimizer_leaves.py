@@ -31,7 +31,7 @@ def optimizer_leaves(
         if names[id(parameter)] == name:
             yield own_leaf(name, blob, Role.PARAMETER, parameter, first_names)
     for index, group in enumerate(optimizer.param_groups):
-        yield from _group_leaves(f"{group_prefix(blob, index)}", blob, group, names)
+        yield from _group_leaves(group_prefix(blob, index), blob, group, names)
     for parameter in parameters(optimizer):
         state = optimizer.state.get(parameter, {})
         prefix = f"{state_prefix(blob)}{names[id(parameter)]}."
@@ -54,7 +54,12 @@ def orphans(blob: str, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor
 
 def group_prefix(blob: str, index: int) -> str:
     """What the leaf names of a parameter group begin with."""
-    return f"{blob}.param_groups.{index}."
+    return f"{groups_prefix(blob)}{index}."
+
+
+def groups_prefix(blob: str) -> str:
+    """What the leaf names of all parameter groups begin with."""
+    return f"{blob}.param_groups."
 
 
 def state_prefix(blob: str) -> str:

@@ -15,7 +15,13 @@ import torch
 from torch.optim import Optimizer
 
 from torchrelay.checkpoint.leaf import LeafSpec
-from torchrelay.checkpoint.optimizer_leaves import PARAMS, group_prefix, shared_name, state_prefix
+from torchrelay.checkpoint.optimizer_leaves import (
+    PARAMS,
+    group_prefix,
+    groups_prefix,
+    shared_name,
+    state_prefix,
+)
 from torchrelay.checkpoint.restoring import Draft, same_form
 
 Builder = Callable[[torch.device | None], Any]
@@ -117,25 +123,29 @@ class _Load:
         return {spec.name: self.draft.tree(spec) for spec in values}
 
     def _groups(self, trees: Mapping[str, Builder]) -> list[dict[str, Builder]]:
-        planned: list[dict[str, Builder]] = []
-        for index, group in enumerate(self.optimizer.param_groups):
-            prefix = group_prefix(self.blob, index)
-            found = (spec for spec in self.draft.rest(self.blob) if spec.name.startswith(prefix))
-            keyed = ((spec.name[len(prefix) :], spec) for spec in found)
-            planned.append(self._entries(keyed, group, trees))
-        return planned
+        keyed: dict[str, list[tuple[str, LeafSpec]]] = {}
+        for spec in self._beginning(groups_prefix(self.blob)):
+            index, _, key = spec.name[len(groups_prefix(self.blob)) :].partition(".")
+            keyed.setdefault(index, []).append((key, spec))
+        live = self.optimizer.param_groups
+        return [self._entries(keyed.get(str(n), ()), group, trees) for n, group in enumerate(live)]
 
     def _state(self, trees: Mapping[str, Builder]) -> dict[str, dict[str, Builder]]:
         prefix = state_prefix(self.blob)
         keyed: dict[str, list[tuple[str, LeafSpec]]] = {}
-        for spec in self.draft.rest(self.blob):
-            if spec.name.startswith(prefix) and (owner := self._owner(spec.name[len(prefix) :])):
-                keyed.setdefault(owner, []).append((spec.name[len(prefix) + len(owner) + 1 :], spec))
+        for spec in self._beginning(prefix):
+            rest = spec.name[len(prefix) :]
+            if (owner := self._owner(rest)) is not None:
+                keyed.setdefault(owner, []).append((rest[len(owner) + 1 :], spec))
         live = self.optimizer.state
         return {
             owner: self._entries(found, live.get(self.members[owner], {}), trees)
             for owner, found in keyed.items()
         }
+
+    def _beginning(self, prefix: str) -> list[LeafSpec]:
+        """What is left of the blob with such names."""
+        return [spec for spec in self.draft.rest(self.blob) if spec.name.startswith(prefix)]
 
     def _owner(self, rest: str) -> str | None:
         """The parameter whose name, the longest that fits, `rest` begins with."""
@@ -163,25 +173,34 @@ class _Load:
     def _install(
         self, groups: list[dict[str, Builder]], state: dict[str, dict[str, Builder]], shared: Builder
     ) -> None:
-        step_devices: dict[int, bool] = {}
         for group, entries in zip(self.optimizer.param_groups, groups, strict=True):
             group.update({key: build(None) for key, build in entries.items()})
-            on_device = bool(group.get("capturable") or group.get("fused"))
-            step_devices.update((id(parameter), on_device) for parameter in group[PARAMS])
-        kept = {name: self.optimizer.state.get(parameter, {}) for name, parameter in self.members.items()}
+        devices = {
+            id(parameter): torch.device("cpu") if _steps_on_cpu(group) else parameter.device
+            for group in self.optimizer.param_groups
+            for parameter in group[PARAMS]
+        }
+        self._install_state(state, devices)
+        self.optimizer.state.update(shared(None))
+
+    def _install_state(
+        self, state: dict[str, dict[str, Builder]], step_devices: Mapping[int, torch.device]
+    ) -> None:
+        before = dict(self.optimizer.state)
         self.optimizer.state.clear()
         for name, entries in state.items():
             parameter = self.members[name]
+            step_device = step_devices[id(parameter)]
             built = {
-                key: build(_device(key, parameter, step_devices[id(parameter)]))
+                key: build(step_device if key == "step" else parameter.device)
                 for key, build in entries.items()
             }
-            kept[name].clear()
-            kept[name].update(built)
-            self.optimizer.state[parameter] = kept[name]
-        self.optimizer.state.update(shared(None))
+            kept = before.get(parameter, {})
+            kept.clear()
+            kept.update(built)
+            self.optimizer.state[parameter] = kept
 
 
-def _device(key: str, parameter: torch.Tensor, step_on_device: bool) -> torch.device:
-    """Where torch's optimizers keep an entry of state: `step` on the CPU unless kernels read it."""
-    return torch.device("cpu") if key == "step" and not step_on_device else parameter.device
+def _steps_on_cpu(group: Mapping[str, Any]) -> bool:
+    """Where torch's optimizers keep `step`: on the CPU unless kernels on the device read it."""
+    return not (group.get("capturable") or group.get("fused"))

@@ -29,11 +29,14 @@ class Restoration:
     """A load that fits: what to read, and what to do when all of it is read.
 
     Reads into live memory change user objects, so a failure from the first read on leaves them partly
-    loaded. `created` holds, after `finish`, the values and new tensors by blob name.
+    loaded. `created` holds, after `finish`, the values and new tensors by blob name; `missing` and
+    `unexpected` are the leaves that `strict=False` has skipped.
     """
 
     def __init__(self, draft: Draft, builders: Mapping[str, Callable[[], Any]]) -> None:
         self.reads: tuple[Read, ...] = tuple(draft.reads)
+        self.missing: tuple[str, ...] = tuple(draft.findings.missing)
+        self.unexpected: tuple[str, ...] = tuple(draft.findings.unexpected)
         self.created: dict[str, object] = {}
         self._steps = draft.steps
         self._builders = builders
@@ -63,9 +66,10 @@ def restoration(
 
     Modules, optimizers and tensors are loaded in place. Stored blobs without an object are created, if
     they are tensors or values; so leave out of `specs` what is not wanted, and out of `objects` tensors
-    that may be replaced. Leaves named in `kept` stay as the program made them. Raises BlobError with a list of all leaves that are missing, unexpected
-    (neither with `strict=False`) or of another form, and DamagedError for malformed values. No object
-    has changed then, nor after success: that begins with the reads.
+    that may be replaced. Leaves named in `kept` stay as the program made them.
+    Raises BlobError with a list of all leaves that are missing, unexpected (neither with
+    `strict=False`) or of another form, and DamagedError for malformed values. No object has changed
+    then, nor after success: that begins with the reads.
     """
     stored = {name: spec for name, spec in specs.items() if spec.role is not Role.RNG}
     draft = Draft(stored, values, parameter_names(objects), kept)

@@ -52,9 +52,7 @@ class Findings:
     unexpected: list[str] = field(default_factory=list)
     unlike: list[str] = field(default_factory=list)
 
-    def check(
-        self, stored: Mapping[str, LeafSpec], *, strict: bool, kept: Collection[str] = ()
-    ) -> None:
+    def check(self, stored: Mapping[str, LeafSpec], *, strict: bool, kept: Collection[str] = ()) -> None:
         """Raise one BlobError that lists all differences; without `strict` only the unlike ones count."""
         lines = [f"differs: {text}" for text in self.unlike]
         if strict:
@@ -92,6 +90,7 @@ class Draft:
         self._by_blob: dict[str, list[LeafSpec]] = {}
         self._taken: set[str] = set()
         self._sources: dict[int, str] = {}
+        self._read_into: set[int] = set()
         self._fresh: dict[str, Read] = {}
         self._live: dict[str, torch.Tensor] = {}
         for spec in specs.values():
@@ -135,9 +134,11 @@ class Draft:
         source = _source(spec)
         if not self._fits(spec, live):
             return
-        if (other := self._sources.setdefault(id(live), source)) != source:
-            self.unlike(f"{spec.name} and {other} are one tensor here and two in the checkpoint")
-        elif self._live.get(source) is not live:
+        known = self._sources.setdefault(id(live), source)
+        if known != source:
+            self.unlike(f"{spec.name} and {known} are one tensor here and two in the checkpoint")
+        elif id(live) not in self._read_into:
+            self._read_into.add(id(live))
             self._live.setdefault(source, live)
             read = Read(source, spec, _own_memory(live))
             self.reads.append(read)
