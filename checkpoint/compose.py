@@ -87,9 +87,13 @@ def _blobs(plan: Plan, said: Sequence[BlobRow]) -> tuple[BlobRow, ...]:
     for planned in plan.rows:
         members.setdefault(planned.leaf.blob, []).append(planned)
     for name, leaves in members.items():
-        alone = len(leaves) == 1 and leaves[0].leaf.name == name
         scopes = {planned.scope for planned in leaves}
         scope = scopes.pop() if len(scopes) == 1 else "replicated"
-        kind = leaves[0].leaf.kind if alone and leaves[0].leaf.role.value != "state" else "stateful"
-        found.setdefault(name, BlobRow(name, kind, scope))
+        found.setdefault(name, BlobRow(name, _kind(name, leaves), scope))
     return tuple(found[name] for name in sorted(found))
+
+
+def _kind(blob: str, leaves: Sequence[PlannedLeaf]) -> str:
+    """A blob that is a leaf itself is a tensor or a value, unless that leaf is the tree of a state dict."""
+    own = next((planned.leaf for planned in leaves if planned.leaf.name == blob), None)
+    return "stateful" if own is None or own.role.value == "state" else own.kind

@@ -13,6 +13,7 @@ from torchrelay.checkpoint.names import GROUP, NODE, check_try
 from torchrelay.checkpoint.position import MAX_EPOCH
 from torchrelay.errors import DamagedError
 
+ROLES = ("parameter", "buffer", "optimizer", "tensor", "value", "state", "rng")
 SCOPES = ("replicated", "sharded", "rank", "host")
 LARGEST = 2**53 - 1
 """Sizes above are not canonical JSON; no product of a shape may pass it either."""
@@ -105,6 +106,7 @@ def _check_leaf(manifest: Manifest, row: int, leaf: LeafRow, demand: Demand) -> 
     name = leaf.name
     demand(_is_name(name), f"{name!r:.80} is no leaf name")
     demand(leaf.scope in SCOPES, f"{name} has scope {leaf.scope!r}")
+    demand(leaf.role in ROLES, f"{name} has role {leaf.role!r}")
     demand(GROUP.fullmatch(leaf.group) is not None, f"{name} is in group {leaf.group!r}")
     demand(leaf.layout < len(manifest.layouts), f"{name} has a layout that is not there")
     demand(leaf.source < len(manifest.tries), f"{name} is in a try that is not there")

@@ -5,6 +5,8 @@
     header    says which keys, dtypes, shapes and blocks; it must hold what the layouts put there
     blocks    (level `full`) have the digests that the header states
 
+Level `sizes` stops before the headers: files are there and as long as the manifest says.
+
 A mismatch counts as damage only when it is seen twice. What could not be looked at is `unknown`: an I/O
 error, a permission, a format of another version. It says nothing about the epoch.
 """
@@ -18,12 +20,12 @@ from typing import Literal, TypeVar
 
 from torchrelay.checkpoint import manifest_disk
 from torchrelay.checkpoint.live import Entry
-from torchrelay.checkpoint.manifest import Manifest
-from torchrelay.checkpoint.shard_set import ShardSet, holders_of
+from torchrelay.checkpoint.manifest import LeafRow, Manifest
+from torchrelay.checkpoint.shard_set import Holder, ShardSet, holders_of
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import DamagedError, FormatError, StorageError
 
-Level = Literal["headers", "full"]
+Level = Literal["sizes", "headers", "full"]
 T = TypeVar("T")
 
 
@@ -80,17 +82,16 @@ def prove(
     """Prove a log entry's epoch, or the part of it that holds the leaves `want`.
 
     Nothing is raised for what is wrong with the epoch: see `Proof.outcome`. Names in `want` that the
-    epoch does not have are ignored here; whoever asked for them says so.
+    epoch does not have are ignored here, as are groups of files that retention has removed; whoever
+    asks for them says so.
     """
     try:
         manifest = seen_twice(lambda: manifest_disk.read(storage, entry))
         shards = ShardSet(storage, manifest)
-        rows = _wanted_rows(manifest, want)
+        rows = [row for row in _wanted_rows(manifest, want) if _is_kept(manifest.leaves[row], entry)]
         for index, holder in enumerate(holders_of(manifest, rows)):
             if index % share.of == share.number:
-                files = seen_twice(lambda holder=holder: shards.open(holder))  # type: ignore[misc]
-                for header in files.headers if level == "full" else ():
-                    seen_twice(header.verify)
+                _look_at(shards, holder, level)
     except FormatError as error:
         return Proof(entry, Outcome.UNKNOWN, str(error))
     except DamagedError as error:
@@ -98,6 +99,19 @@ def prove(
     except OSError as error:
         return Proof(entry, Outcome.UNKNOWN, str(error))
     return Proof(entry, Outcome.PROVED, "", manifest, shards)
+
+
+def _look_at(shards: ShardSet, holder: Holder, level: Level) -> None:
+    if level == "sizes":
+        seen_twice(lambda: shards.check_sizes(holder))
+        return
+    files = seen_twice(lambda: shards.open(holder))
+    for header in files.headers if level == "full" else ():
+        seen_twice(header.verify)
+
+
+def _is_kept(leaf: LeafRow, entry: Entry) -> bool:
+    return not entry.groups or leaf.group in entry.groups
 
 
 def seen_twice(look: Callable[[], T]) -> T:

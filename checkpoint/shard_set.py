@@ -53,14 +53,19 @@ class ShardSet:
     def open(self, holder: Holder) -> HeldFiles:
         """Open and prove the files of a holder; raises DamagedError, FormatError or StorageError."""
         if holder not in self._opened:
-            rows = self.manifest.files.get(holder)
-            if rows is None:
-                name = self.manifest.world.names[holder[1]]
-                raise DamagedError(f"the manifest names no shard of {name}, group {holder[2]}")
-            found = HeldFiles(tuple(self._header(row) for row in rows))
+            found = HeldFiles(tuple(self._header(row) for row in self.manifest.files[holder]))
             self._check_content(holder, found)
             self._opened[holder] = found
         return self._opened[holder]
+
+    def check_sizes(self, holder: Holder) -> None:
+        """Only look whether the files are there and as long as they were; raises DamagedError."""
+        for row in self.manifest.files[holder]:
+            path = shard_path(self.manifest, row, escape=self._escape)
+            size = self.storage.stat(path)
+            if size != row.nbytes:
+                found = "is missing" if size is None else f"has {size} bytes instead of {row.nbytes}"
+                raise DamagedError(f"{path} {found}")
 
     @property
     def header_bytes(self) -> int:

@@ -1,0 +1,167 @@
+"""Any epoch of any run, without the job: look at it, load some of it.
+
+Opening proves the log record, the manifest and that all files are there and as long as they were; a load
+proves the headers of the files it needs and every block it reads, and reads nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torchrelay.checkpoint.blob_info import Blobs, LeafInfo, leaf_info
+from torchrelay.checkpoint.branches import LogView
+from torchrelay.checkpoint.epoch_choice import wanted
+from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.leaf_reader import LeafReader
+from torchrelay.checkpoint.loading import LoadResult, Nodes, load_objects, load_tensors, load_value
+from torchrelay.checkpoint.lookup import split_name
+from torchrelay.checkpoint.manifest import Manifest
+from torchrelay.checkpoint.opening import Best, Place, place_of, proved_entry, read_log
+from torchrelay.checkpoint.patterns import Rename, choose, renamed_all
+from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.proof import Proof
+from torchrelay.checkpoint.storage import Storage
+from torchrelay.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def open_checkpoint(
+    where: str | os.PathLike[str] | Storage,
+    epoch: int | str = "last",
+    *,
+    branch: int | None = None,
+    best: Best | None = None,
+) -> Checkpoint:
+    """Open an epoch of a run directory or of a manager's `db_prefix`; reads no tensor.
+
+    `epoch` is a number, `"last"`, `"best"` (by `best=("val/acc", "max")`, or what the run said), or
+    `"7,branch=0"` for an epoch that a rewind abandoned. `last` and `best` mean the newest, or best,
+    epoch that is not damaged, with a warning that says what was used instead of what; a number means
+    exactly that epoch. Raises UsageError, UnknownEpochError (listing what there is), DamagedError,
+    NoProvableEpochError, StorageError or FormatError.
+    """
+    wish = wanted(epoch, branch)
+    place = place_of(where)
+    notices: list[str] = []
+    view = read_log(place)
+    proof = proved_entry(place, view, wish, best, notices.append)
+    for notice in notices:
+        warnings.warn(notice, stacklevel=2)
+    return Checkpoint(place, proof, view, tuple(notices))
+
+
+class Checkpoint:
+    """One committed epoch. `notices` says what was used instead of what, and why."""
+
+    def __init__(self, place: Place, proof: Proof, view: LogView, notices: tuple[str, ...] = ()) -> None:
+        self.manifest: Manifest
+        self.manifest, shards = proof.check()
+        self.entry = proof.entry
+        self.notices = (*view.notices, *notices)
+        self._storage = place.storage
+        self._reader = LeafReader(place.storage, self.manifest, shards)
+        self.blobs = Blobs(self._reader)
+
+    def __repr__(self) -> str:
+        return f"<checkpoint of epoch {self.position} in {self._storage.url}>"
+
+    @property
+    def position(self) -> Position:
+        """Where in the run it was taken."""
+        return self.entry.position
+
+    @property
+    def branch(self) -> int:
+        """The branch it was committed on."""
+        return self.entry.branch
+
+    @property
+    def facts(self) -> Facts:
+        """Metrics, stop verdicts, totals and seed as they were when it was saved."""
+        return self.manifest.facts
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The reduced metrics of the epoch."""
+        return self.manifest.facts.metrics
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes that saved it, in the order of their ranks."""
+        return self.manifest.world.nodes
+
+    @property
+    def leaves(self) -> tuple[LeafInfo, ...]:
+        """Every leaf of every blob; a name occurs twice where nodes have different leaves of that name."""
+        return tuple(leaf_info(self.manifest, leaf) for leaf in self.manifest.leaves)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from storage since this was opened, records, manifests and headers included."""
+        return self._storage.bytes_read
+
+    def load(
+        self,
+        objects: Mapping[str, Any],
+        *,
+        strict: bool = True,
+        rename: Rename | None = None,
+        nodes: Nodes = None,
+        atomic: bool = True,
+    ) -> LoadResult:
+        """Load blobs into objects: modules, optimizers, tensors, objects with `load_state_dict`.
+
+        Everything is compared before anything changes; `strict` demands that both sides have the same
+        leaves. `rename={"model.encoder.": "encoder."}` changes stored names first, `nodes` says whose
+        content is meant where every node has its own. With `atomic` all bytes are read and verified
+        before the first object changes, at the price of that memory; without, a failure while reading
+        raises PartiallyLoadedError. Objects that are JSON values are not changed: use `value`.
+        """
+        before = self._storage.bytes_read
+        result = load_objects(
+            self._reader, self.entry, objects, strict=strict, rename=rename, nodes=nodes, atomic=atomic
+        )
+        return result.costing(self._storage.bytes_read - before)
+
+    def load_tensors(
+        self,
+        patterns: str | Sequence[str],
+        *,
+        rename: Rename | None = None,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        strict: bool = True,
+    ) -> dict[str, torch.Tensor]:
+        """Load tensors by name or glob (`model.encoder`, `model.*.weight`, `trainer_1:rng.torch`).
+
+        Tied names give one tensor. `dtype` converts floating-point tensors only. With `strict` a pattern
+        that matches nothing is an error.
+        """
+        chosen = choose(self.manifest, patterns, "tensor", strict=strict)
+        places = dict(chosen)
+        if len(places) != len(chosen):
+            raise UsageError(
+                f"{patterns!r} means tensors of several nodes under one name: load them one by one"
+            )
+        names = renamed_all(places, rename)
+        wanted_names = {new: (name, places[name]) for new, name in names.items()}
+        return load_tensors(self._reader, self.entry, wanted_names, device, dtype)
+
+    def value(self, name: str) -> Any:
+        """A value, such as `total` or, where every node has its own, `trainer_1:total`."""
+        node, leaf = split_name(name, self.manifest.world.names)
+        return load_value(self._reader, self.entry, leaf, node)
+
+    def load_values(self, patterns: str | Sequence[str] = "*", *, strict: bool = True) -> dict[str, Any]:
+        """Values by name or glob, as `load_tensors` chooses; keys are the names without the node."""
+        found: dict[str, Any] = {}
+        for name, node in choose(self.manifest, patterns, "value", strict=strict):
+            if name in found:
+                raise UsageError(f"{patterns!r} means several nodes' {name!r}: load them one by one")
+            found[name] = load_value(self._reader, self.entry, name, node)
+        return found
