@@ -18,6 +18,8 @@ from torchrelay.jobs.session import Session
 from torchrelay.metadata.handler import MetadataHandler
 
 DB_TYPE = "torchrelay"
+Work = TaskGroup | SessionGroup
+"""What `session.run` takes."""
 
 
 class Manager:
@@ -105,7 +107,7 @@ class Manager:
         retrieve_from_epoch: int | None = None,
         path_prefix: str | None = None,
         path_type: str | None = None,
-    ) -> TaskGroup:
+    ) -> Work:
         """Fix the checkpoint set: the names that the nodes hold now, or those of an epoch.
 
         The set of the first call is kept: later calls return an empty group.
@@ -122,14 +124,14 @@ class Manager:
         """What the manifest of the next save shall remember of the run."""
         self._facts = facts
 
-    def save(self, epoch: int) -> TaskGroup:
+    def save(self, epoch: int) -> Work:
         """Save all nodes as `epoch`; the group ends when the epoch is committed and acknowledged."""
         position = Position(epoch)
         return SessionGroup(
             f"checkpoint save {position}", lambda session: self.engine.save(session, position, self._facts)
         )
 
-    def load(self, epoch: int, path_prefix: str | None = None, path_type: str | None = None) -> TaskGroup:
+    def load(self, epoch: int, path_prefix: str | None = None, path_type: str | None = None) -> Work:
         """Load an epoch of the current branch into the nodes' workspaces, verified, all or nothing.
 
         `path_prefix` is another directory to read from.
@@ -137,7 +139,7 @@ class Manager:
         engine = self.engine if path_prefix is None else self.engine.reading_from(path_prefix)
         return SessionGroup(f"checkpoint load {epoch}", lambda session: engine.load_epoch(session, epoch))
 
-    def load_blobs_from_checkpoint(self, blob_names: Sequence[str], epoch: int) -> TaskGroup:
+    def load_blobs_from_checkpoint(self, blob_names: Sequence[str], epoch: int) -> Work:
         """Load what of these names the epoch has; the others are ignored."""
         return SessionGroup(
             f"checkpoint partial load {epoch}",

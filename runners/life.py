@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.engine import Target
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.manager_base import Manager
 from torchrelay.checkpoint.position import Position
 from torchrelay.errors import RelayError, UsageError
+from torchrelay.jobs.data_parallel import bare_ddp_instances
+from torchrelay.jobs.data_parallel import drop as drop_wrappers
 from torchrelay.jobs.peers import decide
 from torchrelay.jobs.random_streams import RandomStreams
 from torchrelay.jobs.seeding import current_seed
@@ -128,14 +130,26 @@ class Life:
         past = Past(
             commits=self.look.commits,
             branch_request=self.look.request,
-            epochs_over=self.look.facts is not None
-            and over_by_facts(self.job, self.look.facts, self.look.epoch),
+            epochs_over=self._over_at_look(),
         )
         choice = choose(wish, past)
         if choice.epoch is not None:
             self.manager.engine.check_known(self.session, choice.epoch)
         self.journal.say_choice(choice, self.look)
         return choice
+
+    def _over_at_look(self) -> bool:
+        """Whether the epochs are over at the newest entry of the current branch."""
+        look = self.look
+        return (
+            look.facts is not None
+            and look.epoch is not None
+            and over_by_facts(self.job, look.facts, look.epoch).stop
+        )
+
+    @property
+    def _nodes(self) -> tuple[str, ...]:
+        return self.job.nodes_to_checkpoint() or tuple(place.name for place in self.session.nodes)
 
     def _wish(self, manager: Manager) -> Wish:
         """Ask the handler, on rank 0 only; the default handler of a run directory does not decide."""
@@ -144,7 +158,7 @@ class Life:
         )
 
         def ask() -> int | None:
-            manager.set_params(self.job.nodes_to_checkpoint())
+            manager.set_params(self._nodes)
             return manager.get_resume_from_epoch_id(self.wish_epoch)
 
         epoch = decide(self.session.peers, "resume epoch", ask)
@@ -161,7 +175,7 @@ class Life:
         """The result of a run whose epochs are over and whose tail is done; None when work is left."""
         if choice.start != "newest" or self.look.facts is None or self.look.epoch is None:
             return None
-        if not over_by_facts(self.job, self.look.facts, self.look.epoch):
+        if not self._over_at_look():
             return None
         if not self.journal.tail_done(self.look.branch, self.look.epoch):
             return None
@@ -201,12 +215,21 @@ class Life:
         self.session.run(self.job.setup_group)
         bind_blobs(self.job, self.session, before_setup=False)
         self.session.after_setup()
+        self._warn_of_bare_ddp()
+
+    def _warn_of_bare_ddp(self) -> None:
+        """Bare DDP regroups its buckets after the first step; on three and more ranks sums then differ."""
+        if len(self.session.nodes) > 2 and bare_ddp_instances():
+            self.journal.warn(
+                "a module is wrapped in bare DistributedDataParallel: on more than 2 ranks a resumed run ends in "
+                "other bits; wrap it with torchrelay.data_parallel(module) for exact resume"
+            )
 
     def _start_fresh(self) -> Verdict:
         self.session.run(self.job.init_group)
         self._derive_streams()
         if self.manager is not None:
-            self.session.run(self.manager.init(self.job.nodes_to_checkpoint()))
+            self.session.run(self.manager.init(self._nodes))
             if self.plan.save_initial:
                 self.saver.save(self.session, Position(0), self._facts(Verdict()))
         return Verdict()
@@ -223,7 +246,7 @@ class Life:
         if manager is None:
             raise NotImplementedError  # a target comes from a manager
         epoch = target.position.epoch
-        self.session.run(manager.init(self.job.nodes_to_checkpoint(), retrieve_from_epoch=epoch))
+        self.session.run(manager.init(self._nodes, retrieve_from_epoch=epoch))
         self.session.run(manager.load(epoch))
         if self.session.peers.rank == 0:
             manager.report_checkpoint_stats("checkpoint_load")
@@ -295,15 +318,7 @@ class Life:
         self.session.run_on_failure(self.job.exit_group, code)
 
     def _close(self) -> None:
+        drop_wrappers()
         if self.manager is not None:
             self.manager.engine.close(self.session)
         self.session.end()
-
-
-def describe(choice: Choice, look: Any) -> str:
-    """One line that says where the run starts and why."""
-    if choice.start == "explicit":
-        return f"rewinding to epoch {choice.epoch}: {choice.reason}"
-    if choice.start == "newest":
-        return f"resuming from epoch {look.epoch}: {choice.reason}"
-    return f"starting fresh: {choice.reason}" if choice.reason else "starting fresh"

@@ -54,7 +54,7 @@ def check_run_directory(run: RunDirectory, job: Job, session: SessionBase) -> No
     peers = session.peers
     together(peers, "check the run directory", lambda: check() if peers.rank == 0 else None)
     with _probe(run.path, peers) as probe:
-        seen = peers.exchange("run directory seen", [session.host, probe is not None and _appears(probe)])
+        seen = peers.exchange("run directory seen", [session.local_nodes[0].host, _appears(probe)])
     blind = sorted({host for host, sees in seen if not sees})
     if blind:
         raise UsageError(
@@ -64,7 +64,7 @@ def check_run_directory(run: RunDirectory, job: Job, session: SessionBase) -> No
 
 
 @contextmanager
-def _probe(directory: Path, peers: Peers) -> Iterator[Path | None]:
+def _probe(directory: Path, peers: Peers) -> Iterator[Path]:
     """A file of rank 0 in the directory while all look for it; made directories vanish again."""
     nonce = peers.exchange("probe", secrets.token_hex(8))[0]
     probe = directory / f".probe-{nonce}"
