@@ -1,0 +1,10 @@
+"""The front door of the command line: `python -m torchrelay`, or `torchrelay`."""
+
+from __future__ import annotations
+
+import sys
+
+from torchrelay.runners.command_line import main
+
+if __name__ == "__main__":
+    sys.exit(main())
