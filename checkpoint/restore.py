@@ -14,7 +14,7 @@ import torch
 
 from torchrelay.checkpoint.canonical import Json
 from torchrelay.checkpoint.flatten import parameter_names
-from torchrelay.checkpoint.kinds import Kind, kind_of
+from torchrelay.checkpoint.kinds import Kind, check_recreatable, kind_of
 from torchrelay.checkpoint.leaf import LeafSpec, Role
 from torchrelay.checkpoint.module_restore import draft_module
 from torchrelay.checkpoint.optimizer_restore import draft_optimizer
@@ -22,7 +22,7 @@ from torchrelay.checkpoint.restoring import Draft, Read
 from torchrelay.checkpoint.stateful_restore import draft_new, draft_stateful, draft_tensor, draft_value
 from torchrelay.errors import PartiallyLoadedError, RelayError
 
-__all__ = ["Read", "Restoration", "restoration"]
+__all__ = ["Read", "Restoration", "check_recreatable", "restoration"]
 
 
 class Restoration:
