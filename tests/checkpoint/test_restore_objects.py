@@ -223,6 +223,37 @@ def test_extra_state_and_hooks_take_part():
     assert target[0].scale == 3.0 and target[0].doubled.tolist() == [6.0, 6.0]
 
 
+class Cached(nn.Linear):
+    """Keeps something derived from its weight, refreshed by a hook or by its own load method."""
+
+    def __init__(self, hooked):
+        super().__init__(2, 1, bias=False)
+        self.total = None
+        if hooked:
+            self.register_load_state_dict_post_hook(lambda module, _: module.refresh())
+
+    def refresh(self):
+        self.total = self.weight.sum().item()
+
+
+class CachedByMethod(Cached):
+    def _load_from_state_dict(self, *args):
+        super()._load_from_state_dict(*args)
+        self.refresh()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Cached(True), lambda: CachedByMethod(False)], ids=["hook", "method"]
+)
+def test_load_code_of_a_module_runs_after_its_tensors_are_read(make):
+    """A module that refreshes what it derives from its parameters sees the loaded ones, in place."""
+    source, target = nn.Sequential(make()), nn.Sequential(make())
+    weight = target[0].weight
+    load(save({"m": source}), {"m": target})
+    assert target[0].weight is weight
+    assert target[0].total == source[0].weight.sum().item()
+
+
 def test_tensors_as_extra_state_are_leaves():
     """get_extra_state may return a tensor by itself."""
 
