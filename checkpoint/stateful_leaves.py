@@ -42,10 +42,12 @@ def tree_leaves(
     """A value leaf called `name`, followed by a leaf for each tensor inside it."""
     tensors: dict[str, Leaf] = {}
     known: dict[int, str] = {}
+    taken = {name}
 
     def refer(path: str, tensor: torch.Tensor) -> str:
         if id(tensor) not in known:
-            leaf_name = known[id(tensor)] = _unused(_INDEX.sub(r".\1", path), tensors)
+            leaf_name = known[id(tensor)] = _unused(_INDEX.sub(r".\1", path), taken)
+            taken.add(leaf_name)
             tensors[leaf_name] = Leaf(leaf_name, blob, tensor_role, group, admitted(tensor, path))
         return known[id(tensor)]
 
@@ -60,7 +62,7 @@ def entry_leaves(value: Any, name: str, blob: str, group: str, tensor_role: Role
     return tree_leaves(value, name, blob, group, tensor_role=tensor_role)
 
 
-def _unused(name: str, taken: dict[str, Leaf]) -> str:
+def _unused(name: str, taken: set[str]) -> str:
     """`name`, or with a number behind it where two paths read alike ({"a.b": x, "a": {"b": y}})."""
     candidate, number = name, 2
     while candidate in taken:

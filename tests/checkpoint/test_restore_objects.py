@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from leaf_store import load, plan, save
 from torch import nn
@@ -61,6 +61,8 @@ trees = st.recursive(
 
 @settings(deadline=None, max_examples=80)
 @given(trees)
+@example(torch.ones(2))
+@example({"": torch.ones(1), "a.b": torch.ones(2), "a": {"b": torch.ones(3)}, "a.b~2": torch.ones(4)})
 def test_any_tree_comes_back_as_it_was(tree):
     """Whatever state_dict returns of tensors and typed values, load_state_dict gets the same."""
     other = Tally(None)
