@@ -70,7 +70,9 @@ def load_some(
             together(session.peers, "partial load: read", lambda: _read(reader, plans))
     path = f"{storage.url}/{stored_name(session.local_nodes[0].name)}.{manifest.position}"
     size = sum(read.spec.nbytes for plan in plans for read in plan.restoration.reads)
-    rows = session.peers.exchange("partial load: done", [stored_name(session.local_nodes[0].name), path, size, clock.secs])
+    rows = session.peers.exchange(
+        "partial load: done", [stored_name(session.local_nodes[0].name), path, size, clock.secs]
+    )
     return ready, NodeStats(NodeTimes(*row) for row in rows)
 
 
@@ -95,7 +97,11 @@ def _plans(
     found = []
     for place in places:
         own = node or (stored_name(place) if stored_name(place) in manifest.world.number else None)
-        found.append(_plan(session.workspace(place), reader, leaves, blob, blob if hosted or node is None else name, own))
+        found.append(
+            _plan(
+                session.workspace(place), reader, leaves, blob, blob if hosted or node is None else name, own
+            )
+        )
     return found
 
 

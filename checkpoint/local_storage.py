@@ -156,7 +156,9 @@ class LocalStorage:
             try:
                 full.mkdir(parents=True, exist_ok=True)
             except FileExistsError as error:
-                raise StorageError(f"{full} is a file; a directory is needed there: choose another place") from error
+                raise StorageError(
+                    f"{full} is a file; a directory is needed there: choose another place"
+                ) from error
 
     def sync_dir(self, path: str) -> None:
         """Fsync the directory itself."""

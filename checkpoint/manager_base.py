@@ -48,9 +48,9 @@ class Manager:
 
     # Who
 
-    def bind(self, job: Job, *, best: tuple[str, str] | None = None) -> None:
-        """Serve this job; its directory must not belong to another one."""
-        self.engine.bind(job.name, best)
+    def bind(self, job: Job, *, default_name: str | None = None) -> None:
+        """Serve this job (called `default_name` if it has no name); another's directory is refused."""
+        self.engine.bind(job.name or default_name)
 
     def stored_name(self, node: str) -> str:
         """The name under which a node of the job is stored."""
@@ -71,8 +71,8 @@ class Manager:
         names = self._check_nodes(nodes)
         if self._nodes is not None and names != self._nodes:
             raise UsageError(
-                f"this manager was initialised for the nodes {', '.join(self._nodes)}, not {', '.join(names)}: "
-                "use another manager (and another directory) for another job"
+                f"this manager was initialised for the nodes {', '.join(self._nodes)}, "
+                f"not {', '.join(names)}: use another manager (and another directory) for another job"
             )
         first, self._nodes = self._nodes is None, names
         self.engine.stored_names = {name: self.stored_name(name) for name in names}

@@ -56,7 +56,7 @@ def encode(manifest: Manifest) -> bytes:
         "tries": list(manifest.tries),
         "plan": manifest.plan_hash,
         "world": _world_json(manifest.world),
-        "facts": _facts_json(manifest.facts),
+        "facts": facts_json(manifest.facts),
         "classes": [pack_numbers(nodes) for nodes in classes.items],
         "layouts": layouts,
         "blobs": _blobs_json(manifest.blobs, words),
@@ -194,7 +194,8 @@ def _world(fields: Fields) -> World:
     return World(names("nodes"), names("hosts"), host_of, names("others"))
 
 
-def _facts_json(facts: Facts) -> Json:
+def facts_json(facts: Facts) -> Json:
+    """Facts as they lie in a manifest."""
     return {
         "metrics": {
             name: values.encode(float(value), f"metric {name}") for name, value in facts.metrics.items()
@@ -206,6 +207,11 @@ def _facts_json(facts: Facts) -> Json:
         "run": facts.run_id,
         "over": facts.over,
     }
+
+
+def facts_of(value: Json, what: str) -> Facts:
+    """Read what `facts_json` made; raises DamagedError naming `what`."""
+    return _facts(Fields(value if isinstance(value, dict) else {}, what))
 
 
 def _facts(fields: Fields) -> Facts:

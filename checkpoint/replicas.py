@@ -80,7 +80,7 @@ def _told(job: SaveJob, failures: Mapping[str, tuple[int, ...]]) -> str:
     ]
     more = f" and {len(parts) - 5} more" if len(parts) > 5 else ""
     return (
-        f"epoch {job.position}: replicas are not alike: {'; '.join(parts[:5])}{more}. Parameters and optimizer "
-        "state must be the same on all ranks (wrap the module with torchrelay.data_parallel, build it "
+        f"epoch {job.position}: replicas are not alike: {'; '.join(parts[:5])}{more}. "
+        "Parameters and optimizer state must be the same on all ranks (wrap the module with torchrelay.data_parallel, build it "
         "after torchrelay.seed); register what shall differ with scope='rank'"
     )

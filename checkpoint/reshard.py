@@ -12,6 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from torchrelay.checkpoint.dtypes import by_name, memory_of, torch_dtype
 from torchrelay.checkpoint.leaf_reader import LeafReader
 from torchrelay.checkpoint.manifest import LeafRow, Manifest
 from torchrelay.checkpoint.members import Member
@@ -101,12 +104,22 @@ def _assign_rank_leaf(case: _Case, found: Assigned, refused: dict[str, str], rea
 def _compute(case: _Case, found: Assigned, reader: LeafReader) -> None:
     if case.leaf.name != case.leaf.blob or case.leaf.role == "state":
         raise UsageError(
-            f"blob {case.leaf.blob!r}: a reshard callable can make tensors and plain values, not {case.name!r}; "
-            f"use one of {', '.join(RESHARD_POLICIES)}"
+            f"blob {case.leaf.blob!r}: a reshard callable can make tensors and plain values, "
+            f"not {case.name!r}; use one of {', '.join(RESHARD_POLICIES)}"
         )
-    values = {node: reader.content(case.name, node) for node in case.old_nodes}
+    values = {node: _content(case, reader, node) for node in case.old_nodes}
     found.kept.add(case.name)
     found.computed[case.name] = case.policy(values, case.node)
+
+
+def _content(case: _Case, reader: LeafReader, node: str) -> Any:
+    """The value or tensor of one old node."""
+    if case.leaf.kind == "value":
+        return reader.value(case.name, node)
+    spec = reader.spec(case.name, node)
+    tensor = torch.empty(spec.shape, dtype=torch_dtype(by_name(str(spec.dtype))))
+    reader.read_into(case.name, memory_of(tensor), node)
+    return tensor
 
 
 def _own_row(manifest: Manifest, rows: Sequence[int], node: str) -> int | None:
@@ -126,8 +139,8 @@ def _take(found: Assigned, name: str, leaf: LeafRow, reader: LeafReader, node: s
 
 def _refusal(manifest: Manifest, nodes: Sequence[str], refused: Mapping[str, str]) -> str:
     blobs = ", ".join(repr(blob) for blob in sorted(refused))
+    policies = ", ".join(map(repr, RESHARD_POLICIES[1:]))
     return (
-        f"blob {blobs} has a value of its own on each of {len(manifest.world.nodes)} nodes, and now there are "
-        f"{len(nodes)}: say what shall become of it with reshard={', '.join(map(repr, RESHARD_POLICIES[1:]))} or a "
-        "callable where it is registered (the default 'error' refuses)"
+        f"blob {blobs} has a value of its own on each of {len(manifest.world.nodes)} nodes, and now "
+        f"there are {len(nodes)}: say what shall become of it with reshard={policies} or a callable where it is registered (the default 'error' refuses)"
     )

@@ -23,6 +23,7 @@ from torchrelay.checkpoint.canonical import sha256
 from torchrelay.checkpoint.compose import TryIdentity, compose, world_of
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.leaf import Leaf, Value
+from torchrelay.checkpoint.ledger import Holding
 from torchrelay.checkpoint.live import Entry
 from torchrelay.checkpoint.manifest import ShardRow
 from torchrelay.checkpoint.names import Flat, Key, Whole
@@ -68,8 +69,8 @@ class SaveJob:
     """The hosted nodes."""
     position: Position
     facts: Facts
-    identity: Mapping[str, Any]
-    """Job uuid and name, branch and generation, as rank 0 told."""
+    holding: Holding
+    """Whose directory this is, and on which branch."""
     commit: Callable[[Entry], None]
     """Appends the commit record; called on rank 0 only."""
 
@@ -142,7 +143,7 @@ def _write_node(
     secs = {**before, "hash": 0.0, "write": 0.0, "fsync": 0.0}
     shards: list[dict[str, Any]] = []
     for group, assignments in plan.files(state.rank).items():
-        identity = ShardIdentity(job.identity["job"], job.position, state.place.name, group, try_name)
+        identity = ShardIdentity(job.holding.job, job.position, state.place.name, group, try_name)
         entries, values = _contents(state, assignments)
         for part, report in enumerate(
             write_shard(job.storage, f"{DATA}/{try_name}", identity, entries, values=values), 1
@@ -188,11 +189,11 @@ def _commit(job: SaveJob, plan: Plan, try_name: str, rows: list[dict[str, Any]])
     manifest = compose(
         plan,
         TryIdentity(
-            job.identity["uuid"],
-            job.identity["job"],
+            job.holding.uuid,
+            job.holding.job,
             job.position,
-            job.identity["branch"],
-            job.identity["generation"],
+            job.holding.branch,
+            job.holding.generation,
             try_name,
         ),
         world_of(job.places),

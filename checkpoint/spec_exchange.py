@@ -50,7 +50,7 @@ class SpecExchange:
         return classes, scopes
 
     def _learn(self, peers: Peers, posted: list[Any], mine: Mapping[str, Described]) -> None:
-        first = {}
+        first: dict[str, int] = {}
         for process, part in enumerate(posted):
             for _, digest in part:
                 first.setdefault(digest, process)

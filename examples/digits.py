@@ -4,12 +4,13 @@
     torchrun --standalone --nproc-per-node=2 examples/digits.py runs/digits
 
 Run the same command again after a crash and it carries on; `--resume-from-epoch 2` rewinds. The data
-are the 1,797 scans that ship with scikit-learn.
+are the 1,797 scans that ship with scikit-learn. `--batch-size N` is that of all ranks together,
+`--watch SECS` prints where the epoch is, so often.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -61,13 +62,19 @@ def accuracy(model: nn.Module, part: tuple[torch.Tensor, torch.Tensor]) -> float
     return (model(pixels).argmax(1) == labels).float().mean().item()
 
 
-def main(run_dir: str) -> None:
+def print_step(ctx: torchrelay.Context) -> None:
+    """Where the epoch is: a report step, called beside the training."""
+    if ctx.rank == 0:
+        print(f"epoch {ctx.epoch}, step {ctx.step}", flush=True)
+
+
+def main(run_dir: str, batch_size: int = 64, watch_secs: float | None = None) -> None:
     session = torchrelay.init(seed=0)
     data = digits()
     model = Net().to(session.device)
     trained = data_parallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    loader = EpochLoader(data["train"], batch_size=64)
+    loader = EpochLoader(data["train"], batch_size=batch_size)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=EPOCHS)
     job = Job("digits", blobs=dict(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader))
 
@@ -88,9 +95,18 @@ def main(run_dir: str) -> None:
         ctx.log("val/acc", accuracy(model, data["val"]))
         ctx.log("test/acc", accuracy(model, data["test"]))
 
+    if watch_secs is not None:
+        job.epoch_group.report_step(print_step, interval=watch_secs)
     job.stop_when(max_epochs(EPOCHS))
     JobRunner(job, run_dir, best=("val/acc", "max")).main()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 and not sys.argv[1].startswith("-") else "runs/digits")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run_dir", nargs="?", default="runs/digits")
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--watch", type=float, metavar="SECS")
+    parser.add_argument("--resume-from-epoch", type=int, metavar="N")  # this and the next are read by main()
+    parser.add_argument("--again", action="store_true")
+    options = parser.parse_args()
+    main(options.run_dir, options.batch_size, options.watch)

@@ -116,9 +116,9 @@ class JobRunner:
             _training.release()
 
     def main(self, argv: list[str] | None = None) -> None:
-        """Train as a program: read `--resume-from-epoch N`, `--again` and `--resume MODE`, leave with an exit code.
+        """Train as a program and leave with an exit code.
 
-        Other arguments are left to the program. A user's mistake prints one line, no traceback.
+        Reads `--resume-from-epoch N`, `--again` and `--resume auto|must|never`; other arguments are left to the program. A user's mistake prints one line, no traceback.
         """
 
         def work() -> int:

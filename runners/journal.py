@@ -6,6 +6,7 @@ directory only the lines remain.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
@@ -14,7 +15,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from torchrelay.checkpoint.engine import Look
+from torchrelay.checkpoint.ledger import Holding, Look
 from torchrelay.checkpoint.position import Position
 from torchrelay.errors import DirectoryInUseError, RelayError
 from torchrelay.jobs.job import Job
@@ -65,9 +66,9 @@ class Journal:
             self.peers, "run identity", lambda: run.create(name, best, len(session.nodes))["uuid"]
         )
 
-    def opened(self, generation: int | None, look: Look) -> None:
+    def opened(self, holding: Holding | None, look: Look) -> None:
         """The log is ours: from now on this process may replace the status."""
-        self._generation = generation
+        self._generation = holding.generation if holding else None
         self._branch = look.branch
         if not self.writes or self.run is None:
             return
@@ -198,4 +199,4 @@ class Journal:
 
 def finite(value: float) -> float | str:
     """JSON has no NaN: a non-finite metric is written as text."""
-    return value if value == value and abs(value) != float("inf") else str(value)
+    return value if math.isfinite(value) else str(value)

@@ -13,8 +13,8 @@ import uuid
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from torchrelay.checkpoint.engine import Target
 from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.ledger import Target
 from torchrelay.checkpoint.manager_base import Manager
 from torchrelay.checkpoint.position import Position
 from torchrelay.errors import RelayError, UsageError
@@ -124,9 +124,10 @@ class Life:
                     "directory or a manager"
                 )
             return Choice("fresh")
-        self.manager.bind(self.job, best=self.plan.best)
+        run = self.run_directory
+        self.manager.bind(self.job, default_name=run.name if run else None)
         wish = self._wish(self.manager)
-        self.look = self.manager.engine.look(self.session, tolerant=self.run_directory is None)
+        self.look = self.manager.engine.ledger.look(self.session.peers, tolerant=self.run_directory is None)
         past = Past(
             commits=self.look.commits,
             branch_request=self.look.request,
@@ -134,7 +135,7 @@ class Life:
         )
         choice = choose(wish, past)
         if choice.epoch is not None:
-            self.manager.engine.check_known(self.session, choice.epoch)
+            self.manager.engine.ledger.find(self.session.peers, choice.epoch)
         self.journal.say_choice(choice, self.look)
         return choice
 
@@ -194,21 +195,21 @@ class Life:
         """Become the writer of the log, and begin the new branch that the choice asks for."""
         if self.manager is None:
             return
-        engine = self.manager.engine
+        ledger, peers = self.manager.engine.ledger, self.session.peers
         self.journal.create(self.job, self.plan.best, self.session)
-        engine.open(self.session, tolerant=self.run_directory is None)
-        self.journal.opened(engine.generation, self.look)
+        ledger.open(peers, tolerant=self.run_directory is None)
+        self.journal.opened(ledger.holding, self.look)
         if choice.rewind:
             base = None if choice.epoch is None else Position(choice.epoch)
-            engine.rewind(self.session, base, {"epoch": choice.epoch, "process": PROCESS})
+            ledger.rewind(peers, base, {"epoch": choice.epoch, "process": PROCESS})
 
     def _target(self, choice: Choice) -> Target | None:
         """The proved position to load: exactly the explicit one, or the newest that can be proved."""
         if self.manager is None or choice.start == "fresh":
             return None
         if choice.start == "explicit" and choice.epoch is not None:
-            return self.manager.engine.prove(self.session, choice.epoch)
-        return self.manager.engine.newest(self.session, say=self.journal.warn)
+            return self.manager.engine.ledger.prove(self.session.peers, choice.epoch)
+        return self.manager.engine.ledger.newest(self.session.peers, self.journal.warn)
 
     def _set_up(self) -> None:
         bind_blobs(self.job, self.session, before_setup=True)
@@ -221,8 +222,8 @@ class Life:
         """Bare DDP regroups its buckets after the first step; on three and more ranks sums then differ."""
         if len(self.session.nodes) > 2 and bare_ddp_instances():
             self.journal.warn(
-                "a module is wrapped in bare DistributedDataParallel: on more than 2 ranks a resumed run ends in "
-                "other bits; wrap it with torchrelay.data_parallel(module) for exact resume"
+                "a module is wrapped in bare DistributedDataParallel: on more than 2 ranks a resumed run "
+                "ends in other bits; wrap it with torchrelay.data_parallel(module) for exact resume"
             )
 
     def _start_fresh(self) -> Verdict:
@@ -320,5 +321,5 @@ class Life:
     def _close(self) -> None:
         drop_wrappers()
         if self.manager is not None:
-            self.manager.engine.close(self.session)
+            self.manager.engine.ledger.close()
         self.session.end()

@@ -12,7 +12,7 @@ from torchrelay.jobs.peers import decide
 from torchrelay.runners.session_base import SessionBase
 
 if TYPE_CHECKING:
-    from torchrelay.checkpoint.engine import Look, Target
+    from torchrelay.checkpoint.ledger import Look, Target
     from torchrelay.runners.journal import Journal
 
 

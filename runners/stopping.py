@@ -93,6 +93,9 @@ def over_by_facts(job: Job, facts: Facts, epoch: int) -> Verdict:
 
 def limits_of(conditions: Sequence[StopCondition]) -> dict[str, Any]:
     """The totals that also end a running epoch, for the run's state."""
-    steps = [condition.steps for condition in conditions if getattr(condition, "steps", None) is not None]
-    secs = [condition.secs for condition in conditions if getattr(condition, "secs", None) is not None]
-    return {"limit_steps": min(steps, default=None), "limit_secs": min(secs, default=None)}
+    steps = [getattr(condition, "steps", None) for condition in conditions]
+    secs = [getattr(condition, "secs", None) for condition in conditions]
+    return {
+        "limit_steps": min((n for n in steps if n is not None), default=None),
+        "limit_secs": min((n for n in secs if n is not None), default=None),
+    }

@@ -1,4 +1,7 @@
-"""After the loop: upload, download, exit; each part recorded as done, so that it resumes at the first that is not."""
+"""After the loop: upload, download, exit.
+
+Each part is recorded as done, so that a run that dies here resumes at the first part that is not.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ if TYPE_CHECKING:
 
 def run_tail(life: Life) -> None:
     """Run the parts that are left. The upload gets the newest committed epoch."""
-    branch = life.manager.engine.branch if life.manager is not None else 0
+    holding = life.manager.engine.ledger.holding if life.manager is not None else None
+    branch = holding.branch if holding else 0
     epoch = life.state.epoch
     parts = {"upload": _upload, "download": _download, "exit": _exit}
     for part in life.journal.tail_left(branch, epoch):

@@ -1,0 +1,297 @@
+"""The log as the processes of a session use it together.
+
+Rank 0 reads and writes; what it finds or decides is told to all, and what it raises all raise.
+Reading needs no right to write. All verbs are called by all processes in the same order.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torchrelay.checkpoint import manifest_disk
+from torchrelay.checkpoint.branches import LogView
+from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.live import Entry
+from torchrelay.checkpoint.log_reader import open_log
+from torchrelay.checkpoint.log_writer import LogWriter
+from torchrelay.checkpoint.manifest import Manifest
+from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.proof import Outcome
+from torchrelay.checkpoint.prove_together import prove_together
+from torchrelay.checkpoint.record import entry_json, entry_of
+from torchrelay.checkpoint.storage import Storage
+from torchrelay.errors import (
+    DamagedError,
+    FencedError,
+    NoProvableEpochError,
+    NotAllowedNowError,
+    RelayError,
+    StorageError,
+    UnknownEpochError,
+)
+from torchrelay.jobs.peers import Peers, decide
+
+TAKEOVER_MARGIN_SECS = 60.0
+"""How much longer than the takeover itself the other ranks wait for rank 0."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a log says before a run starts.
+
+    `epoch` and `facts` are of the newest entry of the current branch, not proved yet; `request` is
+    what that branch was begun by. `notices` are for people.
+    """
+
+    commits: bool = False
+    branch: int = 0
+    request: Mapping[str, Any] | None = None
+    epoch: int | None = None
+    facts: Facts | None = None
+    notices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Target:
+    """A proved position, ready to be loaded."""
+
+    entry: Entry
+    manifest: Manifest
+
+    @property
+    def position(self) -> Position:
+        """Where in the run it was taken."""
+        return self.entry.position
+
+    @property
+    def facts(self) -> Facts:
+        """What the manifest remembers of the run."""
+        return self.manifest.facts
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What every process knows of the log that rank 0 holds."""
+
+    job: str
+    uuid: str
+    branch: int
+    generation: int
+
+
+class Ledger:
+    """One directory's log, looked at, taken over, appended to and released."""
+
+    def __init__(self, storage: Storage, takeover_secs: float) -> None:
+        self.storage = storage
+        self.takeover_secs = takeover_secs
+        self.job_name: str | None = None
+        self.holding: Holding | None = None
+        self.writer: LogWriter | None = None
+        """On rank 0, while the log is ours."""
+        self._pending_rewind: tuple[Position | None, dict[str, Any]] | None = None
+        self._proved: Target | None = None
+
+    # Looking
+
+    def look(self, peers: Peers, *, tolerant: bool = False) -> Look:
+        """Read the log. `tolerant`: a directory that cannot be read looks empty, with a notice."""
+        found = decide(peers, "look at the log", lambda: self._look(tolerant=tolerant))
+        facts = None if found["facts"] is None else manifest_disk.facts_of(found["facts"], "the log")
+        return Look(**{**found, "facts": facts, "notices": tuple(found["notices"])})
+
+    def _look(self, *, tolerant: bool) -> dict[str, Any]:
+        try:
+            return self._looked(self.view())
+        except StorageError as error:
+            if not tolerant:
+                raise
+            return {**self._looked(LogView()), "notices": [str(error)]}
+
+    def _looked(self, view: LogView) -> dict[str, Any]:
+        newest, notices = view.newest(), list(view.notices)
+        facts = None
+        if newest is not None:
+            try:
+                facts = manifest_disk.facts_json(manifest_disk.read(self.storage, newest).facts)
+            except OSError as error:
+                notices.append(str(error))
+        return {
+            "commits": bool(view.entries),
+            "branch": view.current.id,
+            "request": dict(view.begun_by) if view.begun_by else None,
+            "epoch": newest.position.epoch if newest else None,
+            "facts": facts,
+            "notices": notices,
+        }
+
+    def view(self) -> LogView:
+        """What the log says now: our own writer's view while we hold it. Rank 0 only."""
+        return self.writer.view if self.writer is not None else open_log(self.storage, self.job_name)
+
+    def find(self, peers: Peers, epoch: int) -> Entry:
+        """The entry of an epoch as seen from the current branch; UnknownEpochError lists what there is."""
+        return entry_of(decide(peers, "find the epoch", lambda: entry_json(self._known(epoch))), "the log")
+
+    def find_or_none(self, peers: Peers, epoch: int) -> Entry | None:
+        """The same, None when the epoch is not committed."""
+
+        def find() -> Any:
+            entry = self.view().find(epoch)
+            return None if entry is None else entry_json(entry)
+
+        told = decide(peers, "find the epoch", find)
+        return None if told is None else entry_of(told, "the log")
+
+    def _known(self, epoch: int) -> Entry:
+        view = self.view()
+        entry = view.find(epoch)
+        if entry is None:
+            known = ", ".join(map(str, view.epochs())) or "none"
+            raise UnknownEpochError(
+                f"epoch {epoch} is not committed in {self.storage.url}; there are: {known}"
+            )
+        return entry
+
+    # Holding
+
+    def open(self, peers: Peers, *, tolerant: bool = False) -> None:
+        """Take the log over.
+
+        Raises DirectoryInUseError for a living holder. `tolerant`: a directory that cannot be used
+        is left alone, and every save tries again.
+        """
+
+        def take() -> list[Any] | None:
+            try:
+                return self._take()
+            except StorageError:
+                if not tolerant:
+                    raise
+                return None
+
+        told = decide(
+            peers, "take the log over", take, deadline_secs=self.takeover_secs + TAKEOVER_MARGIN_SECS
+        )
+        self.holding = None if told is None else Holding(*told)
+
+    def _take(self) -> list[Any]:
+        if self.writer is None:
+            self.writer = LogWriter.take(self.storage, self.job_name, patience_secs=self.takeover_secs)
+        if self._pending_rewind is not None:
+            self.writer.rewind(*self._pending_rewind)
+            self._pending_rewind = None
+        return self._told()
+
+    def _told(self) -> list[Any]:
+        writer = self.required()
+        return [writer.view.job_name, writer.view.job_uuid, writer.view.current.id, writer.generation]
+
+    def rewind(self, peers: Peers, base: Position | None, request: dict[str, Any]) -> None:
+        """Begin a new branch at `base` (None: before everything); later epochs are abandoned.
+
+        Where the log could not be taken yet, the branch begins when it is.
+        """
+        if self.holding is None:
+            self._pending_rewind = (base, request)
+            return
+
+        def append() -> list[Any]:
+            self.required().rewind(base, request)
+            return self._told()
+
+        self.holding = Holding(*decide(peers, "rewind", append))
+
+    def required(self) -> LogWriter:
+        """The writer; NotAllowedNowError where the log is not ours."""
+        if self.writer is None:
+            raise NotAllowedNowError("the checkpoint log is not open: save within a train call")
+        return self.writer
+
+    def required_holding(self) -> Holding:
+        """What all processes know of the log; NotAllowedNowError where it is not ours."""
+        if self.holding is None:
+            raise NotAllowedNowError("the checkpoint log is not open: save within a train call")
+        return self.holding
+
+    def close(self) -> None:
+        """Release the log, so that the next writer need not wait. Warns where that fails."""
+        writer, self.writer = self.writer, None
+        self.holding, self._pending_rewind = None, None
+        if writer is None:
+            return
+        try:
+            writer.release()
+        except FencedError:
+            pass  # it is another's by now, who need not wait for us
+        except RelayError as error:
+            warnings.warn(f"the checkpoint log was not released: {error}", stacklevel=2)
+
+    # Proving
+
+    def prove(self, peers: Peers, epoch: int) -> Target:
+        """Prove exactly this epoch of the current branch; raises DamagedError, never falls back."""
+        entry = self.find(peers, epoch)
+        if self._proved is not None and self._proved.entry == entry:
+            return self._proved
+        outcome, reason = prove_together(peers, self.storage, entry)
+        if outcome is Outcome.DAMAGED:
+            raise DamagedError(
+                f"epoch {epoch} in {self.storage.url} is damaged: {reason}; an epoch that was asked for is "
+                "never replaced by another: choose another one, or restore the files from a copy"
+            )
+        self._check_readable(entry, outcome, reason)
+        return self._target(entry)
+
+    def newest(self, peers: Peers, say: Callable[[str], None]) -> Target:
+        """The newest position of the current branch that all processes can prove.
+
+        A damaged one is quarantined, the reason said, and the next older one tried; what then
+        replaces the damaged epochs belongs to a new branch. Raises NoProvableEpochError when none is
+        left, StorageError when one cannot be read now.
+        """
+        tried: list[str] = []
+        while True:
+            told = decide(peers, "newest epoch", self._newest)
+            if told is None:
+                raise NoProvableEpochError(
+                    f"no epoch in {self.storage.url} can be proved ({'; '.join(tried) or 'none is left'}). "
+                    "Restore the files from a copy, or begin anew with resume='never'"
+                )
+            entry = entry_of(told, "the log")
+            outcome, reason = prove_together(peers, self.storage, entry)
+            self._check_readable(entry, outcome, reason)
+            if outcome is Outcome.PROVED:
+                if tried:
+                    self._fall_back(peers, entry.position)
+                return self._target(entry)
+            tried.append(f"epoch {entry.position}: {reason}")
+            say(f"epoch {entry.position} is damaged ({reason}); an older one is used instead")
+            decide(peers, "quarantine", partial(self._quarantine, entry, reason))
+
+    def _newest(self) -> Any:
+        newest = self.required().view.newest()
+        return None if newest is None else entry_json(newest)
+
+    def _quarantine(self, entry: Entry, reason: str) -> None:
+        self.required().quarantine(entry.key, reason)
+
+    def _fall_back(self, peers: Peers, base: Position) -> None:
+        """The new branch keeps the request of the old one, so that the same command continues it."""
+        request = decide(peers, "fallback", lambda: dict(self.required().view.begun_by or {}))
+        self.rewind(peers, base, {**request, "fallback": True})
+
+    def _check_readable(self, entry: Entry, outcome: Outcome, reason: str) -> None:
+        if outcome is Outcome.UNKNOWN:
+            raise StorageError(
+                f"epoch {entry.position} in {self.storage.url} cannot be read now: {reason}; nothing was "
+                "changed: try again when the storage answers"
+            )
+
+    def _target(self, entry: Entry) -> Target:
+        self._proved = Target(entry, manifest_disk.read(self.storage, entry))
+        return self._proved
