@@ -46,6 +46,9 @@ class EpochLoader:
     Raises UsageError for arguments that cannot be, and when `batch_size` is below the number of ranks.
     """
 
+    same_on_all_ranks = True
+    """Its state is the whole job's, so it is saved once; other loaders keep a state per rank."""
+
     def __init__(
         self,
         dataset: Any,
