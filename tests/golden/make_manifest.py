@@ -1,0 +1,71 @@
+"""Makes `manifest_v1.json`, the frozen manifest that every later version must read.
+
+It has all that a manifest can have: split, replicated, per-node and per-host leaves, an alias, two node
+classes, a value of every place, references to an earlier try of another world, two parts of a shard.
+Run it only for a new format version, under a new name: `python tests/golden/make_manifest.py > ...`.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+from torchrelay.checkpoint.compose import TryIdentity, compose, world_of
+from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.leaf import LeafSpec, Role
+from torchrelay.checkpoint.manifest import BlobRow, Manifest, ShardRow
+from torchrelay.checkpoint.plan import NodeClass, plan_classes
+from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.references import with_references
+from torchrelay.jobs.places import NodePlace
+
+
+def spec(name: str, role: Role, count: int = 0, group: str = "main", alias: str | None = None) -> LeafSpec:
+    blob = name.split(".", maxsplit=1)[0]
+    if role is Role.VALUE:
+        return LeafSpec(name, blob, role, group, "value", None, (), 12, alias)
+    return LeafSpec(name, blob, role, group, "tensor", "float32", (count, 1024), count * 4096, alias)
+
+
+def shard(node: int, group: str, part: int = 1, nbytes: int = 9_000_000) -> ShardRow:
+    return ShardRow(node, group, part, nbytes + node, 4096, f"{node:02x}{part:02x}" * 16)
+
+
+def earlier() -> Manifest:
+    leaves = (spec("model.frozen", Role.PARAMETER, 512), spec("lora", Role.VALUE))
+    places = [NodePlace("trainer_0", 0, 2), NodePlace("helper:0", 1, 2)]
+    plan = plan_classes([NodeClass((0, 1), leaves)], cut=1 << 20)
+    identity = TryIdentity("0" * 32, "golden", Position(3), 0, 5, "e00000003-abcdef")
+    return compose(plan, identity, world_of(places), [shard(0, "main"), shard(1, "main")], {"lora": 1}, Facts())
+
+
+def manifest() -> Manifest:
+    common = (
+        spec("model.body", Role.PARAMETER, 1000),
+        spec("model.tied", Role.PARAMETER, 1000, alias="model.body"),
+        spec("model.mean", Role.BUFFER, 2),
+        spec("optim.moment", Role.OPTIMIZER, 1000, "optim"),
+        spec("total", Role.VALUE),
+        spec("mine", Role.VALUE),
+        spec("ours", Role.VALUE),
+    )
+    stages = (spec("stage.a", Role.PARAMETER, 1), spec("stage.b", Role.PARAMETER, 1))
+    classes = [NodeClass((0, 1, 2), (*common, stages[0])), NodeClass((3,), (*common, stages[1]))]
+    plan = plan_classes(classes, scopes={"mine": "rank", "ours": "host"}, hosts=[0, 0, 1, 1])
+    places = [NodePlace(f"trainer_{rank}", rank, 4, f"gpu{rank // 2}", rank // 2) for rank in range(4)]
+    facts = Facts(
+        metrics={"train/loss": 0.125, "val/acc": float("nan")},
+        stop={"max_epochs": {"stop": False, "reason": ""}},
+        total_steps=1200,
+        elapsed_secs=12.5,
+        seed=2**60,
+        run_id="hello-1",
+    )
+    shards = [shard(node, group) for node in range(4) for group in ("main", "optim")] + [shard(2, "main", 2)]
+    identity = TryIdentity("0" * 32, "golden", Position(3, 1200), 1, 9, "e00000003s001200-0123456789ab")
+    made = compose(plan, identity, world_of(places), shards, {"total": 100}, facts, [BlobRow("empty", "stateful", "replicated")])
+    return with_references(replace(made, extra={"later": {"kept": True}}), earlier(), ["lora", "model.frozen"])
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(manifest().encode())
