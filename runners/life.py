@@ -93,6 +93,8 @@ class Life:
             finished = self._already_finished(choice)
             if finished is not None:
                 return finished
+            if self.manager is not None:
+                self.journal.say_choice(choice, self.look)
             self._open(choice)
             result = self._live(choice)
         except BaseException as error:
@@ -136,7 +138,6 @@ class Life:
         choice = choose(wish, past)
         if choice.epoch is not None:
             self.manager.engine.ledger.find(self.session.peers, choice.epoch)
-        self.journal.say_choice(choice, self.look)
         return choice
 
     def _over_at_look(self) -> bool:
