@@ -6,12 +6,10 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from torchrelay.checkpoint import manifest_disk
 from torchrelay.checkpoint.branches import LogView
 from torchrelay.checkpoint.epoch_choice import named_entry, wanted
 from torchrelay.checkpoint.live import Entry
 from torchrelay.checkpoint.proof import Proof, prove
-from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import StorageError, UnknownEpochError, UsageError
 from torchrelay.runners.command_line_output import Output
 from torchrelay.runners.command_line_place import locate
@@ -27,7 +25,7 @@ def verify(chosen: argparse.Namespace, output: Output) -> int:
         output.notice(notice)
     proofs: list[Proof] = []
     for entry in _chosen(view, chosen.epoch):
-        proofs.append(_prove(place.storage, entry))
+        proofs.append(prove(place.storage, entry, level="full"))
         if not output.json:
             output.line(_line(proofs[-1]), proofs[-1].outcome.value)
     proved = sum(proof.proved for proof in proofs)
@@ -52,19 +50,6 @@ def _chosen(view: LogView, epoch: str | None) -> Sequence[Entry]:
     if not whole:
         raise UnknownEpochError("there is no last epoch: nothing is committed yet")
     return whole[-1:]
-
-
-def _prove(storage: Storage, entry: Entry) -> Proof:
-    return prove(storage, entry, want=None if entry.resumable else _kept(storage, entry), level="full")
-
-
-def _kept(storage: Storage, entry: Entry) -> frozenset[str] | None:
-    """The leaves in the groups of files that retention has left of an entry."""
-    try:
-        leaves = manifest_disk.read(storage, entry).leaves
-    except OSError:  # the proof will say what is wrong
-        return None
-    return frozenset(leaf.name for leaf in leaves if leaf.group in entry.groups)
 
 
 def _line(proof: Proof) -> str:

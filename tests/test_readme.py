@@ -1,0 +1,120 @@
+"""The README is true: its programs run as they stand, and do what their comments say."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def program(number: int) -> str:
+    """One of the python programs of the page, verbatim."""
+    return re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)[number]
+
+
+def run(folder: Path, code: str, *arguments: str) -> str:
+    """Run a program in a folder as a user would; everything it prints."""
+    script = folder / "program.py"
+    script.write_text(code)
+    done = subprocess.run(
+        [sys.executable, str(script), *arguments],
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def cli(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "torchrelay", *arguments], cwd=folder, capture_output=True, text=True,
+        timeout=60, check=True,
+    )  # fmt: skip
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A folder in which the README's job has run once, and what it printed."""
+    folder = tmp_path_factory.mktemp("readme")
+    return folder, run(folder, program(0))
+
+
+def test_the_job_is_fifteen_lines() -> None:
+    """The job of the README has at most fifteen lines of code."""
+    lines = [line for line in program(0).splitlines() if line.strip()]
+    assert len(lines) <= 16, "torch's own import is not counted"
+
+
+def test_the_job_trains_then_is_finished_then_rewinds(trained: tuple[Path, str]) -> None:
+    """The job runs five epochs; again it says that it is finished; told to, it rewinds to epoch 2."""
+    folder, first = trained
+    assert [f"epoch {epoch} " in first for epoch in range(1, 7)] == [True] * 5 + [False]
+    again = run(folder, program(0))
+    assert "finished" in again
+    assert "epoch 1 " not in again
+    rewound = run(folder, program(0).replace(".train()", ".train(resume_from_epoch=2)"))
+    assert "rewinding to epoch 2" in rewound
+    assert [f"epoch {epoch} |" in rewound for epoch in range(1, 6)] == [False, False, True, True, True]
+    listed = cli(folder, "ls", "runs/hello")
+    assert listed.count("abandoned") == 3
+    assert "9 of 9 epochs proved" in cli(folder, "verify", "runs/hello")
+    assert "FINISHED" in cli(folder, "show", "runs/hello")
+
+
+def test_the_rewound_run_ends_in_the_same_weights(trained: tuple[Path, str]) -> None:
+    """After the rewind the last epoch of the new branch equals that of the abandoned one, bit for bit."""
+    folder, _ = trained
+    if "abandoned" not in cli(folder, "ls", "runs/hello"):
+        run(folder, program(0).replace(".train()", ".train(resume_from_epoch=2)"))
+    code = (
+        "import torch, torchrelay\n"
+        "old, new = (torchrelay.open_checkpoint('runs/hello', epoch=e).load_tensors('model.*')"
+        " for e in ('5,branch=0', 5))\n"
+        "assert old.keys() == new.keys() and len(old) == 2\n"
+        "assert all(torch.equal(old[name], new[name]) for name in old)"
+    )
+    run(folder, code)
+
+
+def test_blobs_are_loaded_elsewhere(trained: tuple[Path, str]) -> None:
+    """The second program loads the model without the job, from another process."""
+    folder, _ = trained
+    check = "\nassert set(weights) == {'model.weight', 'model.bias'}\n"
+    check += "assert torch.equal(weights['model.weight'], model.weight)\n"
+    run(folder, program(1) + check)
+
+
+def test_any_safetensors_reader_opens_a_shard(trained: tuple[Path, str]) -> None:
+    """The weights of the newest epoch can be read with safetensors alone."""
+    folder, _ = trained
+    code = (
+        "import glob; from safetensors import safe_open\n"
+        "shard = sorted(glob.glob('runs/hello/checkpoints/data/e00000005-*/*.main.safetensors'))[0]\n"
+        "assert tuple(safe_open(shard, 'pt').get_tensor('model.weight').shape) == (1, 10)"
+    )
+    run(folder, code)
+
+
+def test_the_named_commands_exist() -> None:
+    """Each command that the page shows is there: scripts can be executed, verbs are known."""
+    for script in re.findall(r"^\$ (scripts/\w+)", README, re.MULTILINE):
+        assert os.access(ROOT / script, os.X_OK), script
+    verbs = re.findall(r"^\$ torchrelay (\w+)", README, re.MULTILINE)
+    assert verbs
+    for verb in verbs:
+        cli(ROOT, verb, "--help")
+
+
+def test_the_named_versions_are_the_tested_ones() -> None:
+    """The page says the torch version that the tests are pinned to."""
+    pinned = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned
+    assert f"torch {pinned[1]} on CPU" in README
