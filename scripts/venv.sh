@@ -1,4 +1,5 @@
-# Sourced by the other scripts: makes .venv beside them when it is missing or out of date.
+# Sourced by the other scripts: makes .venv when it is missing, brings it up to date when it is not.
+# What else was installed there stays: a .venv is never emptied, other programs may be using it now.
 # Needs python3 (3.10 to 3.13) with its venv module; PYTHON=/path/to/python3 chooses another one.
 
 venv_stamp() { cat pyproject.toml constraints.txt | cksum; }
@@ -10,13 +11,19 @@ make_venv() {
     return 2
   fi
   echo "making .venv with $("$python" --version) (torch is large: this may take some minutes)" >&2
-  "$python" -m venv --clear .venv
+  "$python" -m venv .venv
+}
+
+fill_venv() {
   .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
   venv_stamp > .venv/stamp
 }
 
-if [ ! -x .venv/bin/python ] || [ "$(cat .venv/stamp 2>/dev/null)" != "$(venv_stamp)" ]; then
+if [ ! -x .venv/bin/python ]; then
   make_venv
+fi
+if [ "$(cat .venv/stamp 2>/dev/null)" != "$(venv_stamp)" ]; then
+  fill_venv
 fi
 PATH="$PWD/.venv/bin:$PATH"
 export PATH
