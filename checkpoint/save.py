@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -33,12 +34,15 @@ from torchrelay.checkpoint.shard import ShardEntry, ShardIdentity
 from torchrelay.checkpoint.shard_writer import ShardReport, write_shard
 from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.storage import Storage
-from torchrelay.errors import SaveFailedError
+from torchrelay.errors import SaveFailedError, StorageError
 from torchrelay.jobs.peers import Peers, decide, together
 from torchrelay.jobs.places import NodePlace
 from torchrelay.metadata.stats import NodeStats, NodeTimes
 
 DATA = "data"
+BASE_PATIENCE_SECS = 600.0
+SLOWEST_BYTES_PER_SEC = 10e6
+"""A rank that writes slower than this on top of the base is late."""
 
 
 @dataclass
@@ -110,9 +114,16 @@ def carry_out(job: SaveJob, plan: Plan, clock: Clock) -> NodeStats:
     rows[0]["secs"]["commit"] = time.monotonic() - begin  # the first node is the coordinator's
     stats = NodeStats(_times(job, row) for row in rows)
     if job.peers.rank == 0:
-        text = json.dumps(stats.to_json(), indent=1)
-        job.storage.replace(f"{DATA}/{try_name}/stats.json", text.encode())
+        _write_stats(job.storage, f"{DATA}/{try_name}/stats.json", stats)
     return stats
+
+
+def _write_stats(storage: Storage, path: str, stats: NodeStats) -> None:
+    """Timings are no part of the epoch: it is committed already, whatever becomes of them."""
+    try:
+        storage.replace(path, json.dumps(stats.to_json(), indent=1).encode())
+    except StorageError as error:
+        warnings.warn(f"the epoch is saved, its timings are not: {error}", stacklevel=2)
 
 
 def _make_try(job: SaveJob) -> str:
@@ -134,7 +145,13 @@ def _write_all(job: SaveJob, plan: Plan, try_name: str, clock: Clock) -> list[li
         job.storage.sync_dir(f"{DATA}/{try_name}")
         return rows
 
-    return together(job.peers, "save: write", write)
+    return together(job.peers, "save: write", write, deadline_secs=_patience_secs(job, plan))
+
+
+def _patience_secs(job: SaveJob, plan: Plan) -> float:
+    """How long the slowest node may take: what a very slow disk needs for the largest share."""
+    shares = (sum(part.nbytes for part in plan.assignments(place.rank)) for place in job.places)
+    return BASE_PATIENCE_SECS + max(shares, default=0) / SLOWEST_BYTES_PER_SEC
 
 
 def _write_node(

@@ -46,8 +46,8 @@ def together(
 ) -> list[Json]:
     """Run `work` in every process and give everybody all results in rank order.
 
-    When one or more processes raise, all raise: the failing process its own exception, the others
-    an error of the same class (where it is ours; else PeerError) whose message names the rank.
+    When one or more processes raise, all raise: the first failing process its own exception, the
+    others an error of the same class (where it is ours; else RelayError) whose message names the rank.
     """
     own: Exception | None = None
     outcome: dict[str, Json]
@@ -62,11 +62,12 @@ def together(
         if own is None:
             raise
         raise own from own.__cause__  # the own failure says more than that the others did not come
-    if own is not None:
-        raise own
     for rank, other in enumerate(outcomes):
         if "error" in other:
-            raise error_of(other["error"], other["message"], rank)
+            # The first one counts everywhere, so that all processes draw the same conclusion.
+            if own is not None and rank == peers.rank:
+                raise own
+            raise error_of(other["error"], other["message"], rank) from own
     return [other["value"] for other in outcomes]
 
 
@@ -80,10 +81,13 @@ def decide(
 
 
 def error_of(name: str, message: str, rank: int) -> RelayError:
-    """Rebuild the error that another rank reported; unknown classes become PeerError."""
+    """Rebuild the error that another rank reported; unknown classes become RelayError.
+
+    Not PeerError: that says that a rank is lost, and this one has just told what happened to it.
+    """
     found = getattr(errors, name, None)
     known = isinstance(found, type) and issubclass(found, RelayError)
-    kind: type[RelayError] = found if known else PeerError  # type: ignore[assignment]
+    kind: type[RelayError] = found if known else RelayError  # type: ignore[assignment]
     error = kind(message if rank == 0 and known else f"rank {rank}: {'' if known else name + ': '}{message}")
     error.of_rank = rank
     return error

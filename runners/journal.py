@@ -12,15 +12,15 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchrelay.checkpoint.ledger import Holding, Look
 from torchrelay.checkpoint.position import Position
-from torchrelay.errors import DirectoryInUseError, RelayError
+from torchrelay.errors import DirectoryInUseError, RelayError, StorageError
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.peers import Peers, decide
-from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.metadata.run_directory import RunDirectory, State
 from torchrelay.runners.choosing import Choice
 from torchrelay.runners.progress import Progress
 from torchrelay.runners.result import RunResult
@@ -98,7 +98,7 @@ class Journal:
         self.progress.epoch(state.epoch, state.total_steps, metrics, saved, time.monotonic() - self._began)
         if not self.writes or self.run is None or self._generation is None:
             return
-        line = {
+        line: dict[str, Any] = {
             "epoch": state.epoch,
             "step": state.total_steps,
             "attempt": self._attempt,
@@ -106,7 +106,7 @@ class Journal:
             "saved": saved,
             "metrics": {name: finite(value) for name, value in metrics.items()},
         }
-        self.run.log_metrics(self._generation, line)
+        self._note(self.run.log_metrics, self._generation, line)
         if state.ended_early:
             self._event("short epoch", epoch=state.epoch, reason=state.ended_early)
         self._status("RUNNING", epoch=state.epoch, stop=list(verdict.reasons))
@@ -182,11 +182,12 @@ class Journal:
 
     def _event(self, kind: str, **details: Any) -> None:
         if self.writes and self.run is not None and self._generation is not None:
-            self.run.log_event(self._generation, kind, **details)
+            self._note(self.run.log_event, self._generation, kind, **details)
 
-    def _status(self, state: Any, **details: Any) -> None:
+    def _status(self, state: State, **details: Any) -> None:
         if self.writes and self.run is not None:
-            self.run.write_status(
+            self._note(
+                self.run.write_status,
                 state,
                 attempt=self._attempt,
                 generation=self._generation,
@@ -195,6 +196,14 @@ class Journal:
                 tail=self._tail,
                 **details,
             )
+
+    @staticmethod
+    def _note(write: Callable[..., None], *values: Any, **details: Any) -> None:
+        """What is noted is for people: where it cannot be written, training goes on."""
+        try:
+            write(*values, **details)
+        except StorageError as error:
+            warnings.warn(f"the run directory could not be written: {error}", SaveWarning, stacklevel=4)
 
 
 def finite(value: float) -> float | str:

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger("torchrelay")
+GROUP_SECS = 7 * 24 * 3600.0
+"""How long ranks that have nothing to do wait for those that work in the same group: lost ranks are
+found by the watcher within seconds, and a rank that works may take its time."""
 FAILURE_SECS = 30.0
 """How long tasks that run after a failure may take."""
 
@@ -184,7 +187,9 @@ class SessionBase(Managed):
                 own[place.name] = self._run_node(group, by_node[place.name], place.name, groups)
             return told(tasks, own) if self.peers.size > 1 else None
 
-        all_told = together(self.peers, f"group {group.name}", self._announced(group.name, work))
+        all_told = together(
+            self.peers, f"group {group.name}", self._announced(group.name, work), deadline_secs=GROUP_SECS
+        )
         bind(tasks, {**heard(tasks, all_told), **own} if self.peers.size > 1 else own)
 
     def _run_node(
