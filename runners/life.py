@@ -108,6 +108,7 @@ class Life:
         target = self._target(choice)
         self._set_up()
         verdict = self._resume(target) if target else self._start_fresh()
+        self._restore_streams()
         if not verdict.stop:
             verdict = self._loop(verdict)
         run_tail(self)
@@ -262,12 +263,15 @@ class Life:
             self.state.seed = facts.seed
         return over_by_facts(self.job, facts, epoch)
 
+    def _restore_streams(self) -> None:
+        """The last act before the first epoch task, or before the tail of a run whose epochs are over."""
+        for name, streams in self.streams.items():
+            self.session.set_streams(name, streams)
+
     # The loop
 
     def _loop(self, verdict: Verdict) -> Verdict:
         epoch = self.state.epoch
-        for name, streams in self.streams.items():
-            self.session.set_streams(name, streams)
         while not verdict.stop:
             epoch += 1
             self.state.begin_epoch(epoch)
