@@ -75,16 +75,15 @@ def _best_of_run(run: Path) -> Best | None:
 
 
 def proved_entry(place: Place, view: LogView, wish: Wanted, best: Best | None, say: Say) -> Proof:
-    """The epoch that is meant, its manifest proved and its files there and as long as they were.
+    """The epoch that is meant, its manifest proved.
 
-    An explicit epoch is never replaced: DamagedError, StorageError, or UnknownEpochError. Of `last` and
-    `best` the next one is taken where one is damaged, and that is said; NoProvableEpochError if none is
+    An explicit epoch is never replaced: DamagedError, StorageError, or UnknownEpochError; whether its
+    files are there shows when they are needed. Of `last` and `best` the files must all be there and as
+    long as they were; else the next one is taken, and that is said; NoProvableEpochError if none is
     left. Where an epoch cannot be looked at (I/O), StorageError: an older one would hide that.
     """
     if wish.explicit:
-        found = prove(place.storage, named_entry(view, wish), level="sizes")
-        found.check()
-        return found
+        return prove(place.storage, named_entry(view, wish), want=())
     reasons: list[str] = []
     for entry in _candidates(place, view, wish, best, say):
         proof = prove(place.storage, entry, level="sizes")
@@ -96,7 +95,10 @@ def proved_entry(place: Place, view: LogView, wish: Wanted, best: Best | None, s
             return proof
         reasons.append(f"epoch {entry.position} is damaged: {proof.reason}")
     if reasons:
-        raise NoProvableEpochError(f"no epoch in {place.url} can be proved: {'; '.join(reasons)}")
+        raise NoProvableEpochError(
+            f"no epoch in {place.url} is whole: {'; '.join(reasons)}. An epoch that is asked for by its "
+            "number gives what is left of it"
+        )
     raise UnknownEpochError(f"nothing is committed in {place.url} yet")
 
 

@@ -1,14 +1,16 @@
 """Any epoch of any run, without the job: look at it, load some of it.
 
-Opening proves the log record, the manifest and that all files are there and as long as they were; a load
-proves the headers of the files it needs and every block it reads, and reads nothing else.
+Opening proves the log record and the manifest (of `last` and `best` also that all files are there and as
+long as they were); a load proves the headers of the files it needs and every block it reads, and reads
+nothing else.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.blob_info import Blobs, LeafInfo, leaf_info
@@ -24,7 +26,7 @@ from torchrelay.checkpoint.patterns import Rename, choose, renamed_all
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.proof import Proof
 from torchrelay.checkpoint.storage import Storage
-from torchrelay.errors import UsageError
+from torchrelay.errors import DamagedError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -123,9 +125,10 @@ class Checkpoint:
         raises PartiallyLoadedError. Objects that are JSON values are not changed: use `value`.
         """
         before = self._storage.bytes_read
-        result = load_objects(
-            self._reader, self.entry, objects, strict=strict, rename=rename, nodes=nodes, atomic=atomic
-        )
+        with self._naming_damage():
+            result = load_objects(
+                self._reader, self.entry, objects, strict=strict, rename=rename, nodes=nodes, atomic=atomic
+            )
         return result.costing(self._storage.bytes_read - before)
 
     def load_tensors(
@@ -150,12 +153,14 @@ class Checkpoint:
             )
         names = renamed_all(places, rename)
         wanted_names = {new: (name, places[name]) for new, name in names.items()}
-        return load_tensors(self._reader, self.entry, wanted_names, device, dtype)
+        with self._naming_damage():
+            return load_tensors(self._reader, self.entry, wanted_names, device, dtype)
 
     def value(self, name: str) -> Any:
         """A value, such as `total` or, where every node has its own, `trainer_1:total`."""
         node, leaf = split_name(name, self.manifest.world.names)
-        return load_value(self._reader, self.entry, leaf, node)
+        with self._naming_damage():
+            return load_value(self._reader, self.entry, leaf, node)
 
     def load_values(self, patterns: str | Sequence[str] = "*", *, strict: bool = True) -> dict[str, Any]:
         """Values by name or glob, as `load_tensors` chooses; keys are the names without the node."""
@@ -163,5 +168,17 @@ class Checkpoint:
         for name, node in choose(self.manifest, patterns, "value", strict=strict):
             if name in found:
                 raise UsageError(f"{patterns!r} means several nodes' {name!r}: load them one by one")
-            found[name] = load_value(self._reader, self.entry, name, node)
+            with self._naming_damage():
+                found[name] = load_value(self._reader, self.entry, name, node)
         return found
+
+    @contextmanager
+    def _naming_damage(self) -> Iterator[None]:
+        """Damage that shows while reading is told with its epoch, and what to do."""
+        try:
+            yield
+        except DamagedError as error:
+            raise DamagedError(
+                f"epoch {self.position} in {self._storage.url} is damaged: {error}; open another epoch, or "
+                "restore the file from a copy"
+            ) from error

@@ -173,7 +173,8 @@ class ShardHeader:
 
     def _located(self, requests: Iterable[ReadRequest]) -> list[tuple[StoredEntry, ReadRequest]]:
         located = [(self._entry(request.key), request) for request in requests]
-        return sorted(located, key=lambda pair: pair[0].start + pair[1].start)
+        # By the end, too: an empty entry begins where the next one does, and comes before it.
+        return sorted(located, key=lambda pair: (pair[0].start, pair[0].stop, pair[1].start))
 
     def _read_together(self, run: list[tuple[StoredEntry, ReadRequest]]) -> None:
         start, stop = run[0][0].start, run[-1][0].stop

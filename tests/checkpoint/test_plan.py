@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -32,7 +33,9 @@ def value(name, nbytes=10):
 def leaf_sets(draw):
     counts = draw(st.lists(st.integers(0, 60), min_size=1, max_size=12))
     dtypes = [draw(st.sampled_from(sorted(ITEM))) for _ in counts]
-    return [tensor(f"l{i}", count, dtype) for i, (count, dtype) in enumerate(zip(counts, dtypes, strict=True))]
+    return [
+        tensor(f"l{i}", count, dtype) for i, (count, dtype) in enumerate(zip(counts, dtypes, strict=True))
+    ]
 
 
 def written(plan, nodes):
@@ -53,7 +56,7 @@ def test_every_element_is_written_exactly_once(leaves, nodes):
         ranges = found[leaf.name]
         assert ranges[0][0] == 0
         assert ranges[-1][1] == leaf.shape[0]
-        assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+        assert all(a[1] == b[0] for a, b in pairwise(ranges))
         assert len(ranges) == 1 or all(a < b for a, b in ranges)
 
 
@@ -108,20 +111,30 @@ def test_both_of_two_ranks_write_bytes_of_the_parameters_and_of_the_optimizer():
     leaves += [tensor(f"optim.{n}", 100, role=Role.OPTIMIZER, group="optim") for n in names]
     plan = plan_replicas(leaves, 2)
     for node in (0, 1):
-        assert {group: bool(found) for group, found in plan.files(node).items()} == {"main": True, "optim": True}
+        assert {group: bool(found) for group, found in plan.files(node).items()} == {
+            "main": True,
+            "optim": True,
+        }
 
 
 def test_a_large_leaf_is_cut_at_a_mebibyte_and_a_small_one_is_not():
     """Leaves from 1 MiB on are cut inside, smaller ones only between."""
     large = plan_replicas([tensor("w", 1_000_000)], 2)
-    assert [(a.first, a.last) for n in (0, 1) for a in large.assignments(n)] == [(0, 524288), (524288, 1_000_000)]
+    assert [(a.first, a.last) for n in (0, 1) for a in large.assignments(n)] == [
+        (0, 524288),
+        (524288, 1_000_000),
+    ]
     small = plan_replicas([tensor("w", 200_000)], 2)
     assert [len(small.assignments(n)) for n in (0, 1)] in ([1, 0], [0, 1])
 
 
 def test_buffers_and_values_are_written_whole_by_the_first_replica():
     """Only parameters and optimizer tensors are split: buffers differ between replicas by design."""
-    leaves = [tensor("running_mean", 3_000_000, role=Role.BUFFER), tensor("ema", 3_000_000, role=Role.TENSOR), value("total")]
+    leaves = [
+        tensor("running_mean", 3_000_000, role=Role.BUFFER),
+        tensor("ema", 3_000_000, role=Role.TENSOR),
+        value("total"),
+    ]
     plan = plan_replicas(leaves, 3)
     assert [a.leaf.name for a in plan.assignments(0)] == ["ema", "running_mean", "total"]
     assert plan.assignments(1) == plan.assignments(2) == ()
@@ -130,9 +143,15 @@ def test_buffers_and_values_are_written_whole_by_the_first_replica():
 def test_rank_leaves_are_written_by_every_node_and_host_leaves_once_per_host():
     """`rank` leaves belong to their node, `host` leaves to the lowest rank of each host."""
     plan = plan_replicas(
-        [value("mine"), value("ours"), tensor("w", 10)], 4, scopes={"mine": "rank", "ours": "host"}, hosts=[0, 0, 1, 1]
+        [value("mine"), value("ours"), tensor("w", 10)],
+        4,
+        scopes={"mine": "rank", "ours": "host"},
+        hosts=[0, 0, 1, 1],
     )
-    writers = {name: [n for n in range(4) if name in {a.leaf.name for a in plan.assignments(n)}] for name in ("mine", "ours")}
+    writers = {
+        name: [n for n in range(4) if name in {a.leaf.name for a in plan.assignments(n)}]
+        for name in ("mine", "ours")
+    }
     assert writers == {"mine": [0, 1, 2, 3], "ours": [0, 2]}
 
 

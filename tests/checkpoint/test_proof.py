@@ -62,7 +62,9 @@ def test_a_flipped_bit_is_found_in_manifest_header_and_block(epoch):
     assert prove(storage, entry, level="full").proved
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "trainer_0.1.main.safetensors", "trainer_1.1.optim.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "trainer_0.1.main.safetensors", "trainer_1.1.optim.safetensors"]
+)
 @pytest.mark.parametrize("level", ["sizes", "full"])
 def test_a_missing_or_shortened_file_is_damage(epoch, name, level):
     """Presence and size are looked at at every level; the reason names the file."""
@@ -169,9 +171,7 @@ def test_a_header_must_hold_exactly_what_the_manifest_puts_there(tmp_path):
         import dataclasses
 
         for other in others:
-            mixed = dataclasses.replace(
-                other, leaves=good.leaves, layouts=good.layouts, values=good.values
-            )
+            mixed = dataclasses.replace(other, leaves=good.leaves, layouts=good.layouts, values=good.values)
             with pytest.raises(StorageError, match=r"model\.[abc]"):
                 ShardSet(run.storage, mixed).open((0, 0, "main"))
 
@@ -186,7 +186,10 @@ def test_references_to_earlier_tries_are_written_and_proved(tmp_path):
             referenced=(run.manifests[first.position], kept),
         )  # fmt: skip
         third = run.save(
-            3, [LEAVES[1]], 1, referenced=(run.manifests[second.position], ["model.weight", "model.count", "mine"])
+            3,
+            [LEAVES[1]],
+            1,
+            referenced=(run.manifests[second.position], ["model.weight", "model.count", "mine"]),
         )
     assert second.needs == (first.try_name,)
     assert set(third.needs) == {first.try_name, second.try_name}

@@ -36,7 +36,9 @@ def earlier() -> Manifest:
     places = [NodePlace("trainer_0", 0, 2), NodePlace("helper:0", 1, 2)]
     plan = plan_classes([NodeClass((0, 1), leaves)], cut=1 << 20)
     identity = TryIdentity("0" * 32, "golden", Position(3), 0, 5, "e00000003-abcdef")
-    return compose(plan, identity, world_of(places), [shard(0, "main"), shard(1, "main")], {"lora": 1}, Facts())
+    return compose(
+        plan, identity, world_of(places), [shard(0, "main"), shard(1, "main")], {"lora": 1}, Facts()
+    )
 
 
 def manifest() -> Manifest:
@@ -63,8 +65,18 @@ def manifest() -> Manifest:
     )
     shards = [shard(node, group) for node in range(4) for group in ("main", "optim")] + [shard(2, "main", 2)]
     identity = TryIdentity("0" * 32, "golden", Position(3, 1200), 1, 9, "e00000003s001200-0123456789ab")
-    made = compose(plan, identity, world_of(places), shards, {"total": 100}, facts, [BlobRow("empty", "stateful", "replicated")])
-    return with_references(replace(made, extra={"later": {"kept": True}}), earlier(), ["lora", "model.frozen"])
+    made = compose(
+        plan,
+        identity,
+        world_of(places),
+        shards,
+        {"total": 100},
+        facts,
+        [BlobRow("empty", "stateful", "replicated")],
+    )
+    return with_references(
+        replace(made, extra={"later": {"kept": True}}), earlier(), ["lora", "model.frozen"]
+    )
 
 
 if __name__ == "__main__":

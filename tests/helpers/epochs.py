@@ -94,7 +94,7 @@ class Writing:
         *,
         step: int = 0,
         scopes: Mapping[str, str] | None = None,
-        facts: Facts = Facts(),
+        facts: Facts | None = None,
         referenced: tuple[Manifest, Sequence[str]] | None = None,
         world: Sequence[NodePlace] | None = None,
     ) -> Entry:
@@ -117,7 +117,7 @@ class Writing:
             for leaf in node
             if isinstance(leaf.content, Value)
         }
-        manifest = compose(plan, identity, world_of(world), shards, inline, facts)
+        manifest = compose(plan, identity, world_of(world), shards, inline, facts or Facts())
         if referenced:
             manifest = with_references(manifest, *referenced)
         self.manifests[position] = manifest

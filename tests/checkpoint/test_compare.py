@@ -1,0 +1,138 @@
+"""Comparing replicas: which leaves, when, and what a difference means."""
+
+from __future__ import annotations
+
+import torch
+from epochs import buffer, moment, parameter, tensor, value
+
+from torchrelay.checkpoint import compare
+from torchrelay.checkpoint.compare import (
+    Mode,
+    Verdict,
+    compare_replicas,
+    digests_of,
+    fails_when_different,
+    is_compared,
+    mode_at,
+    verdict,
+)
+
+
+def test_parameters_are_compared_whole_at_the_first_save_and_every_ten_epochs():
+    """Whole after a start and at every tenth epoch, samples between."""
+    assert mode_at(3, first=True) is Mode.WHOLE
+    assert [mode_at(epoch, first=False) is Mode.WHOLE for epoch in (1, 9, 10, 11, 20)] == [
+        False,
+        False,
+        True,
+        False,
+        True,
+    ]
+
+
+def test_samples_see_the_ends_and_whole_digests_see_everything():
+    """A changed element between samples is found by the whole digest, at the ends by both."""
+    weight = torch.zeros(1_000_000)
+
+    def digest(mode):
+        return digests_of([parameter("w", weight)], mode)["w"]
+
+    before = {mode: digest(mode) for mode in Mode}
+    weight[200_000] = 1
+    assert digest(Mode.SAMPLES) == before[Mode.SAMPLES]
+    assert digest(Mode.WHOLE) != before[Mode.WHOLE]
+    weight[200_000], weight[-1] = 0, 1
+    assert digest(Mode.SAMPLES) != before[Mode.SAMPLES]
+
+
+def test_other_tensors_are_always_compared_whole():
+    """Sampling is for parameters and optimizer state only."""
+    ema = torch.zeros(1_000_000)
+    before = digests_of([tensor("ema", ema), value("total", 1)], Mode.SAMPLES)
+    ema[200_000] = 1
+    after = digests_of([tensor("ema", ema), value("total", 2)], Mode.SAMPLES)
+    assert before["ema"] != after["ema"]
+    assert before["total"] != after["total"]
+
+
+def test_dtype_and_shape_belong_to_the_digest_and_layout_in_memory_does_not():
+    """Equal bytes of another form are different; a transposed copy with equal elements is not."""
+    square = torch.arange(9.0).reshape(3, 3)
+    names = digests_of(
+        [parameter("a", square), parameter("b", square.flatten()), parameter("c", square.view(torch.int32)),
+         parameter("d", square.t().contiguous().t())], Mode.WHOLE,
+    )  # fmt: skip
+    assert len({names["a"], names["b"], names["c"]}) == 3
+    assert names["a"] == names["d"]
+
+
+def test_what_is_never_compared():
+    """Buffers that DDP broadcasts, aliases, and leaves that belong to a rank or host."""
+    assert not is_compared(buffer("model.mean", torch.zeros(1)), "replicated", {"model.mean"})
+    assert is_compared(buffer("model.mean", torch.zeros(1)), "replicated")
+    assert not is_compared(parameter("model.b", torch.zeros(1), alias_of="model.a"), "replicated")
+    assert not is_compared(value("total", 1), "rank")
+    assert not is_compared(value("total", 1), "host")
+
+
+def test_a_difference_demotes_or_fails():
+    """Names of init become `rank`; parameters, optimizer state and forced blobs fail the save, with nodes."""
+    leaves = [
+        parameter("model.w", torch.zeros(1)),
+        moment("opt.m", torch.zeros(1)),
+        value("total", 1),
+        value("forced", 1),
+    ]
+    strict = {leaf.name for leaf in leaves if fails_when_different(leaf, {"forced"})}
+    assert strict == {"model.w", "opt.m", "forced"}
+    same = {"model.w": "a", "opt.m": "a", "total": "a", "forced": "a"}
+    found = verdict({0: same, 1: {**same, "total": "b"}, 2: {**same, "forced": "c", "model.w": "x"}}, strict)
+    assert found == Verdict(frozenset({"total"}), {"forced": (2,), "model.w": (2,)})
+    assert verdict({0: same, 1: dict(same)}, strict) == Verdict()
+
+
+def test_of_two_nodes_the_first_counts_as_right():
+    """With one against one, the message names the later node."""
+    assert verdict({0: {"w": "a"}, 1: {"w": "b"}}, {"w"}).failures == {"w": (1,)}
+
+
+class Recorded:
+    """Peers of which this is rank 0; the others' answers are computed from theirs. Counts exchanges."""
+
+    def __init__(self, hosted):
+        self.hosted, self.rank, self.size, self.topics = hosted, 0, len(hosted), []
+
+    def exchange(self, topic, mine, *, deadline_secs=None):
+        self.topics.append(topic)
+        if topic == "t":
+            return [[[node, *compare._combined(d)] for node, d in one.items()] for one in self.hosted]
+        if topic.endswith("in detail"):
+            return [[[node, d] for node, d in one.items()] for one in self.hosted]
+        return [sorted({"w"})] * self.size
+
+
+def run(*hosted):
+    peers = Recorded(hosted)
+    return compare_replicas(peers, "t", hosted[0], {"w"}), peers.topics
+
+
+def test_equal_replicas_cost_one_small_exchange():
+    """Details travel only where combined digests differ."""
+    found, topics = run({0: {"w": "a", "v": "b"}}, {1: {"w": "a", "v": "b"}})
+    assert found == Verdict()
+    assert topics == ["t"]
+
+
+def test_a_difference_is_told_in_detail():
+    """The second exchange names leaf and node."""
+    found, topics = run({0: {"w": "a", "v": "b"}}, {1: {"w": "z", "v": "c"}})
+    assert found == Verdict(frozenset({"v"}), {"w": (1,)})
+    assert len(topics) == 3
+
+
+def test_nodes_with_different_leaves_compare_what_they_share():
+    """Stages of a pipeline are compared on the leaves that both have."""
+    found, _ = run({0: {"w": "a", "first": "b"}}, {1: {"w": "z", "second": "c"}})
+    assert found == Verdict(frozenset(), {"w": (1,)})
+    found, _ = run({0: {"w": "a", "first": "b"}}, {1: {"w": "a", "second": "c"}})
+    assert found == Verdict()
