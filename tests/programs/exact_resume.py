@@ -1,0 +1,62 @@
+"""Run by torchrun: killed in every epoch and restarted; then, in the last attempt, resumed from every epoch.
+
+    exact_resume.py FOLDER KILLS     KILLS is JSON: [[epoch, step, rank], ...]
+
+Every attempt builds its objects from another seed, so that what is equal in the end came from the
+checkpoints. Each rank writes what its runs ended in to FOLDER/rank-<n>.json.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+
+from exact_job import EPOCHS, Trained, train
+from killing import Kill, Killer
+
+import torchrelay
+from torchrelay.runners.leaving import run_and_leave
+from torchrelay.runners.session_base import SessionBase
+
+
+def main() -> None:
+    """Play all runs of this world size."""
+    folder = Path(sys.argv[1])
+    schedule = tuple(Kill(*one) for one in json.loads(sys.argv[2]))
+    session = torchrelay.init()
+    attempt = session.env.restart_count
+    found: dict[str, Trained] = {}
+    found["killed"] = train(
+        session, folder / "killed", seed=5 + attempt, killer=Killer(folder / "kills", schedule)
+    )
+    found |= every_resume(session, folder, "whole")
+    if session.peers.size > 1:
+        found |= every_resume(session, folder, "own buffers", all_buffers=True, ddp={"broadcast_buffers": False})
+    told = {name: asdict(trained) for name, trained in found.items()}
+    (folder / f"rank-{session.env.rank}.json").write_text(json.dumps({"attempt": attempt, "runs": told}))
+
+
+def every_resume(session: SessionBase, folder: Path, name: str, **options: object) -> dict[str, Trained]:
+    """An uninterrupted run, and one resumed from each of its epochs in a copy of its directory."""
+    found = {}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found[name] = train(session, folder / name, seed=5, **options)
+    if session.env.rank == 0:
+        told = [str(one.message) for one in said if "differs between nodes" in str(one.message)]
+        (folder / f"{name}.warnings.json").write_text(json.dumps(told))
+    for epoch in range(EPOCHS + 1):
+        copy = folder / f"{name} from {epoch}"
+        if session.env.rank == 0:
+            shutil.copytree(folder / name, copy)
+        session.peers.exchange("copied", epoch)
+        found[copy.name] = train(session, copy, seed=100 + epoch, resume_from_epoch=epoch, **options)
+    return found
+
+
+if __name__ == "__main__":
+    run_and_leave(main)
