@@ -1,0 +1,217 @@
+"""The page about the format says what the code does: every table that can be compared is compared."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from torchrelay.checkpoint import (
+    canonical,
+    counter,
+    digest,
+    dtypes,
+    job_file,
+    log_append,
+    log_reader,
+    manifest,
+    manifest_check,
+    manifest_disk,
+    record,
+    runs,
+    sealed,
+    shard,
+    shard_header,
+    shard_parts,
+    tail,
+    value_decoding,
+    values,
+    writer,
+)
+from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.leaf import Role
+from torchrelay.checkpoint.live import DAMAGED, HEALTHY, Entry, State
+from torchrelay.checkpoint.names import GROUP, NODE, Whole, format_key
+from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.proof import Outcome
+from torchrelay.checkpoint.takeover import DATA
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs/format.md").read_text()
+GOLDEN = ROOT / "tests/golden"
+MIB = 1 << 20
+
+
+def section(title: str) -> str:
+    """The text below a heading, up to the next heading of any level."""
+    return re.split(r"^#+ ", PAGE.split(f"# {title}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def rows(title: str, table: int = 0) -> list[list[str]]:
+    """The rows of a section's table without its head, as cells."""
+    tables = re.findall(r"(?:^\|.*\n)+", section(title), re.MULTILINE)
+    lines = tables[table].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def code(text: str) -> list[str]:
+    """What stands in backquotes."""
+    return re.findall(r"`([^`]+)`", text)
+
+
+def first_cells(title: str, table: int = 0) -> set[str]:
+    return {word for row in rows(title, table) for word in code(row[0])}
+
+
+def test_record_kinds() -> None:
+    """The kinds of log records on the page are those of the code; guests' kinds are named as such."""
+    assert first_cells("Log", 1) == record.KINDS
+    guests = re.search(r"^(`tag`.*?) may come from guests", section("Log"), re.MULTILINE)
+    assert guests
+    assert set(code(guests[1])) == record.GUEST_KINDS
+
+
+def test_record_fields() -> None:
+    """The fields of a record and of an entry on the page are those that are written."""
+    empty = record.Record(0, 0, "takeover", "", "", None, "", {}, State())
+    assert first_cells("Log") == set(record.record_json(empty))
+    said = section("Log").split("An **entry** is", 1)[1].split("The newest valid record", 1)[0]
+    written = set(record.entry_json(Entry(0, Position(0), "", 0, "")))
+    assert set(code(said)) == written | {HEALTHY, DAMAGED}
+
+
+def test_holder_fields() -> None:
+    """The identity of a writer on the page is the one in the records."""
+    said = section("Taking over").split("A new writer takes", 1)[0]
+    here = set(writer.WriterIdentity.here("job", {}).json())
+    assert set(code(said)) - {"holder"} == here | {"nonce", "since"}
+
+
+def test_job_file_fields() -> None:
+    """The fields of job.json on the page are those of the code, and it is sealed under the stated key."""
+    job = job_file.JobFile("a", "b", "c")
+    written = sealed.unseal("job", job_file._encode(job), "job.json")
+    assert set(written) <= set(code(section("job.json")))
+
+
+def test_value_tags() -> None:
+    """The tags of typed values on the page are those that can be read, and `tensor`."""
+    known = {*value_decoding._LEAVES, *value_decoding._SEQUENCES, *value_decoding._MAPPINGS}
+    assert first_cells("Typed values") == known | {"tensor"}
+
+
+def test_element_types() -> None:
+    """The table of element types is the code's, and the raw types below it are all of them."""
+    told = {}
+    for row in rows("Element types"):
+        for name, stored in ((row[0], row[1]), (row[3], row[4])):
+            if name:
+                told[code(name)[0]] = code(stored)[0]
+    native = {kind.name: kind.code for kind in dtypes._BY_NAME.values() if not kind.raw}
+    assert told == native
+    text = section("Element types").split("Raw types", 1)[1].split("Raw elements", 1)[0]
+    named = set(code(text)) - {"U8", "pieces"}
+    named |= {f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)}
+    assert named == set(dtypes._RAW)
+
+
+def test_manifest_tables() -> None:
+    """The keys, columns and facts of a manifest on the page are those of the frozen manifest."""
+    frozen = json.loads((GOLDEN / "manifest_v1.json").read_bytes())
+    told = {key: row[1] for row in rows("Manifest") for key in code(row[0])}
+    assert set(told) == manifest_disk._KNOWN
+    for table in ("blobs", "leaves", "shards", "world", "job", "position"):
+        assert set(frozen[table]) <= set(code(told[table])), table
+    assert set(frozen["facts"]) <= set(code(told["facts"]))
+    assert {one.name for one in fields(Facts)} - {"run_id"} | {"run"} == set(frozen["facts"])
+    kinds = {code(row[0])[0] for row in rows("Manifest", 1)}
+    assert kinds == {layout["kind"] for layout in frozen["layouts"]}
+
+
+def test_roles_and_scopes() -> None:
+    """All roles and scopes are named."""
+    said = section("Leaves").split("Roles:", 1)[1]
+    roles, scopes = said.split("Scopes:", 1)
+    assert set(code(roles)) == {role.value for role in Role}
+    assert set(code(scopes)) == set(manifest_check.SCOPES)
+
+
+def test_shard_metadata() -> None:
+    """The metadata of a shard on the page are those of the frozen shard."""
+    data = (GOLDEN / "trainer_0.4.main.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    assert (8 + length) % 4096 == 0
+    inner = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][shard.METADATA_KEY])
+    assert first_cells("Shard file", 1) == set(inner)
+    assert (inner["digest"], inner["block"]) == ("xxh3-128", 1048576)
+    assert set(shard_header._RESERVED) <= set(code(section("Shard file")))
+    assert format_key(Whole("__metadata__")) in code(section("Keys"))
+
+
+def test_outcomes() -> None:
+    """The outcomes of a proof on the page are those of the code."""
+    assert first_cells("Reading and proof") == {outcome.value for outcome in Outcome}
+
+
+def test_names_of_files() -> None:
+    """Every path in the layout's table is one that the code makes."""
+    paths = {code(row[0])[0] for row in rows("Layout")}
+    made = {
+        job_file.PATH,
+        record.slot_path(7),
+        f"{record.LOG}/base-<nonce>.json",
+        log_reader.HINT,
+        counter.PATH,
+        f"{DATA}/<try>/",
+        f"{DATA}/<try>/<node>.<position>.<group>[.<part>].safetensors",
+        f"{DATA}/<try>/manifest.json",
+        f"{DATA}/<try>/stats.json",
+    }
+    assert paths == made
+    forms = {row[0]: row[1] for row in rows("Layout", 1)}
+    assert code(forms["node"])[0] == NODE.pattern
+    assert code(forms["group"])[0] == GROUP.pattern
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ("more than 128 levels", canonical.DEPTH_LIMIT == 128),
+        ("below 2^53", canonical.INTEGER_LIMIT == 2**53),
+        ("a multiple of 4096", shard.ALIGNMENT == 4096),
+        ("Blocks are of 1 MiB", digest.BLOCK == MIB),
+        ("base64 of 16 bytes per block", digest.SIZE == 16),
+        ("64 GiB of data and 50,000,000 bytes of header",
+         shard_parts.ShardLimits(64 << 30, 50_000_000) == shard_parts.DEFAULT_LIMITS),
+        ("above 100,000,000 bytes", shard_header.LENGTH_LIMIT == 100_000_000),
+        ("of at most 64 MiB", manifest_disk.LIMIT_BYTES == 64 * MIB),
+        ("a file of at most\n16 MiB", sealed.LIMIT_BYTES == 16 * MIB),
+        ("| base file | 256 MiB |", record.BASE_LIMIT_BYTES == 256 * MIB),
+        ("| `job.json` | 64 KiB |", job_file.LIMIT_BYTES == 64 << 10),
+        ("values of at most 64 KiB", manifest.VALUE_LIMIT_BYTES == 64 << 10),
+        ("at most 1 MiB; kinds", values.ARRAY_LIMIT == MIB),
+        ("kinds `biufcSUmM`", values._NUMPY_KINDS == "biufcSUmM"),
+        ("At most 32 containers", values.LEVELS == 32),
+        ("| 4096 characters |", manifest_check._MAX_NAME == 4096),
+        ("more than 2^22 items", runs.LIMIT == 1 << 22),
+        ("live entries, at most 64", log_append.INLINE == 64),
+        ("below the newest 256", tail.STRIDE == 256),
+        ("one of the next three", tail._PROBE == 3),
+        ("for 15 seconds", counter.PATIENCE_SECS == 15),
+        ("counter every second", counter.PERIOD_SECS == 1),
+    ],
+)  # fmt: skip
+def test_numbers(words: str, value: bool) -> None:
+    """Every number on the page is the code's."""
+    assert words in PAGE
+    assert value
+
+
+def test_every_frozen_file_is_listed() -> None:
+    """The test vectors on the page are the frozen files, all of them."""
+    listed = first_cells("Test vectors")
+    there = {path.name for path in GOLDEN.iterdir() if path.is_file() and path.suffix != ".py"}
+    assert listed == there
