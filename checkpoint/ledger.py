@@ -254,7 +254,21 @@ class Ledger:
         replaces the damaged epochs belongs to a new branch. Raises NoProvableEpochError when none is
         left, StorageError when one cannot be read now.
         """
-        tried: list[str] = []
+        return self._newest_after(peers, say, [])
+
+    def instead_of(
+        self, peers: Peers, failed: Target, error: RelayError, say: Callable[[str], None]
+    ) -> Target:
+        """The next older position, where a proved one could not be loaded because its blocks are damaged.
+
+        Every byte of it is read again first: raises `error` where none is damaged.
+        """
+        outcome, reason = prove_together(peers, self.storage, failed.entry, level="full")
+        if outcome is not Outcome.DAMAGED:
+            raise error
+        return self._newest_after(peers, say, [self._give_up(peers, failed.entry, reason, say)])
+
+    def _newest_after(self, peers: Peers, say: Callable[[str], None], tried: list[str]) -> Target:
         while True:
             told = decide(peers, "newest epoch", self._newest)
             if told is None:
@@ -269,9 +283,13 @@ class Ledger:
                 if tried:
                     self._fall_back(peers, entry.position)
                 return self._target(entry)
-            tried.append(f"epoch {entry.position}: {reason}")
-            say(f"epoch {entry.position} is damaged ({reason}); an older one is used instead")
-            decide(peers, "quarantine", partial(self._quarantine, entry, reason))
+            tried.append(self._give_up(peers, entry, reason, say))
+
+    def _give_up(self, peers: Peers, entry: Entry, reason: str, say: Callable[[str], None]) -> str:
+        """Quarantine a damaged entry and say so."""
+        say(f"epoch {entry.position} is damaged ({reason}); an older one is used instead")
+        decide(peers, "quarantine", partial(self._quarantine, entry, reason))
+        return f"epoch {entry.position}: {reason}"
 
     def _newest(self) -> Any:
         newest = self.required().view.newest()

@@ -19,7 +19,7 @@ from torchrelay.checkpoint.reshard import Assigned, assign
 from torchrelay.checkpoint.restore import Restoration, restoration
 from torchrelay.checkpoint.save import Clock
 from torchrelay.checkpoint.storage import Storage
-from torchrelay.errors import PartiallyLoadedError, RelayError
+from torchrelay.errors import PartiallyLoadedError, RelayError, StorageError
 from torchrelay.jobs.peers import together
 from torchrelay.jobs.places import NodePlace
 from torchrelay.jobs.random_streams import RandomStreams
@@ -63,8 +63,19 @@ def load_all(job: LoadJob) -> tuple[dict[str, RandomStreams], NodeStats]:
         "load: check",
         lambda: loads.extend(_prepare(job, reader, place) for place in job.session.local_nodes),
     )
-    together(job.session.peers, "load: read", lambda: _read_all(job, reader, loads))
-    streams = {load.place.name: _streams(job, reader, load) for load in loads}
+    streams: dict[str, RandomStreams] = {}
+
+    def read() -> None:
+        try:
+            streams.update((load.place.name, _streams(job, reader, load)) for load in loads)
+        except StorageError as error:
+            raise type(error)(
+                f"epoch {job.manifest.position} in {job.storage.url} cannot be loaded, nothing was changed: "
+                f"{error}; choose another epoch, or restore the file from a copy"
+            ) from error
+        _read_all(job, reader, loads)
+
+    together(job.session.peers, "load: read", read)
     rows = together(job.session.peers, "load: done", lambda: [_times(job, load) for load in loads])
     return streams, NodeStats(NodeTimes(**row) for part in rows for row in part)
 
@@ -108,8 +119,8 @@ def _read_all(job: LoadJob, reader: LeafReader, loads: Sequence[_NodeLoad]) -> N
         if not changed:
             raise
         raise PartiallyLoadedError(
-            f"loading epoch {job.manifest.position} failed after objects had changed: {error}; load an epoch "
-            "again before you use them"
+            f"loading epoch {job.manifest.position} failed after objects had changed: {error}; load another "
+            "epoch before you use them, or restore the file from a copy and load this one again"
         ) from error
 
 

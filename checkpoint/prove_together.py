@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from torchrelay.checkpoint.live import Entry
-from torchrelay.checkpoint.proof import Outcome, Share, prove
+from torchrelay.checkpoint.proof import Level, Outcome, Share, prove
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.jobs.peers import Peers
 
 
-def prove_together(peers: Peers, storage: Storage, entry: Entry) -> tuple[Outcome, str]:
-    """Prove record, manifest and shard headers of an entry; returns the worst outcome and its reason.
+def prove_together(
+    peers: Peers, storage: Storage, entry: Entry, *, level: Level = "headers"
+) -> tuple[Outcome, str]:
+    """Prove an entry's manifest and shards to a level; returns the worst outcome and its reason.
 
     Damage that one process saw counts for all, so that all fall back together; what one could not
     read is unknown for all, unless another saw damage.
     """
-    proof = prove(storage, entry, share=Share(peers.rank, peers.size))
+    proof = prove(storage, entry, level=level, share=Share(peers.rank, peers.size))
     told = peers.exchange(f"prove epoch {entry.position}", [proof.outcome.value, proof.reason])
     for outcome in (Outcome.DAMAGED, Outcome.UNKNOWN):
         for rank, (value, reason) in enumerate(told):

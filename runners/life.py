@@ -17,7 +17,7 @@ from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.ledger import Target
 from torchrelay.checkpoint.manager_base import Manager
 from torchrelay.checkpoint.position import Position
-from torchrelay.errors import RelayError, UsageError
+from torchrelay.errors import PartiallyLoadedError, RelayError, StorageError, UsageError
 from torchrelay.jobs.data_parallel import bare_ddp_instances
 from torchrelay.jobs.data_parallel import drop as drop_wrappers
 from torchrelay.jobs.peers import decide
@@ -25,7 +25,7 @@ from torchrelay.jobs.random_streams import RandomStreams
 from torchrelay.jobs.seeding import current_seed
 from torchrelay.metadata.file_handler import FileMetadataHandler
 from torchrelay.runners.binding import bind_blobs
-from torchrelay.runners.choosing import Choice, Past, Resume, Wish, choose
+from torchrelay.runners.choosing import Choice, Past, Resume, Wish, check_epoch, choose
 from torchrelay.runners.journal import Journal
 from torchrelay.runners.options import Options
 from torchrelay.runners.preflight import check_before_start
@@ -107,7 +107,7 @@ class Life:
     def _live(self, choice: Choice) -> RunResult:
         target = self._target(choice)
         self._set_up()
-        verdict = self._resume(target) if target else self._start_fresh()
+        verdict = self._resume(choice, target) if target else self._start_fresh(choice)
         self._restore_streams()
         if not verdict.stop:
             verdict = self._loop(verdict)
@@ -138,7 +138,7 @@ class Life:
         )
         choice = choose(wish, past)
         if choice.epoch is not None:
-            self.manager.engine.ledger.find(self.session.peers, choice.epoch)
+            self.manager.engine.ledger.prove(self.session.peers, choice.epoch)
         return choice
 
     def _over_at_look(self) -> bool:
@@ -162,7 +162,9 @@ class Life:
 
         def ask() -> int | None:
             manager.set_params(self._nodes)
-            return manager.get_resume_from_epoch_id(self.wish_epoch)
+            return check_epoch(
+                manager.get_resume_from_epoch_id(self.wish_epoch), "the metadata handler's last_epoch"
+            )
 
         epoch = decide(self.session.peers, "resume epoch", ask)
         return Wish(
@@ -194,16 +196,24 @@ class Life:
     # Starting
 
     def _open(self, choice: Choice) -> None:
-        """Become the writer of the log, and begin the new branch that the choice asks for."""
+        """Become the writer of the log."""
         if self.manager is None:
             return
-        ledger, peers = self.manager.engine.ledger, self.session.peers
+        ledger = self.manager.engine.ledger
         self.journal.create(self.job, self.plan.best, self.session)
-        ledger.open(peers, tolerant=self.run_directory is None)
+        ledger.open(self.session.peers, tolerant=self.run_directory is None)
         self.journal.opened(ledger.holding, self.look)
-        if choice.rewind:
+
+    def _begin_branch(self, choice: Choice) -> None:
+        """Rewind the log where the choice asks for it.
+
+        Only when the state stands: a start that fails before (objects that do not fit, a setup that
+        raises) must not have abandoned any epoch.
+        """
+        if self.manager is not None and choice.rewind:
             base = None if choice.epoch is None else Position(choice.epoch)
-            ledger.rewind(peers, base, {"epoch": choice.epoch, "process": PROCESS})
+            request = {"epoch": choice.epoch, "process": PROCESS}
+            self.manager.engine.ledger.rewind(self.session.peers, base, request)
 
     def _target(self, choice: Choice) -> Target | None:
         """The proved position to load: exactly the explicit one, or the newest that can be proved."""
@@ -228,11 +238,12 @@ class Life:
                 "ends in other bits; wrap it with torchrelay.data_parallel(module) for exact resume"
             )
 
-    def _start_fresh(self) -> Verdict:
+    def _start_fresh(self, choice: Choice) -> Verdict:
         self.session.run(self.job.init_group)
         self._derive_streams()
         if self.manager is not None:
             self.session.run(self.manager.init(self._nodes))
+            self._begin_branch(choice)
             if self.plan.save_initial:
                 self.saver.save(self.session, Position(0), self._facts(Verdict()))
         return Verdict()
@@ -244,13 +255,28 @@ class Life:
                 self.session.set_streams(place.name, RandomStreams.derive(self.state.seed, place.rank))
             self.streams[place.name] = self.session.streams(place.name)
 
-    def _resume(self, target: Target) -> Verdict:
+    def _load(self, choice: Choice, target: Target, manager: Manager) -> Target:
+        """Load the target. Where its bytes prove damaged, automatic resume loads the next older one over it."""
+        while True:
+            epoch = target.position.epoch
+            self.session.run(manager.init(self._nodes, retrieve_from_epoch=epoch))
+            try:
+                self.session.run(manager.load(epoch))
+                return target
+            except (StorageError, PartiallyLoadedError) as error:
+                if choice.start != "newest":
+                    raise
+                target = manager.engine.ledger.instead_of(
+                    self.session.peers, target, error, self.journal.warn
+                )
+
+    def _resume(self, choice: Choice, target: Target) -> Verdict:
         manager = self.manager
         if manager is None:
             raise NotImplementedError  # a target comes from a manager
+        target = self._load(choice, target, manager)
+        self._begin_branch(choice)
         epoch = target.position.epoch
-        self.session.run(manager.init(self._nodes, retrieve_from_epoch=epoch))
-        self.session.run(manager.load(epoch))
         if self.session.peers.rank == 0:
             manager.report_checkpoint_stats("checkpoint_load")
         self.saver.replay_write(self.session, target, self.look)
