@@ -61,7 +61,8 @@ def ls(chosen: argparse.Namespace, output: Output) -> int:
     """List epochs; reads the log and the manifests, no shard."""
     place = locate(chosen.path)
     view = place.log()
-    lines = [_line(place.storage, view, entry) for entry in _in_order(view)]
+    lines = [_line(place.storage, view, entry, abandoned=True) for entry in view.abandoned()]
+    lines += [_line(place.storage, view, entry) for entry in view.line()]  # the newest is the last line
     for notice in view.notices:
         output.notice(notice)
     if output.json:
@@ -73,15 +74,9 @@ def ls(chosen: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def _in_order(view: LogView) -> tuple[Entry, ...]:
-    """Abandoned epochs first, then the current line, so that the newest is the last line."""
-    return (*view.abandoned(), *view.line())
-
-
-def _line(storage: Storage, view: LogView, entry: Entry) -> EpochLine:
-    manifest, states = _manifest(storage, entry), []
-    if entry not in view.line():
-        states.append("abandoned")
+def _line(storage: Storage, view: LogView, entry: Entry, *, abandoned: bool = False) -> EpochLine:
+    manifest = _manifest(storage, entry)
+    states = ["abandoned"] if abandoned else []
     if entry.health != HEALTHY:
         states.append(entry.health)
     elif manifest is None:
