@@ -6,7 +6,7 @@ All processes check first and agree; only then bytes are read, verified on arriv
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchrelay.checkpoint.dtypes import memory_of
@@ -86,7 +86,7 @@ def _prepare(job: LoadJob, reader: LeafReader, place: NodePlace) -> _NodeLoad:
     clock = Clock()
     with clock.spent("prove"):
         nodes = tuple(job.stored_name(one.name) for one in job.session.nodes)
-        assigned = assign(job.manifest, stored, nodes, members, reader)
+        assigned = assign(job.manifest, replace(place, name=stored), nodes, members, reader)
         entries = job.session.workspace(place.name).entries()
         # Names that nobody registered are made anew: their tensors may have another shape by now.
         objects = {name: entry.value for name, entry in entries.items() if entry.blob is not None}

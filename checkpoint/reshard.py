@@ -20,6 +20,7 @@ from torchrelay.checkpoint.manifest import LeafRow, Manifest
 from torchrelay.checkpoint.members import Member
 from torchrelay.errors import UsageError
 from torchrelay.jobs.blobs import RESHARD_POLICIES
+from torchrelay.jobs.places import NodePlace
 
 
 @dataclass
@@ -37,12 +38,16 @@ class Assigned:
 
 def assign(
     manifest: Manifest,
-    node: str,
+    place: NodePlace,
     nodes: Sequence[str],
     members: Mapping[str, Member],
     reader: LeafReader,
 ) -> Assigned:
-    """Decide for one node; raises UsageError that names every blob without a policy for these nodes."""
+    """Decide for one node; raises UsageError that names every blob without a policy for these nodes.
+
+    `place` and `nodes` have the names under which nodes are stored.
+    """
+    node = place.name
     found = Assigned()
     refused: dict[str, str] = {}
     for name, rows in manifest.rows.items():
@@ -54,7 +59,7 @@ def assign(
             _take(found, name, leaf, reader, node)
         else:
             policy = members[leaf.blob].reshard if leaf.blob in members else None
-            _assign_rank_leaf(_Case(manifest, node, nodes, name, leaf, own, policy), found, refused, reader)
+            _assign_rank_leaf(_Case(manifest, place, nodes, name, leaf, own, policy), found, refused, reader)
     if refused:
         raise UsageError(_refusal(manifest, nodes, refused))
     return found
@@ -65,7 +70,7 @@ class _Case:
     """A leaf of scope `rank`, seen from one node."""
 
     manifest: Manifest
-    node: str
+    place: NodePlace
     nodes: Sequence[str]
     name: str
     leaf: LeafRow
@@ -90,13 +95,13 @@ class _Case:
 def _assign_rank_leaf(case: _Case, found: Assigned, refused: dict[str, str], reader: LeafReader) -> None:
     if case.fits:
         if case.own is not None:
-            _take(found, case.name, case.leaf, reader, case.node)
+            _take(found, case.name, case.leaf, reader, case.place.name)
     elif callable(case.policy):
         _compute(case, found, reader)
     elif case.policy == "drop" or (case.policy == "by_rank" and case.own is None):
         found.kept.add(case.name)
     elif case.policy == "by_rank":
-        _take(found, case.name, case.leaf, reader, case.node)
+        _take(found, case.name, case.leaf, reader, case.place.name)
     else:
         refused[case.leaf.blob] = case.name
 
@@ -109,7 +114,7 @@ def _compute(case: _Case, found: Assigned, reader: LeafReader) -> None:
         )
     values = {node: _content(case, reader, node) for node in case.old_nodes}
     found.kept.add(case.name)
-    found.computed[case.name] = case.policy(values, case.node)
+    found.computed[case.name] = case.policy(values, case.place)
 
 
 def _content(case: _Case, reader: LeafReader, node: str) -> Any:
@@ -142,5 +147,6 @@ def _refusal(manifest: Manifest, nodes: Sequence[str], refused: Mapping[str, str
     policies = ", ".join(map(repr, RESHARD_POLICIES[1:]))
     return (
         f"blob {blobs} has a value of its own on each of {len(manifest.world.nodes)} nodes, and now "
-        f"there are {len(nodes)}: say what shall become of it with reshard={policies} or a callable where it is registered (the default 'error' refuses)"
+        f"there are {len(nodes)}: say what shall become of it with reshard={policies} or a callable "
+        "where it is registered (the default 'error' refuses)"
     )
