@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 import torchrelay
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -94,7 +94,7 @@ if TYPE_CHECKING:
     from torchrelay.runners.result import RunResult as RunResult
     from torchrelay.runners.start import init as init
 
-__all__ = ["__version__", *_HOMES]
+__all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - the keys are strings
 
 
 def __getattr__(name: str) -> Any:
