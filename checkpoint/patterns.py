@@ -13,7 +13,7 @@ from torchrelay.errors import UsageError
 
 _WILD = re.compile(r"[*?\[]")
 Rename = Mapping[str, str]
-"""What a name begins with, or a dotted part of it begins with, and what replaces it."""
+"""Whole names or dotted beginnings of them (`head`), or dotted parts that end with a dot (`encoder.`)."""
 
 Chosen = tuple[str, str | None]
 """A leaf's name and the node whose own is meant."""
@@ -39,21 +39,30 @@ def choose(manifest: Manifest, patterns: str | Sequence[str], kind: str, *, stri
     return list(found)
 
 
+def is_pattern(text: str) -> bool:
+    """Whether a text stands for any names that look like it."""
+    return _WILD.search(text) is not None
+
+
 def matches(name: str, pattern: str) -> bool:
     """Whether a pattern means a leaf."""
-    if _WILD.search(pattern):
+    if is_pattern(pattern):
         return fnmatchcase(name, pattern)
     return name == pattern or name.startswith(f"{pattern}.")
 
 
 def renamed(name: str, rename: Rename | None) -> str:
-    """The new name: the first entry that fits the start of the name, or of a dotted part, is applied once."""
+    """The new name: the first entry that fits is applied, once.
+
+    `head` fits `head` and `head.weight`, never `header`; `encoder.` fits `encoder.weight` and, where no
+    part before it fits, `model.encoder.weight`.
+    """
     for old, new in (rename or {}).items():
-        if name.startswith(old):
-            return new + name[len(old) :]
-        head, dot, tail = name.partition(f".{old}")
+        if name == old or name.startswith(old if old.endswith(".") else f"{old}."):
+            return new + name[len(old) :] if new else name[len(old) :].removeprefix(".")
+        head, dot, tail = name.partition(f".{old}") if old.endswith(".") else (name, "", "")
         if dot:
-            return f"{head}.{new}{tail}" if new else f"{head}.{tail}"
+            return f"{head}.{new}{tail}"
     return name
 
 

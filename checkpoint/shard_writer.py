@@ -76,12 +76,16 @@ def write_shard(
     were begun are then removed where possible.
     """
     parts = cut(identity, entries, values or {}, aliases or {}, limits)
-    return [_write_part(storage, directory, part, escape) for part in parts]
+    return [write_part(storage, _path_of(part, directory, escape), part) for part in parts]
 
 
-def _write_part(storage: Storage, directory: str, part: Part, escape: str) -> ShardReport:
+def _path_of(part: Part, directory: str, escape: str) -> str:
     name = shard_file_name(part.identity.file(part.number), escape=escape)
-    path = f"{directory}/{name}" if directory else name
+    return f"{directory}/{name}" if directory else name
+
+
+def write_part(storage: Storage, path: str, part: Part) -> ShardReport:
+    """Write and sync one new file; raises as `write_shard` does, and leaves nothing behind then."""
     seconds = Seconds()
     try:
         handle = storage.open_exclusive(path)

@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.blobs import kind_of
 from torchrelay.jobs.places import NodePlace
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.runners.full_state import full_state_dict
@@ -20,6 +19,7 @@ from torchrelay.runners.steps import Steps
 if TYPE_CHECKING:
     import torch
 
+    from torchrelay.checkpoint.loading import LoadResult
     from torchrelay.runners.session_base import SessionBase
 
 Reduction = Literal["mean", "sum", "last", "min", "max"]
@@ -191,25 +191,19 @@ class Context:
     # State
 
     def load_blobs(
-        self, where: str | PathLike[str], names: str | Iterable[str], *, epoch: Any = "last", **options: Any
-    ) -> Any:
-        """Load blobs of any checkpoint into what this workspace has under their names.
+        self, where: str | PathLike[str], names: str | Iterable[str] = "*", **options: Any
+    ) -> LoadResult:
+        """Load blobs of any checkpoint, or of a file of `save_blobs`, into this workspace.
 
-        For warm starts: `where` is a run directory or prefix, `epoch` a number, "last" or "best", the
-        options are those of `open_checkpoint(...).load` (`rename`, `strict`, `nodes`). Objects are loaded
-        in place, verified, all or nothing; plain values are replaced. Returns what `load` says about
-        missing and unexpected names. Raises KeyError for a name that the workspace lacks: make it first.
+        For warm starts: `where` is a run directory, a prefix or a file; `epoch` a number, "last" or "best";
+        `rename`, `strict` and `nodes` are those of `open_checkpoint(...).load`. Objects are loaded in place,
+        verified, all or nothing; tensors and values that the workspace lacks are made, other names must be
+        there (KeyError). Returns what is missing and unexpected.
         """
-        from torchrelay.checkpoint.reader import open_checkpoint
+        from torchrelay.checkpoint.load_into import load_blobs_into
 
-        targets = {name: self[name] for name in ([names] if isinstance(names, str) else names)}
-        objects = {name: target for name, target in targets.items() if kind_of(target) != "value"}
-        checkpoint = open_checkpoint(where, epoch=epoch)
-        values = {name: checkpoint.value(name) for name in targets.keys() - objects.keys()}
         self.before_mutation()
-        result = checkpoint.load(objects, **options)
-        self.workspace.update(values)
-        return result
+        return load_blobs_into(self.workspace, where, names, **options)
 
     def full_state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
         """A copy on the CPU of a module's whole state, under the names of the bare module.

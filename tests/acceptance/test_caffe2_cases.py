@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from toy import EXPECTED, toy
+
 from torchrelay import (
     CheckpointManager,
     Job,

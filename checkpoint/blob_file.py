@@ -1,0 +1,126 @@
+"""One blob file: a shard that stands alone, with what its leaves are to their blobs.
+
+The file is a shard as `shard.py` describes it, of node `blobs` at position 0. What a manifest would say
+is one more value, `:leaves` (no blob can have that name): `{"leaves": [[leaf, blob, role], ...],
+"sha256": ...}`, the digest being that of all leaves and values, so that a changed header shows too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchrelay.checkpoint import canonical, values
+from torchrelay.checkpoint.canonical import Json
+from torchrelay.checkpoint.dtypes import memory_of
+from torchrelay.checkpoint.leaf import MAIN_GROUP, LeafSpec, Role
+from torchrelay.checkpoint.local_storage import LocalStorage
+from torchrelay.checkpoint.names import encode_name
+from torchrelay.checkpoint.proof import seen_twice
+from torchrelay.checkpoint.shard_reader import ReadRequest, ShardHeader, read_header
+from torchrelay.errors import DamagedError, FormatError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+LEAVES = ":leaves"
+
+
+@dataclass(frozen=True)
+class BlobFile:
+    """An open blob file; its header was checked, no tensor was read."""
+
+    path: Path
+    specs: Mapping[str, LeafSpec]
+    """Every leaf by its name, in the order in which the blobs were given."""
+    header: ShardHeader
+
+    @property
+    def values(self) -> dict[str, Json]:
+        """The values in their typed form."""
+        return {name: json for name, json in self.header.values.items() if name != LEAVES}
+
+    @property
+    def inner(self) -> dict[str, str]:
+        """The tensors that lie inside values, each with the name of that value."""
+        found: dict[str, str] = {}
+        for name, json in self.values.items():
+            for leaf in _references(json):
+                found.setdefault(leaf, name)
+        return found
+
+    def fill(self, destinations: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Fill contiguous CPU tensors with whole stored leaves; raises DamagedError or StorageError."""
+        requests = []
+        for leaf, tensor in destinations:
+            memory = memory_of(tensor)
+            key = encode_name(self.specs[leaf].alias_of or leaf)
+            requests.append(ReadRequest(key, 0, len(memory), memory))
+        seen_twice(lambda: self.header.read_many(requests))
+
+
+def open_blob_file(where: str | os.PathLike[str]) -> BlobFile:
+    """Open a file that `save_blobs` wrote; reads and checks its header.
+
+    Raises UsageError where there is no file, DamagedError for one that is cut short or changed,
+    FormatError for any other file.
+    """
+    path = local_path(where)
+    if not path.is_file():
+        raise UsageError(
+            f"{path} is {'no file' if path.exists() else 'not there'}: give a file of save_blobs"
+        )
+    header = read_header(LocalStorage(path.parent), path.name)
+    said = header.values.get(LEAVES)
+    if said is None:
+        raise FormatError(
+            f"{path} was not written by save_blobs; an epoch of a run is opened by open_checkpoint"
+        )
+    file = BlobFile(path, _specs(path, header, said), header)
+    if said.get("sha256") != seal(file.specs.values(), file.values):
+        raise DamagedError(f"{path}: the header is not the one that was saved")
+    return file
+
+
+def seal(specs: Iterable[LeafSpec], values: Mapping[str, Json]) -> str:
+    """SHA-256 of everything that a header says of leaves and values."""
+    leaves = [
+        [one.name, one.blob, str(one.role), one.kind, one.dtype, list(one.shape), one.alias_of]
+        for one in specs
+    ]
+    return canonical.sha256(canonical.dumps([leaves, dict(values)]))
+
+
+def local_path(where: str | os.PathLike[str]) -> Path:
+    """The path of a blob file; raises UsageError for URLs other than `file://`."""
+    text = os.fspath(where)
+    if not isinstance(text, str) or "://" in text.removeprefix("file://"):
+        raise UsageError(f"{where!r} is no path of a local or mounted directory, where blob files lie")
+    return Path(text.removeprefix("file://")).absolute()
+
+
+def _references(json: Json) -> list[str]:
+    found: list[str] = []
+    values.decode(json, tensor=lambda name: found.append(str(name)))
+    return found
+
+
+def _specs(path: Path, header: ShardHeader, said: Json) -> dict[str, LeafSpec]:
+    try:
+        return {name: _spec(header, name, blob, Role(role)) for name, blob, role in said["leaves"]}
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedError(f"{path}: its list of leaves does not fit the rest of the file") from error
+
+
+def _spec(header: ShardHeader, name: str, blob: str, role: Role) -> LeafSpec:
+    if name in header.values:
+        return LeafSpec(name, blob, role, MAIN_GROUP, "value", None, (), 0)
+    key = header.aliases.get(name)
+    entry = header.entries[key or encode_name(name)]
+    alias = None if key is None else entry.key.name
+    return LeafSpec(
+        name, blob, role, MAIN_GROUP, "tensor", entry.dtype.name, entry.shape, entry.nbytes, alias
+    )

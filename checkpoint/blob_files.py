@@ -1,0 +1,178 @@
+"""Blobs in single files, without any job: for a hand-over, a warm start, an evaluation elsewhere.
+
+save_blobs("weights.safetensors", {"model": model, "classes": ["cat", "dog"]}, dtype=torch.bfloat16)
+model.load_state_dict(load_blobs("weights.safetensors", "model", prefix="model."))
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from torchrelay.checkpoint.blob_file import BlobFile, open_blob_file
+from torchrelay.checkpoint.blob_file_writing import write_blob_file
+from torchrelay.checkpoint.flatten import leaves_of
+from torchrelay.checkpoint.kinds import Kind, kind_of
+from torchrelay.checkpoint.leaf import Leaf, LeafSpec, Role
+from torchrelay.checkpoint.lookup import nearest
+from torchrelay.checkpoint.patterns import Rename, matches, renamed_all
+from torchrelay.checkpoint.restore import restoration
+from torchrelay.errors import UsageError
+from torchrelay.jobs.names import check_blob_names
+
+Url = str | os.PathLike[str]
+_CONVERTIBLE = (Kind.MODULE, Kind.TENSOR, Kind.VALUE)
+
+
+def save_blobs(
+    url: Url,
+    blobs: Mapping[str, Any],
+    *,
+    rename: Rename | None = None,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Save blobs into one file, which any reader of safetensors opens too.
+
+    Blobs are tensors, modules, optimizers, objects with `state_dict`, or JSON-like values.
+    `rename={"ema": "model"}` stores blobs under other names. `dtype` converts floating-point tensors,
+    but not those of optimizers and other objects with state, whose numbers must stay what they are. The
+    file appears whole and durable or not at all; it replaces another only with `overwrite`.
+    Raises UsageError (a name taken, used twice or unfit), BlobError with the path inside the blob, or
+    StorageError.
+    """
+    if not isinstance(blobs, Mapping) or not blobs:
+        raise UsageError(f'give the blobs by name, save_blobs(url, {{"model": model}}), not {blobs!r}')
+    named = {new: blobs[old] for new, old in renamed_all(blobs, rename).items()}
+    check_blob_names(named)
+    leaves = leaves_of(named)
+    if dtype is not None:
+        kinds = {blob: kind_of(value) for blob, value in named.items()}
+        leaves = [_converted(leaf, kinds[leaf.blob], _floating(dtype)) for leaf in leaves]
+    write_blob_file(url, leaves, overwrite=overwrite)
+
+
+def load_blobs(
+    urls: Url | Sequence[Url],
+    names: str | Sequence[str] | None = None,
+    *,
+    rename: Rename | None = None,
+    prefix: str | None = None,
+    strict: bool = True,
+    device: str | torch.device | None = None,
+) -> dict[str, Any]:
+    """Load tensors and values from files of `save_blobs`, all or nothing, every byte verified.
+
+    Without `names` everything is loaded; `model` means that tensor or value, or all below it, `*`, `?`
+    and `[...]` stand for any text. A module comes as its tensors by full name (`model.0.weight`), an
+    object with state as what its `state_dict` returned. `rename` gives other names, `prefix` is taken
+    off the names that begin with it; not both. `strict` demands that every name is there. Tensors go to
+    `device` (those inside values stay on the CPU).
+    Raises UsageError when a file or name is given twice, two files have what is wanted, or names would
+    become one; DamagedError, FormatError or StorageError for what a file holds.
+    """
+    if rename is not None and prefix is not None:
+        raise UsageError("rename and prefix were both given: rename={'model.': ''} says what prefix says")
+    files = _open_all(urls)
+    chosen = _chosen(files, _patterns(names), strict=strict)
+    new_names = _stripped(chosen, prefix) if prefix else renamed_all(chosen, rename)
+    created: dict[str, Any] = {}
+    for file in files:
+        created.update(read_blobs(file, [name for name, holder in chosen.items() if holder is file]))
+    return {new: _placed(created[old], device) for new, old in new_names.items()}
+
+
+def _open_all(urls: Url | Sequence[Url]) -> list[BlobFile]:
+    given = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
+    if not given:
+        raise UsageError("load_blobs was given no file: name at least one")
+    files = [open_blob_file(url) for url in given]
+    paths = [file.path.resolve() for file in files]
+    for path in paths:
+        if paths.count(path) > 1:
+            raise UsageError(f"{path} is given twice: list every file once")
+    return files
+
+
+def _patterns(names: str | Sequence[str] | None) -> list[str]:
+    if names is None:
+        return ["*"]
+    patterns = [names] if isinstance(names, str) else list(names)
+    for pattern in patterns:
+        if patterns.count(pattern) > 1:
+            raise UsageError(f"{pattern!r} is asked for twice: list every name once")
+    return patterns
+
+
+def _chosen(files: Sequence[BlobFile], patterns: Sequence[str], *, strict: bool) -> dict[str, BlobFile]:
+    """What to load, and from which file; tensors inside a value come with it, unless named themselves."""
+    inner = [file.inner for file in files]
+    found: dict[str, BlobFile] = {}
+    for pattern in patterns:
+        hit = False
+        for file, within in zip(files, inner, strict=True):
+            for name in file.specs:
+                if matches(name, pattern) and (name not in within or name == pattern):
+                    hit = True
+                    _add(found, name, file)
+        if strict and not hit:
+            known = [name for file in files for name in file.specs]
+            raise UsageError(f"no blob {pattern!r} in {_paths(files)}{nearest(pattern, known)}")
+    return found
+
+
+def _add(found: dict[str, BlobFile], name: str, file: BlobFile) -> None:
+    holder = found.setdefault(name, file)
+    if holder is not file:
+        raise UsageError(f"{name!r} is in {_paths([holder, file])}: say which by loading them one by one")
+
+
+def _paths(files: Sequence[BlobFile]) -> str:
+    return " and ".join(str(file.path) for file in files)
+
+
+def _stripped(names: Mapping[str, Any], prefix: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in names:
+        new = name.removeprefix(prefix)
+        if not new or found.setdefault(new, name) != name:
+            raise UsageError(f"prefix={prefix!r} leaves {name!r} without a name of its own: choose another")
+    return found
+
+
+def read_blobs(file: BlobFile, names: Sequence[str]) -> dict[str, Any]:
+    """The content of some leaves: plain tensors, and values with the tensors inside them."""
+    within = file.inner
+    specs = {name: _alone(file.specs[name], name) for name in names}
+    for name, tree in within.items():
+        if tree in specs:
+            specs.setdefault(name, _alone(file.specs[name], tree))
+    plan = restoration({}, specs, file.values, strict=False)
+    file.fill((read.leaf, read.memory()) for read in plan.reads)
+    return plan.finish()
+
+
+def _alone(spec: LeafSpec, blob: str) -> LeafSpec:
+    """The leaf as a blob by itself, or as a part of the value `blob`."""
+    return replace(spec, blob=blob, role=Role.TENSOR if spec.kind == "tensor" else Role.VALUE)
+
+
+def _floating(dtype: torch.dtype) -> torch.dtype:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UsageError(f"dtype={dtype!r}: give a floating-point type of torch, such as torch.bfloat16")
+    return dtype
+
+
+def _converted(leaf: Leaf, kind: Kind, dtype: torch.dtype) -> Leaf:
+    content = leaf.content
+    if kind not in _CONVERTIBLE or not isinstance(content, torch.Tensor) or not content.is_floating_point():
+        return leaf
+    return replace(leaf, content=content.to(dtype))
+
+
+def _placed(value: Any, device: str | torch.device | None) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,185 @@
+"""Blobs of an epoch or of a blob file into what a workspace has under their names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from torchrelay.checkpoint.blob_file import BlobFile, open_blob_file
+from torchrelay.checkpoint.blob_files import read_blobs
+from torchrelay.checkpoint.leaf import LeafSpec, Role
+from torchrelay.checkpoint.loading import LoadResult, Nodes
+from torchrelay.checkpoint.lookup import nearest
+from torchrelay.checkpoint.patterns import Rename, is_pattern, matches, renamed, renamed_all
+from torchrelay.checkpoint.reader import Checkpoint, open_checkpoint
+from torchrelay.checkpoint.restore import Read, restoration
+from torchrelay.errors import UsageError
+from torchrelay.jobs.blobs import kind_of
+from torchrelay.jobs.workspace import Workspace
+
+
+class Source(Protocol):
+    """Where blobs come from."""
+
+    def kinds(self) -> Mapping[str, str]:
+        """The stored blobs: `tensor`, `value`, or `stateful` for what needs an object."""
+
+    def content(self, blob: str) -> Any:
+        """A tensor or value."""
+
+    def load(self, objects: Mapping[str, Any], *, strict: bool, rename: Rename | None) -> LoadResult:
+        """Load into objects, in place, all or nothing."""
+
+
+def load_blobs_into(
+    workspace: Workspace,
+    where: str | os.PathLike[str],
+    names: str | Iterable[str] = "*",
+    *,
+    epoch: int | str = "last",
+    rename: Rename | None = None,
+    strict: bool = True,
+    nodes: Nodes = None,
+) -> LoadResult:
+    """Load blobs from a run directory, a `db_prefix` (there of `epoch`), or a file of `save_blobs`.
+
+    `names` are those in the workspace, or patterns for stored blobs, by their new names. Objects are
+    loaded in place, everything else takes the place of what the workspace had or is made anew. All
+    reading is done and verified before anything changes.
+    Raises KeyError for an object that the workspace lacks, and the errors of `open_checkpoint(...).load`.
+    """
+    source: Source = (
+        FileSource(open_blob_file(where))
+        if Path(where).is_file()
+        else EpochSource(open_checkpoint(where, epoch=epoch), nodes)
+    )
+    kinds = {renamed(blob, rename): (blob, kind) for blob, kind in source.kinds().items()}
+    objects: dict[str, Any] = {}
+    contents: dict[str, Any] = {}
+    for name in _wanted(workspace, {new: kind for new, (_, kind) in kinds.items()}, names):
+        blob, kind = kinds.get(name, (name, "stateful"))
+        if name in workspace and kind_of(workspace[name]) != "value":
+            objects[name] = workspace[name]
+        elif kind != "stateful":
+            contents[name] = source.content(blob)
+        elif name in workspace:
+            raise UsageError(f"there is no tensor or value {name!r} there{nearest(name, kinds)}")
+        else:
+            objects[name] = workspace[name]  # raises, naming the nearest
+    result = source.load(objects, strict=strict, rename=rename) if objects else LoadResult(())
+    workspace.update(contents)
+    return LoadResult((*result.loaded, *contents), result.missing, result.unexpected, result.bytes_read)
+
+
+def _wanted(workspace: Workspace, kinds: Mapping[str, str], names: str | Iterable[str]) -> list[str]:
+    """The names that are meant. A pattern means every stored blob that can be loaded here."""
+    found: dict[str, None] = {}
+    for name in [names] if isinstance(names, str) else names:
+        if not is_pattern(name):
+            found[name] = None
+            continue
+        able = [new for new, kind in kinds.items() if new in workspace or kind != "stateful"]
+        hits = [new for new in able if matches(new, name)]
+        if not hits:
+            raise UsageError(f"no blob that could be loaded here matches {name!r}{nearest(name, kinds)}")
+        found.update(dict.fromkeys(hits))
+    return list(found)
+
+
+class EpochSource:
+    """A committed epoch; `nodes` says whose content is meant where every node has its own."""
+
+    def __init__(self, checkpoint: Checkpoint, nodes: Nodes) -> None:
+        self.checkpoint = checkpoint
+        self.nodes = nodes
+
+    def kinds(self) -> dict[str, str]:
+        """Without the random states."""
+        return {name: blob.kind for name, blob in self.checkpoint.blobs.items() if name != "rng"}
+
+    def content(self, blob: str) -> Any:
+        """A tensor or value of the node that is meant."""
+        node = self.nodes.get(blob) if isinstance(self.nodes, Mapping) else self.nodes
+        name = blob if node is None else f"{node}:{blob}"
+        if self.checkpoint.blobs[blob].kind == "tensor":
+            return self.checkpoint.load_tensors(name)[blob]
+        return self.checkpoint.value(name)
+
+    def load(self, objects: Mapping[str, Any], *, strict: bool, rename: Rename | None) -> LoadResult:
+        """See `Checkpoint.load`."""
+        return self.checkpoint.load(objects, strict=strict, rename=rename, nodes=self.nodes)
+
+
+class FileSource:
+    """A file of `save_blobs`."""
+
+    def __init__(self, file: BlobFile) -> None:
+        self.file = file
+
+    def kinds(self) -> dict[str, str]:
+        """A blob is a tensor or value if its own name is the leaf that holds all of it."""
+        found: dict[str, str] = {}
+        for spec in self.file.specs.values():
+            own = spec.name == spec.blob and spec.role is not Role.STATE
+            found.setdefault(spec.blob, spec.kind if own else "stateful")
+        return found
+
+    def content(self, blob: str) -> Any:
+        """A tensor or value."""
+        return read_blobs(self.file, [blob])[blob]
+
+    def load(self, objects: Mapping[str, Any], *, strict: bool, rename: Rename | None) -> LoadResult:
+        """Compare, read and verify everything, then change the objects."""
+        stored = self._stored_names(objects, rename)
+        specs = self._specs(objects, stored)
+        known = {spec.blob for spec in specs.values()}
+        if strange := [name for name in objects if name not in known]:
+            raise UsageError(
+                f"there is no blob {strange[0]!r} in {self.file.path}{nearest(strange[0], self.kinds())}"
+            )
+        values = {new: self.file.values[old] for new, old in stored.items() if old in self.file.values}
+        plan = restoration(objects, specs, values, strict=strict)
+        staged = [(read, _beside(read)) for read in plan.reads]
+        self.file.fill((stored[read.leaf], fresh) for read, fresh in staged)
+        with torch.no_grad():
+            for read, fresh in staged:
+                read.memory().copy_(fresh)
+        plan.finish()
+        loaded = tuple(name for name in specs if name not in plan.unexpected)
+        return LoadResult(loaded, plan.missing, plan.unexpected, sum(read.spec.nbytes for read in plan.reads))
+
+    def _stored_names(self, objects: Mapping[str, Any], rename: Rename | None) -> dict[str, str]:
+        """New name to stored name of what goes into the objects; tensors inside values keep their names."""
+        inner = self.file.inner
+        named = renamed_all((name for name in self.file.specs if name not in inner), rename)
+        found = {new: old for new, old in named.items() if _blob_of(new, objects) is not None}
+        trees = set(found.values())
+        return {**found, **{leaf: leaf for leaf, tree in inner.items() if tree in trees}}
+
+    def _specs(self, objects: Mapping[str, Any], stored: Mapping[str, str]) -> dict[str, LeafSpec]:
+        inner = self.file.inner
+        new_names = {old: new for new, old in stored.items()}
+        first: dict[str, str] = {}
+        found: dict[str, LeafSpec] = {}
+        for new, old in stored.items():
+            spec = self.file.specs[old]
+            source = first.setdefault(spec.alias_of or old, new)
+            blob = _blob_of(new_names[inner[old]] if old in inner else new, objects)
+            alias = None if source == new else source
+            found[new] = replace(spec, name=new, blob=blob or spec.blob, alias_of=alias)
+        return found
+
+
+def _blob_of(name: str, objects: Mapping[str, Any]) -> str | None:
+    """The object that a leaf belongs to. No blob's name is a dotted prefix of another's."""
+    return next((blob for blob in objects if name == blob or name.startswith(f"{blob}.")), None)
+
+
+def _beside(read: Read) -> torch.Tensor:
+    """Where to read first: live memory is written once everything has come."""
+    return read.memory() if read.destination is None else torch.empty_like(read.destination)
