@@ -9,6 +9,8 @@ Importing this package has no side effects and does not import torch: public nam
 when they are first used.
 """
 
+# ruff: noqa: I001 - re-exports below, several to a line
+
 from __future__ import annotations
 
 import importlib
