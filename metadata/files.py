@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from torchrelay.errors import DamagedError, StorageError
 
@@ -38,7 +40,7 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> Any:
     """Read a JSON file; None when there is none, DamagedError when it is no JSON."""
     try:
-        with open(path, "rb") as file:
+        with _open_regular(path) as file:
             data = file.read(MAX_JSON_BYTES + 1)
     except FileNotFoundError:
         return None
@@ -58,8 +60,10 @@ def append_line(path: Path, value: Any) -> None:
     """Append one JSON line by a single write, so that lines of several writers never interleave."""
     data = (json.dumps(value, sort_keys=True, allow_nan=False) + "\n").encode()
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
+        descriptor = os.open(path, flags, 0o644)
         try:
+            _check_regular(descriptor)
             os.write(descriptor, data)
         finally:
             os.close(descriptor)
@@ -70,16 +74,32 @@ def append_line(path: Path, value: Any) -> None:
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the whole lines of a JSON-lines file; a torn last line (a crash) is left out."""
     try:
-        with open(path, "rb") as file:
-            for line in file:
+        with _open_regular(path) as file:
+            while line := file.readline(MAX_JSON_BYTES):
                 if not line.endswith(b"\n"):
                     return
-                with suppress(ValueError):
+                with suppress(ValueError, RecursionError):
                     value = json.loads(line)
                     if isinstance(value, dict):
                         yield value
     except FileNotFoundError:
         return
+
+
+def _open_regular(path: Path) -> BinaryIO:
+    """Open for reading; a pipe or device in the way is refused instead of waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        _check_regular(descriptor)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _check_regular(descriptor: int) -> None:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file, remove it")
 
 
 def sync_directory(directory: Path) -> None:

@@ -57,7 +57,7 @@ class RunDirectory:
         found = self.identity()
         if found is not None:
             self._check_same_job(found, job_name)
-            return found
+            return self._with_best(found, best)
         identity = {
             "format": FORMAT,
             "uuid": uuid.uuid4().hex,
@@ -76,6 +76,14 @@ class RunDirectory:
                 "choose a writable place with free space"
             ) from error
         write_json(self.path / "run.json", identity)
+        return identity
+
+    def _with_best(self, identity: dict[str, Any], best: tuple[str, str] | None) -> dict[str, Any]:
+        """What "best" means is no part of the identity: today's program says it."""
+        now = list(best) if best else None
+        if identity.get("best") != now:
+            identity = {**identity, "best": now}
+            write_json(self.path / "run.json", identity)
         return identity
 
     def identity(self) -> dict[str, Any] | None:

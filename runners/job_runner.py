@@ -10,6 +10,7 @@ from torchrelay.checkpoint.manager_base import Manager
 from torchrelay.checkpoint.multi_node import MultiNodeCheckpointManager
 from torchrelay.checkpoint.upload import UploadTaskGroupBuilder
 from torchrelay.errors import NotAllowedNowError, UsageError
+from torchrelay.jobs.directories import local_directory
 from torchrelay.jobs.job import Job
 from torchrelay.metadata.file_handler import FileMetadataHandler
 from torchrelay.metadata.run_directory import RunDirectory
@@ -46,25 +47,31 @@ class JobRunner:
         upload_task_group_builder: UploadTaskGroupBuilder | None = None,
         *,
         resume: Resume = "auto",
-        best: tuple[str, str] | None = None,
+        best: tuple[str, str] | None = ("val/acc", "max"),
         save_initial: bool = True,
         keep_last: int | None = None,
         max_failed_saves: int | None = None,
         agree_every: int = 1,
     ) -> None:
+        if not isinstance(job, Job):
+            raise UsageError(f"job is {job!r:.80}; give a torchrelay.Job")
         if resume not in ("auto", "must", "never"):
             raise UsageError(f"resume is {resume!r}; it is 'auto', 'must' or 'never'")
         self.job = job
         self.resume_from_epoch = check_epoch(resume_from_epoch)
         self.upload_task_group_builder = upload_task_group_builder
-        self.run_directory = RunDirectory(where) if isinstance(where, (str, Path)) else None
+        self.run_directory = (
+            RunDirectory(local_directory(where, "the run directory"))
+            if isinstance(where, (str, Path))
+            else None
+        )
         self.manager = self._manager(where, keep_last)
         self._plan = Plan(
             resume=resume,
             best=_check_best(best),
             save_initial=save_initial,
             max_failed_saves=self._max_failed_saves(max_failed_saves),
-            agree_every=agree_every,
+            agree_every=_check_count(agree_every, "agree_every"),
         )
 
     def _manager(self, where: str | Path | Manager | None, keep_last: int | None) -> Manager | None:
@@ -84,9 +91,9 @@ class JobRunner:
         )
 
     def _max_failed_saves(self, wanted: int | None) -> int | None:
-        if wanted is not None and wanted < 1:
-            raise UsageError(f"max_failed_saves is {wanted}; it is at least 1, or None for no limit")
-        return RUN_DIRECTORY_FAILED_SAVES if wanted is None and self.run_directory else wanted
+        if wanted is None:
+            return RUN_DIRECTORY_FAILED_SAVES if self.run_directory else None
+        return _check_count(wanted, "max_failed_saves")
 
     def train(
         self,
@@ -103,6 +110,8 @@ class JobRunner:
 
         Raises the errors of `torchrelay.errors`; a failed save only warns (see `max_failed_saves`).
         """
+        if not (session is None or isinstance(session, SessionBase)):
+            raise UsageError(f"session is {session!r:.80}; give a LocalSession or a DistributedSession")
         if not _training.acquire(blocking=False):
             raise NotAllowedNowError(
                 "another train() runs in this process: wait for it, or use a second process"
@@ -141,6 +150,8 @@ class JobRunner:
         not committed or a shard that holds a requested blob is gone; raises UsageError without a manager.
         """
         manager = self._required_manager("load_blobs_from_checkpoints")
+        if isinstance(blob_names, str):
+            raise UsageError(f"blob_names={blob_names!r} is one str: give a list of blob names")
         nodes = self.job.nodes_to_checkpoint()
         session.place(self.job.nodes())
         manager.bind(self.job)
@@ -161,6 +172,12 @@ class JobRunner:
 def _check_best(best: Any) -> tuple[str, str] | None:
     if best is None:
         return None
-    if not (isinstance(best, tuple) and len(best) == 2 and best[1] in ("min", "max")):
-        raise UsageError(f"best is {best!r}; it is a metric and a direction, for example ('val/acc', 'max')")
-    return best
+    if isinstance(best, tuple) and len(best) == 2 and isinstance(best[0], str) and best[1] in ("min", "max"):
+        return best
+    raise UsageError(f"best is {best!r}; it is a metric and a direction, for example ('val/acc', 'max')")
+
+
+def _check_count(count: Any, name: str) -> int:
+    if type(count) is int and count >= 1:
+        return count
+    raise UsageError(f"{name} is {count!r:.80}; it is a whole number from 1")

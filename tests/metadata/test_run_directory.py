@@ -18,8 +18,17 @@ def test_identity_is_written_once(tmp_path: Path) -> None:
     """The second start of a run reads the identity that the first one wrote."""
     run = RunDirectory(tmp_path / "run")
     first = run.create("digits", ("val/acc", "max"), 2)
-    assert run.create("digits", None, 4) == first
+    assert run.create("digits", ("val/acc", "max"), 4) == first
     assert first["best"] == ["val/acc", "max"]
+
+
+def test_what_best_means_is_not_identity(tmp_path: Path) -> None:
+    """Another metric for "best" is taken over by a later start; the run stays the same one."""
+    run = RunDirectory(tmp_path / "run")
+    first = run.create("digits", ("val/acc", "max"), 2)
+    later = run.create("digits", ("val/loss", "min"), 2)
+    assert later == {**first, "best": ["val/loss", "min"]}
+    assert run.identity() == later
 
 
 def test_another_job_is_refused(tmp_path: Path) -> None:
