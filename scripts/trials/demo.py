@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torchrelay
 from launching import REPOSITORY, Launch, TrialError, clean_environment, send, state_of, torchrun, wait_until
 from run_table import COLUMNS, rows_of
 from screen import Screen
 from state_hash import weights_sha256
+
+import torchrelay
 from torchrelay.errors import RelayError
 
 EPOCHS = 8
@@ -153,8 +154,8 @@ class Demo:
             f"reads {found['test_accuracy']:.2%} of the test digits right"
         )
         say(
-            f"evaluation read {found['bytes_read_by_load']:,} bytes for {found['bytes_of_model']:,} bytes of model "
-            f"({found['bytes_read_in_all']:,} with log and manifests); "
+            f"evaluation read {found['bytes_read_by_load']:,} bytes for {found['bytes_of_model']:,} bytes "
+            f"of model ({found['bytes_read_in_all']:,} with log and manifests); "
             f"the whole epoch has {found['bytes_on_disk']:,} bytes on disk"
         )
         for what, value in self.hashes.items():

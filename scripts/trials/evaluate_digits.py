@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import sys
 
-import torchrelay
 from launching import REPOSITORY
 
+import torchrelay
+
 sys.path.insert(0, str(REPOSITORY / "examples"))
-from digits import Net, accuracy, digits  # noqa: E402
+from digits import Net, accuracy, digits
 
 
 def main(run: str) -> None:

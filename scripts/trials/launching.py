@@ -32,7 +32,7 @@ def torchrun(*program: str, ranks: int, options: Sequence[str] = ()) -> list[str
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This environment without the traces of an outer launcher, one thread per rank."""
+    """The environment without the traces of an outer launcher, one thread per rank."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_OTHER_LAUNCHERS)}
     kept = {name: value for name, value in kept.items() if name not in _PLACE}
     return {"OMP_NUM_THREADS": "1", **kept, "PYTHONUNBUFFERED": "1", **(extra or {})}
