@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torchrelay.runners.leaving import run_and_leave
 from torchrelay.runners.life import Life, Plan
 from torchrelay.runners.options import parse_options
 from torchrelay.runners.result import RunResult
+from torchrelay.runners.saving import report_stats
 from torchrelay.runners.session_base import SessionBase
 from torchrelay.runners.start import current_or_new_session
 
@@ -157,8 +160,7 @@ class JobRunner:
         manager.bind(self.job)
         manager.set_params(nodes)
         loaded = manager.load_blobs_locally(nodes, blob_names, check_epoch(epoch, "epoch"), session)
-        if session.peers.rank == 0:
-            manager.report_checkpoint_stats("checkpoint_partial_load")
+        report_stats(session, manager, "checkpoint_partial_load", partial(warnings.warn, stacklevel=2))
         return loaded
 
     def _required_manager(self, verb: str) -> Manager:

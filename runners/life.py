@@ -277,9 +277,7 @@ class Life:
         target = self._load(choice, target, manager)
         self._begin_branch(choice)
         epoch = target.position.epoch
-        if self.session.peers.rank == 0:
-            manager.report_checkpoint_stats("checkpoint_load")
-        self.saver.replay_write(self.session, target, self.look)
+        self.saver.tell_loaded(self.session, target, self.look)
         self.streams = manager.engine.take_streams()
         facts = target.facts
         self.state.set_elapsed(facts.elapsed_secs)

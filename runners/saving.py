@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.facts import Facts
@@ -63,30 +64,43 @@ class Saver:
         self.journal.save_failed(position, error, self.failed_in_a_row)
         if self.max_failed is not None and self.failed_in_a_row >= self.max_failed:
             raise SaveFailedError(
-                f"{self.failed_in_a_row} saves failed in a row, the last one: {error}. Mend the storage and "
-                "start again (max_failed_saves sets the number)"
+                f"{self.failed_in_a_row} saves failed in a row, the last one: {error}. Mend what it names "
+                "and start again (max_failed_saves sets the number)"
             ) from error
 
     def _tell(self, session: SessionBase, manager: Manager, position: Position) -> None:
-        """The handler learns of a saved epoch on rank 0; its failure degrades to a warning."""
-        if session.peers.rank != 0:
-            return
-        for verb, tell in (
-            ("write", lambda: manager.write_checkpoint_metadata(position.epoch)),
-            ("report", lambda: manager.report_checkpoint_stats("checkpoint_save")),
-        ):
-            try:
-                tell()
-            except Exception as error:
-                self.journal.warn(f"the metadata handler failed at {verb} of epoch {position}: {error}")
+        """The handler learns of a saved epoch."""
+        epoch, warn = position.epoch, self.journal.warn
+        tell_handler(
+            session, f"write of epoch {epoch}", lambda: manager.write_checkpoint_metadata(epoch), warn
+        )
+        report_stats(session, manager, "checkpoint_save", warn)
 
-    def replay_write(self, session: SessionBase, target: Target, look: Look) -> None:
-        """Tell the handler again of the newest epoch: a crash may have come between commit and write."""
-        self.newest_saved = target.position.epoch
-        manager = self.manager
-        if manager is None or session.peers.rank != 0 or look.epoch != target.position.epoch:
+    def tell_loaded(self, session: SessionBase, target: Target, look: Look) -> None:
+        """Report the load; write the newest epoch again: a crash may have come between commit and write."""
+        epoch, manager, warn = target.position.epoch, self.manager, self.journal.warn
+        self.newest_saved = epoch
+        if manager is None:
             return
-        try:
-            manager.write_checkpoint_metadata(target.position.epoch)
-        except Exception as error:
-            self.journal.warn(f"the metadata handler failed at write of epoch {target.position}: {error}")
+        report_stats(session, manager, "checkpoint_load", warn)
+        if look.epoch == epoch:
+            tell_handler(
+                session, f"write of epoch {epoch}", lambda: manager.write_checkpoint_metadata(epoch), warn
+            )
+
+
+def report_stats(session: SessionBase, manager: Manager, action: str, warn: Callable[[str], None]) -> None:
+    """Give the handler the times of the last save or load."""
+    tell_handler(session, f"report of {action}", lambda: manager.report_checkpoint_stats(action), warn)
+
+
+def tell_handler(
+    session: SessionBase, what: str, tell: Callable[[], None], warn: Callable[[str], None]
+) -> None:
+    """Call the metadata handler, on rank 0 only; a failure of it degrades to a warning."""
+    if session.peers.rank != 0:
+        return
+    try:
+        tell()
+    except Exception as error:
+        warn(f"the metadata handler failed at {what}: {error}")
