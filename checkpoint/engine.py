@@ -13,6 +13,7 @@ from pathlib import Path
 from torchrelay.checkpoint import manifest_disk
 from torchrelay.checkpoint.boundary import NodeState, capture
 from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.kinds import check_recreatable
 from torchrelay.checkpoint.ledger import Ledger, Target
 from torchrelay.checkpoint.live import Entry
 from torchrelay.checkpoint.load import LoadJob, load_all
@@ -26,9 +27,11 @@ from torchrelay.checkpoint.replicas import ReplicaCheck
 from torchrelay.checkpoint.retention import keep_last as keep_last_policy
 from torchrelay.checkpoint.save import Clock, SaveJob, carry_out, make_plan
 from torchrelay.checkpoint.spec_exchange import SpecExchange
-from torchrelay.checkpoint.sweep import sweep
+from torchrelay.checkpoint.sweep import delete_orphans, sweep
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.jobs.blobs import Scope
+from torchrelay.jobs.directories import local_directory
+from torchrelay.jobs.peers import together
 from torchrelay.jobs.places import NodePlace
 from torchrelay.jobs.random_streams import RandomStreams
 from torchrelay.jobs.session import Session
@@ -41,13 +44,11 @@ class Engine:
     def __init__(
         self, prefix: str | Path, *, keep_last: int | None = None, takeover_secs: float = 15.0
     ) -> None:
-        if "://" in str(prefix):
+        if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
             raise UsageError(
-                f"{prefix} is a URL; checkpoints go to local or mounted directories so far: give a path"
+                f"keep_last is {keep_last!r}; it is a whole number from 1 (None keeps all epochs)"
             )
-        if keep_last is not None and (isinstance(keep_last, bool) or keep_last < 1):
-            raise UsageError(f"keep_last is {keep_last!r}; at least 1 epoch is kept, None keeps all")
-        self.storage = LocalStorage(prefix)
+        self.storage = LocalStorage(local_directory(prefix, "the checkpoint prefix"))
         self.ledger = Ledger(self.storage, takeover_secs)
         self.keep_last = keep_last
         self.stored_names: dict[str, str] = {}
@@ -86,10 +87,24 @@ class Engine:
         return self._members is not None
 
     def seal(self, session: Session) -> None:
-        """Fix the set: the names that the hosted nodes hold now."""
-        self._members = {
-            place.name: members_of(session.workspace(place.name)) for place in session.local_nodes
-        }
+        """Fix the set: the names that the hosted nodes hold now.
+
+        Raises BlobError on all processes for an object that no later start could make again.
+        """
+        found: dict[str, dict[str, Member]] = {}
+
+        def look() -> None:
+            for place in session.local_nodes:
+                workspace = session.workspace(place.name)
+                found[place.name] = members_of(workspace)
+                entries = {name: workspace.entries()[name] for name in found[place.name]}
+                check_recreatable(
+                    {name: entry.value for name, entry in entries.items()},
+                    [name for name, entry in entries.items() if entry.blob is not None],
+                )
+
+        together(session.peers, "checkpoint set", look)
+        self._members = found
 
     def seal_like(self, session: Session, epoch: int) -> None:
         """Fix the set to what an epoch holds, and what is registered now."""
@@ -114,6 +129,7 @@ class Engine:
         holding = self.ledger.required_holding()
         if self._members is None:
             self.seal(session)
+        self._clear_orphans()
         clock = Clock()
         with clock.spent("stage"):
             states = self._capture(session)
@@ -136,12 +152,15 @@ class Engine:
 
     def _capture(self, session: Session) -> tuple[NodeState, ...]:
         members = self._members or {}
-        states = []
-        for place in session.local_nodes:
-            self._tell_late(session, place)
-            states.append(
-                capture(session, place, self._stored(place.name), members.get(place.name, {}), self._demoted)
-            )
+        states: list[NodeState] = []
+
+        def look() -> None:
+            for place in session.local_nodes:
+                self._tell_late(session, place)
+                stored, names = self._stored(place.name), members.get(place.name, {})
+                states.append(capture(session, place, stored, names, self._demoted))
+
+        together(session.peers, "save: boundary", look)
         return tuple(states)
 
     def _forced(self) -> frozenset[str]:
@@ -177,6 +196,15 @@ class Engine:
 
     def _commit(self, entry: Entry) -> None:
         self.ledger.required().commit(entry)
+
+    def _clear_orphans(self) -> None:
+        """Give back the space of tries that earlier generations left unfinished; once per generation."""
+        if self.ledger.writer is None:
+            return
+        try:
+            delete_orphans(self.ledger.writer)
+        except StorageError as error:
+            warnings.warn(f"unfinished tries could not be deleted: {error}", stacklevel=2)
 
     def _retain(self, session: Session) -> None:
         """Retire what the policy gives up; a failure to delete warns and is tried again."""

@@ -46,7 +46,10 @@ def read_job(storage: Storage) -> JobFile | None:
             ) from None
         return None
     what = f"{storage.url}/{PATH}"
-    fields = Fields(unseal("job", data, what), what)
+    try:
+        fields = Fields(unseal("job", data, what), what)
+    except DamagedError as error:
+        raise DamagedError(f"{error}; restore it from a copy, or choose another directory") from error
     check_stamp(fields.values.get("format"), what=what)
     return JobFile(fields.text("name"), fields.text("uuid"), fields.text("created"), fields.flag("named"))
 

@@ -50,7 +50,7 @@ def has_stock_state(optimizer: Optimizer) -> bool:
 
 
 def check_recreatable(objects: Mapping[str, Any], registered: Collection[str]) -> None:
-    """Refuse, by BlobError, objects that `init` made and that no load could make again."""
+    """Refuse, by BlobError, objects that nobody registered and that no load could make again."""
     lost = [
         f"{name!r} ({type(value).__name__})"
         for name, value in objects.items()
@@ -58,9 +58,10 @@ def check_recreatable(objects: Mapping[str, Any], registered: Collection[str]) -
     ]
     if lost:
         raise BlobError(
-            f"only init made {', '.join(lost)}, and a resumed run skips init: it would have nothing to load"
-            " into. Register it as a blob, job.blobs(name=object), or as a factory,"
-            " job.blobs(name=lambda ctx: ...), which setup calls at every start"
+            f"{', '.join(lost)} was put into the workspace by a task and is registered nowhere: a resumed"
+            " run, which skips init, would have nothing to load into. Register it as a blob,"
+            " job.blobs(name=object), or as a factory, job.blobs(name=lambda ctx: ...), which setup calls at"
+            " every start"
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -113,20 +114,18 @@ class Ledger:
             return {**self._looked(LogView()), "notices": [str(error)]}
 
     def _looked(self, view: LogView) -> dict[str, Any]:
-        newest, notices = view.newest(), list(view.notices)
+        newest = view.newest()
         facts = None
         if newest is not None:
-            try:
+            with suppress(OSError):  # whoever loads it will say what is wrong with it
                 facts = manifest_disk.facts_json(manifest_disk.read(self.storage, newest).facts)
-            except OSError as error:
-                notices.append(str(error))
         return {
             "commits": bool(view.entries),
             "branch": view.current.id,
             "request": dict(view.begun_by) if view.begun_by else None,
             "epoch": newest.position.epoch if newest else None,
             "facts": facts,
-            "notices": notices,
+            "notices": list(view.notices),
         }
 
     def view(self) -> LogView:

@@ -19,6 +19,7 @@ from torchrelay.checkpoint.log_reader import Base, Tail, advance
 from torchrelay.checkpoint.record import LOG, BaseRef, Record, encode, encode_base, slot_path
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.tail import STRIDE, floor
+from torchrelay.errors import StorageError
 
 Json = Any
 
@@ -106,12 +107,16 @@ def _create(storage: Storage, slot: int, data: bytes) -> bool:
     path = slot_path(slot)
     try:
         storage.link_exclusive(path, data)
-    except OSError:
+    except OSError as error:
         # The name was taken, or the answer is doubtful: what lies there decides.
         try:
             found = storage.read_range(path, 0, len(data) + 1)
         except FileNotFoundError:
             found = None
+        if found is None and isinstance(error, FileExistsError):
+            raise StorageError(
+                f"{storage.url}/{path} is in the way and is no regular file: remove it"
+            ) from error
         if found is None:
             raise
         return found == data  # the nonce makes our bytes like no other's

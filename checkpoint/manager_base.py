@@ -14,6 +14,7 @@ from torchrelay.checkpoint.position import Position
 from torchrelay.errors import UsageError
 from torchrelay.jobs.group import SessionGroup, TaskGroup
 from torchrelay.jobs.job import Job
+from torchrelay.jobs.names import check_node_name
 from torchrelay.jobs.session import Session
 from torchrelay.metadata.handler import MetadataHandler
 
@@ -57,7 +58,7 @@ class Manager:
         return node
 
     def _check_nodes(self, nodes: Sequence[str] | None) -> tuple[str, ...]:
-        names = tuple(nodes or ())
+        names = tuple(check_node_name(name) for name in nodes or ())
         if not names:
             raise UsageError(
                 "the node list of a checkpoint manager is empty: give the names of the job's nodes"

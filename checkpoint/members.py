@@ -13,12 +13,11 @@ from typing import Any
 from torch import nn
 
 from torchrelay.checkpoint.leaf import Leaf, Role
-from torchrelay.errors import UsageError
 from torchrelay.jobs.blobs import Reshard, Scope
+from torchrelay.jobs.names import RANDOM_STATES, check_blob_names
 from torchrelay.jobs.workspace import Entry, Origin, Workspace
 
-RNG_BLOB = "rng"
-"""The blob that holds the random states of a node; no user's blob may have this name."""
+RNG_BLOB = RANDOM_STATES
 
 
 @dataclass(frozen=True)
@@ -32,14 +31,10 @@ class Member:
 
 
 def members_of(workspace: Workspace) -> dict[str, Member]:
-    """The set of a node as its workspace is now; raises UsageError for the reserved name."""
-    found = {}
-    for name, entry in workspace.entries().items():
-        if name == RNG_BLOB or name.startswith(f"{RNG_BLOB}."):
-            raise UsageError(f"blob name {name!r} is reserved for random states: choose another name")
-        member = _member(name, entry)
-        if member.scope is not Scope.TRANSIENT:
-            found[name] = member
+    """The set of a node as its workspace is now; raises UsageError for names that cannot stand together."""
+    members = [_member(name, entry) for name, entry in workspace.entries().items() if ":" not in name]
+    found = {member.name: member for member in members if member.scope is not Scope.TRANSIENT}
+    check_blob_names(found)
     return found
 
 

@@ -11,7 +11,7 @@ import secrets
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -108,7 +108,11 @@ def carry_out(job: SaveJob, plan: Plan, clock: Clock) -> NodeStats:
     """Write, commit and acknowledge; returns where the time went, by node."""
     with clock.spent("plan"):
         try_name = _make_try(job)
-    rows = [row for part in _write_all(job, plan, try_name, clock) for row in part]
+    try:
+        rows = [row for part in _write_all(job, plan, try_name, clock) for row in part]
+    except StorageError:
+        _discard(job, try_name)
+        raise
     begin = time.monotonic()
     decide(job.peers, "save: commit", lambda: _commit(job, plan, try_name, rows))
     rows[0]["secs"]["commit"] = time.monotonic() - begin  # the first node is the coordinator's
@@ -116,6 +120,15 @@ def carry_out(job: SaveJob, plan: Plan, clock: Clock) -> NodeStats:
     if job.peers.rank == 0:
         _write_stats(job.storage, f"{DATA}/{try_name}/stats.json", stats)
     return stats
+
+
+def _discard(job: SaveJob, try_name: str) -> None:
+    """Give back the space of a try that failed. Every process has reported, so nobody writes there."""
+    if job.peers.rank == 0:
+        with suppress(StorageError):
+            for name in job.storage.list(f"{DATA}/{try_name}"):
+                job.storage.delete(f"{DATA}/{try_name}/{name}")
+            job.storage.delete(f"{DATA}/{try_name}")
 
 
 def _write_stats(storage: Storage, path: str, stats: NodeStats) -> None:

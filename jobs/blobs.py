@@ -17,6 +17,7 @@ import torch
 
 from torchrelay.errors import NotAllowedNowError, UsageError
 from torchrelay.jobs.names import check_blob_names
+from torchrelay.jobs.step import call_style
 
 Reshard = str | Callable[..., Any] | None
 Kind = Literal["tensor", "stateful", "value"]
@@ -54,7 +55,7 @@ class Blob:
 
     @property
     def is_factory(self) -> bool:
-        """Whether the source makes the object, once per node, when called with `ctx` in `setup`."""
+        """Whether the source makes the object, once per node in `setup`; it takes what steps take."""
         return is_factory(self.source)
 
 
@@ -206,7 +207,16 @@ def _checked_source(name: str, source: object) -> object:
             f"blob {name!r} is the class {source.__name__}: give an object, or a factory such as "
             f"lambda ctx: {source.__name__}(...)"
         )
+    if is_factory(source):
+        _check_factory(name, source)
     return source
+
+
+def _check_factory(name: str, source: Any) -> None:
+    try:
+        call_style(source)
+    except UsageError as error:
+        raise UsageError(f"blob {name!r} is a function, so it must make the blob: {error}") from error
 
 
 def _check_objects(blobs: Any) -> None:

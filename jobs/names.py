@@ -15,6 +15,9 @@ from torchrelay.errors import UsageError
 MAX_BLOB_NAME_BYTES = 1024
 """Bytes of UTF-8 that a blob name may have."""
 
+RANDOM_STATES = "rng"
+"""The blob that holds the random states of a node; no user's blob may have this name."""
+
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,62}")
 _ADDRESS_CHARACTERS = ":*?[]@"
 
@@ -38,12 +41,14 @@ def check_blob_name(name: str) -> str:
 
 
 def check_blob_names(names: Iterable[str]) -> None:
-    """Check each name and that none is a dotted prefix of another (`a` and `a.b`); raises UsageError.
+    """Check each name, and that none is reserved or a dotted prefix of another; raises UsageError.
 
     Leaves are addressed `blob.leaf`, so with both `a` and `a.b` nobody could tell whose `a.b.c` is.
     """
     known = {check_blob_name(name) for name in names}
     for name in sorted(known):
+        if name == RANDOM_STATES or name.startswith(f"{RANDOM_STATES}."):
+            raise UsageError(f"blob name {name!r} is reserved for random states: choose another name")
         shorter = next((prefix for prefix in dotted_prefixes(name) if prefix in known), None)
         if shorter is not None:
             raise UsageError(

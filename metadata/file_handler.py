@@ -51,7 +51,8 @@ class FileMetadataHandler:
 
     def epochs(self) -> list[int]:
         """The epochs noted so far, in order, without repetitions."""
-        return sorted({line["epoch"] for line in read_lines(self.path) if line.get("kind") == "epoch"})
+        lines = [line for line in read_lines(self.path) if line.get("kind") == "epoch"]
+        return sorted({line["epoch"] for line in lines if type(line.get("epoch")) is int})
 
     def _append(self, line: dict[str, Any]) -> None:
         append_line(self.path, {"time": round(time.time(), 3), **line})

@@ -84,6 +84,8 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                         yield value
     except FileNotFoundError:
         return
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _open_regular(path: Path) -> BinaryIO:

@@ -11,8 +11,10 @@ A generation is one holder of the checkpoint log, so files of different starts n
 
 from __future__ import annotations
 
+import errno
 import platform
 import re
+import stat
 import sys
 import time
 import uuid
@@ -20,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from torchrelay.errors import FormatError, StorageError, UsageError
+from torchrelay.errors import DamagedError, FormatError, StorageError, UsageError
 from torchrelay.metadata.files import append_line, read_json, read_lines, write_json
 
 State = Literal["RUNNING", "FINISHED", "STOPPED", "PREEMPTED", "FAILED"]
@@ -42,12 +44,18 @@ class RunDirectory:
 
     def check_usable(self) -> None:
         """Refuse a path that cannot be a run directory, before anything is created."""
-        if self.path.exists() and not self.path.is_dir():
-            raise UsageError(f"the run directory {self.path} is a file: choose another path or remove it")
         if self.path == Path(self.path.anchor):
             raise UsageError(
                 f"the run directory {self.path} is the root of the file system: choose a path below it"
             )
+        for path in (self.path, *self.path.parents):
+            if (found := _directory_at(path, self.path)) is not None:
+                if not found:
+                    which = "is" if path == self.path else f"cannot be made: {path} is"
+                    raise UsageError(
+                        f"the run directory {self.path} {which} a file: choose another path or remove it"
+                    )
+                return
 
     def create(self, job_name: str, best: tuple[str, str] | None, world_size: int) -> dict[str, Any]:
         """Write `run.json` unless the run exists; returns its content.
@@ -91,9 +99,20 @@ class RunDirectory:
         found = read_json(self.path / "run.json")
         if found is None:
             return None
-        if not isinstance(found, dict) or found.get("format", {}).get("major") != FORMAT["major"]:
-            raise FormatError(f"{self.path}/run.json was written by another version of torchrelay")
-        return found
+        identity: dict[str, Any] = found if isinstance(found, dict) else {}
+        stamp = identity.get("format")
+        version = stamp.get("major") if isinstance(stamp, dict) else None
+        if type(version) is int and version != FORMAT["major"]:
+            raise FormatError(
+                f"{self.path}/run.json was written by another version of torchrelay (format {version}, this "
+                f"one reads {FORMAT['major']}): use the one that wrote it, or a newer one"
+            )
+        if version is None or not all(isinstance(identity.get(key), str) for key in ("job", "uuid")):
+            raise DamagedError(
+                f"{self.path}/run.json is no identity of a run: restore it from a copy, or delete it (the "
+                "checkpoints are not touched, the run gets a new identity)"
+            )
+        return identity
 
     def check_job(self, job_name: str | None) -> None:
         """Refuse a directory that holds a run of another job (UsageError); None is the directory's name."""
@@ -140,6 +159,8 @@ class RunDirectory:
         kept: list[dict[str, Any]] = []
         for generation, path in self._generations("metrics"):
             for line in read_lines(path):
+                if type(line.get("epoch")) is not int:
+                    continue
                 kept = [old for old in kept if old["epoch"] < line["epoch"]]
                 kept.append({"generation": generation, **line})
         return kept
@@ -151,3 +172,21 @@ class RunDirectory:
             if match:
                 found.append((int(match[2]), path))
         return sorted(found)
+
+
+def _directory_at(path: Path, run: Path) -> bool | None:
+    """Whether a directory is there (False: something else), None where nothing is."""
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise UsageError(
+                f"the run directory {run} cannot be made: {path} is a link that leads nowhere; remove the "
+                "link or choose another path"
+            ) from None
+        return None
+    except NotADirectoryError:  # a parent is a file, which is said when we come to it
+        return None
+    except OSError as error:
+        kind = UsageError if error.errno in (errno.ELOOP, errno.ENAMETOOLONG) else StorageError
+        raise kind(f"the run directory {run} cannot be: {error.strerror}; choose another path") from error

@@ -7,6 +7,8 @@ import copy
 from torchrelay.errors import UsageError
 from torchrelay.jobs.blobs import Blob, kind_of
 from torchrelay.jobs.job import Job
+from torchrelay.jobs.peers import together
+from torchrelay.jobs.step import invoke
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.runners.session_base import SessionBase
 
@@ -19,6 +21,12 @@ def bind_blobs(job: Job, session: SessionBase, *, before_setup: bool) -> None:
     """
     if before_setup:
         job.blobs.begin_setup()
+    together(session.peers, "blobs", lambda: _bind_all(job, session, before_setup=before_setup))
+    if not before_setup:
+        job.blobs.freeze()
+
+
+def _bind_all(job: Job, session: SessionBase, *, before_setup: bool) -> None:
     for place in session.local_nodes:
         workspace = session.workspace(place.name)
         for blob in job.blobs:
@@ -27,14 +35,13 @@ def bind_blobs(job: Job, session: SessionBase, *, before_setup: bool) -> None:
             if not before_setup and not blob.is_factory and workspace.registered(blob):
                 continue
             _bind(blob, session, workspace)
-    if not before_setup:
-        job.blobs.freeze()
 
 
 def _bind(blob: Blob, session: SessionBase, workspace: Workspace) -> None:
     if blob.is_factory:
         with session.on_node(workspace.node):
-            workspace.register(blob, blob.source(session.context(workspace.node)))
+            made = invoke(blob.source, workspace, session.context(workspace.node))
+        workspace.register(blob, made)
         return
     if kind_of(blob.source) == "value":
         workspace.register(blob, copy.deepcopy(blob.source))

@@ -9,10 +9,12 @@ epoch written into a script survives crashes and restarts.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from torchrelay.checkpoint.position import MAX_EPOCH
 from torchrelay.errors import NoProvableEpochError, UsageError
 
 Resume = Literal["auto", "must", "never"]
@@ -98,10 +100,14 @@ def check_epoch(value: object, name: str = "resume_from_epoch") -> int | None:
     """Accept None or a whole number from 0; numpy's integers too. Raises UsageError otherwise."""
     if value is None:
         return None
-    number = getattr(value, "__index__", None)
-    if isinstance(value, bool) or number is None:
-        raise UsageError(f"{name} must be a whole number or None, not {value!r}")
-    epoch = int(number())
+    try:
+        epoch = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(f"{name} must be a whole number or None, not {value!r:.80}") from None
+    if isinstance(value, bool):
+        raise UsageError(f"{name} must be a whole number or None, not {value}")
+    if abs(epoch) > MAX_EPOCH:  # not shown: Python refuses to write out very long numbers
+        raise UsageError(f"{name} is beyond any epoch: they are numbered from 0 to {MAX_EPOCH}")
     if epoch < 0:
         raise UsageError(f"{name} is {epoch}; epochs start at 0, the state after init")
     return epoch

@@ -72,11 +72,20 @@ class Journal:
         self._branch = look.branch
         if not self.writes or self.run is None:
             return
-        before = self.run.status()
-        self._attempt = int(before.get("attempt", -1)) + 1
-        self._tail = before.get("tail") or {}
+        before = self._status_before(self.run)
+        attempt = before.get("attempt")
+        self._attempt = attempt + 1 if type(attempt) is int else 0
+        self._tail = _tail_of(before)
         self._status("RUNNING", epoch=look.epoch)
         self._event("start", attempt=self._attempt, world_size=self.peers.size, epoch=look.epoch)
+
+    def _status_before(self, run: RunDirectory) -> dict[str, Any]:
+        """What an earlier attempt noted. A file that cannot be read proves nothing and stops nobody."""
+        try:
+            return run.status()
+        except StorageError as error:
+            self.warn(f"{error}. It is written anew; upload, download and exit may run again")
+            return {}
 
     def say_choice(self, choice: Choice, look: Look) -> None:
         """Tell where the run starts; a rewind loudly, because it abandons epochs."""
@@ -139,9 +148,9 @@ class Journal:
             return TAIL_PARTS
 
         def look() -> list[str]:
-            tail = self._tail or run.status().get("tail") or {}
+            tail = self._tail or _tail_of(self._status_before(run))
             same = (tail.get("branch"), tail.get("epoch")) == (branch, epoch)
-            return [part for part in TAIL_PARTS if not same or part not in tail.get("done", ())]
+            return [part for part in TAIL_PARTS if not same or part not in tail["done"]]
 
         return tuple(decide(self.peers, "tail", look))
 
@@ -204,6 +213,14 @@ class Journal:
             write(*values, **details)
         except StorageError as error:
             warnings.warn(f"the run directory could not be written: {error}", SaveWarning, stacklevel=4)
+
+
+def _tail_of(status: Mapping[str, Any]) -> dict[str, Any]:
+    """Which parts after the loop a status says are done; empty where it does not say that."""
+    tail = status.get("tail")
+    if isinstance(tail, dict) and isinstance(tail.get("done"), list):
+        return tail
+    return {}
 
 
 def finite(value: float) -> float | str:

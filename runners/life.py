@@ -131,6 +131,8 @@ class Life:
         self.manager.bind(self.job, default_name=run.name if run else None)
         wish = self._wish(self.manager)
         self.look = self.manager.engine.ledger.look(self.session.peers, tolerant=self.run_directory is None)
+        for notice in self.look.notices:
+            self.journal.warn(notice)
         past = Past(
             commits=self.look.commits,
             branch_request=self.look.request,
@@ -256,7 +258,7 @@ class Life:
             self.streams[place.name] = self.session.streams(place.name)
 
     def _load(self, choice: Choice, target: Target, manager: Manager) -> Target:
-        """Load the target. Where its bytes prove damaged, automatic resume loads the next older one over it."""
+        """Load the target; where its bytes prove damaged, automatic resume loads an older one over it."""
         while True:
             epoch = target.position.epoch
             self.session.run(manager.init(self._nodes, retrieve_from_epoch=epoch))

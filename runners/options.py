@@ -35,5 +35,5 @@ def parse_options(argv: list[str] | None) -> Options:
 
 def _epoch(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 8):
-        raise UsageError(f"--resume-from-epoch {text!r} is not an epoch: write a whole number from 0")
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is not an epoch: write a whole number from 0")
     return int(text)

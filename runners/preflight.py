@@ -26,9 +26,21 @@ PROBE_BYTES = 1 << 20
 
 def check_before_start(job: Job, session: SessionBase, run: RunDirectory | None) -> None:
     """Check what can be known before anything runs; raises UsageError or StorageError on all ranks."""
+    check_nodes(job, session)
     together(session.peers, "check blobs", lambda: check_blobs(job))
     if run is not None:
         check_run_directory(run, job, session)
+
+
+def check_nodes(job: Job, session: SessionBase) -> None:
+    """Refuse nodes to checkpoint that nobody plays."""
+    known = [place.name for place in session.nodes]
+    unknown = [name for name in job.nodes_to_checkpoint() if name not in known]
+    if unknown:
+        raise UsageError(
+            f"nodes_to_checkpoint names {', '.join(unknown)}, but the nodes are {', '.join(known)}: "
+            "name nodes that run, or leave it out"
+        )
 
 
 def check_blobs(job: Job) -> None:

@@ -426,5 +426,5 @@ def test_objects_that_only_init_makes_are_refused_with_the_remedy():
     """A resumed run skips init, so only tensors and values may come from there."""
     objects = {"model": nn.Linear(1, 1), "total": torch.ones(1), "best": 0.5, "late": Tally({})}
     check_recreatable(objects, {"model", "late"})
-    with pytest.raises(BlobError, match=r"only init made 'late' \(Tally\).*factory"):
+    with pytest.raises(BlobError, match=r"'late' \(Tally\) was put .*factory"):
         check_recreatable(objects, {"model"})
