@@ -10,7 +10,7 @@ Every process of the session runs the same life; what is decided is decided once
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.facts import Facts
@@ -138,7 +138,8 @@ class Life:
             branch_request=self.look.request,
             epochs_over=self._over_at_look(),
         )
-        choice = choose(wish, past)
+        # Rank 0 chooses for all: which process began a branch is known by rank 0's identity alone.
+        choice = Choice(**decide(self.session.peers, "choose", lambda: asdict(choose(wish, past))))
         if choice.epoch is not None:
             self.manager.engine.ledger.prove(self.session.peers, choice.epoch)
         return choice
