@@ -40,7 +40,9 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
         for policy in POLICIES
     }
     for world in (2, 3):
-        on_ranks(folder, world, [(path, policy, {}) for (ranks, policy), path in copies.items() if ranks == world])
+        on_ranks(
+            folder, world, [(path, policy, {}) for (ranks, policy), path in copies.items() if ranks == world]
+        )
     resumed = {(world, policy): told(path, world) for (world, policy), path in copies.items() if world > 1}
     for (world, policy), path in copies.items():
         if world == 1:
@@ -55,7 +57,7 @@ def on_ranks(folder: Path, ranks: int, runs: list[tuple[Path, str, dict[str, obj
     plain = json.dumps([[str(path), policy, keywords] for path, policy, keywords in runs])
     env = {"PYTHONPATH": str(REPOSITORY / "tests/helpers")}
     done = torchrun(PROGRAM, plain, ranks=ranks, cwd=folder, timeout_secs=120, env=env)
-    assert done.rc == 0, done
+    assert done.rc == 0, str(done)
 
 
 def told(path: Path, ranks: int) -> list[Ran]:

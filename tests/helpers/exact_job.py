@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from killing import Killer
 from state_hash import hash_of_node
 from torch import nn
@@ -100,6 +100,7 @@ def train(
     killer: Killer | None = None,
     all_buffers: bool = False,
     ddp: dict[str, Any] | None = None,
+    epochs: int = EPOCHS,
     **how: Any,
 ) -> Trained:
     """Build everything anew from `seed` and train, as a program that was just started does.
@@ -143,7 +144,7 @@ def train(
     def note_end(ctx: Context) -> None:
         trail[f"end of {ctx.epoch}"] = digest()
 
-    job.stop_when(max_epochs(EPOCHS))
+    job.stop_when(max_epochs(epochs))
     last = JobRunner(job, run_dir).train(session, **how)
     return Trained(int(last), digest(), trail)
 

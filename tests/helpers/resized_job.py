@@ -56,10 +56,18 @@ def mean_of(values: dict[str, torch.Tensor], place: NodePlace) -> torch.Tensor:
     return torch.stack(list(values.values())).mean(0) + 100 * place.rank
 
 
-POLICIES: dict[str, Any] = {"none": None, "error": "error", "drop": "drop", "by_rank": "by_rank", "mean": mean_of}
+POLICIES: dict[str, Any] = {
+    "none": None,
+    "error": "error",
+    "drop": "drop",
+    "by_rank": "by_rank",
+    "mean": mean_of,
+}
 
 
-def run(session: SessionBase, run_dir: Path, *, reshard: str, first: bool = False, epochs: int = EPOCHS) -> Ran:
+def run(
+    session: SessionBase, run_dir: Path, *, reshard: str, first: bool = False, epochs: int = EPOCHS
+) -> Ran:
     """Build everything and train: the `first` run ends after 7 steps, others continue to `epochs`."""
     torchrelay.seed(SEED)
     learner = Learner("adamw")
@@ -73,7 +81,9 @@ def run(session: SessionBase, run_dir: Path, *, reshard: str, first: bool = Fals
         rank = session.local_nodes[0].rank
         shared = {name: workspace[name] for name in learner.blobs()}
         return State(
-            sha256_of(state_of(shared, buffers=rank == 0)), sha256_of(RandomStreams.capture().encode()), float(own[0])
+            sha256_of(state_of(shared, buffers=rank == 0)),
+            sha256_of(RandomStreams.capture().encode()),
+            float(own[0]),
         )
 
     built = sha256_of(state_of({**learner.blobs(), "own": own}))

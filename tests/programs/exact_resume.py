@@ -35,7 +35,13 @@ def main() -> None:
     )
     found |= every_resume(session, folder, "whole")
     if session.peers.size > 1:
-        found |= every_resume(session, folder, "own buffers", all_buffers=True, ddp={"broadcast_buffers": False})
+        found |= every_resume(
+            session, folder, "own buffers", all_buffers=True, ddp={"broadcast_buffers": False}
+        )
+    for epochs in (EPOCHS - 1, EPOCHS):  # a larger limit: the branch of the first call could go on
+        found[f"rewound to {epochs}"] = train(
+            session, folder / "whole from 2", seed=300 + epochs, epochs=epochs, resume_from_epoch=2
+        )
     told = {name: asdict(trained) for name, trained in found.items()}
     (folder / f"rank-{session.env.rank}.json").write_text(json.dumps({"attempt": attempt, "runs": told}))
 
