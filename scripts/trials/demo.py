@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fingerprint import weights_sha256
 from launching import REPOSITORY, Launch, TrialError, clean_environment, send, state_of, torchrun, wait_until
 from run_table import COLUMNS, rows_of
 from screen import Screen
-from state_hash import weights_sha256
 
 import torchrelay
 from torchrelay.errors import RelayError

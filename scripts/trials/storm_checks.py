@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from state_hash import state_sha256
+from fingerprint import state_sha256
 from storm_job import MARKS, STEPS
 
 import torchrelay
