@@ -40,6 +40,15 @@ def check_blob_name(name: str) -> str:
     raise UsageError(f"{name!r} cannot be the name of a blob: {problem}")
 
 
+def check_address(name: str) -> str:
+    """Return `name` if it is a blob's name, or `node:name` for the blob of one node; raises UsageError."""
+    node, colon, blob = name.rpartition(":")  # a blob's name has no colon, a node's may have
+    if colon:
+        check_node_name(node)
+    check_blob_name(blob)
+    return name
+
+
 def check_blob_names(names: Iterable[str]) -> None:
     """Check each name, and that none is reserved or a dotted prefix of another; raises UsageError.
 

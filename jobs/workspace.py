@@ -18,7 +18,7 @@ import torch
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.blobs import Blob, kind_of
-from torchrelay.jobs.names import check_blob_name
+from torchrelay.jobs.names import check_address, check_blob_name
 
 
 class WorkspaceType(str, Enum):
@@ -150,12 +150,13 @@ class Workspace(MutableMapping[str, Any]):
         """Take a value that a checkpoint brought.
 
         Registered names follow the rules of assignment; names that `init` made keep their origin,
-        others become LOADED. A PRIVATE workspace passes it on to its GLOBAL one.
+        others become LOADED. A PRIVATE workspace passes it on to its GLOBAL one. What another node owns
+        comes under its address, `trainer_1:total`, and is never part of this node's state.
         """
         if self.parent is not None:
             self.parent.set_loaded(name, value)
             return
-        check_blob_name(name)
+        check_address(name)
         with self._lock:
             entry = self._entries.get(name)
             if entry is not None and entry.origin is not Origin.LATER:

@@ -116,17 +116,26 @@ class SessionBase(Managed):
     def blob(self, name: str) -> Any:
         """The value of a blob on a hosted node: `total`, or `trainer_1:total` to say which.
 
+        The value of a node that runs elsewhere is here once it was loaded by that address.
         Raises UsageError for a node or name that is not here, or when several hosted nodes have the name.
         """
         node, _, blob = name.rpartition(":")  # a blob's name has no colon, a node's may have
         if node:
-            return self.workspace(node)[blob]
+            return self._of_node(node, blob)
         holders = [place.name for place in self.local_nodes if blob in self.workspace(place.name)]
         if len(holders) > 1:
             raise UsageError(
                 f"{blob!r} exists on {', '.join(holders)}: say which, e.g. '{holders[0]}:{blob}'"
             )
         return self.workspace(holders[0] if holders else None)[blob]
+
+    def _of_node(self, node: str, blob: str) -> Any:
+        """The blob of a hosted node, or what was loaded of another node under its address."""
+        hosted = [place.name for place in self.local_nodes]
+        loaded = [self.workspace(name) for name in hosted if f"{node}:{blob}" in self.workspace(name)]
+        if node not in hosted and loaded:
+            return loaded[0][f"{node}:{blob}"]
+        return self.workspace(node)[blob]
 
     def _local(self, node: str | None) -> NodePlace:
         if node is None:
