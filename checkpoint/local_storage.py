@@ -24,6 +24,7 @@ def _refusal(path: str | Path, verb: str, error: OSError) -> StorageError:
         errno.EACCES: f"let uid {os.getuid()} write there, or choose another place",
         errno.EPERM: f"let uid {os.getuid()} write there, or choose another place",
         errno.ENOTDIR: "a part of the path is a file: choose another place",
+        errno.ENOENT: "its directory is gone: put it back, or start again",
     }.get(error.errno or 0, "")
     failure = StorageError(f"cannot {verb} {path}: {reason}" + (f"; {hint}" if hint else ""))
     failure.errno = error.errno
@@ -31,11 +32,14 @@ def _refusal(path: str | Path, verb: str, error: OSError) -> StorageError:
 
 
 @contextmanager
-def _named(path: str | Path, verb: str) -> Iterator[None]:
-    """Turn an OSError into a StorageError that names the path; presence errors pass as they are."""
+def _named(path: str | Path, verb: str, passing: type[OSError] = StorageError) -> Iterator[None]:
+    """Turn an OSError into a StorageError that names the path.
+
+    `passing` is the error of presence that the verb promises; any other says that a directory is gone.
+    """
     try:
         yield
-    except (FileExistsError, FileNotFoundError, StorageError):
+    except (passing, StorageError):
         raise
     except OSError as error:
         raise _refusal(path, verb, error) from error
@@ -88,6 +92,7 @@ class LocalStorage:
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root).absolute()
         self.url = str(self.root)
+        self._root_is_durable = False
 
     def _path(self, path: str) -> Path:
         parts = path.split("/") if path else []
@@ -103,16 +108,14 @@ class LocalStorage:
     def open_exclusive(self, path: str) -> LocalWriteHandle:
         """Create with O_EXCL; the mode does not depend on the umask."""
         full = self._path(path)
-        with _named(full, "create"):
-            descriptor = os.open(full, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODE)
-            os.fchmod(descriptor, MODE)
-        return LocalWriteHandle(str(full), descriptor)
+        with _named(full, "create", FileExistsError):
+            return _create(full)
 
     def link_exclusive(self, path: str, data: bytes) -> None:
         """Write and sync under a private name, then give it the real one: `link` never replaces."""
         full = self._path(path)
         temporary = full.with_name(f".tmp-{secrets.token_hex(8)}")
-        with _named(full, "create"):
+        with _named(full, "create", FileExistsError):
             self._write_whole(temporary, data, sync=True)
             try:
                 os.link(temporary, full)
@@ -138,11 +141,8 @@ class LocalStorage:
                 raise
 
     def _write_whole(self, full: Path, data: bytes, *, sync: bool) -> None:
-        handle = LocalWriteHandle(
-            str(full), os.open(full, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODE)
-        )
+        handle = _create(full)
         try:
-            os.fchmod(handle._descriptor, MODE)
             handle.write_at(0, memoryview(data))
             if sync:
                 handle.sync_file()
@@ -161,14 +161,13 @@ class LocalStorage:
                 ) from error
 
     def sync_dir(self, path: str) -> None:
-        """Fsync the directory itself."""
+        """Fsync the directory itself; with the root, once, also the directories that lead to it."""
         full = self._path(path)
         with _named(full, "sync directory"):
-            descriptor = os.open(full, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            _sync(full)
+            if not path and not self._root_is_durable:
+                _sync_above(full)
+                self._root_is_durable = True
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
         """Read into fresh memory."""
@@ -182,7 +181,7 @@ class LocalStorage:
     def read_into(self, path: str, offset: int, destination: memoryview) -> int:
         """Read in place; a special file or a link is refused."""
         full, view, done = self._path(path), destination.cast("B"), 0
-        with _named(full, "read"):
+        with _named(full, "read", FileNotFoundError):
             descriptor = os.open(full, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 if not stat_module.S_ISREG(os.fstat(descriptor).st_mode):
@@ -223,6 +222,38 @@ class LocalStorage:
                 return sorted(name for name in os.listdir(full) if not name.startswith(".tmp-"))
             except (FileNotFoundError, NotADirectoryError):
                 return []
+
+
+def _create(full: Path) -> LocalWriteHandle:
+    """Create a file; its mode does not depend on the umask."""
+    descriptor = os.open(full, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODE)
+    try:
+        os.fchmod(descriptor, MODE)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return LocalWriteHandle(str(full), descriptor)
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_above(root: Path) -> None:
+    """A power cut must not take the name of a new root, nor of a directory above it, with all that is in it.
+
+    Whoever may not read a directory did not make a name in it; neither is one made across a mount.
+    """
+    device = os.stat(root).st_dev
+    for directory in root.parents:
+        if os.stat(directory).st_dev != device:
+            return
+        with suppress(PermissionError):
+            _sync(directory)
 
 
 def _same_file(one: Path, other: Path) -> bool:

@@ -1,0 +1,62 @@
+"""What the local storage promises when directories are new, or gone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from torchrelay.checkpoint.local_storage import LocalStorage
+from torchrelay.checkpoint.log_writer import LogWriter
+from torchrelay.errors import StorageError
+
+
+def test_names_above_a_new_root_are_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever takes a log has synced every directory that leads to it: a power cut takes none of them."""
+    synced: list[str] = []
+    real = os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd))[1]
+    )
+    LogWriter.take(LocalStorage(tmp_path / "runs" / "one" / "checkpoints"), "job").release()
+    for directory in (tmp_path, tmp_path / "runs", tmp_path / "runs" / "one"):
+        assert str(directory) in synced
+
+
+def test_a_directory_that_is_gone_is_a_storage_error(tmp_path: Path) -> None:
+    """A verb that meets a directory that is gone says so as StorageError, not as an error of presence."""
+    storage = LocalStorage(tmp_path / "gone")
+    for verb in (
+        lambda: storage.open_exclusive("file"),
+        lambda: storage.link_exclusive("file", b""),
+        lambda: storage.replace("file", b""),
+        lambda: storage.sync_dir(""),
+    ):
+        with pytest.raises(StorageError, match="gone"):
+            verb()
+
+
+def test_a_writer_whose_directory_is_gone_fails_with_a_storage_error(tmp_path: Path) -> None:
+    """Releasing a log whose directory was removed raises what callers handle, and closes all the same."""
+    writer = LogWriter.take(LocalStorage(tmp_path / "log"), "job")
+    shutil.rmtree(tmp_path / "log")
+    with pytest.raises(StorageError):
+        writer.release()
+    assert not writer._beat._thread.is_alive()
+
+
+def test_a_refused_mode_leaks_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system refuses the file's mode the descriptor is closed again."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "not here")
+
+    storage = LocalStorage(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "fchmod", refuse)
+    for name in ("a", "b", "c"):
+        with pytest.raises(StorageError):
+            storage.open_exclusive(name)
+    assert len(os.listdir("/proc/self/fd")) == before
