@@ -248,9 +248,9 @@ def _sync_above(root: Path) -> None:
 
     Whoever may not read a directory did not make a name in it; neither is one made across a mount.
     """
-    device = os.stat(root).st_dev
+    device = root.stat().st_dev
     for directory in root.parents:
-        if os.stat(directory).st_dev != device:
+        if directory.stat().st_dev != device:
             return
         with suppress(PermissionError):
             _sync(directory)

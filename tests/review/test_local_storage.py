@@ -18,7 +18,7 @@ def test_names_above_a_new_root_are_durable(tmp_path: Path, monkeypatch: pytest.
     synced: list[str] = []
     real = os.fsync
     monkeypatch.setattr(
-        os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd))[1]
+        os, "fsync", lambda fd: (synced.append(str(Path(f"/proc/self/fd/{fd}").readlink())), real(fd))[1]
     )
     LogWriter.take(LocalStorage(tmp_path / "runs" / "one" / "checkpoints"), "job").release()
     for directory in (tmp_path, tmp_path / "runs", tmp_path / "runs" / "one"):
