@@ -82,6 +82,7 @@ class Life:
         self.saver = Saver(self.manager, self.journal, plan.max_failed_saves)
         self.streams: dict[str, RandomStreams] = {}
         self.status: Status = "FINISHED"
+        self._began = False
 
     # The whole
 
@@ -227,6 +228,7 @@ class Life:
         return self.manager.engine.ledger.newest(self.session.peers, self.journal.warn)
 
     def _set_up(self) -> None:
+        self._began = True
         bind_blobs(self.job, self.session, before_setup=True)
         self.session.run(self.job.setup_group)
         bind_blobs(self.job, self.session, before_setup=False)
@@ -346,9 +348,11 @@ class Life:
         return result
 
     def _failed(self, error: BaseException) -> None:
+        """Note the failure. Tasks for after a failure run only if the first of the user's tasks was to run."""
         self.journal.failed(error, self.state)
         code = error.exit_code if isinstance(error, RelayError) else 1
-        self.session.run_on_failure(self.job.exit_group, code)
+        if self._began:
+            self.session.run_on_failure(self.job.exit_group, code)
 
     def _close(self) -> None:
         drop_wrappers()
