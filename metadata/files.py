@@ -37,8 +37,8 @@ def write_json(path: Path, value: Any) -> None:
         ) from error
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file; None when there is none, DamagedError when it is no JSON."""
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Read a JSON object; None where there is no file, DamagedError where it is not of our kind."""
     try:
         with _open_regular(path) as file:
             data = file.read(MAX_JSON_BYTES + 1)
@@ -49,11 +49,14 @@ def read_json(path: Path) -> Any:
     try:
         if len(data) > MAX_JSON_BYTES:
             raise ValueError("too large")
-        return json.loads(data)
+        found = json.loads(data)
+        if not isinstance(found, dict):
+            raise ValueError(f"it is a {type(found).__name__}")
     except (ValueError, RecursionError) as error:
         raise DamagedError(
             f"{path} is not the JSON that was written: {error}; delete it, it is no checkpoint"
         ) from error
+    return found
 
 
 def append_line(path: Path, value: Any) -> None:

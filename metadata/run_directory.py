@@ -99,20 +99,19 @@ class RunDirectory:
         found = read_json(self.path / "run.json")
         if found is None:
             return None
-        identity: dict[str, Any] = found if isinstance(found, dict) else {}
-        stamp = identity.get("format")
+        stamp = found.get("format")
         version = stamp.get("major") if isinstance(stamp, dict) else None
         if type(version) is int and version != FORMAT["major"]:
             raise FormatError(
                 f"{self.path}/run.json was written by another version of torchrelay (format {version}, this "
                 f"one reads {FORMAT['major']}): use the one that wrote it, or a newer one"
             )
-        if version is None or not all(isinstance(identity.get(key), str) for key in ("job", "uuid")):
+        if version is None or not all(isinstance(found.get(key), str) for key in ("job", "uuid")):
             raise DamagedError(
                 f"{self.path}/run.json is no identity of a run: restore it from a copy, or delete it (the "
                 "checkpoints are not touched, the run gets a new identity)"
             )
-        return identity
+        return found
 
     def check_job(self, job_name: str | None) -> None:
         """Refuse a directory that holds a run of another job (UsageError); None is the directory's name."""
@@ -129,8 +128,7 @@ class RunDirectory:
 
     def status(self) -> dict[str, Any]:
         """The content of `status.json`; empty when there is none."""
-        found = read_json(self.path / "status.json")
-        return found if isinstance(found, dict) else {}
+        return read_json(self.path / "status.json") or {}
 
     def write_status(self, state: State, **details: Any) -> None:
         """Replace `status.json`."""
