@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import threading
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -145,6 +145,14 @@ class Workspace(MutableMapping[str, Any]):
         """Whether this workspace holds the content of this very declaration, not of one of the same name."""
         entry = self._entries.get(blob.name)
         return entry is not None and entry.blob is blob
+
+    def forget_others(self, blobs: Iterable[Blob]) -> None:
+        """Drop the names that other declarations than these registered, for instance those of an earlier job."""
+        mine = set(blobs)
+        with self._lock:
+            for name, entry in self.entries().items():
+                if entry.blob is not None and entry.blob not in mine:
+                    self._write(name, None)
 
     def set_loaded(self, name: str, value: Any) -> None:
         """Take a value that a checkpoint brought.

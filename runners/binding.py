@@ -17,7 +17,8 @@ def bind_blobs(job: Job, session: SessionBase, *, before_setup: bool) -> None:
     """Register the blobs of each hosted node: objects before the setup group runs, the rest after.
 
     Factories run after it, because an optimizer can only be built once `setup` has materialised its
-    module. A registry is frozen once everything is bound.
+    module. A registry is frozen once everything is bound. What an earlier job of the session had
+    registered is forgotten, so that it is not taken for state of this one.
     """
     if before_setup:
         job.blobs.begin_setup()
@@ -29,6 +30,8 @@ def bind_blobs(job: Job, session: SessionBase, *, before_setup: bool) -> None:
 def _bind_all(job: Job, session: SessionBase, *, before_setup: bool) -> None:
     for place in session.local_nodes:
         workspace = session.workspace(place.name)
+        if before_setup:
+            workspace.forget_others(job.blobs)
         for blob in job.blobs:
             if before_setup and blob.is_factory:
                 continue
