@@ -22,7 +22,7 @@ from torchrelay.checkpoint.log_writer import LogWriter
 from torchrelay.checkpoint.manifest import Manifest
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.proof import Outcome
-from torchrelay.checkpoint.prove_together import prove_together
+from torchrelay.checkpoint.prove_together import JointProof, prove_together
 from torchrelay.checkpoint.record import entry_json, entry_of
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import (
@@ -227,7 +227,7 @@ class Ledger:
             writer.release()
         except FencedError:
             pass  # it is another's by now, who need not wait for us
-        except RelayError as error:
+        except (RelayError, OSError) as error:
             warnings.warn(f"the checkpoint log was not released: {error}", stacklevel=2)
 
     # Proving
@@ -237,14 +237,13 @@ class Ledger:
         entry = self.find(peers, epoch)
         if self._proved is not None and self._proved.entry == entry:
             return self._proved
-        outcome, reason = prove_together(peers, self.storage, entry)
-        if outcome is Outcome.DAMAGED:
+        proof = prove_together(peers, self.storage, entry)
+        if proof.outcome is Outcome.DAMAGED:
             raise DamagedError(
-                f"epoch {epoch} in {self.storage.url} is damaged: {reason}; an epoch that was asked for is "
-                "never replaced by another: choose another one, or restore the files from a copy"
+                f"epoch {epoch} in {self.storage.url} is damaged: {proof.reason}; an epoch that was "
+                "asked for is never replaced by another: choose another one, or restore the files from a copy"
             )
-        self._check_readable(entry, outcome, reason)
-        return self._target(entry)
+        return self._target(entry, proof)
 
     def newest(self, peers: Peers, say: Callable[[str], None]) -> Target:
         """The newest position of the current branch that all processes can prove.
@@ -262,10 +261,10 @@ class Ledger:
 
         Every byte of it is read again first: raises `error` where none is damaged.
         """
-        outcome, reason = prove_together(peers, self.storage, failed.entry, level="full")
-        if outcome is not Outcome.DAMAGED:
+        proof = prove_together(peers, self.storage, failed.entry, level="full")
+        if proof.outcome is not Outcome.DAMAGED:
             raise error
-        return self._newest_after(peers, say, [self._give_up(peers, failed.entry, reason, say)])
+        return self._newest_after(peers, say, [self._give_up(peers, failed.entry, proof.reason, say)])
 
     def _newest_after(self, peers: Peers, say: Callable[[str], None], tried: list[str]) -> Target:
         while True:
@@ -276,13 +275,13 @@ class Ledger:
                     "Restore the files from a copy, or begin anew with resume='never'"
                 )
             entry = entry_of(told, "the log")
-            outcome, reason = prove_together(peers, self.storage, entry)
-            self._check_readable(entry, outcome, reason)
-            if outcome is Outcome.PROVED:
+            proof = prove_together(peers, self.storage, entry)
+            if proof.outcome is not Outcome.DAMAGED:
+                target = self._target(entry, proof)
                 if tried:
                     self._fall_back(peers, entry.position)
-                return self._target(entry)
-            tried.append(self._give_up(peers, entry, reason, say))
+                return target
+            tried.append(self._give_up(peers, entry, proof.reason, say))
 
     def _give_up(self, peers: Peers, entry: Entry, reason: str, say: Callable[[str], None]) -> str:
         """Quarantine a damaged entry and say so."""
@@ -302,13 +301,12 @@ class Ledger:
         request = decide(peers, "fallback", lambda: dict(self.required().view.begun_by or {}))
         self.rewind(peers, base, {**request, "fallback": True})
 
-    def _check_readable(self, entry: Entry, outcome: Outcome, reason: str) -> None:
-        if outcome is Outcome.UNKNOWN:
+    def _target(self, entry: Entry, proof: JointProof) -> Target:
+        """What was proved, with the manifest that was: reading it anew could fail on one rank alone."""
+        if proof.manifest is None:
             raise StorageError(
-                f"epoch {entry.position} in {self.storage.url} cannot be read now: {reason}; nothing was "
-                "changed: try again when the storage answers"
+                f"epoch {entry.position} in {self.storage.url} cannot be read now: {proof.reason}; nothing "
+                "was changed: try again when the storage answers"
             )
-
-    def _target(self, entry: Entry) -> Target:
-        self._proved = Target(entry, manifest_disk.read(self.storage, entry))
+        self._proved = Target(entry, proof.manifest)
         return self._proved
