@@ -91,6 +91,8 @@ class Ledger:
         self.storage = storage
         self.takeover_secs = takeover_secs
         self.job_name: str | None = None
+        self.in_run = False
+        """A run keeps the log until it ends; a save by hand has it only while it lasts."""
         self.holding: Holding | None = None
         self.writer: LogWriter | None = None
         """On rank 0, while the log is ours."""
@@ -220,7 +222,7 @@ class Ledger:
     def close(self) -> None:
         """Release the log, so that the next writer need not wait. Warns where that fails."""
         writer, self.writer = self.writer, None
-        self.holding, self._pending_rewind = None, None
+        self.holding, self._pending_rewind, self.in_run = None, None, False
         if writer is None:
             return
         try:

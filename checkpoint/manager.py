@@ -44,3 +44,7 @@ class CheckpointManager(Manager):
         if node != self.node_name and (self._nodes is None or node not in self._nodes):
             return None
         return str(Path(self.db_prefix) / f"{self.node_name}.{epoch}")
+
+    def files(self, node: str, epoch: int) -> list[str]:
+        """The committed files of the node in an epoch, asked by either name of it; empty for any other name."""
+        return super().files(node, epoch) if self.get_ckpt_db_name(node, epoch) else []

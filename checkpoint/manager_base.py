@@ -128,9 +128,17 @@ class Manager:
     def save(self, epoch: int) -> Work:
         """Save all nodes as `epoch`; the group ends when the epoch is committed and acknowledged."""
         position = Position(epoch)
-        return SessionGroup(
-            f"checkpoint save {position}", lambda session: self.engine.save(session, position, self._facts)
-        )
+        return SessionGroup(f"checkpoint save {position}", lambda session: self._save(session, position))
+
+    def _save(self, session: Session, position: Position) -> None:
+        """Outside of a run the directory is let go again at once."""
+        ledger = self.engine.ledger
+        in_run = ledger.in_run
+        try:
+            self.engine.save(session, position, self._facts)
+        finally:
+            if not in_run:
+                ledger.close()
 
     def load(self, epoch: int, path_prefix: str | None = None, path_type: str | None = None) -> Work:
         """Load an epoch of the current branch into the nodes' workspaces, verified, all or nothing.

@@ -205,6 +205,7 @@ class Life:
             return
         ledger = self.manager.engine.ledger
         self.journal.create(self.job, self.plan.best, self.session)
+        ledger.in_run = True
         ledger.open(self.session.peers, tolerant=self.run_directory is None)
         self.journal.opened(ledger.holding, self.look)
 
