@@ -330,9 +330,16 @@ class Life:
 
     def save_by_hand(self, manager: Manager, epoch: int) -> None:
         """Save outside of a train call (`JobRunner.save_checkpoints`)."""
+        ledger, run = manager.engine.ledger, self.run_directory
+        within_train = ledger.holding is not None
         self.session.place(self.job.nodes())
-        manager.bind(self.job)
-        self.saver.save(self.session, Position(epoch), self._facts(Verdict()))
+        manager.bind(self.job, default_name=run.name if run else None)
+        self.journal.create(self.job, self.plan.best, self.session)
+        try:
+            self.saver.save(self.session, Position(epoch), self._facts(Verdict()))
+        finally:
+            if not within_train:
+                ledger.close()
 
     # Ending
 
