@@ -147,7 +147,7 @@ class Workspace(MutableMapping[str, Any]):
         return entry is not None and entry.blob is blob
 
     def forget_others(self, blobs: Iterable[Blob]) -> None:
-        """Drop the names that other declarations than these registered, for instance those of an earlier job."""
+        """Drop the names that other declarations than these registered, as those of an earlier job."""
         mine = set(blobs)
         with self._lock:
             for name, entry in self.entries().items():

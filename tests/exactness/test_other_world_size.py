@@ -1,4 +1,4 @@
-"""Saved on 4 ranks in the middle of the data, resumed on 2, 1 and 3: nothing is lost, nothing is seen twice."""
+"""Saved on 4 ranks in the middle of the data, resumed on 2, 1 and 3: nothing is lost or seen twice."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.ranks, pytest.mark.timeout(300)]
 
 @dataclass(frozen=True)
 class Story:
-    """What every rank told: of the run that was saved on 4, and of those resumed, by world size and policy."""
+    """What every rank told: of the run saved on 4, and of those resumed, by world size and policy."""
 
     saved: list[Ran]
     resumed: dict[tuple[int, str], list[Ran]]
@@ -39,10 +39,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
         for world in (2, 1, 3)
         for policy in POLICIES
     }
-    for world in (2, 3):
-        on_ranks(
-            folder, world, [(path, policy, {}) for (ranks, policy), path in copies.items() if ranks == world]
-        )
+    for ranks in (2, 3):
+        on_ranks(folder, ranks, [(path, policy, {}) for (n, policy), path in copies.items() if n == ranks])
     resumed = {(world, policy): told(path, world) for (world, policy), path in copies.items() if world > 1}
     for (world, policy), path in copies.items():
         if world == 1:

@@ -56,13 +56,8 @@ def mean_of(values: dict[str, torch.Tensor], place: NodePlace) -> torch.Tensor:
     return torch.stack(list(values.values())).mean(0) + 100 * place.rank
 
 
-POLICIES: dict[str, Any] = {
-    "none": None,
-    "error": "error",
-    "drop": "drop",
-    "by_rank": "by_rank",
-    "mean": mean_of,
-}
+POLICIES: dict[str, Any] = {name: name for name in ("error", "drop", "by_rank")}
+POLICIES |= {"none": None, "mean": mean_of}
 
 
 def run(
@@ -80,11 +75,8 @@ def run(
         workspace = session.workspace()
         rank = session.local_nodes[0].rank
         shared = {name: workspace[name] for name in learner.blobs()}
-        return State(
-            sha256_of(state_of(shared, buffers=rank == 0)),
-            sha256_of(RandomStreams.capture().encode()),
-            float(own[0]),
-        )
+        streams = sha256_of(RandomStreams.capture().encode())
+        return State(sha256_of(state_of(shared, buffers=rank == 0)), streams, float(own[0]))
 
     built = sha256_of(state_of({**learner.blobs(), "own": own}))
 

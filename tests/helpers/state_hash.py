@@ -12,7 +12,7 @@ from torchrelay.jobs.random_streams import RandomStreams
 
 
 def sha256_of(thing: Any) -> str:
-    """A digest of nested state: tensors by dtype, shape and bytes, mappings in sorted order, numbers exactly."""
+    """A digest of nested state: tensors by dtype, shape and bytes, mappings sorted, numbers exactly."""
     hashed = hashlib.sha256()
     _feed(hashed, thing)
     return hashed.hexdigest()

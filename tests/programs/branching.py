@@ -1,4 +1,4 @@
-"""A program with an epoch to resume from on its command line; `label` tells in the state which call made it.
+"""A program that can be told where to resume; its state tells which calls made it.
 
 branching.py FOLDER LABEL KILLS [--resume-from-epoch N] [--again]
 """

@@ -15,10 +15,12 @@ import warnings
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from exact_job import EPOCHS, Trained, train
 from killing import Kill, Killer
 
 import torchrelay
+from torchrelay import Context, Job, JobRunner, data_parallel, max_epochs
 from torchrelay.runners.leaving import run_and_leave
 from torchrelay.runners.session_base import SessionBase
 
@@ -35,15 +37,33 @@ def main() -> None:
     )
     found |= every_resume(session, folder, "whole")
     if session.peers.size > 1:
-        found |= every_resume(
-            session, folder, "own buffers", all_buffers=True, ddp={"broadcast_buffers": False}
-        )
+        own = {"all_buffers": True, "ddp": {"broadcast_buffers": False}}
+        found |= every_resume(session, folder, "own buffers", **own)
+    if session.peers.size == 2:
+        train_large_weights(folder / "large")
     for epochs in (EPOCHS - 1, EPOCHS):  # a larger limit: the branch of the first call could go on
         found[f"rewound to {epochs}"] = train(
             session, folder / "whole from 2", seed=300 + epochs, epochs=epochs, resume_from_epoch=2
         )
     told = {name: asdict(trained) for name, trained in found.items()}
     (folder / f"rank-{session.env.rank}.json").write_text(json.dumps({"attempt": attempt, "runs": told}))
+
+
+def train_large_weights(run_dir: Path) -> None:
+    """One epoch of weights that are large enough to be divided between the ranks that write them."""
+    torchrelay.seed(5)
+    model = torch.nn.Linear(1024, 1024)
+    trained = data_parallel(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    job = Job("large", blobs={"model": model, "optimizer": optimizer})
+
+    @job.epoch
+    def learn(ctx: Context) -> None:
+        trained(torch.rand(4, 1024)).square().mean().backward()
+        optimizer.step()
+
+    job.stop_when(max_epochs(1))
+    JobRunner(job, run_dir).train()
 
 
 def every_resume(session: SessionBase, folder: Path, name: str, **options: object) -> dict[str, Trained]:
