@@ -46,5 +46,5 @@ class CheckpointManager(Manager):
         return str(Path(self.db_prefix) / f"{self.node_name}.{epoch}")
 
     def files(self, node: str, epoch: int) -> list[str]:
-        """The committed files of the node in an epoch, asked by either name of it; empty for any other name."""
+        """The committed files of an epoch, asked by either name of the node; none for any other name."""
         return super().files(node, epoch) if self.get_ckpt_db_name(node, epoch) else []

@@ -130,7 +130,8 @@ class JobRunner:
     def main(self, argv: list[str] | None = None) -> None:
         """Train as a program and leave with an exit code.
 
-        Reads `--resume-from-epoch N`, `--again` and `--resume auto|must|never`; other arguments are left to the program. A user's mistake prints one line, no traceback.
+        Reads `--resume-from-epoch N`, `--again` and `--resume auto|must|never`; other arguments are left
+        to the program. A user's mistake prints one line, no traceback.
         """
 
         def work() -> int:

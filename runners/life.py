@@ -356,7 +356,7 @@ class Life:
         return result
 
     def _failed(self, error: BaseException) -> None:
-        """Note the failure. Tasks for after a failure run only if the first of the user's tasks was to run."""
+        """Note the failure; tasks for after a failure run only in a run that began."""
         self.journal.failed(error, self.state)
         code = error.exit_code if isinstance(error, RelayError) else 1
         if self._began:
