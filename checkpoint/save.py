@@ -34,7 +34,7 @@ from torchrelay.checkpoint.shard import ShardEntry, ShardIdentity
 from torchrelay.checkpoint.shard_writer import ShardReport, write_shard
 from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.storage import Storage
-from torchrelay.errors import SaveFailedError, StorageError
+from torchrelay.errors import PeerError, SaveFailedError, StorageError
 from torchrelay.jobs.peers import Peers, decide, together
 from torchrelay.jobs.places import NodePlace
 from torchrelay.metadata.stats import NodeStats, NodeTimes
@@ -110,7 +110,9 @@ def carry_out(job: SaveJob, plan: Plan, clock: Clock) -> NodeStats:
         try_name = _make_try(job)
     try:
         rows = [row for part in _write_all(job, plan, try_name, clock) for row in part]
-    except StorageError:
+    except PeerError:
+        raise  # somebody may still be writing there
+    except Exception:
         _discard(job, try_name)
         raise
     begin = time.monotonic()
@@ -214,7 +216,17 @@ def _shard_row(node: int, group: str, part: int, report: ShardReport) -> ShardRo
 
 
 def _commit(job: SaveJob, plan: Plan, try_name: str, rows: list[dict[str, Any]]) -> None:
-    """Check that the set of shards is exact, write the manifest, append the record. Rank 0 only."""
+    """Write the manifest, then append the record. Rank 0 only."""
+    try:
+        entry = _write_manifest(job, plan, try_name, rows)
+    except Exception:
+        _discard(job, try_name)  # no record can name it yet
+        raise
+    job.commit(entry)
+
+
+def _write_manifest(job: SaveJob, plan: Plan, try_name: str, rows: list[dict[str, Any]]) -> Entry:
+    """Check that the set of shards is exact, and say durably what the epoch consists of."""
     _check_exact(job, plan, rows)
     manifest = compose(
         plan,
@@ -234,16 +246,14 @@ def _commit(job: SaveJob, plan: Plan, try_name: str, rows: list[dict[str, Any]])
     data = manifest_disk.encode(manifest)
     _write_file(job.storage, f"{DATA}/{try_name}/manifest.json", data)
     job.storage.sync_dir(f"{DATA}/{try_name}")
-    job.commit(
-        Entry(
-            branch=manifest.branch,
-            position=job.position,
-            try_name=try_name,
-            manifest_bytes=len(data),
-            manifest_sha256=sha256(data),
-            needs=manifest.needs,
-            groups=manifest.groups,
-        )
+    return Entry(
+        branch=manifest.branch,
+        position=job.position,
+        try_name=try_name,
+        manifest_bytes=len(data),
+        manifest_sha256=sha256(data),
+        needs=manifest.needs,
+        groups=manifest.groups,
     )
 
 

@@ -363,7 +363,9 @@ class Life:
             self.session.run_on_failure(self.job.exit_group, code)
 
     def _close(self) -> None:
-        drop_wrappers()
-        if self.manager is not None:
-            self.manager.engine.ledger.close()
-        self.session.end()
+        try:
+            drop_wrappers()
+            if self.manager is not None:
+                self.manager.engine.ledger.close()
+        finally:
+            self.session.end()

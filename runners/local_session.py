@@ -75,15 +75,16 @@ class LocalSession(SessionBase):
         return torch.device("cpu")
 
     def place(self, node_names: Sequence[str]) -> None:
-        """Emulate the declared nodes of a job from now on; workspaces of earlier nodes are kept.
+        """Emulate the declared nodes of a job from now on, `trainer_0` for a job that declares none.
 
-        Raises UsageError for a node that is not among those given to the session.
+        Workspaces of earlier nodes are kept. Raises UsageError for a node that is not among those given to the session.
         """
         self._check_open()
         if self._fixed:
             self._check_known(node_names)
-        elif node_names:
-            self._places, self._declared = _places(numbered_first(_checked(node_names))), True
+        else:
+            names = numbered_first(_checked(node_names)) if node_names else _DEFAULT
+            self._places, self._declared = _places(names), bool(node_names)
 
     def prepare(self, group: TaskGroup) -> None:
         """Emulate also the nodes of a group that no job has declared."""
