@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import signal
+import sys
+
 import hosts
 import pytest
 import two_hosts
+from launching import REPOSITORY, Launch, wait_until
 
 import torchrelay
 from torchrelay.metadata.run_directory import RunDirectory
@@ -70,3 +75,18 @@ def test_hosts_leave_nothing_behind_and_do_not_collide():
         raise ZeroDivisionError
     assert not any((hosts.NAMESPACES / name).exists() for name in names)
     assert not any((hosts.NAMES_OF / name).exists() for name in names)
+
+
+def test_a_script_that_is_ended_takes_its_hosts_down(tmp_path):
+    """SIGTERM in the middle of scripts/two-hosts leaves no namespace and no process."""
+    why = hosts.why_not()
+    if why is not None:
+        pytest.skip(why)
+    script = REPOSITORY / "scripts/trials/two_hosts.py"
+    with Launch([sys.executable, str(script), "--keep", str(tmp_path)], tmp_path / "log") as trial:
+        wait_until(lambda: trial.ended() or any(line.startswith("==") for line in trial.lines), 30, "a stage")
+        names = re.findall(r"is namespace (\S+)", "\n".join(trial.lines))
+        assert len(names) == 2 and all((hosts.NAMESPACES / name).exists() for name in names), trial.lines
+        trial.process.send_signal(signal.SIGTERM)
+        assert trial.wait(30) == 128 + signal.SIGTERM
+    assert not any((hosts.NAMESPACES / name).exists() for name in names)

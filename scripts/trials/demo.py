@@ -19,7 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from fingerprint import weights_sha256
-from launching import REPOSITORY, Launch, TrialError, clean_environment, send, state_of, torchrun, wait_until
+from launching import (
+    REPOSITORY,
+    Launch,
+    TrialError,
+    clean_environment,
+    end_like_an_error,
+    send,
+    state_of,
+    torchrun,
+    wait_until,
+)
 from run_table import COLUMNS, rows_of
 from screen import Screen
 
@@ -176,16 +186,11 @@ def kill_mid_epoch(launch: Launch, run: Path, first: int, *, rank: int) -> tuple
     the middle. Where the stop came too late, the rank goes on and the next epoch is tried.
     """
     for epoch in range(first, EPOCHS + 1):
-        wait_until(
-            lambda epoch=epoch: launch.ended() or 1 < step_in(launch, epoch) < STEPS_PER_EPOCH * 2 // 3,
-            LAUNCH_SECS,
-            f"the middle of epoch {epoch}",
-            every_secs=0.002,
-        )
+        wait_for_middle(launch, epoch)
         pid = launch.ranks().get(rank)
         if pid is None or not send(pid, signal.SIGSTOP):
             raise TrialError(f"rank {rank} does not run; see {launch.log}")
-        wait_until(lambda pid=pid: state_of(pid) == "T", 5, f"rank {rank} to stop")
+        wait_for_stop(pid)
         time.sleep(0.3)  # several reports of rank 0: it can get one step further, then it waits for rank 1
         step = step_in(launch, epoch)
         committed = torchrelay.open_checkpoint(run, epoch="last").position.epoch
@@ -194,6 +199,20 @@ def kill_mid_epoch(launch: Launch, run: Path, first: int, *, rank: int) -> tuple
             return epoch, step
         send(pid, signal.SIGCONT)
     raise TrialError(f"rank {rank} could not be stopped in the middle of an epoch; see {launch.log}")
+
+
+def wait_for_middle(launch: Launch, epoch: int) -> None:
+    """Wait until rank 0 has reported a step of an epoch that leaves some time to its end."""
+
+    def reported() -> bool:
+        return launch.ended() or 1 < step_in(launch, epoch) < STEPS_PER_EPOCH * 2 // 3
+
+    wait_until(reported, LAUNCH_SECS, f"the middle of epoch {epoch}", every_secs=0.002)
+
+
+def wait_for_stop(pid: int) -> None:
+    """Wait until a process that got SIGSTOP stands still."""
+    wait_until(lambda: state_of(pid) == "T", 5, f"process {pid} to stop")
 
 
 def step_in(launch: Launch, epoch: int) -> int:
@@ -210,6 +229,7 @@ def main() -> int:
     parser.add_argument("directory", nargs="?", type=Path, help="keep the runs here (default: temporary)")
     parser.add_argument("--from", dest="base", type=Path, default=Path.cwd(), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    end_like_an_error()
     screen = Screen()
     began = time.monotonic()
     kept = options.directory is not None

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from launching import TrialError
+from launching import TrialError, end_like_an_error
 from run_table import save_secs
 from screen import Screen
 from storm_checks import Findings, Watched, check_disk, check_end, check_start, fingerprints
@@ -230,6 +230,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--launcher", choices=("forked", "torchrun"), default="forked")
     parser.add_argument("--restarts", type=int, default=3, help="torchrun's --max-restarts")
+    end_like_an_error()
     screen = Screen()
     storm = Storm(parser.parse_args(), Path(tempfile.mkdtemp(prefix="torchrelay-storm-")), screen)
     began = time.monotonic()

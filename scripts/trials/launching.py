@@ -31,6 +31,16 @@ def torchrun(*program: str, ranks: int, options: Sequence[str] = ()) -> list[str
     return [*command, *options, *program]
 
 
+def end_like_an_error() -> None:
+    """Let SIGTERM and SIGHUP unwind this program, so that it takes down what it has started."""
+
+    def leave(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, leave)
+
+
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment without the traces of an outer launcher, one thread per rank."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_OTHER_LAUNCHERS)}
@@ -119,7 +129,7 @@ class Launch:
 
     def ranks(self) -> dict[int, int]:
         """The pid of each rank that lives now."""
-        found = {}
+        found: dict[int, int] = {}
         for pid in descendants(self.process.pid):
             rank = environment_of(pid).get("RANK")
             if rank is not None and is_running(pid):

@@ -9,7 +9,7 @@ import torchrelay
 from torchrelay.checkpoint.reader import Checkpoint
 from torchrelay.metadata.run_directory import RunDirectory
 
-COLUMNS = ("run", "epoch", "loss", "test accuracy", "save seconds", "resumed")
+COLUMNS = ("run", "epoch", "loss", "test accuracy", "save secs", "resumed")
 
 
 def rows_of(run: Path, name: str, how: str, since: int) -> list[list[str]]:
@@ -37,4 +37,4 @@ def save_secs(run: Path, checkpoint: Checkpoint) -> float:
     """How long the slowest node needed to save an epoch, all phases together."""
     path = run / "checkpoints" / "data" / checkpoint.entry.try_name / "stats.json"
     nodes = json.loads(path.read_text())["nodes"]
-    return max(sum(node["secs"].values()) for node in nodes)
+    return max(float(sum(node["secs"].values())) for node in nodes)

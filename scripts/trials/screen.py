@@ -28,7 +28,9 @@ class Screen:
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """A table; every row has a text for each column."""
         if self.pretty:
-            table = Table(*columns)
+            table = Table()
+            for column in columns:
+                table.add_column(column, no_wrap=True)
             for row in rows:
                 table.add_row(*row)
             self._console.print(table)
@@ -45,7 +47,12 @@ class Screen:
             print(f"== {title}", flush=True)
             yield lambda _, text: print(f"   {text}", flush=True)
             return
-        columns = (TextColumn("[bold]{task.description}"), BarColumn(), TextColumn("{task.fields[about]}"))
-        with Progress(*columns, TimeElapsedColumn(), console=self._console) as progress:
+        self.line(title, style="bold")
+        columns = (
+            BarColumn(bar_width=16),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[about]}", markup=False),
+        )
+        with Progress(*columns, console=self._console) as progress:
             bar = progress.add_task(title, total=total, about="")
             yield lambda done, text: progress.update(bar, completed=done, about=text)

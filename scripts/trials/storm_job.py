@@ -61,7 +61,7 @@ def main(run: Path, outside: Path) -> None:
     job = Job("storm", blobs=dict(model=model, optimizer=optimizer, loader=loader))
     marks = {f"mark_{number}": torch.zeros(5000, dtype=torch.int64) for number in range(MARKS)}
     own = torch.zeros(500, dtype=torch.int64)
-    job.blobs(**marks, said=0)
+    job.blobs({**marks, "said": 0})
     job.blobs(own=own, scope=Scope.RANK)
 
     @job.epoch

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hosts import Host, TwoHosts, why_not
-from launching import Launch, TrialError, wait_until
+from launching import Launch, TrialError, end_like_an_error, wait_until
 from safetensors import safe_open
 from screen import Screen
 from two_hosts_job import EPOCHS
@@ -150,6 +150,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the run and the logs here")
     parser.add_argument("--from", dest="base", type=Path, default=Path.cwd(), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    end_like_an_error()
     screen = Screen()
     why = why_not()
     if why is not None:
@@ -160,6 +161,8 @@ def main() -> int:
     began = time.monotonic()
     try:
         with TwoHosts() as hosts:
+            for host in hosts:
+                screen.line(f"host {host.name} is namespace {host.namespace}")
             Trial(hosts, root, screen).run()
     except RelayError as error:
         screen.line(f"the trial failed: {error}", style="bold red")
