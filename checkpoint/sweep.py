@@ -15,7 +15,7 @@ from torchrelay.checkpoint.names import TRY, parse_shard_file_name
 from torchrelay.checkpoint.retention import RetentionPolicy, to_retire
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.takeover import DATA
-from torchrelay.errors import DamagedError
+from torchrelay.errors import DamagedError, StorageError
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,17 @@ def delete_orphans(writer: LogWriter) -> tuple[str, ...]:
     view = writer.view
     known = view.state.tries | {one.try_name for one in view.retiring}
     orphans = tuple(sorted(name for name in writer.older_tries - known if TRY.fullmatch(name)))
+    failed: dict[str, StorageError] = {}
     for name in orphans:
-        _delete_try(writer.storage, Retirement(name))
+        try:
+            _delete_try(writer.storage, Retirement(name))
+        except StorageError as error:  # one that cannot go must not keep the others
+            failed[name] = error
     if orphans:
         writer.storage.sync_dir(DATA)
-    writer.older_tries = frozenset()
+    writer.older_tries = frozenset(failed)
+    for error in failed.values():
+        raise error
     return orphans
 
 

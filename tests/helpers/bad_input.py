@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +33,7 @@ class Trial:
         stop: bool = True,
         **options: Any,
     ) -> None:
-        self.ran: Sequence[str] = ()
+        self.ran: list[str] = []
         self.job = Job(name, blobs={"w": torch.zeros(3)} if blobs is None else blobs, **options)
         self.job.setup(lambda: self.ran.append("setup"))
         for group, task in ((self.job.setup, setup), (self.job.init, init)):
@@ -97,6 +98,18 @@ def run_program(
         text=True,
         timeout=secs,
     )
+
+
+@contextmanager
+def noted() -> Iterator[list[str]]:
+    """Collect all warnings as text, in order."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            yield texts
+        finally:
+            texts.extend(str(one.message) for one in caught)
 
 
 @contextmanager
