@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from run_cases import RUN_CASES
 from runner_cases import ANY_SIZE
 from stage import RecordingHandler, Stage, raises, totals, warned
 from toy import EXPECTED
@@ -196,4 +197,5 @@ ON_RANKS = [
     c8_download_group,
     c9_a_manager_is_used_again,
     *ANY_SIZE,
+    *RUN_CASES,
 ]
