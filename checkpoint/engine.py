@@ -145,7 +145,7 @@ class Engine:
         )
         with clock.spent("plan"):
             demoted = self._replicas.run(job, self._forced())
-            self._say_demoted(demoted)
+            self._demote(demoted, say=session.peers.rank == 0)
             plan = make_plan(job.with_rank_scope(self._demoted), self._exchange)
         self._stats["checkpoint_save"] = carry_out(job, plan, clock)
         self._retain(session)
@@ -171,10 +171,10 @@ class Engine:
             if member.scope is Scope.REPLICATED
         )
 
-    def _say_demoted(self, names: frozenset[str]) -> None:
-        """Leaves that differ are kept per node from now on; said once."""
-        if names:
-            self._demoted |= names
+    def _demote(self, names: frozenset[str], *, say: bool) -> None:
+        """Leaves that differ are kept per node from now on; said once, by one process."""
+        self._demoted |= names
+        if names and say:
             warnings.warn(
                 f"{', '.join(sorted(names))} differs between nodes and is saved once per node from now on "
                 "(scope rank); register it with scope='rank' to say so yourself",
