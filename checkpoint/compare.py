@@ -14,16 +14,16 @@ only where these differ.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from torchrelay.checkpoint import canonical, dtypes
 from torchrelay.checkpoint.leaf import Leaf, LeafSpec, Value
-from torchrelay.jobs.peers import Peers
+from torchrelay.jobs.peers import Peers, together
 
 if TYPE_CHECKING:
     import torch
@@ -97,18 +97,23 @@ def verdict(digests_by_node: Mapping[int, Digests], forced_replicated: Collectio
 def compare_replicas(
     peers: Peers,
     topic: str,
-    hosted: Mapping[int, Digests],
+    digest: Callable[[], Mapping[int, Digests]],
     forced_replicated: Collection[str],
     *,
     deadline_secs: float | None = None,
 ) -> Verdict:
     """Compare the nodes of all processes; every process gets the same verdict.
 
-    `hosted` has the digests of the nodes that this process hosts. The second exchange happens only
-    if the first shows a difference, or nodes with different leaves.
+    `digest` makes the digests of the nodes that this process hosts; where it raises, all raise. The
+    second exchange happens only if the first shows a difference, or nodes with different leaves.
     """
-    short = [[node, *_combined(digests)] for node, digests in sorted(hosted.items())]
-    answers = peers.exchange(topic, short, deadline_secs=deadline_secs)
+    hosted: dict[int, Digests] = {}
+
+    def look() -> list[list[Any]]:
+        hosted.update(digest())
+        return [[node, *_combined(digests)] for node, digests in sorted(hosted.items())]
+
+    answers = together(peers, topic, look, deadline_secs=deadline_secs)
     nodes = sorted(tuple(one) for answer in answers for one in answer)
     asked = _asked(nodes)
     if not asked:

@@ -31,7 +31,7 @@ from torchrelay.checkpoint.sweep import delete_orphans, sweep
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.directories import local_directory
-from torchrelay.jobs.peers import together
+from torchrelay.jobs.peers import decide, together
 from torchrelay.jobs.places import NodePlace
 from torchrelay.jobs.random_streams import RandomStreams
 from torchrelay.jobs.session import Session
@@ -109,12 +109,17 @@ class Engine:
     def seal_like(self, session: Session, epoch: int) -> None:
         """Fix the set to what an epoch holds, and what is registered now."""
         manifest = self.ledger.prove(session.peers, epoch).manifest
+        found: dict[str, dict[str, Member]] = {}
+
+        def look() -> None:
+            for place in session.local_nodes:
+                registered = members_of(session.workspace(place.name))
+                stored = _stored_blobs(manifest, self._stored(place.name))
+                found[place.name] = {**{name: Member(name) for name in stored}, **registered}
+
+        together(session.peers, "checkpoint set", look)
         self._demoted = {leaf.name for leaf in manifest.leaves if leaf.scope == "rank" and leaf.role != "rng"}
-        self._members = {}
-        for place in session.local_nodes:
-            registered = members_of(session.workspace(place.name))
-            stored = _stored_blobs(manifest, self._stored(place.name))
-            self._members[place.name] = {**{name: Member(name) for name in stored}, **registered}
+        self._members = found
 
     # Saving
 
@@ -148,7 +153,8 @@ class Engine:
             self._demote(demoted, say=session.peers.rank == 0)
             plan = make_plan(job.with_rank_scope(self._demoted), self._exchange)
         self._stats["checkpoint_save"] = carry_out(job, plan, clock)
-        self._retain(session)
+        if self.keep_last is not None:  # rank 0 may find out here that another job has the directory
+            decide(session.peers, "save: retention", self._retain)
 
     def _capture(self, session: Session) -> tuple[NodeState, ...]:
         members = self._members or {}
@@ -206,8 +212,8 @@ class Engine:
         except StorageError as error:
             warnings.warn(f"unfinished tries could not be deleted: {error}", stacklevel=2)
 
-    def _retain(self, session: Session) -> None:
-        """Retire what the policy gives up; a failure to delete warns and is tried again."""
+    def _retain(self) -> None:
+        """Retire what the policy gives up; a failure to delete warns and is tried again. Rank 0 only."""
         writer = self.ledger.writer
         if self.keep_last is None or writer is None:
             return
@@ -240,8 +246,14 @@ class Engine:
         entry = self.ledger.find_or_none(session.peers, epoch)
         if entry is None:
             return False
+        read: list[Manifest] = []
+        together(
+            session.peers,
+            "partial load: manifest",
+            lambda: read.append(manifest_disk.read(self.storage, entry)),
+        )
         loaded, self._stats["checkpoint_partial_load"] = load_some(
-            self.storage, session, manifest_disk.read(self.storage, entry), names, self._stored, strict=strict
+            self.storage, session, read[0], names, self._stored, strict=strict
         )
         return loaded
 

@@ -38,14 +38,16 @@ class ReplicaCheck:
         if len(job.places) == 1:
             return frozenset()
         mode = mode_at(job.position.epoch, first=self._first)
-        compared = {state.rank: self._compared(state) for state in job.states}
         strict = {
-            leaf.name for one in compared.values() for leaf in one if fails_when_different(leaf, forced)
+            leaf.name
+            for state in job.states
+            for leaf in state.leaves.values()
+            if fails_when_different(leaf, forced)
         }
         verdict = compare_replicas(
             job.peers,
             "save: replicas",
-            {rank: digests_of(leaves, mode) for rank, leaves in compared.items()},
+            lambda: {state.rank: digests_of(self._compared(state), mode) for state in job.states},
             strict,
         )
         if verdict.failures:
@@ -81,6 +83,6 @@ def _told(job: SaveJob, failures: Mapping[str, tuple[int, ...]]) -> str:
     more = f" and {len(parts) - 5} more" if len(parts) > 5 else ""
     return (
         f"epoch {job.position}: replicas are not alike: {'; '.join(parts[:5])}{more}. "
-        "Parameters and optimizer state must be the same on all ranks (wrap the module with torchrelay.data_parallel, build it "
-        "after torchrelay.seed); register what shall differ with scope='rank'"
+        "Parameters and optimizer state must be the same on all ranks (wrap the module with "
+        "torchrelay.data_parallel, build it after torchrelay.seed); register what shall differ with scope='rank'"
     )

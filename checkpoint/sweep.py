@@ -67,8 +67,8 @@ def delete_orphans(writer: LogWriter) -> tuple[str, ...]:
     if orphans:
         writer.storage.sync_dir(DATA)
     writer.older_tries = frozenset(failed)
-    for error in failed.values():
-        raise error
+    for failure in failed.values():
+        raise failure
     return orphans
 
 

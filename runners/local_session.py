@@ -77,7 +77,8 @@ class LocalSession(SessionBase):
     def place(self, node_names: Sequence[str]) -> None:
         """Emulate the declared nodes of a job from now on, `trainer_0` for a job that declares none.
 
-        Workspaces of earlier nodes are kept. Raises UsageError for a node that is not among those given to the session.
+        Workspaces of earlier nodes are kept. Raises UsageError for a node that is not among those given
+        to the session.
         """
         self._check_open()
         if self._fixed:

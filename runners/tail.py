@@ -5,7 +5,9 @@ Each part is recorded as done, so that a run that dies here resumes at the first
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torchrelay.jobs.peers import together
 
 if TYPE_CHECKING:
     from torchrelay.runners.life import Life
@@ -26,7 +28,10 @@ def _upload(life: Life) -> None:
     if life.upload_builder is not None:
         saved = life.saver.newest_saved
         epoch = life.state.epoch if saved is None else saved
-        life.session.run(life.upload_builder.build(epoch, life.manager))
+        built: list[Any] = []
+        build = life.upload_builder.build
+        together(life.session.peers, "upload", lambda: built.append(build(epoch, life.manager)))
+        life.session.run(built[0])
 
 
 def _download(life: Life) -> None:

@@ -105,7 +105,9 @@ class Recorded:
     def exchange(self, topic, mine, *, deadline_secs=None):
         self.topics.append(topic)
         if topic == "t":
-            return [[[node, *compare._combined(d)] for node, d in one.items()] for one in self.hosted]
+            return [
+                {"value": [[node, *compare._combined(d)] for node, d in one.items()]} for one in self.hosted
+            ]
         if topic.endswith("in detail"):
             return [[[node, d] for node, d in one.items()] for one in self.hosted]
         return [sorted({"w"})] * self.size
@@ -113,7 +115,7 @@ class Recorded:
 
 def run(*hosted):
     peers = Recorded(hosted)
-    return compare_replicas(peers, "t", hosted[0], {"w"}), peers.topics
+    return compare_replicas(peers, "t", lambda: hosted[0], {"w"}), peers.topics
 
 
 def test_equal_replicas_cost_one_small_exchange():

@@ -203,7 +203,12 @@ def test_a_save_that_fails_at_its_manifest_gives_its_space_back(
 def test_metrics_that_are_not_numbers_survive_a_resume(tmp_path: Path) -> None:
     """NaN and infinity are remembered as what they are."""
     job = counting(1)
-    job.epoch(lambda ctx: (ctx.log("a", float("nan")), ctx.log("b", float("inf"))) and None)
+
+    @job.epoch
+    def log(ctx: Any) -> None:
+        ctx.log("a", float("nan"))
+        ctx.log("b", float("inf"))
+
     JobRunner(job, tmp_path / "run").train(LocalSession())
     again = JobRunner(job, tmp_path / "run").train(LocalSession())
     assert str(again.metrics["a"]) == "nan" and again.metrics["b"] == float("inf")

@@ -1,0 +1,181 @@
+"""What one rank meets alone becomes everybody's error: nobody waits for a rank that is elsewhere."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import paired_sessions
+import pytest
+import torch
+from paired_sessions import Meeting, PairedSession
+from ranks import on_ranks
+
+from torchrelay import Job, JobRunner, MultiNodeCheckpointManager, Task, max_epochs
+from torchrelay.checkpoint import engine as engine_module
+from torchrelay.checkpoint import manifest_disk, replicas
+from torchrelay.checkpoint.log_writer import LogWriter
+from torchrelay.errors import FencedError, RelayError
+from torchrelay.jobs.random_streams import RandomStreams
+from torchrelay.runners import job_runner
+
+RANKS = 2
+
+
+class Free:
+    """Stands for the lock of a process: every thread here is a process of its own."""
+
+    def acquire(self, *, blocking: bool) -> bool:
+        return True
+
+    def release(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def threads_are_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread may train, and ranks that are out of step fail soon."""
+    monkeypatch.setattr(job_runner, "_training", Free())
+    monkeypatch.setattr(paired_sessions, "PATIENCE", 5.0)
+
+
+class Session(PairedSession):
+    """A process played by a thread, with random states of its own."""
+
+    def streams(self, node: str) -> RandomStreams:
+        return RandomStreams.derive(0, self.peers.rank)
+
+    def set_streams(self, node: str, streams: RandomStreams) -> None:
+        pass
+
+
+def sessions() -> list[Session]:
+    """Two processes."""
+    meetings = Meeting(RANKS), Meeting(RANKS)
+    return [Session(rank, [f"trainer_{r}" for r in range(RANKS)], meetings) for rank in range(RANKS)]
+
+
+def counting(epochs: int = 3) -> Job:
+    """A job that counts its epochs."""
+    job = Job("count", blobs={"total": lambda ctx: torch.zeros(1)})
+    job.epoch(lambda ctx: ctx["total"].add_(1))
+    job.stop_when(max_epochs(epochs))
+    return job
+
+
+def on_rank(rank: int, broken: list[BaseException], real: Callable[..., Any]) -> Callable[..., Any]:
+    """`real`, which raises once, in the thread of one rank."""
+    lock = threading.Lock()
+
+    def work(*values: Any, **options: Any) -> Any:
+        with lock:
+            if threading.current_thread().name.endswith(f"rank {rank}") and broken:
+                raise broken.pop()
+        return real(*values, **options)
+
+    return work
+
+
+def all_ranks(work: Callable[[int], Any]) -> list[Any]:
+    """Run in a thread per rank, named after it; a rank that hangs fails the test."""
+
+    def named(rank: int) -> Any:
+        threading.current_thread().name = f"rank {rank}"
+        return work(rank)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return on_ranks(RANKS, named)
+
+
+def test_replicas_that_one_rank_cannot_digest_fail_the_save_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Out of memory in the comparison on one rank is a save that failed on all; the next epoch is saved."""
+    broken: list[BaseException] = [MemoryError("no memory for a digest")]
+    monkeypatch.setattr(replicas, "digests_of", on_rank(1, broken, replicas.digests_of))
+    both = sessions()
+    manager = [MultiNodeCheckpointManager(tmp_path) for _ in both]
+    results = all_ranks(lambda rank: JobRunner(counting(), manager[rank]).train(both[rank]))
+    assert not broken
+    assert results == [3, 3]
+    assert [one.committed for one in results] == [3, 3]
+
+
+def test_a_manifest_that_one_rank_cannot_read_fails_a_partial_load_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An I/O error on one rank at a manifest is raised by all, and the ranks are in step after it."""
+    both = sessions()
+    runners = [JobRunner(counting(), MultiNodeCheckpointManager(tmp_path)) for _ in both]
+    all_ranks(lambda rank: runners[rank].train(both[rank]))
+    broken: list[BaseException] = [OSError(5, "Input/output error")]
+    monkeypatch.setattr(engine_module.manifest_disk, "read", on_rank(1, broken, manifest_disk.read))
+
+    def load(rank: int) -> Any:
+        return runners[rank].load_blobs_from_checkpoints(["total"], 2, both[rank])
+
+    assert all(isinstance(one, (RelayError, OSError)) for one in all_ranks(load))
+    assert not broken
+    assert all_ranks(load) == [True, True]
+
+
+def test_an_upload_that_one_rank_cannot_build_fails_on_all(tmp_path: Path) -> None:
+    """A builder that raises on one rank is a failure of the run on all ranks."""
+
+    class Upload:
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def build(self, epoch: int, manager: Any) -> Task:
+            if self.rank == 1:
+                raise ValueError("no address")
+            return Task(lambda: None)
+
+    both = sessions()
+    managers = [MultiNodeCheckpointManager(tmp_path) for _ in both]
+    results = all_ranks(
+        lambda rank: JobRunner(counting(), managers[rank], upload_task_group_builder=Upload(rank)).train(
+            both[rank]
+        )
+    )
+    assert all("no address" in str(one) for one in results)
+
+
+def test_a_writer_that_is_fenced_at_its_retention_stops_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 alone looks after old epochs; what it learns of another job there ends all ranks."""
+    broken: list[BaseException] = [FencedError("taken over")]
+    monkeypatch.setattr(LogWriter, "retire", on_rank(0, broken, LogWriter.retire))
+    both = sessions()
+    managers = [MultiNodeCheckpointManager(tmp_path, keep_last=1) for _ in both]
+    results = all_ranks(lambda rank: JobRunner(counting(), managers[rank]).train(both[rank]))
+    assert [type(one) for one in results] == [FencedError, FencedError]
+
+
+@pytest.mark.parametrize("where", ["setup", "init", "factory", "condition"])
+def test_what_one_rank_raises_all_raise(tmp_path: Path, where: str) -> None:
+    """A setup, init, factory or stop condition that raises on one rank fails the run on all."""
+
+    def fail(rank: int) -> Any:
+        if rank == 1:
+            raise ValueError("odd")
+        return torch.zeros(1)
+
+    def job(rank: int) -> Job:
+        made = counting()
+        if where in ("setup", "init"):
+            getattr(made, where)(lambda ctx: fail(rank) and None)
+        elif where == "factory":
+            made.blobs(other=lambda ctx: fail(rank))
+        else:
+            made.stop_when(lambda ctx: bool(fail(rank)))
+        return made
+
+    both = sessions()
+    results = all_ranks(lambda rank: JobRunner(job(rank), tmp_path / "run").train(both[rank]))
+    assert all("odd" in str(one) for one in results)
