@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchrelay.checkpoint import canonical, values
+from torchrelay.checkpoint import canonical
 from torchrelay.checkpoint.canonical import Json
 from torchrelay.checkpoint.dtypes import memory_of
 from torchrelay.checkpoint.leaf import MAIN_GROUP, LeafSpec, Role
@@ -21,6 +21,7 @@ from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.names import encode_name
 from torchrelay.checkpoint.proof import seen_twice
 from torchrelay.checkpoint.shard_reader import ReadRequest, ShardHeader, read_header
+from torchrelay.checkpoint.value_decoding import references
 from torchrelay.errors import DamagedError, FormatError, UsageError
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class BlobFile:
         """The tensors that lie inside values, each with the name of that value."""
         found: dict[str, str] = {}
         for name, json in self.values.items():
-            for leaf in _references(json):
+            for leaf in references(json):
                 found.setdefault(leaf, name)
         return found
 
@@ -100,12 +101,6 @@ def local_path(where: str | os.PathLike[str]) -> Path:
     if not isinstance(text, str) or "://" in text.removeprefix("file://"):
         raise UsageError(f"{where!r} is no path of a local or mounted directory, where blob files lie")
     return Path(text.removeprefix("file://")).absolute()
-
-
-def _references(json: Json) -> list[str]:
-    found: list[str] = []
-    values.decode(json, tensor=lambda name: found.append(str(name)))
-    return found
 
 
 def _specs(path: Path, header: ShardHeader, said: Json) -> dict[str, LeafSpec]:

@@ -17,6 +17,7 @@ from torchrelay.checkpoint.lookup import find_row, holder_of, nearest
 from torchrelay.checkpoint.manifest import LeafRow
 from torchrelay.checkpoint.patterns import Chosen, Rename, renamed, renamed_all
 from torchrelay.checkpoint.restore import Restoration, restoration
+from torchrelay.checkpoint.value_decoding import references
 from torchrelay.errors import PartiallyLoadedError, RelayError, UsageError
 
 Nodes = str | Mapping[str, str] | None
@@ -61,12 +62,13 @@ def load_objects(
     found = _find(reader, objects, rename, nodes)
     _check_blobs(reader, objects, found, rename)
     check_kept(reader, entry, [one.stored for one in found.values()])
-    specs = {name: one.spec for name, one in found.items()}
     json = {
         name: reader.value_json(one.stored, one.node)
         for name, one in found.items()
         if one.spec.kind == "value" and one.spec.alias_of is None
     }
+    found = _inner_unrenamed(found, json)
+    specs = {name: one.spec for name, one in found.items()}
     plan = restoration(objects, specs, json, strict=strict)
     _read(reader, plan, found, atomic=atomic)
     plan.finish()
@@ -145,6 +147,23 @@ def _find(
         blob = _blob_of(new, objects) or declared.blob
         found[new] = _Found(_spec(manifest.leaves[row], new, blob, source), stored, node)
     return found
+
+
+def _inner_unrenamed(found: Mapping[str, _Found], json: Mapping[str, Any]) -> dict[str, _Found]:
+    """Tensors inside values back under their stored names, by which the values refer to them."""
+    new_names = {one.stored: new for new, one in found.items()}
+    back = {
+        new_names[stored]: (stored, found[tree].spec.blob)
+        for tree, value in json.items()
+        for stored in references(value)
+        if new_names.get(stored, stored) != stored
+    }
+    kept = {new: one for new, one in found.items() if new not in back}
+    inner = {
+        stored: replace(found[new], spec=replace(found[new].spec, name=stored, blob=blob))
+        for new, (stored, blob) in back.items()
+    }
+    return {**kept, **inner}
 
 
 def _inside(names: Iterable[str], objects: Mapping[str, Any], rename: Rename | None) -> list[str]:

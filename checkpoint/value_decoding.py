@@ -31,6 +31,13 @@ def decode(json: Json, *, tensor: TensorReader | None = None) -> Any:
         raise DamagedError(f"a stored value is malformed: {error}") from error
 
 
+def references(json: Json) -> list[str]:
+    """The names that stand for tensors in a value, in order."""
+    found: list[str] = []
+    decode(json, tensor=lambda name: found.append(str(name)))
+    return found
+
+
 def _decode(json: Json, tensor: TensorReader | None) -> Any:
     if isinstance(json, list):
         return [_decode(item, tensor) for item in json]

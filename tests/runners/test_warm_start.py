@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from torchrelay import save_blobs
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.stop import max_epochs
 from torchrelay.runners.job_runner import JobRunner
@@ -47,3 +48,40 @@ def test_a_name_that_the_workspace_lacks_is_named(pretrained):
     where, _ = pretrained
     with pytest.raises(Exception, match="no 'model'"):
         LocalSession().run(lambda ctx: ctx.load_blobs(where, "model"))
+
+
+class Averages:
+    """An object with state that holds a tensor."""
+
+    def __init__(self, value: float) -> None:
+        self.mean, self.count = torch.full((2,), value), int(value)
+
+    def state_dict(self):
+        return {"mean": self.mean, "count": self.count}
+
+    def load_state_dict(self, state):
+        self.mean, self.count = state["mean"], state["count"]
+
+
+@pytest.mark.parametrize("place", ["run", "file"])
+def test_renames_reach_into_objects_with_state(tmp_path, place):
+    """An object whose state holds tensors loads under another name, from an epoch and from a blob file."""
+    if place == "file":
+        save_blobs(tmp_path / place, {"old": Averages(3), "older": 1})
+    else:
+        job = Job(blobs={"old": Averages(3), "older": 1})
+        job.epoch(lambda: None)
+        job.stop_when(max_epochs(1))
+        JobRunner(job, tmp_path / place).train(LocalSession())
+    session, target = LocalSession(), Averages(0)
+    session.workspace().update(new=target)
+    session.run(lambda ctx: ctx.load_blobs(tmp_path / place, ["new", "older"], rename={"old": "new"}))
+    assert (target.mean.tolist(), target.count, session.blob("older")) == ([3, 3], 3, 1)
+
+
+def test_a_pattern_takes_what_can_be_loaded(pretrained):
+    """`*` fills the objects that the workspace has and makes tensors and values; others are left out."""
+    where, _ = pretrained
+    session = LocalSession()
+    session.run(lambda ctx: ctx.load_blobs(where))
+    assert set(session.workspace()) == {"seen", "best"} and session.blob("best") == 20
