@@ -64,10 +64,16 @@ def drop(*wrappers: nn.Module) -> None:
 
 
 def _all_instances() -> list[DistributedDataParallel]:
-    # type() and not isinstance: some objects run code when asked for their __class__
-    found = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
+    # type() and not isinstance: some objects run code when asked for their __class__; a set and not
+    # issubclass: the heap of a training program has a million objects
+    kinds = _with_subclasses(DistributedDataParallel)
+    found = [thing for thing in gc.get_objects() if type(thing) in kinds]
     # one that failed in its constructor, or is being collected, has no module
     return [thing for thing in found if "module" in getattr(thing, "_modules", {})]
+
+
+def _with_subclasses(kind: type) -> set[type]:
+    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
 
 
 def _check(options: dict[str, Any]) -> None:
