@@ -35,9 +35,16 @@ def test_emulated_nodes_continue_where_they_ended(tmp_path: Path) -> None:
     assert extended == whole
 
 
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Nodes]:
+    run = tmp_path_factory.mktemp("emulated") / "run"
+    return run, train(4, run, seed=SEED, epochs=2)
+
+
 @pytest.fixture
-def saved_on_4(tmp_path: Path) -> tuple[Path, Nodes]:
-    return tmp_path / "run", train(4, tmp_path / "run", seed=SEED, epochs=2)
+def saved_on_4(saved_once: tuple[Path, Nodes], tmp_path: Path) -> tuple[Path, Nodes]:
+    """A copy of a run on 4 nodes, and what they had in the end."""
+    return shutil.copytree(saved_once[0], tmp_path / "run"), saved_once[1]
 
 
 @pytest.mark.parametrize("nodes", [2, 1, 3, 5])

@@ -39,15 +39,18 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
         for world in (2, 1, 3)
         for policy in POLICIES
     }
-    for ranks in (2, 3):
-        on_ranks(folder, ranks, [(path, policy, {}) for (n, policy), path in copies.items() if n == ranks])
-    resumed = {(world, policy): told(path, world) for (world, policy), path in copies.items() if world > 1}
-    for (world, policy), path in copies.items():
-        if world == 1:
-            with LocalSession() as session:
-                resumed[world, policy] = [run(session, path, reshard=policy)]
+    runs = {
+        ranks: [(path, policy, {}) for (world, policy), path in copies.items() if world == ranks]
+        for ranks in (2, 3)
+    }
+    on_ranks(folder, 2, runs[2])
+    resumed = {(2, policy): told(copies[2, policy], 2) for policy in POLICIES}
     grown = copies[2, "by_rank"]
-    on_ranks(folder, 3, [(grown, "by_rank", {"epochs": EPOCHS + 1})])
+    on_ranks(folder, 3, [*runs[3], (grown, "by_rank", {"epochs": EPOCHS + 1})])
+    resumed |= {(3, policy): told(copies[3, policy], 3) for policy in POLICIES}
+    for policy in POLICIES:
+        with LocalSession() as session:
+            resumed[1, policy] = [run(session, copies[1, policy], reshard=policy)]
     return Story(told(folder / "saved", 4), resumed, told(grown, 3))
 
 

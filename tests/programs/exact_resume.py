@@ -36,10 +36,9 @@ def main() -> None:
         session, folder / "killed", seed=5 + attempt, killer=Killer(folder / "kills", schedule)
     )
     found |= every_resume(session, folder, "whole")
-    if session.peers.size > 1:
+    if session.peers.size == 2:
         own = {"all_buffers": True, "ddp": {"broadcast_buffers": False}}
         found |= every_resume(session, folder, "own buffers", **own)
-    if session.peers.size == 2:
         train_large_weights(folder / "large")
     for epochs in (EPOCHS - 1, EPOCHS):  # a larger limit: the branch of the first call could go on
         found[f"rewound to {epochs}"] = train(
