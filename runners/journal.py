@@ -45,6 +45,7 @@ class Journal:
         self.run_id: str | None = None
         self._generation: int | None = None
         self._branch = 0
+        self._epoch: int | None = None
         self._tail: dict[str, Any] = {}
         self._attempt = 0
         self._began = time.monotonic()
@@ -69,7 +70,7 @@ class Journal:
     def opened(self, holding: Holding | None, look: Look) -> None:
         """The log is ours: from now on this process may replace the status."""
         self._generation = holding.generation if holding else None
-        self._branch = look.branch
+        self._branch, self._epoch = look.branch, look.epoch
         if not self.writes or self.run is None:
             return
         before = self._status_before(self.run)
@@ -184,8 +185,9 @@ class Journal:
         try:
             code = error.exit_code if isinstance(error, RelayError) else 1
             reason = f"{type(error).__name__}: {error}"
-            self._event("failure", error=reason, epoch=state.epoch)
-            self._status("FAILED", epoch=state.epoch, error=reason, exit_code=code)
+            epoch = state.epoch or self._epoch  # before the loop the run is where the log says
+            self._event("failure", error=reason, epoch=epoch)
+            self._status("FAILED", epoch=epoch, error=reason, exit_code=code)
         except Exception as second:
             print(f"torchrelay: the failure could not be noted: {second}", file=sys.stderr)
 
