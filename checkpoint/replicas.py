@@ -84,5 +84,6 @@ def _told(job: SaveJob, failures: Mapping[str, tuple[int, ...]]) -> str:
     return (
         f"epoch {job.position}: replicas are not alike: {'; '.join(parts[:5])}{more}. "
         "Parameters and optimizer state must be the same on all ranks (wrap the module with "
-        "torchrelay.data_parallel, build it after torchrelay.seed); register what shall differ with scope='rank'"
+        "torchrelay.data_parallel, build it after torchrelay.seed); register what may "
+        "differ with scope='rank'"
     )

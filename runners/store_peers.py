@@ -13,6 +13,7 @@ from torchrelay.runners.store import Deadline, StoreClient
 DEADLINE_SECS = 600.0
 _SLACK_SECS = 3.0  # others give rank 0 this much longer, because its answer names the late ranks
 _KEPT_ROUNDS = 2
+_LEAVERS = "leavers"
 
 Json = Any
 
@@ -53,7 +54,7 @@ class StorePeers:
         deadline = Deadline(self._deadline_secs if deadline_secs is None else deadline_secs)
         self._post(topic, value)
         if self.rank == 0:
-            entries = self._gather(deadline)
+            entries = self._gather(topic, deadline)
             self._store.put(self._answer(), json.dumps(entries).encode())
         else:
             entries = self._await_answer(topic, deadline)
@@ -61,15 +62,21 @@ class StorePeers:
         self._check(topic, entries, deadline.secs)
         return [entry["value"] for entry in entries]
 
+    def leave(self) -> None:
+        """Say that this rank comes to no further round, so that nobody waits for it."""
+        self._store.put(self._left(self.rank), b"")
+        self._store.add(_LEAVERS, 1)
+
     def _post(self, topic: str, value: Json) -> None:
         entry = {"topic": topic, "value": value}
         self._store.put(self._key(self.rank), json.dumps(entry, allow_nan=True).encode())
 
-    def _gather(self, deadline: Deadline) -> list[Json]:
+    def _gather(self, topic: str, deadline: Deadline) -> list[Json]:
         """Wait for the posts of all ranks; a rank that is late has None."""
         keys = [self._key(rank) for rank in range(self.size)]
         while not self._store.wait(keys, deadline.left):
             self._stop_for_failure()
+            self._stop_for_leavers(topic)
             if deadline.over:
                 return self._present(keys)
         return [json.loads(entry) for entry in self._store.get(keys)]
@@ -78,6 +85,7 @@ class StorePeers:
         patience = Deadline(deadline.secs + _SLACK_SECS)
         while not self._store.wait([self._answer()], patience.left):
             self._stop_for_failure()
+            self._stop_for_leavers(topic)
             if patience.over:
                 raise DeadlineError(self._unanswered(topic, deadline.secs))
         answer: list[Json] = json.loads(self._store.get([self._answer()])[0])
@@ -95,6 +103,19 @@ class StorePeers:
         if failure is not None:
             raise PeerError(failure)
 
+    def _stop_for_leavers(self, topic: str) -> None:
+        """Raise PeerError when a rank that this round still needs has left."""
+        if self._store.add(_LEAVERS, 0) == 0:
+            return
+        left = [rank for rank in range(self.size) if self._store.has(self._left(rank))]
+        # In this order: whoever left had posted before, and rank 0 had answered.
+        needed = [rank for rank in left if not self._store.has(self._key(rank))]
+        if 0 in left and self.rank != 0 and not self._store.has(self._answer()):
+            needed = needed or [0]
+        if needed:
+            names = ", ".join(self.name_of(rank) for rank in needed[:16])
+            raise PeerError(f"{names} left without coming to {topic!r}, for which the others wait")
+
     def _check(self, topic: str, entries: list[Json], secs: float) -> None:
         if mismatch := mismatch_text(topic, entries, self.name_of):
             raise PeerError(mismatch)
@@ -107,6 +128,9 @@ class StorePeers:
         old = self._round - _KEPT_ROUNDS
         if old > 0:
             self._store.delete(self._key(self.rank, old), *([self._answer(old)] if self.rank == 0 else []))
+
+    def _left(self, rank: int) -> str:
+        return f"left/{rank}"
 
     def _key(self, rank: int, of_round: int | None = None) -> str:
         return f"round/{of_round or self._round}/{rank}"

@@ -120,6 +120,8 @@ class World:
         if self._store is None:
             return
         try:
+            if isinstance(self.peers, StorePeers):
+                self.peers.leave()
             self._store.put(f"gone/{self.env.rank}", b"")
             if self.env.hosts_store:
                 self._await_others(Deadline(_LATE_AT_THE_END_SECS))
