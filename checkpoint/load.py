@@ -17,7 +17,7 @@ from torchrelay.checkpoint.manifest import LeafRow, Manifest
 from torchrelay.checkpoint.members import RNG_BLOB, Member
 from torchrelay.checkpoint.reshard import Assigned, assign
 from torchrelay.checkpoint.restore import Restoration, restoration
-from torchrelay.checkpoint.save import Clock
+from torchrelay.checkpoint.save import Clock, patience_secs
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import PartiallyLoadedError, RelayError, StorageError
 from torchrelay.jobs.peers import together
@@ -75,7 +75,8 @@ def load_all(job: LoadJob) -> tuple[dict[str, RandomStreams], NodeStats]:
             ) from error
         _read_all(job, reader, loads)
 
-    together(job.session.peers, "load: read", read)
+    size = sum(leaf.nbytes for leaf in job.manifest.leaves)  # no node reads more than everything
+    together(job.session.peers, "load: read", read, deadline_secs=patience_secs(size))
     rows = together(job.session.peers, "load: done", lambda: [_times(job, load) for load in loads])
     return streams, NodeStats(NodeTimes(**row) for part in rows for row in part)
 

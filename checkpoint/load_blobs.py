@@ -16,7 +16,7 @@ from torchrelay.checkpoint.load import spec_of_row
 from torchrelay.checkpoint.lookup import find_row, holder_of, split_name
 from torchrelay.checkpoint.manifest import Manifest
 from torchrelay.checkpoint.restore import Restoration, restoration
-from torchrelay.checkpoint.save import Clock
+from torchrelay.checkpoint.save import Clock, patience_secs
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import DamagedError, UsageError
 from torchrelay.jobs.peers import together
@@ -67,7 +67,13 @@ def load_some(
         ready = all(together(session.peers, "partial load: check", prepare))
     if ready:
         with clock.spent("read"):
-            together(session.peers, "partial load: read", lambda: _read(reader, plans))
+            size = sum(leaf.nbytes for leaf in manifest.leaves)
+            together(
+                session.peers,
+                "partial load: read",
+                lambda: _read(reader, plans),
+                deadline_secs=patience_secs(size),
+            )
     path = f"{storage.url}/{stored_name(session.local_nodes[0].name)}.{manifest.position}"
     size = sum(read.spec.nbytes for plan in plans for read in plan.restoration.reads)
     rows = session.peers.exchange(

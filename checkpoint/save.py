@@ -166,7 +166,12 @@ def _write_all(job: SaveJob, plan: Plan, try_name: str, clock: Clock) -> list[li
 def _patience_secs(job: SaveJob, plan: Plan) -> float:
     """How long the slowest node may take: what a very slow disk needs for the largest share."""
     shares = (sum(part.nbytes for part in plan.assignments(place.rank)) for place in job.places)
-    return BASE_PATIENCE_SECS + max(shares, default=0) / SLOWEST_BYTES_PER_SEC
+    return patience_secs(max(shares, default=0))
+
+
+def patience_secs(nbytes: int) -> float:
+    """How long the others wait for a rank that writes or reads so much from a very slow disk."""
+    return BASE_PATIENCE_SECS + nbytes / SLOWEST_BYTES_PER_SEC
 
 
 def _write_node(
