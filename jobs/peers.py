@@ -46,8 +46,9 @@ def together(
 ) -> list[Json]:
     """Run `work` in every process and give everybody all results in rank order.
 
-    When one or more processes raise, all raise: the first failing process its own exception, the
-    others an error of the same class (where it is ours; else RelayError) whose message names the rank.
+    When one or more processes raise, all raise the failure of one: of the first process whose
+    failure is no consequence of another's. That process raises its own exception, the others an error
+    of the same class (where it is ours; else RelayError) whose message names the rank.
     """
     own: Exception | None = None
     outcome: dict[str, Json]
@@ -56,18 +57,19 @@ def together(
     except Exception as error:
         own = error
         outcome = {"error": type(error).__name__, "message": str(error)}
+        outcome["consequence"] = getattr(error, "consequence", False)
     try:
         outcomes = peers.exchange(topic, outcome, deadline_secs=deadline_secs)
     except PeerError:
         if own is None:
             raise
         raise own from own.__cause__  # the own failure says more than that the others did not come
-    for rank, other in enumerate(outcomes):
-        if "error" in other:
-            # The first one counts everywhere, so that all processes draw the same conclusion.
-            if own is not None and rank == peers.rank:
-                raise own
-            raise error_of(other["error"], other["message"], rank) from own
+    failed = [rank for rank, other in enumerate(outcomes) if "error" in other]
+    # The first cause counts everywhere, so that all processes draw the same conclusion.
+    for rank in sorted(failed, key=lambda rank: (outcomes[rank]["consequence"], rank)):
+        if own is not None and rank == peers.rank:
+            raise own
+        raise error_of(outcomes[rank]["error"], outcomes[rank]["message"], rank) from own
     return [other["value"] for other in outcomes]
 
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchrelay.errors import NotAllowedNowError
+from torchrelay.errors import NotAllowedNowError, RelayError
 from torchrelay.jobs.group import TaskGroup
 from torchrelay.jobs.names import check_node_name
 from torchrelay.jobs.places import NodePlace
@@ -18,7 +18,7 @@ from torchrelay.runners.process_groups import (
     choose_device,
 )
 from torchrelay.runners.session_base import SessionBase
-from torchrelay.runners.world import START_SECS, World, current_world
+from torchrelay.runners.world import START_SECS, World, current_world, is_consequence
 
 if TYPE_CHECKING:
     import torch
@@ -133,6 +133,8 @@ class DistributedSession(SessionBase):
         if not isinstance(error, Exception):  # an exit or an interrupt meets nobody
             self.world.blame(what, error)
             return
+        if isinstance(error, RelayError):
+            error.consequence = is_consequence(error)
         self._alarm = threading.Timer(MEETING_SECS, self.world.blame, (what, error))
         self._alarm.daemon = True
         self._alarm.start()

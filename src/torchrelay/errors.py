@@ -30,10 +30,12 @@ class RelayError(Exception):
     """Base of all errors of torchrelay; `exit_code` is what a process should end with.
 
     `of_rank` is the rank that had the error where another rank raises it too, else None.
+    `consequence` says that another process's failure looks like the cause (a broken connection, say).
     """
 
     exit_code = 1
     of_rank: int | None = None
+    consequence = False
 
 
 class UsageError(RelayError, ValueError):

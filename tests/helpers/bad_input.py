@@ -49,10 +49,15 @@ class Trial:
         if stop:
             self.job.stop_when(max_epochs(epochs))
 
-    def train(self, where: Any, epoch: Any = None, **options: Any) -> Any:
-        """Train in a session of its own."""
+    def train(
+        self, where: Any, epoch: Any = None, *, takeover_secs: float | None = None, **options: Any
+    ) -> Any:
+        """Train in a session of its own; `takeover_secs` is how long a holder of the log is watched."""
+        runner = JobRunner(self.job, where, **options)
+        if takeover_secs is not None and runner.manager is not None:
+            runner.manager.engine.ledger.takeover_secs = takeover_secs
         with LocalSession() as session:
-            return JobRunner(self.job, where, **options).train(session, epoch)
+            return runner.train(session, epoch)
 
 
 def tree(directory: Path) -> dict[str, int]:

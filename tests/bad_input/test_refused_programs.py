@@ -1,0 +1,128 @@
+"""Real programs: a user's mistake is one line on stderr, no traceback, and the right exit code."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from bad_input import flip, run_program, shard, tree
+
+from torchrelay.errors import UsageError
+from torchrelay.runners.options import parse_options
+
+PROGRAM = """
+import sys
+import torch
+from torchrelay import Job, JobRunner, max_epochs
+
+job = Job("program", blobs=dict(w=torch.zeros(3), config=CONFIG))
+
+@job.epoch
+def train(ctx):
+    print("epoch", ctx.epoch, flush=True)
+    EPOCH
+
+job.stop_when(max_epochs(2))
+JobRunner(job, WHERE).main()
+"""
+
+
+def program(config: str = "{}", epoch: str = "pass", where: str = "'run'") -> str:
+    return PROGRAM.replace("CONFIG", config).replace("EPOCH", epoch).replace("WHERE", where)
+
+
+def one_line(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
+    """Exactly one line on stderr, from torchrelay, with these words."""
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("torchrelay: ")
+    for word in words:
+        assert word in line, line
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of two epochs."""
+    folder = tmp_path_factory.mktemp("finished")
+    done = run_program(program(), cwd=folder)
+    assert (done.returncode, done.stdout) == (0, "epoch 1\nepoch 2\n"), done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("text", ["-1", "1e3", "+5", "abc", "", "1.0", "٣", "9" * 5000, "last", "0x1"])
+def test_an_epoch_on_the_command_line_that_is_none(text: str) -> None:
+    """Whatever is no whole number from 0 is refused with what to write; a long one is not repeated."""
+    for arguments in ([f"--resume-from-epoch={text}"], ["--resume-from-epoch", text]):
+        with pytest.raises(UsageError) as caught:
+            parse_options(arguments)
+        assert "--resume-from-epoch" in str(caught.value) and "whole number" in str(caught.value)
+        assert len(str(caught.value)) < 200 and caught.value.exit_code == 2
+
+
+def test_a_missing_value_and_an_unknown_mode() -> None:
+    """The option and what it takes are named."""
+    with pytest.raises(UsageError, match=r"--resume-from-epoch.*one argument"):
+        parse_options(["--resume-from-epoch"])
+    with pytest.raises(UsageError, match=r"--resume.*'auto', 'must', 'never'"):
+        parse_options(["--resume", "maybe"])
+
+
+def test_an_unknown_epoch(finished: Path) -> None:
+    """The epochs that exist are listed; the run is as before."""
+    before = tree(finished / "run")
+    done = run_program(program(), "--resume-from-epoch", "7", cwd=finished)
+    one_line(done, 2, "epoch 7", "0, 1, 2")
+    assert (done.stdout, tree(finished / "run")) == ("", before)
+
+
+def test_an_epoch_that_is_no_number(finished: Path) -> None:
+    """As a user types it."""
+    before = tree(finished / "run")
+    one_line(run_program(program(), "--resume-from-epoch", "1e3", cwd=finished), 2, "'1e3'", "whole number")
+    assert tree(finished / "run") == before
+
+
+def test_a_blob_that_cannot_be_stored(tmp_path: Path) -> None:
+    """The path inside the blob; nothing is created."""
+    done = run_program(program(config="{'optim': {'fn': [1, 2, print]}}"), cwd=tmp_path)
+    one_line(done, 2, "config.optim.fn[2]")
+    assert (done.stdout, [path.name for path in tmp_path.iterdir()]) == ("", ["program.py"])
+
+
+def test_a_mistake_in_the_constructor_is_an_error_of_the_program(tmp_path: Path) -> None:
+    """What is wrong before `main` is called raises where it is written."""
+    (tmp_path / "run").write_text("mine")
+    done = run_program(program(), cwd=tmp_path)
+    assert done.returncode == 1
+    assert "UsageError: the run directory" in done.stderr and "is a file" in done.stderr
+
+
+def test_a_damaged_epoch_that_was_asked_for(finished: Path) -> None:
+    """Code 5, file, epoch and remedy; on automatic resume a warning and code 0."""
+    flip(shard(finished / "run", 2), 60)
+    done = run_program(program(), "--resume-from-epoch", "2", cwd=finished)
+    one_line(done, 5, "epoch 2", "trainer_0.2.main.safetensors", "never replaced")
+    done = run_program(program().replace("max_epochs(2)", "max_epochs(3)"), cwd=finished)
+    assert (done.returncode, done.stdout) == (0, "epoch 2\nepoch 3\n")
+    assert "epoch 2 is damaged" in done.stderr
+
+
+def test_a_task_that_raises(tmp_path: Path) -> None:
+    """That is no mistake in words: the traceback of the user's code is shown, once, with code 1."""
+    done = run_program(program(epoch="[][3]"), cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.count("IndexError: list index out of range") >= 1
+    assert "[][3]" in done.stderr and "epoch 1" in done.stdout
+
+
+def test_saves_that_always_fail(tmp_path: Path) -> None:
+    """Warnings for each, then one line and code 5."""
+    done = run_program(
+        program(epoch="ctx['config'] = {'fn': print}").replace("max_epochs(2)", "max_epochs(9)"), cwd=tmp_path
+    )
+    assert done.returncode == 5
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("torchrelay: SaveFailedError: 3 saves failed in a row")
+    assert "config.fn" in done.stderr.splitlines()[-1]
