@@ -41,14 +41,14 @@ def counting(epochs: int = 3, **blobs: Any) -> Job:
 
 def test_a_manager_whose_directory_disappears_fails_its_saves_only(tmp_path: Path) -> None:
     """Saves into a directory that is gone warn; the run ends well, and session and manager are free again."""
-    job, session = counting(), LocalSession()
+    job, session, before = counting(), LocalSession(), set(threading.enumerate())
     job.epoch(lambda ctx: shutil.rmtree(tmp_path / "cp", ignore_errors=True) if ctx.epoch == 2 else None)
     manager = MultiNodeCheckpointManager(tmp_path / "cp")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         assert JobRunner(job, manager).train(session) == 3
     assert any("NOT saved" in str(one.message) for one in said)
-    assert not [t for t in threading.enumerate() if t.name == "torchrelay-writer-counter"]
+    assert not [t for t in set(threading.enumerate()) - before if t.name == "torchrelay-writer-counter"]
     assert JobRunner(counting(), MultiNodeCheckpointManager(tmp_path / "other")).train(session) == 3
 
 
@@ -105,7 +105,7 @@ def test_a_save_by_hand_does_not_keep_the_directory(tmp_path: Path) -> None:
     runner = JobRunner(counting(1), MultiNodeCheckpointManager(tmp_path))
     runner.train(session)
     runner.save_checkpoints(5, session)
-    assert not [t for t in threading.enumerate() if t.name == "torchrelay-writer-counter"]
+    assert not [t for t in set(threading.enumerate()) - before if t.name == "torchrelay-writer-counter"]
     again = MultiNodeCheckpointManager(tmp_path)
     assert JobRunner(counting(7), again).train(LocalSession(), resume_from_epoch=5) == 7
 
@@ -156,7 +156,7 @@ def test_after_a_failure_anywhere_everything_can_be_used_again(
     with pytest.raises(BaseException) as failed:
         runner.train(session)
     assert "odd" in str(failed.value) or isinstance(failed.value, KeyboardInterrupt)
-    assert not [t for t in threading.enumerate() if t.name == "torchrelay-writer-counter"]
+    assert not [t for t in set(threading.enumerate()) - before if t.name == "torchrelay-writer-counter"]
     assert runner.train(session) == 2
     assert float(session.workspace()["total"]) == 2
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "FINISHED"
