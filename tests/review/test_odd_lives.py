@@ -6,6 +6,7 @@ import json
 import shutil
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,13 @@ from torchrelay.checkpoint.writer import WriterIdentity
 from torchrelay.errors import FencedError, RelayError, StorageError, UsageError
 
 
+@pytest.fixture
+def counters() -> Callable[[], list[threading.Thread]]:
+    """What moves a writer's counter although it was not there when the test began."""
+    before = set(threading.enumerate())
+    return lambda: [t for t in threading.enumerate() if t not in before and "writer-counter" in t.name]
+
+
 def counting(epochs: int = 3, **blobs: Any) -> Job:
     """A job that counts its epochs."""
     job = Job("count", blobs={"total": torch.zeros(1), **blobs})
@@ -39,16 +47,16 @@ def counting(epochs: int = 3, **blobs: Any) -> Job:
     return job
 
 
-def test_a_manager_whose_directory_disappears_fails_its_saves_only(tmp_path: Path) -> None:
+def test_a_manager_whose_directory_disappears_fails_its_saves_only(counters: Any, tmp_path: Path) -> None:
     """Saves into a directory that is gone warn; the run ends well, and session and manager are free again."""
-    job, session, before = counting(), LocalSession(), set(threading.enumerate())
+    job, session = counting(), LocalSession()
     job.epoch(lambda ctx: shutil.rmtree(tmp_path / "cp", ignore_errors=True) if ctx.epoch == 2 else None)
     manager = MultiNodeCheckpointManager(tmp_path / "cp")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         assert JobRunner(job, manager).train(session) == 3
     assert any("NOT saved" in str(one.message) for one in said)
-    assert not [t for t in set(threading.enumerate()) - before if t.name == "torchrelay-writer-counter"]
+    assert not counters()
     assert JobRunner(counting(), MultiNodeCheckpointManager(tmp_path / "other")).train(session) == 3
 
 
@@ -99,13 +107,13 @@ def _forget_writers() -> None:
     log_writer._LIVE.clear()
 
 
-def test_a_save_by_hand_does_not_keep_the_directory(tmp_path: Path) -> None:
+def test_a_save_by_hand_does_not_keep_the_directory(counters: Any, tmp_path: Path) -> None:
     """`save_checkpoints` outside of a train call releases the log again, for whoever comes next."""
     session = LocalSession()
     runner = JobRunner(counting(1), MultiNodeCheckpointManager(tmp_path))
     runner.train(session)
     runner.save_checkpoints(5, session)
-    assert not [t for t in set(threading.enumerate()) - before if t.name == "torchrelay-writer-counter"]
+    assert not counters()
     again = MultiNodeCheckpointManager(tmp_path)
     assert JobRunner(counting(7), again).train(LocalSession(), resume_from_epoch=5) == 7
 
@@ -127,7 +135,7 @@ def test_a_job_without_nodes_does_not_run_on_those_of_an_earlier_job(tmp_path: P
 @pytest.mark.parametrize("where", ["factory", "setup", "init", "condition", "upload", "download", "exit"])
 @pytest.mark.parametrize("error", [ValueError("odd"), KeyboardInterrupt()])
 def test_after_a_failure_anywhere_everything_can_be_used_again(
-    tmp_path: Path, where: str, error: BaseException
+    counters: Any, tmp_path: Path, where: str, error: BaseException
 ) -> None:
     """Whatever the user raises, wherever: the same job, runner and session finish at the next call."""
     broken = [error]
@@ -156,7 +164,7 @@ def test_after_a_failure_anywhere_everything_can_be_used_again(
     with pytest.raises(BaseException) as failed:
         runner.train(session)
     assert "odd" in str(failed.value) or isinstance(failed.value, KeyboardInterrupt)
-    assert not [t for t in set(threading.enumerate()) - before if t.name == "torchrelay-writer-counter"]
+    assert not counters()
     assert runner.train(session) == 2
     assert float(session.workspace()["total"]) == 2
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "FINISHED"
