@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchrelay.checkpoint import canonical
-from torchrelay.checkpoint.canonical import Json
-from torchrelay.checkpoint.dtypes import memory_of
-from torchrelay.checkpoint.leaf import MAIN_GROUP, LeafSpec, Role
+from torchrelay.checkpoint.disk import canonical
+from torchrelay.checkpoint.disk.canonical import Json
+from torchrelay.checkpoint.disk.dtypes import memory_of
+from torchrelay.checkpoint.disk.names import encode_name
+from torchrelay.checkpoint.disk.shard_reader import ReadRequest, ShardHeader, read_header
+from torchrelay.checkpoint.disk.value_decoding import references
 from torchrelay.checkpoint.local_storage import LocalStorage
-from torchrelay.checkpoint.names import encode_name
-from torchrelay.checkpoint.proof import seen_twice
-from torchrelay.checkpoint.shard_reader import ReadRequest, ShardHeader, read_header
-from torchrelay.checkpoint.value_decoding import references
+from torchrelay.checkpoint.reading.proof import seen_twice
+from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role
 from torchrelay.errors import DamagedError, FormatError, UsageError
 
 if TYPE_CHECKING:

@@ -9,14 +9,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torchrelay.checkpoint.blob_file import LEAVES, local_path, seal
-from torchrelay.checkpoint.canonical import Json
-from torchrelay.checkpoint.leaf import MAIN_GROUP, Leaf, Value, spec_of
+from torchrelay.checkpoint.disk.canonical import Json
+from torchrelay.checkpoint.disk.names import Key, Whole
+from torchrelay.checkpoint.disk.shard import ShardEntry, ShardIdentity
+from torchrelay.checkpoint.disk.shard_parts import ShardLimits, cut
+from torchrelay.checkpoint.disk.shard_writer import write_part
 from torchrelay.checkpoint.local_storage import LocalStorage
-from torchrelay.checkpoint.names import Key, Whole
 from torchrelay.checkpoint.position import Position
-from torchrelay.checkpoint.shard import ShardEntry, ShardIdentity
-from torchrelay.checkpoint.shard_parts import ShardLimits, cut
-from torchrelay.checkpoint.shard_writer import write_part
+from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Value, spec_of
 from torchrelay.errors import BlobError, RelayError, StorageError, UsageError
 
 _IDENTITY = ShardIdentity("", Position(0), "blobs", MAIN_GROUP, "")

@@ -15,12 +15,12 @@ import torch
 
 from torchrelay.checkpoint.blob_file import BlobFile, open_blob_file
 from torchrelay.checkpoint.blob_file_writing import write_blob_file
-from torchrelay.checkpoint.flatten import leaves_of
-from torchrelay.checkpoint.kinds import Kind, kind_of
-from torchrelay.checkpoint.leaf import Leaf, LeafSpec, Role
-from torchrelay.checkpoint.lookup import nearest
-from torchrelay.checkpoint.patterns import Rename, matches, renamed_all
-from torchrelay.checkpoint.restore import restoration
+from torchrelay.checkpoint.reading.lookup import nearest
+from torchrelay.checkpoint.reading.patterns import Rename, matches, renamed_all
+from torchrelay.checkpoint.state.flatten import leaves_of
+from torchrelay.checkpoint.state.kinds import Kind, kind_of
+from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role
+from torchrelay.checkpoint.state.restore import restoration
 from torchrelay.errors import UsageError
 from torchrelay.jobs.names import check_blob_names
 

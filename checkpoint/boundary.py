@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.flatten import leaves_of
-from torchrelay.checkpoint.leaf import MAIN_GROUP, Leaf, LeafSpec, Role, spec_of
 from torchrelay.checkpoint.members import RNG_BLOB, Member, scopes_of
+from torchrelay.checkpoint.state.flatten import leaves_of
+from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, LeafSpec, Role, spec_of
 from torchrelay.errors import SaveFailedError
 from torchrelay.jobs.places import NodePlace
 from torchrelay.jobs.random_streams import RandomStreams

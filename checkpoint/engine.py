@@ -10,24 +10,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from torchrelay.checkpoint import manifest_disk
 from torchrelay.checkpoint.boundary import NodeState, capture
+from torchrelay.checkpoint.disk import manifest_disk
+from torchrelay.checkpoint.disk.manifest import Manifest
+from torchrelay.checkpoint.disk.paths import shard_path
 from torchrelay.checkpoint.facts import Facts
-from torchrelay.checkpoint.kinds import check_recreatable
 from torchrelay.checkpoint.ledger import Ledger, Target
-from torchrelay.checkpoint.live import Entry
 from torchrelay.checkpoint.load import LoadJob, load_all
 from torchrelay.checkpoint.load_blobs import load_some
 from torchrelay.checkpoint.local_storage import LocalStorage
-from torchrelay.checkpoint.manifest import Manifest
+from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.log.retention import keep_last as keep_last_policy
+from torchrelay.checkpoint.log.sweep import delete_orphans, sweep
 from torchrelay.checkpoint.members import Member, members_of, newcomers
-from torchrelay.checkpoint.paths import shard_path
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.replicas import ReplicaCheck
-from torchrelay.checkpoint.retention import keep_last as keep_last_policy
 from torchrelay.checkpoint.save import Clock, SaveJob, carry_out, make_plan
 from torchrelay.checkpoint.spec_exchange import SpecExchange
-from torchrelay.checkpoint.sweep import delete_orphans, sweep
+from torchrelay.checkpoint.state.kinds import check_recreatable
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.directories import local_directory

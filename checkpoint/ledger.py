@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torchrelay.checkpoint import manifest_disk
-from torchrelay.checkpoint.branches import LogView
+from torchrelay.checkpoint.disk import manifest_disk
+from torchrelay.checkpoint.disk.manifest import Manifest
 from torchrelay.checkpoint.facts import Facts
-from torchrelay.checkpoint.live import Entry
-from torchrelay.checkpoint.log_reader import open_log
-from torchrelay.checkpoint.log_writer import LogWriter
-from torchrelay.checkpoint.manifest import Manifest
+from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.log.log_writer import LogWriter
+from torchrelay.checkpoint.log.record import entry_json, entry_of
 from torchrelay.checkpoint.position import Position
-from torchrelay.checkpoint.proof import Outcome
 from torchrelay.checkpoint.prove_together import JointProof, prove_together
-from torchrelay.checkpoint.record import entry_json, entry_of
+from torchrelay.checkpoint.reading.proof import Outcome
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import (
     DamagedError,

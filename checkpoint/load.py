@@ -9,15 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torchrelay.checkpoint.dtypes import memory_of
+from torchrelay.checkpoint.disk.dtypes import memory_of
+from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
 from torchrelay.checkpoint.facts import Facts
-from torchrelay.checkpoint.leaf import LeafSpec, Role
-from torchrelay.checkpoint.leaf_reader import LeafRead, LeafReader
-from torchrelay.checkpoint.manifest import LeafRow, Manifest
 from torchrelay.checkpoint.members import RNG_BLOB, Member
+from torchrelay.checkpoint.reading.leaf_reader import LeafRead, LeafReader
 from torchrelay.checkpoint.reshard import Assigned, assign
-from torchrelay.checkpoint.restore import Restoration, restoration
 from torchrelay.checkpoint.save import Clock, patience_secs
+from torchrelay.checkpoint.state.leaf import LeafSpec, Role
+from torchrelay.checkpoint.state.restore import Restoration, restoration
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import PartiallyLoadedError, RelayError, StorageError
 from torchrelay.jobs.peers import together

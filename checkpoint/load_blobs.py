@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrelay.checkpoint.dtypes import memory_of
-from torchrelay.checkpoint.leaf_reader import LeafRead, LeafReader
+from torchrelay.checkpoint.disk.dtypes import memory_of
+from torchrelay.checkpoint.disk.manifest import Manifest
 from torchrelay.checkpoint.load import spec_of_row
-from torchrelay.checkpoint.lookup import find_row, holder_of, split_name
-from torchrelay.checkpoint.manifest import Manifest
-from torchrelay.checkpoint.restore import Restoration, restoration
+from torchrelay.checkpoint.reading.leaf_reader import LeafRead, LeafReader
+from torchrelay.checkpoint.reading.lookup import find_row, holder_of, split_name
 from torchrelay.checkpoint.save import Clock, patience_secs
+from torchrelay.checkpoint.state.restore import Restoration, restoration
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import DamagedError, UsageError
 from torchrelay.jobs.peers import together

@@ -12,12 +12,12 @@ import torch
 
 from torchrelay.checkpoint.blob_file import BlobFile, open_blob_file
 from torchrelay.checkpoint.blob_files import read_blobs
-from torchrelay.checkpoint.leaf import LeafSpec, Role
-from torchrelay.checkpoint.loading import LoadResult, Nodes
-from torchrelay.checkpoint.lookup import nearest
-from torchrelay.checkpoint.patterns import Rename, is_pattern, matches, renamed, renamed_all
 from torchrelay.checkpoint.reader import Checkpoint, open_checkpoint
-from torchrelay.checkpoint.restore import Read, restoration
+from torchrelay.checkpoint.reading.loading import LoadResult, Nodes
+from torchrelay.checkpoint.reading.lookup import nearest
+from torchrelay.checkpoint.reading.patterns import Rename, is_pattern, matches, renamed, renamed_all
+from torchrelay.checkpoint.state.leaf import LeafSpec, Role
+from torchrelay.checkpoint.state.restore import Read, restoration
 from torchrelay.errors import UsageError
 from torchrelay.jobs.blobs import kind_of
 from torchrelay.jobs.workspace import Workspace

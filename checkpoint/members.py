@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from torchrelay.checkpoint.leaf import Leaf, Role
+from torchrelay.checkpoint.state.leaf import Leaf, Role
 from torchrelay.jobs.blobs import Reshard, Scope
 from torchrelay.jobs.names import RANDOM_STATES, check_blob_names
 from torchrelay.jobs.workspace import Entry, Origin, Workspace

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrelay.checkpoint.live import Entry
-from torchrelay.checkpoint.manifest import Manifest
-from torchrelay.checkpoint.proof import Level, Outcome, Proof, Share, prove
+from torchrelay.checkpoint.disk.manifest import Manifest
+from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.reading.proof import Level, Outcome, Proof, Share, prove
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.jobs.peers import Peers
 

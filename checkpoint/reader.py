@@ -13,18 +13,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torchrelay.checkpoint.blob_info import Blobs, LeafInfo, leaf_info
-from torchrelay.checkpoint.branches import LogView
-from torchrelay.checkpoint.epoch_choice import wanted
+from torchrelay.checkpoint.disk.manifest import Manifest
 from torchrelay.checkpoint.facts import Facts
-from torchrelay.checkpoint.leaf_reader import LeafReader
-from torchrelay.checkpoint.loading import LoadResult, Nodes, load_objects, load_tensors, load_value
-from torchrelay.checkpoint.lookup import split_name
-from torchrelay.checkpoint.manifest import Manifest
-from torchrelay.checkpoint.opening import Best, Place, place_of, proved_entry, read_log
-from torchrelay.checkpoint.patterns import Rename, choose, renamed_all
+from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.position import Position
-from torchrelay.checkpoint.proof import Proof
+from torchrelay.checkpoint.reading.blob_info import Blobs, LeafInfo, leaf_info
+from torchrelay.checkpoint.reading.epoch_choice import wanted
+from torchrelay.checkpoint.reading.leaf_reader import LeafReader
+from torchrelay.checkpoint.reading.loading import LoadResult, Nodes, load_objects, load_tensors, load_value
+from torchrelay.checkpoint.reading.lookup import split_name
+from torchrelay.checkpoint.reading.opening import Best, Place, place_of, proved_entry, read_log
+from torchrelay.checkpoint.reading.patterns import Rename, choose, renamed_all
+from torchrelay.checkpoint.reading.proof import Proof
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import DamagedError, UsageError
 

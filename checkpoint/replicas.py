@@ -9,15 +9,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchrelay.checkpoint.boundary import NodeState
-from torchrelay.checkpoint.compare import (
+from torchrelay.checkpoint.planning.compare import (
     compare_replicas,
     digests_of,
     fails_when_different,
     is_compared,
     mode_at,
 )
-from torchrelay.checkpoint.leaf import Leaf, Role
 from torchrelay.checkpoint.save import SaveJob
+from torchrelay.checkpoint.state.leaf import Leaf, Role
 from torchrelay.errors import SaveFailedError
 from torchrelay.jobs.data_parallel import wraps
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.dtypes import by_name, memory_of, torch_dtype
-from torchrelay.checkpoint.leaf_reader import LeafReader
-from torchrelay.checkpoint.manifest import LeafRow, Manifest
+from torchrelay.checkpoint.disk.dtypes import by_name, memory_of, torch_dtype
+from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
 from torchrelay.checkpoint.members import Member
+from torchrelay.checkpoint.reading.leaf_reader import LeafReader
 from torchrelay.errors import UsageError
 from torchrelay.jobs.blobs import RESHARD_POLICIES
 from torchrelay.jobs.places import NodePlace

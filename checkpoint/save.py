@@ -17,22 +17,22 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint import manifest_disk
-from torchrelay.checkpoint.assignments import Assignment, Plan
 from torchrelay.checkpoint.boundary import NodeState
-from torchrelay.checkpoint.canonical import sha256
-from torchrelay.checkpoint.compose import TryIdentity, compose, world_of
+from torchrelay.checkpoint.disk import manifest_disk
+from torchrelay.checkpoint.disk.canonical import sha256
+from torchrelay.checkpoint.disk.manifest import ShardRow
+from torchrelay.checkpoint.disk.names import Flat, Key, Whole
+from torchrelay.checkpoint.disk.shard import ShardEntry, ShardIdentity
+from torchrelay.checkpoint.disk.shard_writer import ShardReport, write_shard
 from torchrelay.checkpoint.facts import Facts
-from torchrelay.checkpoint.leaf import Leaf, Value
 from torchrelay.checkpoint.ledger import Holding
-from torchrelay.checkpoint.live import Entry
-from torchrelay.checkpoint.manifest import ShardRow
-from torchrelay.checkpoint.names import Flat, Key, Whole
-from torchrelay.checkpoint.plan import plan_classes
+from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.planning.assignments import Assignment, Plan
+from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_of
+from torchrelay.checkpoint.planning.plan import plan_classes
 from torchrelay.checkpoint.position import Position
-from torchrelay.checkpoint.shard import ShardEntry, ShardIdentity
-from torchrelay.checkpoint.shard_writer import ShardReport, write_shard
 from torchrelay.checkpoint.spec_exchange import SpecExchange
+from torchrelay.checkpoint.state.leaf import Leaf, Value
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import PeerError, SaveFailedError, StorageError
 from torchrelay.jobs.peers import Peers, decide, together

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from torchrelay.checkpoint import canonical
-from torchrelay.checkpoint.assignments import NodeClass, identity
 from torchrelay.checkpoint.boundary import NodeState
-from torchrelay.checkpoint.leaf import LeafSpec, Role
+from torchrelay.checkpoint.disk import canonical
+from torchrelay.checkpoint.planning.assignments import NodeClass, identity
+from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.errors import SaveFailedError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.peers import Peers

@@ -10,15 +10,15 @@ from torchrelay.errors import NotAllowedNowError, RelayError
 from torchrelay.jobs.group import TaskGroup
 from torchrelay.jobs.names import check_node_name
 from torchrelay.jobs.places import NodePlace
-from torchrelay.runners.launch_env import LaunchEnv, read_launch_env
-from torchrelay.runners.process_groups import (
+from torchrelay.runners.distributed.launch_env import LaunchEnv, read_launch_env
+from torchrelay.runners.distributed.process_groups import (
     DEFAULT_TIMEOUT_SECS,
     FlagsOnTheWay,
     choose_backend,
     choose_device,
 )
+from torchrelay.runners.distributed.world import START_SECS, World, current_world, is_consequence
 from torchrelay.runners.session_base import SessionBase
-from torchrelay.runners.world import START_SECS, World, current_world, is_consequence
 
 if TYPE_CHECKING:
     import torch

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from torchrelay.errors import PeerError, PreemptedError, RelayError, TaskFailedError
-from torchrelay.runners.watcher import end_process
-from torchrelay.runners.world import World, current_world
+from torchrelay.runners.distributed.watcher import end_process
+from torchrelay.runners.distributed.world import World, current_world
 
 MEET_SECS = 30.0
 _INTERRUPTED = 130  # what a shell calls a process that Ctrl-C ended

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from torch import nn
 
-from torchrelay.checkpoint.flatten import leaves_of
-from torchrelay.checkpoint.leaf import spec_of
+from torchrelay.checkpoint.state.flatten import leaves_of
+from torchrelay.checkpoint.state.leaf import spec_of
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.job import Job

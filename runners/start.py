@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.seeding import seed as set_seed
+from torchrelay.runners.distributed.launch_env import read_launch_env
 from torchrelay.runners.distributed_session import DistributedSession
-from torchrelay.runners.launch_env import read_launch_env
 from torchrelay.runners.local_session import LocalSession
 from torchrelay.runners.session_base import SessionBase
 

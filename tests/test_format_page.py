@@ -9,35 +9,29 @@ from pathlib import Path
 
 import pytest
 
-from torchrelay.checkpoint import (
+from torchrelay.checkpoint.disk import (
     canonical,
-    counter,
     digest,
     dtypes,
-    job_file,
-    log_append,
-    log_reader,
     manifest,
     manifest_check,
     manifest_disk,
-    record,
     runs,
     sealed,
     shard,
     shard_header,
     shard_parts,
-    tail,
     value_decoding,
     values,
-    writer,
 )
+from torchrelay.checkpoint.disk.names import GROUP, NODE, Whole, format_key
 from torchrelay.checkpoint.facts import Facts
-from torchrelay.checkpoint.leaf import Role
-from torchrelay.checkpoint.live import DAMAGED, HEALTHY, Entry, State
-from torchrelay.checkpoint.names import GROUP, NODE, Whole, format_key
+from torchrelay.checkpoint.log import counter, job_file, log_append, log_reader, record, tail, writer
+from torchrelay.checkpoint.log.live import DAMAGED, HEALTHY, Entry, State
+from torchrelay.checkpoint.log.takeover import DATA
 from torchrelay.checkpoint.position import Position
-from torchrelay.checkpoint.proof import Outcome
-from torchrelay.checkpoint.takeover import DATA
+from torchrelay.checkpoint.reading.proof import Outcome
+from torchrelay.checkpoint.state.leaf import Role
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/format.md").read_text()

@@ -22,8 +22,8 @@ from bad_input import Trial, newest_try, noted, records, shard
 from torchrun import clean_environment
 
 from torchrelay import open_checkpoint
-from torchrelay.checkpoint import canonical, sealed
-from torchrelay.checkpoint.runs import pack_numbers
+from torchrelay.checkpoint.disk import canonical, sealed
+from torchrelay.checkpoint.disk.runs import pack_numbers
 from torchrelay.errors import DamagedError, NoProvableEpochError, RelayError, StorageError
 
 MEMORY_BYTES = 128 << 20

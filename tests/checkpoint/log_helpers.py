@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from threading import RLock
 
-from torchrelay.checkpoint.live import Entry
-from torchrelay.checkpoint.log_writer import LogWriter
+from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.position import Position
 from torchrelay.errors import StorageError
 

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrelay.checkpoint import boxes
-from torchrelay.checkpoint.boxes import Replicated, Sharded
+from torchrelay.checkpoint.disk import boxes
+from torchrelay.checkpoint.disk.boxes import Replicated, Sharded
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

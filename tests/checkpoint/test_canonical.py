@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrelay.checkpoint import canonical
+from torchrelay.checkpoint.disk import canonical
 from torchrelay.errors import DamagedError, UsageError
 
 JSON = st.recursive(

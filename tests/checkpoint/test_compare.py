@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from epochs import buffer, moment, parameter, tensor, value
 
-from torchrelay.checkpoint import compare
-from torchrelay.checkpoint.compare import (
+from torchrelay.checkpoint.planning import compare
+from torchrelay.checkpoint.planning.compare import (
     Mode,
     Verdict,
     compare_replicas,

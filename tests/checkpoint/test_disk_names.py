@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrelay.checkpoint.names import (
+from torchrelay.checkpoint.disk.names import (
     Box,
     Flat,
     ShardName,

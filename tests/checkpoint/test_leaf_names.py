@@ -9,8 +9,8 @@ import torch.distributed as dist
 from leaf_store import load, save
 from torch import nn
 
-from torchrelay.checkpoint.flatten import leaves_of, parameter_names
-from torchrelay.checkpoint.leaf import Leaf, Role, spec_of
+from torchrelay.checkpoint.state.flatten import leaves_of, parameter_names
+from torchrelay.checkpoint.state.leaf import Leaf, Role, spec_of
 from torchrelay.errors import BlobError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "leaf_names.json"

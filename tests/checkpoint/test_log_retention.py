@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from log_helpers import MemoryStorage, entry, run_of, take
 
-from torchrelay.checkpoint.branches import LogView
-from torchrelay.checkpoint.guest import append_as_guest, pin_draft
-from torchrelay.checkpoint.live import DAMAGED, Key, Mark, Retirement, State
 from torchrelay.checkpoint.local_storage import LocalStorage
-from torchrelay.checkpoint.log_reader import open_log
+from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.log.guest import append_as_guest, pin_draft
+from torchrelay.checkpoint.log.live import DAMAGED, Key, Mark, Retirement, State
+from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.log.retention import keep_all, keep_every, keep_last, to_retire
+from torchrelay.checkpoint.log.sweep import sweep
 from torchrelay.checkpoint.position import Position
-from torchrelay.checkpoint.retention import keep_all, keep_every, keep_last, to_retire
-from torchrelay.checkpoint.sweep import sweep
 from torchrelay.errors import UsageError
 
 

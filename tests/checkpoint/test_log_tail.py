@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from log_helpers import MemoryStorage, entry, take
 
-from torchrelay.checkpoint import log_writer
-from torchrelay.checkpoint.log_reader import HINT, open_log
-from torchrelay.checkpoint.record import slot_path
-from torchrelay.checkpoint.retention import keep_every, keep_last
-from torchrelay.checkpoint.sweep import sweep
-from torchrelay.checkpoint.tail import chain_end, find_tail
-from torchrelay.checkpoint.writer import WriterIdentity
+from torchrelay.checkpoint.log import log_writer
+from torchrelay.checkpoint.log.log_reader import HINT, open_log
+from torchrelay.checkpoint.log.record import slot_path
+from torchrelay.checkpoint.log.retention import keep_every, keep_last
+from torchrelay.checkpoint.log.sweep import sweep
+from torchrelay.checkpoint.log.tail import chain_end, find_tail
+from torchrelay.checkpoint.log.writer import WriterIdentity
 from torchrelay.errors import DamagedError, FencedError
 
 

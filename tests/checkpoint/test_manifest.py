@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrelay.checkpoint import canonical
-from torchrelay.checkpoint.compose import TryIdentity, compose, world_of
+from torchrelay.checkpoint.disk import canonical
+from torchrelay.checkpoint.disk.manifest import Manifest, ShardRow
+from torchrelay.checkpoint.disk.runs import pack_names, pack_numbers, unpack_names, unpack_numbers
 from torchrelay.checkpoint.facts import Facts
-from torchrelay.checkpoint.leaf import LeafSpec, Role
-from torchrelay.checkpoint.manifest import Manifest, ShardRow
-from torchrelay.checkpoint.plan import plan_replicas
+from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_of
+from torchrelay.checkpoint.planning.plan import plan_replicas
 from torchrelay.checkpoint.position import Position
-from torchrelay.checkpoint.runs import pack_names, pack_numbers, unpack_names, unpack_numbers
+from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.errors import DamagedError, FormatError
 from torchrelay.jobs.places import NodePlace
 

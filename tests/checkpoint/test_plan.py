@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrelay.checkpoint import manifest_check
-from torchrelay.checkpoint.assignments import NodeClass
-from torchrelay.checkpoint.cuts import cuts_between
-from torchrelay.checkpoint.layouts import Split
-from torchrelay.checkpoint.leaf import LeafSpec, Role
-from torchrelay.checkpoint.plan import plan_classes, plan_replicas
+from torchrelay.checkpoint.disk import manifest_check
+from torchrelay.checkpoint.disk.layouts import Split
+from torchrelay.checkpoint.planning.assignments import NodeClass
+from torchrelay.checkpoint.planning.cuts import cuts_between
+from torchrelay.checkpoint.planning.plan import plan_classes, plan_replicas
+from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 
 CUT = 64  # bytes, in place of 1 MiB
 ITEM = {"float64": 8, "float32": 4, "bfloat16": 2, "uint8": 1}

@@ -7,8 +7,8 @@ import torch
 from epochs import Writing, buffer, moment, parameter, value
 
 from torchrelay.checkpoint.local_storage import LocalStorage
-from torchrelay.checkpoint.proof import Outcome, Share, prove
-from torchrelay.checkpoint.shard_set import ShardSet
+from torchrelay.checkpoint.reading.proof import Outcome, Share, prove
+from torchrelay.checkpoint.reading.shard_set import ShardSet
 from torchrelay.errors import StorageError
 
 LEAVES = [
@@ -139,13 +139,13 @@ def test_a_fault_that_is_gone_at_the_second_look_is_no_damage(epoch, part, kind)
 
 def test_a_format_of_a_later_version_is_unknown_and_not_damage(tmp_path, monkeypatch):
     """What this version cannot read says nothing about the epoch."""
-    from torchrelay.checkpoint import version
+    from torchrelay.checkpoint.disk import version
 
     with Writing(tmp_path) as run:
         monkeypatch.setattr(version, "MAJOR", 2)
         stamped = version.stamp()
         monkeypatch.setattr(version, "MAJOR", 1)
-        monkeypatch.setattr("torchrelay.checkpoint.manifest_disk.version.stamp", lambda: stamped)
+        monkeypatch.setattr("torchrelay.checkpoint.disk.manifest_disk.version.stamp", lambda: stamped)
         entry = run.save(1, LEAVES[:2])
         monkeypatch.undo()
         proof = prove(run.storage, entry)

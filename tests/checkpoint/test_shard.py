@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from torchrelay.checkpoint import dtypes
-from torchrelay.checkpoint.digest import BLOCK
+from torchrelay.checkpoint.disk import dtypes
+from torchrelay.checkpoint.disk.digest import BLOCK
+from torchrelay.checkpoint.disk.names import Box, Flat, Whole, format_key
+from torchrelay.checkpoint.disk.shard import ShardEntry, ShardIdentity
+from torchrelay.checkpoint.disk.shard_parts import ShardLimits
+from torchrelay.checkpoint.disk.shard_reader import ReadRequest, ShardExpectation, read_header
+from torchrelay.checkpoint.disk.shard_writer import write_shard
 from torchrelay.checkpoint.local_storage import LocalStorage
-from torchrelay.checkpoint.names import Box, Flat, Whole, format_key
 from torchrelay.checkpoint.position import Position
-from torchrelay.checkpoint.shard import ShardEntry, ShardIdentity
-from torchrelay.checkpoint.shard_parts import ShardLimits
-from torchrelay.checkpoint.shard_reader import ReadRequest, ShardExpectation, read_header
-from torchrelay.checkpoint.shard_writer import write_shard
 from torchrelay.errors import BlobError, StorageError, UsageError
 
 GOLDEN = Path(__file__).parents[1] / "golden"

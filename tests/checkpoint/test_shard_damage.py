@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from torchrelay.checkpoint.canonical import sha256
-from torchrelay.checkpoint.digest import BLOCK
+from torchrelay.checkpoint.disk.canonical import sha256
+from torchrelay.checkpoint.disk.digest import BLOCK
+from torchrelay.checkpoint.disk.names import Whole
+from torchrelay.checkpoint.disk.shard import ShardEntry, ShardIdentity
+from torchrelay.checkpoint.disk.shard_header import parse
+from torchrelay.checkpoint.disk.shard_reader import ShardExpectation, read_header
+from torchrelay.checkpoint.disk.shard_writer import write_shard
 from torchrelay.checkpoint.local_storage import LocalStorage
-from torchrelay.checkpoint.names import Whole
 from torchrelay.checkpoint.position import Position
-from torchrelay.checkpoint.shard import ShardEntry, ShardIdentity
-from torchrelay.checkpoint.shard_header import parse
-from torchrelay.checkpoint.shard_reader import ShardExpectation, read_header
-from torchrelay.checkpoint.shard_writer import write_shard
 from torchrelay.errors import DamagedError, FormatError, StorageError
 
 FILE = "trainer_0.4.main.safetensors"

@@ -15,8 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrelay.checkpoint import canonical
-from torchrelay.checkpoint.values import decode, encode
+from torchrelay.checkpoint.disk import canonical
+from torchrelay.checkpoint.disk.values import decode, encode
 from torchrelay.errors import BlobError, DamagedError, FormatError
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -9,7 +9,7 @@ sys.path[:0] = [str(HERE.parent / "checkpoint"), str(HERE.parent / "helpers")]
 
 from test_leaf_names import GOLDEN, described, golden_objects  # noqa: E402
 
-from torchrelay.checkpoint.flatten import leaves_of  # noqa: E402
+from torchrelay.checkpoint.state.flatten import leaves_of  # noqa: E402
 
 rows = [json.dumps(described(leaf)) for leaf in leaves_of(golden_objects())]
 GOLDEN.write_text("[\n" + ",\n".join(rows) + "\n]\n")

@@ -10,13 +10,13 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from torchrelay.checkpoint.compose import TryIdentity, compose, world_of
+from torchrelay.checkpoint.disk.manifest import BlobRow, Manifest, ShardRow
 from torchrelay.checkpoint.facts import Facts
-from torchrelay.checkpoint.leaf import LeafSpec, Role
-from torchrelay.checkpoint.manifest import BlobRow, Manifest, ShardRow
-from torchrelay.checkpoint.plan import NodeClass, plan_classes
+from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_of
+from torchrelay.checkpoint.planning.plan import NodeClass, plan_classes
+from torchrelay.checkpoint.planning.references import with_references
 from torchrelay.checkpoint.position import Position
-from torchrelay.checkpoint.references import with_references
+from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.jobs.places import NodePlace
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
+from torchrelay.checkpoint.disk.names import Box, Flat, Whole
+from torchrelay.checkpoint.disk.shard import ShardEntry, ShardIdentity
+from torchrelay.checkpoint.disk.shard_writer import ShardReport, write_shard
+from torchrelay.checkpoint.disk.values import encode
 from torchrelay.checkpoint.local_storage import LocalStorage
-from torchrelay.checkpoint.names import Box, Flat, Whole
 from torchrelay.checkpoint.position import Position
-from torchrelay.checkpoint.shard import ShardEntry, ShardIdentity
-from torchrelay.checkpoint.shard_writer import ShardReport, write_shard
-from torchrelay.checkpoint.values import encode
 
 HERE = Path(__file__).parent
 IDENTITY = ShardIdentity("golden", Position(4), "trainer_0", "main", "e00000004-7f3a9c")

@@ -11,9 +11,9 @@ from typing import Any
 import numpy
 import torch
 
-from torchrelay.checkpoint import boxes
-from torchrelay.checkpoint.names import Box, Flat, Whole, format_key
-from torchrelay.checkpoint.values import encode
+from torchrelay.checkpoint.disk import boxes
+from torchrelay.checkpoint.disk.names import Box, Flat, Whole, format_key
+from torchrelay.checkpoint.disk.values import encode
 
 HERE = Path(__file__).parent
 

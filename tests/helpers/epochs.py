@@ -16,23 +16,23 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint import values
-from torchrelay.checkpoint.assignments import NodeClass, Plan
-from torchrelay.checkpoint.canonical import sha256
-from torchrelay.checkpoint.compose import TryIdentity, compose, world_of
+from torchrelay.checkpoint.disk import values
+from torchrelay.checkpoint.disk.canonical import sha256
+from torchrelay.checkpoint.disk.manifest import Manifest, ShardRow
+from torchrelay.checkpoint.disk.names import Flat, Whole
+from torchrelay.checkpoint.disk.paths import manifest_path, try_directory
+from torchrelay.checkpoint.disk.shard import ShardEntry, ShardIdentity
+from torchrelay.checkpoint.disk.shard_writer import write_shard
 from torchrelay.checkpoint.facts import Facts
-from torchrelay.checkpoint.leaf import Leaf, Role, Value, spec_of
-from torchrelay.checkpoint.live import Entry
 from torchrelay.checkpoint.local_storage import LocalStorage
-from torchrelay.checkpoint.log_writer import LogWriter
-from torchrelay.checkpoint.manifest import Manifest, ShardRow
-from torchrelay.checkpoint.names import Flat, Whole
-from torchrelay.checkpoint.paths import manifest_path, try_directory
-from torchrelay.checkpoint.plan import plan_classes
+from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.log.log_writer import LogWriter
+from torchrelay.checkpoint.planning.assignments import NodeClass, Plan
+from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_of
+from torchrelay.checkpoint.planning.plan import plan_classes
+from torchrelay.checkpoint.planning.references import with_references
 from torchrelay.checkpoint.position import Position
-from torchrelay.checkpoint.references import with_references
-from torchrelay.checkpoint.shard import ShardEntry, ShardIdentity
-from torchrelay.checkpoint.shard_writer import write_shard
+from torchrelay.checkpoint.state.leaf import Leaf, Role, Value, spec_of
 from torchrelay.jobs.places import NodePlace
 
 Leaves = Sequence[Leaf] | Sequence[Sequence[Leaf]]

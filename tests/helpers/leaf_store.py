@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchrelay.checkpoint import canonical, dtypes
-from torchrelay.checkpoint.flatten import leaves_of
-from torchrelay.checkpoint.leaf import LeafSpec, Value, spec_of
-from torchrelay.checkpoint.restore import Restoration, restoration
+from torchrelay.checkpoint.disk import canonical, dtypes
+from torchrelay.checkpoint.state.flatten import leaves_of
+from torchrelay.checkpoint.state.leaf import LeafSpec, Value, spec_of
+from torchrelay.checkpoint.state.restore import Restoration, restoration
 
 
 @dataclass(frozen=True)

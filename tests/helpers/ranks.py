@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchrelay.runners.store import StoreClient
+from torchrelay.runners.distributed.store import StoreClient
 
 
 def local_store() -> StoreClient:

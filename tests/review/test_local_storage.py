@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from torchrelay.checkpoint.local_storage import LocalStorage
-from torchrelay.checkpoint.log_writer import LogWriter
+from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.errors import StorageError
 
 

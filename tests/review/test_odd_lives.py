@@ -23,8 +23,8 @@ from torchrelay import (
     max_epochs,
 )
 from torchrelay.checkpoint.local_storage import LocalStorage
-from torchrelay.checkpoint.log_writer import LogWriter
-from torchrelay.checkpoint.writer import WriterIdentity
+from torchrelay.checkpoint.log.log_writer import LogWriter
+from torchrelay.checkpoint.log.writer import WriterIdentity
 from torchrelay.errors import FencedError, RelayError, StorageError, UsageError
 
 
@@ -102,7 +102,7 @@ def other_launch() -> WriterIdentity:
 
 
 def _forget_writers() -> None:
-    from torchrelay.checkpoint import log_writer
+    from torchrelay.checkpoint.log import log_writer
 
     log_writer._LIVE.clear()
 

@@ -16,8 +16,9 @@ from ranks import on_ranks
 
 from torchrelay import Job, JobRunner, MultiNodeCheckpointManager, Task, max_epochs
 from torchrelay.checkpoint import engine as engine_module
-from torchrelay.checkpoint import manifest_disk, replicas
-from torchrelay.checkpoint.log_writer import LogWriter
+from torchrelay.checkpoint import replicas
+from torchrelay.checkpoint.disk import manifest_disk
+from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.errors import FencedError, RelayError
 from torchrelay.jobs.random_streams import RandomStreams
 from torchrelay.runners import job_runner

@@ -14,13 +14,13 @@ import torch
 from epochs import Writing, moment, parameter, value
 
 from torchrelay.checkpoint.facts import Facts
-from torchrelay.checkpoint.live import Key, Retirement
 from torchrelay.checkpoint.local_storage import LocalStorage
+from torchrelay.checkpoint.log.live import Key, Retirement
 from torchrelay.checkpoint.position import Position
 from torchrelay.errors import StorageError
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.command_line import main
-from torchrelay.runners.command_line_output import human_bytes, printable
+from torchrelay.runners.commands.command_line import main
+from torchrelay.runners.commands.command_line_output import human_bytes, printable
 
 COMMAND = [sys.executable, "-m", "torchrelay"]
 

@@ -9,7 +9,7 @@ from ranks import local_store, on_ranks
 
 from torchrelay.errors import DeadlineError, PeerError, StorageError, TaskFailedError
 from torchrelay.jobs.peers import decide, together
-from torchrelay.runners.store_peers import StorePeers
+from torchrelay.runners.distributed.store_peers import StorePeers
 
 
 @pytest.fixture(scope="module")

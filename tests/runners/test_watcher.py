@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 from ranks import local_store
 
-from torchrelay.runners.heartbeats import Heartbeats
-from torchrelay.runners.processes import LifeLines, ProcessId, own_process
-from torchrelay.runners.watcher import Patience, Watcher
+from torchrelay.runners.distributed.heartbeats import Heartbeats
+from torchrelay.runners.distributed.processes import LifeLines, ProcessId, own_process
+from torchrelay.runners.distributed.watcher import Patience, Watcher
 
 FAST = Patience(look=0.05, silence=0.6, own_grace=0.3, peer_grace=0.1, blame=0.2, shown=0.3)
 

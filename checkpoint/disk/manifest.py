@@ -1,0 +1,188 @@
+"""What an epoch consists of, as its readers see it; `manifest_disk` is the same on disk.
+
+A manifest is layout-level: it says for every leaf which nodes hold which elements, and for every shard
+file how long it is and what its header digests to. It does not repeat what the headers say, so its size
+follows blobs + nodes and not their product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from torchrelay.checkpoint.disk.layouts import Layout, Split
+from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.position import Position
+
+Json = Any
+VALUE_LIMIT_BYTES = 64 << 10
+"""Replicated values up to this lie in the manifest, larger ones in the first replica's shard."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The nodes of the epoch in the order of their ranks, and the hosts they ran on.
+
+    `others` are nodes of earlier tries that leaves are referenced from; their numbers follow.
+    """
+
+    nodes: tuple[str, ...]
+    hosts: tuple[str, ...]
+    host_of: tuple[int, ...]
+    others: tuple[str, ...] = ()
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """All node names by number."""
+        return self.nodes + self.others
+
+    @cached_property
+    def number(self) -> Mapping[str, int]:
+        """Node name to number."""
+        return {name: index for index, name in enumerate(self.names)}
+
+
+@dataclass(frozen=True)
+class BlobRow:
+    """A named blob: `kind` is `tensor`, `value` or `stateful`; `scope` is the registered or inferred one."""
+
+    name: str
+    kind: str
+    scope: str
+
+
+@dataclass(frozen=True)
+class LeafRow:
+    """A leaf: `layout` is a number into the manifest's layouts, `source` one into its tries."""
+
+    name: str
+    blob: str
+    kind: str
+    role: str
+    dtype: str | None
+    shape: tuple[int, ...]
+    nbytes: int
+    scope: str
+    group: str
+    layout: int
+    alias_of: str | None = None
+    source: int = 0
+
+    @cached_property
+    def elements(self) -> int:
+        """The number of elements; a value counts as one."""
+        return prod(self.shape) if self.kind == "tensor" else 1
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element of a tensor."""
+        return self.nbytes // self.elements if self.elements else 1
+
+
+@dataclass(frozen=True)
+class ShardRow:
+    """A shard file: sizes in bytes, the SHA-256 (hex) of its header."""
+
+    node: int
+    group: str
+    part: int
+    nbytes: int
+    header_bytes: int
+    header_sha256: str
+    source: int = 0
+
+    @property
+    def holder(self) -> tuple[int, int, str]:
+        """(try, node, group): whose file this is a part of."""
+        return (self.source, self.node, self.group)
+
+    @property
+    def order(self) -> tuple[int, str, int, int]:
+        """The order of a manifest's shards: that in which their columns pack best."""
+        return (self.source, self.group, self.part, self.node)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One epoch. `tries` are the directories it lives in, its own first."""
+
+    job_uuid: str
+    job_name: str
+    position: Position
+    branch: int
+    generation: int
+    tries: tuple[str, ...]
+    world: World
+    blobs: tuple[BlobRow, ...]
+    leaves: tuple[LeafRow, ...]
+    layouts: tuple[Layout, ...]
+    shards: tuple[ShardRow, ...]
+    plan_hash: str
+    values: Mapping[int, Json] = field(default_factory=dict)
+    """Leaf row to the tagged form of its value."""
+    facts: Facts = field(default_factory=Facts)
+    extra: Mapping[str, Json] = field(default_factory=dict)
+    """What a newer minor version wrote and this one does not know; kept when written again."""
+
+    def encode(self) -> bytes:
+        """The bytes of `manifest.json`; see `manifest_disk.encode`."""
+        from torchrelay.checkpoint.disk import manifest_disk
+
+        return manifest_disk.encode(self)
+
+    @staticmethod
+    def decode(data: bytes, *, what: str = "manifest.json") -> Manifest:
+        """Read the bytes of a manifest; see `manifest_disk.decode` for what is refused."""
+        from torchrelay.checkpoint.disk import manifest_disk
+
+        return manifest_disk.decode(data, what=what)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Earlier tries whose files this epoch refers to."""
+        return self.tries[1:]
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The groups of files of this epoch."""
+        return tuple(sorted({shard.group for shard in self.shards}))
+
+    @cached_property
+    def rows(self) -> Mapping[str, tuple[int, ...]]:
+        """Leaf name to its rows: one, or several where node classes have different leaves of a name."""
+        found: dict[str, list[int]] = {}
+        for row, leaf in enumerate(self.leaves):
+            found.setdefault(leaf.name, []).append(row)
+        return {name: tuple(rows) for name, rows in found.items()}
+
+    @cached_property
+    def files(self) -> Mapping[tuple[int, int, str], tuple[ShardRow, ...]]:
+        """(try, node, group) to the parts of its file in order."""
+        found: dict[tuple[int, int, str], list[ShardRow]] = {}
+        for shard in self.shards:
+            found.setdefault(shard.holder, []).append(shard)
+        return {holder: tuple(sorted(parts, key=lambda s: s.part)) for holder, parts in found.items()}
+
+    def nodes_of(self, leaf: LeafRow) -> tuple[int, ...]:
+        """The numbers of the nodes that have this leaf."""
+        return self.layouts[leaf.layout].nodes
+
+    def stored_rows(self, source: int, node: int, group: str) -> Iterator[int]:
+        """The leaf rows of which a node's file holds something."""
+        for number, rows in self._rows_by_layout.get((source, group), {}).items():
+            layout = self.layouts[number]
+            near = rows & set(layout.items_of(node)) if isinstance(layout, Split) else rows
+            for row in sorted(near):
+                if layout.held_by(node, row, self.leaves[row].elements) is not None:
+                    yield row
+
+    @cached_property
+    def _rows_by_layout(self) -> Mapping[tuple[int, str], Mapping[int, set[int]]]:
+        found: dict[tuple[int, str], dict[int, set[int]]] = {}
+        for row, leaf in enumerate(self.leaves):
+            if leaf.alias_of is None and row not in self.values:
+                found.setdefault((leaf.source, leaf.group), {}).setdefault(leaf.layout, set()).add(row)
+        return found

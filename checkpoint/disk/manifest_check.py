@@ -1,0 +1,199 @@
+"""What must hold of a manifest before anything in it is used: names, ranges, sizes, duplicates, overlaps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+
+from torchrelay.checkpoint.disk import dtypes
+from torchrelay.checkpoint.disk.layouts import Cut, Layout, PerNode, Split
+from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest, World
+from torchrelay.checkpoint.disk.names import GROUP, NODE, check_try
+from torchrelay.checkpoint.position import MAX_EPOCH
+from torchrelay.errors import DamagedError
+
+ROLES = ("parameter", "buffer", "optimizer", "tensor", "value", "state", "rng")
+SCOPES = ("replicated", "sharded", "rank", "host")
+LARGEST = 2**53 - 1
+"""Sizes above are not canonical JSON; no product of a shape may pass it either."""
+_MAX_NAME = 4096
+_MAX_HEADER_BYTES = 100_000_008
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def check(manifest: Manifest, what: str) -> None:
+    """Raise DamagedError, naming the first thing that is wrong."""
+
+    def demand(condition: bool, complaint: str) -> None:
+        if not condition:
+            raise DamagedError(f"{what} is damaged: {complaint}")
+
+    _check_tries(manifest, demand)
+    _check_world(manifest.world, demand)
+    _check_blobs(manifest, demand)
+    for number, layout in enumerate(manifest.layouts):
+        _check_layout(manifest, layout, number, demand)
+    for row, leaf in enumerate(manifest.leaves):
+        _check_leaf(manifest, row, leaf, demand)
+    _check_names(manifest, demand)
+    _check_values(manifest, demand)
+    _check_shards(manifest, demand)
+    _check_presence(manifest, demand)
+
+
+Demand = Callable[[bool, str], None]
+
+
+def _check_tries(manifest: Manifest, demand: Demand) -> None:
+    tries, position = manifest.tries, manifest.position
+    demand(bool(tries) and len(set(tries)) == len(tries), f"its tries are {tries}")
+    for name in tries:
+        check_try(name)
+    demand(0 <= position.epoch <= MAX_EPOCH and 0 <= position.step < 10**9, f"its position is {position}")
+    demand(tries[0].rpartition("-")[0] == position.directory("")[:-1], f"try {tries[0]} is not of {position}")
+
+
+def _check_world(world: World, demand: Demand) -> None:
+    names = world.names
+    demand(bool(world.nodes), "it has no nodes")
+    demand(len(set(names)) == len(names), "a node is named twice")
+    for name in names:
+        demand(NODE.fullmatch(name) is not None, f"{name!r} is no node name")
+    demand(len(world.host_of) == len(world.nodes), "hosts and nodes differ in number")
+    demand(_within(world.host_of, len(world.hosts)), "a node is on a host that is not there")
+
+
+def _check_blobs(manifest: Manifest, demand: Demand) -> None:
+    names = {blob.name for blob in manifest.blobs}
+    demand(len(names) == len(manifest.blobs), "a blob is named twice")
+    for blob in manifest.blobs:
+        demand(_is_name(blob.name), f"{blob.name!r:.80} is no blob name")
+        demand(blob.kind in ("tensor", "value", "stateful"), f"blob {blob.name} is of kind {blob.kind!r}")
+        demand(blob.scope in SCOPES, f"blob {blob.name} has scope {blob.scope!r}")
+    for leaf in manifest.leaves:
+        demand(leaf.blob in names, f"{leaf.name} is of blob {leaf.blob!r}, which is not there")
+
+
+def _check_layout(manifest: Manifest, layout: Layout, number: int, demand: Demand) -> None:
+    nodes = layout.nodes
+    demand(bool(nodes) and len(set(nodes)) == len(nodes), f"layout {number} has a node twice, or none")
+    demand(_within(nodes, len(manifest.world.names)), f"layout {number} has nodes that are not there")
+    if not isinstance(layout, Split):
+        return
+    items, cuts = layout.items, layout.cuts
+    demand(
+        _within(items, len(manifest.leaves)) and len(set(items)) == len(items), f"layout {number}: its items"
+    )
+    demand(len(cuts) == len(nodes) + 1, f"layout {number} has {len(cuts)} cuts for {len(nodes)} nodes")
+    demand(
+        cuts[0] == Cut(0, 0) and cuts[-1] == Cut(len(items), 0), f"layout {number} does not cover its leaves"
+    )
+    demand(all(a <= b for a, b in pairwise(cuts)), f"the cuts of layout {number} overlap")
+    for cut in cuts[1:-1]:
+        inside = 0 <= cut.item < len(items)
+        size = manifest.leaves[items[cut.item]].elements if inside else 0
+        at_end = cut == Cut(len(items), 0)
+        demand(
+            at_end or (inside and 0 <= cut.element < max(size, 1)),
+            f"layout {number} is cut outside of leaves",
+        )
+    for row in items:
+        demand(manifest.leaves[row].layout == number, f"{manifest.leaves[row].name} is split by two layouts")
+
+
+def _check_leaf(manifest: Manifest, row: int, leaf: LeafRow, demand: Demand) -> None:
+    name = leaf.name
+    demand(_is_name(name), f"{name!r:.80} is no leaf name")
+    demand(leaf.scope in SCOPES, f"{name} has scope {leaf.scope!r}")
+    demand(leaf.role in ROLES, f"{name} has role {leaf.role!r}")
+    demand(GROUP.fullmatch(leaf.group) is not None, f"{name} is in group {leaf.group!r}")
+    demand(leaf.layout < len(manifest.layouts), f"{name} has a layout that is not there")
+    demand(leaf.source < len(manifest.tries), f"{name} is in a try that is not there")
+    layout = manifest.layouts[leaf.layout]
+    per_node = isinstance(layout, PerNode)
+    demand(per_node == (leaf.scope in ("rank", "host")), f"{name} of scope {leaf.scope} has another layout")
+    if isinstance(layout, Split):
+        demand(row in layout.index and leaf.kind == "tensor", f"{name} is not among the leaves of its layout")
+    if leaf.kind == "tensor":
+        _check_size(leaf, demand)
+    else:
+        demand(leaf.kind == "value", f"{name} is of kind {leaf.kind!r}")
+        demand(leaf.dtype is None and leaf.shape == (), f"value {name} has a dtype or a shape")
+
+
+def _check_size(leaf: LeafRow, demand: Demand) -> None:
+    demand(leaf.dtype is not None, f"tensor {leaf.name} has no dtype")
+    size = dtypes.by_name(leaf.dtype or "").itemsize
+    for extent in leaf.shape:
+        # Checked before the product is taken: extents that overflow never meet an extent of zero.
+        size *= max(extent, 1)
+        demand(size <= LARGEST, f"the shape of {leaf.name} overflows")
+    expected = 0 if 0 in leaf.shape else size
+    demand(
+        leaf.nbytes == expected, f"{leaf.name} has {leaf.nbytes} bytes, its shape and dtype make {expected}"
+    )
+
+
+def _check_names(manifest: Manifest, demand: Demand) -> None:
+    for name, rows in manifest.rows.items():
+        if len(rows) > 1:
+            nodes = [node for row in rows for node in manifest.nodes_of(manifest.leaves[row])]
+            demand(len(set(nodes)) == len(nodes), f"{name} is there twice on one node")
+    for leaf in manifest.leaves:
+        if leaf.alias_of is not None:
+            _check_alias(manifest, leaf, demand)
+
+
+def _check_alias(manifest: Manifest, leaf: LeafRow, demand: Demand) -> None:
+    targets = [manifest.leaves[row] for row in manifest.rows.get(leaf.alias_of or "", ())]
+    fits = [one for one in targets if (one.dtype, one.shape, one.kind) == (leaf.dtype, leaf.shape, leaf.kind)]
+    demand(bool(fits) and all(one.alias_of is None for one in fits), f"{leaf.name} is an alias of nothing")
+
+
+def _check_values(manifest: Manifest, demand: Demand) -> None:
+    for row in manifest.values:
+        demand(0 <= row < len(manifest.leaves), f"there is a value for leaf {row}, which is not there")
+        leaf = manifest.leaves[row]
+        demand(leaf.kind == "value" and leaf.scope == "replicated", f"{leaf.name} cannot have a value here")
+
+
+def _check_shards(manifest: Manifest, demand: Demand) -> None:
+    world, tries = manifest.world, manifest.tries
+    for shard in manifest.shards:
+        name = f"the shard of node {shard.node}, group {shard.group}"
+        demand(0 <= shard.node < len(world.names) and shard.source < len(tries), f"{name} is of nobody")
+        demand(GROUP.fullmatch(shard.group) is not None, f"{name} has no group")
+        demand(
+            0 < shard.header_bytes <= min(shard.nbytes, _MAX_HEADER_BYTES), f"{name} has an impossible size"
+        )
+        demand(shard.nbytes <= LARGEST, f"{name} has an impossible size")
+        demand(_SHA256.fullmatch(shard.header_sha256) is not None, f"{name} has no digest")
+    for (_, node, group), parts in manifest.files.items():
+        numbers = [shard.part for shard in parts]
+        demand(numbers == list(range(1, len(parts) + 1)), f"node {node}, group {group} has parts {numbers}")
+
+
+def _check_presence(manifest: Manifest, demand: Demand) -> None:
+    """Everything that must be stored has a file to be in."""
+    seen: set[tuple[int, int, str]] = set()
+    for row, leaf in enumerate(manifest.leaves):
+        if leaf.alias_of is not None or row in manifest.values:
+            continue
+        layout = manifest.layouts[leaf.layout]
+        whole = not isinstance(layout, Split)
+        if whole and (leaf.layout, leaf.source, leaf.group) in seen:
+            continue
+        for piece in layout.pieces(row, leaf.elements):
+            there = (leaf.source, piece.node, leaf.group) in manifest.files
+            demand(there, f"the shard of node {piece.node} that holds {leaf.name} is missing")
+        if whole:
+            seen.add((leaf.layout, leaf.source, leaf.group))
+
+
+def _within(numbers: Iterable[int], limit: int) -> bool:
+    return all(0 <= number < limit for number in numbers)
+
+
+def _is_name(name: str) -> bool:
+    return 0 < len(name) <= _MAX_NAME

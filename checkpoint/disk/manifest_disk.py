@@ -1,0 +1,380 @@
+"""A manifest on disk: canonical JSON, column-wise, and what a reader refuses before it uses it.
+
+    format   job {uuid, name}   position {epoch, step}   branch   generation   tries   plan
+    world    {nodes, others, hosts, host_of}
+    facts    {metrics, stop, total_steps, elapsed_secs, seed, run, over}
+    classes  node sets, packed
+    layouts  {kind, class} and, where replicas are split, {items, cut_items, cut_elements}
+    blobs    {name, kind, scope}
+    leaves   {name, blob, kind, role, dtype, shape, bytes, scope, group, layout, alias_of, try}
+    shards   {node, group, part, bytes, header_bytes, try} and header_sha256: base64 of all, joined
+    values   [leaf row, typed value]
+
+Columns of whole numbers and of names are packed (`runs`); repeated words are numbers into `words`.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from torchrelay.checkpoint.disk import canonical, values, version
+from torchrelay.checkpoint.disk.fields import Fields
+from torchrelay.checkpoint.disk.layouts import Cut, Layout, PerNode, Replicated, Split
+from torchrelay.checkpoint.disk.manifest import BlobRow, LeafRow, Manifest, ShardRow, World
+from torchrelay.checkpoint.disk.manifest_check import check
+from torchrelay.checkpoint.disk.paths import manifest_path, shard_path
+from torchrelay.checkpoint.disk.runs import pack_names, pack_numbers, unpack_names, unpack_numbers
+from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.storage import Storage
+from torchrelay.errors import DamagedError, FormatError
+
+Json = Any
+T = TypeVar("T")
+
+LIMIT_BYTES = 64 << 20
+_SHA256_BYTES = 32
+_KEYS = "format job position branch generation tries plan world facts classes layouts blobs leaves shards"
+_KNOWN = frozenset([*_KEYS.split(), "values", "words"])
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The bytes of `manifest.json`; raises DamagedError for a manifest that no reader would accept."""
+    check(manifest, "the new manifest")
+    words, classes = _Numbers(), _Numbers()
+    layouts = [_layout_json(layout, classes) for layout in manifest.layouts]
+    known = {
+        "format": version.stamp(),
+        "job": {"uuid": manifest.job_uuid, "name": manifest.job_name},
+        "position": {"epoch": manifest.position.epoch, "step": manifest.position.step},
+        "branch": manifest.branch,
+        "generation": manifest.generation,
+        "tries": list(manifest.tries),
+        "plan": manifest.plan_hash,
+        "world": _world_json(manifest.world),
+        "facts": facts_json(manifest.facts),
+        "classes": [pack_numbers(nodes) for nodes in classes.items],
+        "layouts": layouts,
+        "blobs": _blobs_json(manifest.blobs, words),
+        "leaves": _leaves_json(manifest.leaves, words),
+        "shards": _shards_json(manifest.shards, words),
+        "values": [[row, manifest.values[row]] for row in sorted(manifest.values)],
+        "words": words.items,
+    }
+    return canonical.dumps({**manifest.extra, **known})
+
+
+def decode(data: bytes, *, what: str = "manifest.json") -> Manifest:
+    """Read a manifest whose size and digest were compared with its record already.
+
+    Raises FormatError for versions, features and kinds of layout that this version does not read,
+    DamagedError for anything that no writer wrote; `what` names the file in both.
+    """
+    raw = canonical.loads(data, what=what, limit_bytes=LIMIT_BYTES)
+    fields = Fields(raw if isinstance(raw, dict) else {}, what)
+    version.check_stamp(fields.values.get("format"), what=what)
+    words = fields.texts("words")
+    classes = [unpack_numbers(nodes, f"{what} (classes)") for nodes in fields.items("classes")]
+    job, position = fields.fields("job"), fields.fields("position")
+    manifest = Manifest(
+        job_uuid=job.text("uuid"),
+        job_name=job.text("name"),
+        position=Position(position.integer("epoch"), position.integer("step")),
+        branch=fields.integer("branch"),
+        generation=fields.integer("generation"),
+        tries=fields.texts("tries"),
+        world=_world(fields.fields("world")),
+        blobs=_blobs(_Columns(fields.fields("blobs"), words)),
+        leaves=_leaves(_Columns(fields.fields("leaves"), words)),
+        layouts=fields.each("layouts", lambda one: _layout(one, classes)),
+        shards=_shards(_Columns(fields.fields("shards"), words)),
+        plan_hash=fields.text("plan"),
+        values=_by_row(fields.items("values"), fields, "values"),
+        facts=_facts(fields.fields("facts")),
+        extra=fields.rest(_KNOWN),
+    )
+    check(manifest, what)
+    return manifest
+
+
+def read(storage: Storage, entry: Entry) -> Manifest:
+    """Read the manifest that a log entry names; raises DamagedError unless it is that very file."""
+    path = manifest_path(entry.try_name)
+    size = storage.stat(path)
+    if size is None:
+        raise DamagedError(f"{path} is missing")
+    if size != entry.manifest_bytes:
+        raise DamagedError(f"{path} has {size} bytes instead of {entry.manifest_bytes}")
+    data = storage.read_range(path, 0, size)
+    if canonical.sha256(data) != entry.manifest_sha256:
+        raise DamagedError(f"{path} is not the manifest that was committed: its SHA-256 differs")
+    manifest = decode(data, what=path)
+    if (manifest.position, manifest.tries) != (entry.position, entry.tries):
+        raise DamagedError(
+            f"{path} is the manifest of {manifest.position}, tries {', '.join(manifest.tries)}"
+        )
+    return manifest
+
+
+def files_of(storage: Storage, manifest: Manifest, node: str) -> list[str]:
+    """The files of the epoch's own try that a node wrote; empty for a node that it does not have."""
+    number = manifest.world.number.get(node)
+    rows = [shard for shard in manifest.shards if shard.node == number and shard.source == 0]
+    return [f"{storage.url}/{shard_path(manifest, shard)}" for shard in rows]
+
+
+class _Numbers:
+    """Gives every distinct item a number, in order of first use."""
+
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+        self._numbers: dict[Any, int] = {}
+
+    def of(self, item: Any) -> int:
+        if item not in self._numbers:
+            self._numbers[item] = len(self.items)
+            self.items.append(item)
+        return self._numbers[item]
+
+    def column(self, items: Sequence[Any]) -> list[Json]:
+        return pack_numbers([self.of(item) for item in items])
+
+
+class _Columns:
+    """The columns of one table; all must have the length of the first one asked for."""
+
+    def __init__(self, fields: Fields, words: tuple[str, ...]) -> None:
+        self.fields = fields
+        self._words = words
+        self._length: int | None = None
+
+    def numbers(self, key: str) -> tuple[int, ...]:
+        found = unpack_numbers(self.fields.items(key), f"{self.fields.what} ({key})")
+        if min(found, default=0) < 0:
+            raise self.fields.wrong(key)
+        return self._checked(found, key)
+
+    def names(self, key: str) -> tuple[str, ...]:
+        return self._checked(unpack_names(self.fields.items(key), f"{self.fields.what} ({key})"), key)
+
+    def words(self, key: str) -> tuple[str, ...]:
+        numbers = self.numbers(key)
+        if max(numbers, default=0) >= len(self._words) and numbers:
+            raise self.fields.wrong(key)
+        return tuple(self._words[number] for number in numbers)
+
+    def each(self, key: str) -> tuple[Json, ...]:
+        return self._checked(tuple(self.fields.items(key)), key)
+
+    def _checked(self, found: tuple[T, ...], key: str) -> tuple[T, ...]:
+        self._length = len(found) if self._length is None else self._length
+        if len(found) != self._length:
+            raise self.fields.wrong(key)
+        return found
+
+
+def _world_json(world: World) -> Json:
+    return {
+        "nodes": pack_names(world.nodes),
+        "others": pack_names(world.others),
+        "hosts": pack_names(world.hosts),
+        "host_of": pack_numbers(world.host_of),
+    }
+
+
+def _world(fields: Fields) -> World:
+    def names(key: str) -> tuple[str, ...]:
+        return unpack_names(fields.items(key), f"{fields.what} ({key})")
+
+    host_of = unpack_numbers(fields.items("host_of"), f"{fields.what} (host_of)")
+    return World(names("nodes"), names("hosts"), host_of, names("others"))
+
+
+def facts_json(facts: Facts) -> Json:
+    """Facts as they lie in a manifest."""
+    return {
+        "metrics": {
+            name: values.encode(float(value), f"metric {name}") for name, value in facts.metrics.items()
+        },
+        "stop": {name: dict(verdict) for name, verdict in facts.stop.items()},
+        "total_steps": facts.total_steps,
+        "elapsed_secs": float(facts.elapsed_secs),
+        "seed": values.encode(facts.seed, "seed"),
+        "run": facts.run_id,
+        "over": facts.over,
+    }
+
+
+def facts_of(value: Json, what: str) -> Facts:
+    """Read what `facts_json` made; raises DamagedError naming `what`."""
+    return _facts(Fields(value if isinstance(value, dict) else {}, what))
+
+
+def _facts(fields: Fields) -> Facts:
+    seed = values.decode(fields.values.get("seed"))
+    metrics = {name: values.decode(value) for name, value in fields.fields("metrics").values.items()}
+    stop = fields.fields("stop").values
+    elapsed = fields.values.get("elapsed_secs")
+    if not all(type(value) in (int, float) for value in metrics.values()):
+        raise fields.wrong("metrics")
+    if not all(isinstance(verdict, dict) for verdict in stop.values()):
+        raise fields.wrong("stop")
+    if type(elapsed) not in (int, float) or not (seed is None or type(seed) is int):
+        raise fields.wrong("elapsed_secs" if type(elapsed) not in (int, float) else "seed")
+    return Facts(
+        metrics=metrics,
+        stop=stop,
+        total_steps=fields.integer("total_steps"),
+        elapsed_secs=float(elapsed or 0),
+        seed=seed,
+        run_id=fields.optional("run", fields.text),
+        over=fields.flag("over"),
+    )
+
+
+def _layout_json(layout: Layout, classes: _Numbers) -> Json:
+    number = classes.of(layout.nodes)
+    if isinstance(layout, PerNode):
+        return {"kind": "node", "class": number}
+    if isinstance(layout, Replicated):
+        return {"kind": "replicated", "class": number}
+    return {
+        "kind": "replicated",
+        "class": number,
+        "items": pack_numbers(layout.items),
+        "cut_items": pack_numbers([cut.item for cut in layout.cuts]),
+        "cut_elements": pack_numbers([cut.element for cut in layout.cuts]),
+    }
+
+
+def _layout(fields: Fields, classes: Sequence[tuple[int, ...]]) -> Layout:
+    kind = fields.text("kind")
+    if kind not in ("node", "replicated"):
+        raise FormatError(
+            f"{fields.what} has a layout of kind {kind!r}, which this version does not read: "
+            "use the version of torchrelay that wrote it, or a newer one"
+        )
+    number = fields.integer("class")
+    if number >= len(classes):
+        raise fields.wrong("class")
+    nodes = classes[number]
+    if kind == "node":
+        return PerNode(nodes)
+    return _split(fields, nodes) if "items" in fields.values else Replicated(nodes)
+
+
+def _split(fields: Fields, nodes: tuple[int, ...]) -> Split:
+    def numbers(key: str) -> tuple[int, ...]:
+        return unpack_numbers(fields.items(key), f"{fields.what} ({key})")
+
+    items, cut_items, cut_elements = numbers("items"), numbers("cut_items"), numbers("cut_elements")
+    if len(cut_items) != len(cut_elements):
+        raise fields.wrong("cut_elements")
+    return Split(nodes, items, tuple(map(Cut, cut_items, cut_elements)))
+
+
+def _blobs_json(blobs: Sequence[BlobRow], words: _Numbers) -> Json:
+    return {
+        "name": [blob.name for blob in blobs],
+        "kind": words.column([blob.kind for blob in blobs]),
+        "scope": words.column([blob.scope for blob in blobs]),
+    }
+
+
+def _blobs(columns: _Columns) -> tuple[BlobRow, ...]:
+    return tuple(map(BlobRow, columns.names("name"), columns.words("kind"), columns.words("scope")))
+
+
+def _leaves_json(leaves: Sequence[LeafRow], words: _Numbers) -> Json:
+    return {
+        "name": pack_names([leaf.name for leaf in leaves]),
+        "blob": words.column([leaf.blob for leaf in leaves]),
+        "kind": words.column([leaf.kind for leaf in leaves]),
+        "role": words.column([leaf.role for leaf in leaves]),
+        "dtype": words.column([leaf.dtype or "" for leaf in leaves]),
+        "shape": [list(leaf.shape) for leaf in leaves],
+        "bytes": pack_numbers([leaf.nbytes for leaf in leaves]),
+        "scope": words.column([leaf.scope for leaf in leaves]),
+        "group": words.column([leaf.group for leaf in leaves]),
+        "layout": pack_numbers([leaf.layout for leaf in leaves]),
+        "alias_of": [[row, leaf.alias_of] for row, leaf in enumerate(leaves) if leaf.alias_of is not None],
+        "try": pack_numbers([leaf.source for leaf in leaves]),
+    }
+
+
+def _leaves(columns: _Columns) -> tuple[LeafRow, ...]:
+    names = columns.names("name")
+    aliases = _by_row(columns.fields.items("alias_of"), columns.fields, "alias_of")
+    if not all(isinstance(target, str) and row < len(names) for row, target in aliases.items()):
+        raise columns.fields.wrong("alias_of")
+    shapes = [_shape(shape, columns.fields) for shape in columns.each("shape")]
+    words = {key: columns.words(key) for key in ("blob", "kind", "role", "dtype", "scope", "group")}
+    numbers = {key: columns.numbers(key) for key in ("bytes", "layout", "try")}
+    return tuple(
+        LeafRow(
+            name=name,
+            blob=words["blob"][row],
+            kind=words["kind"][row],
+            role=words["role"][row],
+            dtype=words["dtype"][row] or None,
+            shape=shapes[row],
+            nbytes=numbers["bytes"][row],
+            scope=words["scope"][row],
+            group=words["group"][row],
+            layout=numbers["layout"][row],
+            alias_of=aliases.get(row),
+            source=numbers["try"][row],
+        )
+        for row, name in enumerate(names)
+    )
+
+
+def _shape(shape: Json, fields: Fields) -> tuple[int, ...]:
+    if not isinstance(shape, list) or not all(type(extent) is int and extent >= 0 for extent in shape):
+        raise fields.wrong("shape")
+    return tuple(shape)
+
+
+def _shards_json(shards: Sequence[ShardRow], words: _Numbers) -> Json:
+    ordered = sorted(shards, key=lambda shard: shard.order)
+    digests = b"".join(bytes.fromhex(shard.header_sha256) for shard in ordered)
+    return {
+        "node": pack_numbers([shard.node for shard in ordered]),
+        "group": words.column([shard.group for shard in ordered]),
+        "part": pack_numbers([shard.part for shard in ordered]),
+        "bytes": pack_numbers([shard.nbytes for shard in ordered]),
+        "header_bytes": pack_numbers([shard.header_bytes for shard in ordered]),
+        "header_sha256": base64.b64encode(digests).decode("ascii"),
+        "try": pack_numbers([shard.source for shard in ordered]),
+    }
+
+
+def _shards(columns: _Columns) -> tuple[ShardRow, ...]:
+    nodes = columns.numbers("node")
+    digests = _digests(columns.fields, len(nodes))
+    numbers = (columns.numbers(key) for key in ("part", "bytes", "header_bytes"))
+    return tuple(map(ShardRow, nodes, columns.words("group"), *numbers, digests, columns.numbers("try")))
+
+
+def _digests(fields: Fields, count: int) -> list[str]:
+    try:
+        joined = base64.b64decode(fields.text("header_sha256"), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise fields.wrong("header_sha256") from error
+    if len(joined) != count * _SHA256_BYTES:
+        raise fields.wrong("header_sha256")
+    return [joined[at : at + _SHA256_BYTES].hex() for at in range(0, len(joined), _SHA256_BYTES)]
+
+
+def _by_row(pairs: list[Json], fields: Fields, key: str) -> dict[int, Json]:
+    """Pairs of a leaf row and what is said about it."""
+    found: dict[int, Json] = {}
+    for pair in pairs:
+        if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) is not int or pair[0] in found:
+            raise fields.wrong(key)
+        found[pair[0]] = pair[1]
+    return found

@@ -1,0 +1,256 @@
+"""Understanding a shard's header: every statement is checked before anything is done with it."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torchrelay.checkpoint.disk import canonical, digest, dtypes, names, version
+from torchrelay.checkpoint.disk.canonical import Json
+from torchrelay.checkpoint.disk.names import Key
+from torchrelay.checkpoint.disk.shard import ALIGNMENT, METADATA_KEY, ShardIdentity, piece_shape
+from torchrelay.checkpoint.position import MAX_EPOCH, Position
+from torchrelay.errors import BlobError, DamagedError, FormatError, UsageError
+
+LENGTH_LIMIT = 100_000_000
+"""Bytes of header that safetensors itself accepts."""
+_RESERVED = ("encryption", "codec", "stored_bytes")
+
+
+@dataclass(frozen=True)
+class StoredEntry:
+    """One tensor or piece as a file holds it.
+
+    `dtype` and `shape` are those of the whole leaf, `start` and `stop` bytes of the file, `digests`
+    one xxh3-128 per block.
+    """
+
+    key: Key
+    dtype: dtypes.ElementType
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    digests: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes stored."""
+        return self.stop - self.start
+
+    @property
+    def piece_shape(self) -> tuple[int, ...]:
+        """The logical shape of what is stored."""
+        return piece_shape(self.key, self.shape)
+
+
+@dataclass(frozen=True)
+class ShardContent:
+    """What a header says: whose file this is, and where everything lies in it."""
+
+    identity: ShardIdentity
+    part: int
+    entries: Mapping[str, StoredEntry]
+    aliases: Mapping[str, str]
+    values: Mapping[str, Json]
+    data_start: int
+    file_bytes: int
+
+
+def header_length(prefix: bytes, file_bytes: int, *, what: str) -> int:
+    """Bytes before the data, from the first 8 bytes of the file; raises DamagedError if it cannot be."""
+    if len(prefix) < 8:
+        raise DamagedError(f"{what}: {len(prefix)} bytes are too few for a shard")
+    total = 8 + int.from_bytes(prefix[:8], "little")
+    if not 10 <= total <= min(file_bytes, LENGTH_LIMIT + 8) or total % ALIGNMENT:
+        raise DamagedError(f"{what}: the header cannot be {total - 8} bytes long in a file of {file_bytes}")
+    return total
+
+
+def parse(header: bytes, file_bytes: int, *, what: str) -> ShardContent:
+    """Understand all bytes before the data; raises DamagedError, or FormatError for another version."""
+    if header_length(header, file_bytes, what=what) != len(header):
+        raise DamagedError(f"{what}: the header is not {len(header)} bytes long")
+    said = canonical.loads(header[8:], what=f"{what}: header", limit_bytes=LENGTH_LIMIT)
+    if not isinstance(said, dict):
+        raise DamagedError(f"{what}: the header is no JSON object")
+    outer = said.pop("__metadata__", None)
+    text = outer.get(METADATA_KEY) if isinstance(outer, dict) else None
+    if not isinstance(text, str):
+        raise FormatError(f"{what} was not written by torchrelay: its metadata say nothing of it")
+    inner = _parse_metadata(text, what)
+    pieces = _pieces(inner, what)
+    entries = _entries(said, pieces, inner["digests"], range(len(header), file_bytes), what)
+    return ShardContent(
+        identity=_identity(inner, what),
+        part=_count(inner, "part", what),
+        entries=entries,
+        aliases=_aliases(pieces, entries, what),
+        values=_values(inner, what),
+        data_start=len(header),
+        file_bytes=file_bytes,
+    )
+
+
+def _parse_metadata(text: str, what: str) -> dict[str, Json]:
+    try:
+        data = text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise DamagedError(f"{what}: the metadata are no Unicode") from None
+    inner = canonical.loads(data, what=f"{what}: metadata", limit_bytes=LENGTH_LIMIT)
+    if not isinstance(inner, dict):
+        raise DamagedError(f"{what}: the metadata are no JSON object")
+    version.check_stamp(inner.get("format"), what=what)
+    if inner.get("digest") != digest.NAME or inner.get("block") != digest.BLOCK or "encryption" in inner:
+        raise FormatError(
+            f"{what} has digests or an encryption that this torchrelay does not know: use a newer one"
+        )
+    try:
+        inner["digests"] = base64.b64decode(str(inner.get("digests")), validate=True)
+    except (binascii.Error, ValueError):
+        raise DamagedError(f"{what}: the digests are no base64") from None
+    return inner
+
+
+def _identity(inner: dict[str, Json], what: str) -> ShardIdentity:
+    place = _pair(inner.get("position"))
+    if place is None or place[0] > MAX_EPOCH:
+        raise DamagedError(f"{what}: {inner.get('position')!r} is no position")
+    try:
+        node, group = (
+            names.check_node(_text(inner, "node", what)),
+            names.check_group(_text(inner, "group", what)),
+        )
+    except UsageError as error:
+        raise DamagedError(f"{what}: {error}") from None
+    return ShardIdentity(_text(inner, "job", what), Position(*place), node, group, _text(inner, "try", what))
+
+
+def _text(inner: dict[str, Json], field: str, what: str) -> str:
+    found = inner.get(field)
+    if not isinstance(found, str):
+        raise DamagedError(f"{what}: the metadata have no {field}")
+    return found
+
+
+def _count(inner: dict[str, Json], field: str, what: str) -> int:
+    found = inner.get(field)
+    if type(found) is not int or found < 1:
+        raise DamagedError(f"{what}: the metadata have no {field}")
+    return found
+
+
+def _pair(value: Json) -> tuple[int, int] | None:
+    if isinstance(value, list) and len(value) == 2 and all(_is_count(number) for number in value):
+        return value[0], value[1]
+    return None
+
+
+def _is_count(value: Json) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _values(inner: dict[str, Json], what: str) -> dict[str, Json]:
+    found = inner.get("values")
+    if not isinstance(found, dict):
+        raise DamagedError(f"{what}: the metadata have no values")
+    return found
+
+
+def _pieces(inner: dict[str, Json], what: str) -> dict[str, dict[str, Json]]:
+    found = inner.get("pieces")
+    if not isinstance(found, dict) or not all(isinstance(piece, dict) for piece in found.values()):
+        raise DamagedError(f"{what}: the metadata have no pieces")
+    for key, piece in found.items():
+        if unread := [name for name in _RESERVED if name in piece]:
+            raise FormatError(f"{what}: {key} has a {unread[0]}, unknown to this torchrelay: use a newer one")
+    return found
+
+
+def _entries(
+    said: dict[str, Json],
+    pieces: dict[str, dict[str, Json]],
+    digests: bytes,
+    data: range,
+    what: str,
+) -> dict[str, StoredEntry]:
+    entries: dict[str, StoredEntry] = {}
+    end, block = data.start, 0
+    for text, entry in said.items():
+        leaf = f"{what}: {text}"
+        key = names.parse_key(text)
+        kind, shape = _logical(key, entry, pieces.get(text, {}), leaf)
+        stop = _offsets(entry, end - data.start, leaf) + data.start
+        blocks = digest.block_count(stop - end)
+        own = digests[block * digest.SIZE : (block + blocks) * digest.SIZE]
+        entries[text] = StoredEntry(key, kind, shape, end, stop, own)
+        _check_stored(entries[text], entry, leaf)
+        end, block = stop, block + blocks
+    if end != data.stop:
+        raise DamagedError(f"{what}: the entries end at byte {end}, the file at {data.stop}")
+    if len(digests) != block * digest.SIZE:
+        raise DamagedError(f"{what}: {len(digests)} bytes of digests for {block} blocks")
+    return entries
+
+
+def _logical(
+    key: Key, entry: Json, piece: dict[str, Json], leaf: str
+) -> tuple[dtypes.ElementType, tuple[int, ...]]:
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        raise DamagedError(f"{leaf} has no type")
+    stored = dtypes.by_code(entry["dtype"])
+    kind = dtypes.by_name(str(piece["dtype"])) if "dtype" in piece else stored
+    if kind.code != stored.code:
+        raise DamagedError(f"{leaf}: {kind.name} is not stored as {stored.code}")
+    if "alias_of" in piece or ("shape" not in piece and (kind.raw or not isinstance(key, names.Whole))):
+        raise DamagedError(f"{leaf}: its piece is not described")
+    return kind, _shape(piece.get("shape", entry.get("shape")), leaf)
+
+
+def _shape(found: Json, leaf: str) -> tuple[int, ...]:
+    if not isinstance(found, list) or not all(_is_count(extent) for extent in found):
+        raise DamagedError(f"{leaf}: {found!r} is no shape")
+    # A dimension of 2**62 beside one of 0 describes no bytes, but would break whoever allocates it.
+    if math.prod(max(extent, 1) for extent in found) >= canonical.INTEGER_LIMIT:
+        raise DamagedError(f"{leaf}: shape {found!r} is too large")
+    return tuple(found)
+
+
+def _offsets(entry: dict[str, Json], expected: int, leaf: str) -> int:
+    found = _pair(entry.get("data_offsets"))
+    if found is None:
+        raise DamagedError(f"{leaf} has no offsets")
+    start, stop = found
+    if start != expected or stop < start:
+        raise DamagedError(f"{leaf}: bytes {start} to {stop}, not from {expected}: a hole or an overlap")
+    return stop
+
+
+def _check_stored(entry: StoredEntry, said: dict[str, Json], leaf: str) -> None:
+    try:
+        shape = entry.piece_shape
+    except BlobError as error:
+        raise DamagedError(f"{leaf}: {error}") from None
+    if said.get("shape") != list(entry.dtype.stored_shape(shape)):
+        raise DamagedError(f"{leaf}: stored with shape {said.get('shape')!r}, described as {list(shape)}")
+    if entry.dtype.nbytes(shape) != entry.nbytes:
+        raise DamagedError(f"{leaf}: {entry.nbytes} bytes for {entry.dtype.name} of shape {list(shape)}")
+
+
+def _aliases(
+    pieces: dict[str, dict[str, Json]], entries: Mapping[str, StoredEntry], what: str
+) -> dict[str, str]:
+    aliases: dict[str, str] = {}
+    for text, piece in pieces.items():
+        if text in entries:
+            continue
+        target = piece.get("alias_of")
+        if not isinstance(target, str) or target not in entries:
+            raise DamagedError(f"{what}: {text} has neither bytes nor an alias that has")
+        key = names.parse_key(text)
+        if not isinstance(key, names.Whole):
+            raise DamagedError(f"{what}: {text} is a piece and cannot be an alias")
+        aliases[key.name] = target
+    return aliases

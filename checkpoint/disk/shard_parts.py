@@ -1,0 +1,105 @@
+"""Cutting the entries of a shard into files of bounded size and bounded header."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torchrelay.checkpoint.disk import canonical
+from torchrelay.checkpoint.disk.canonical import Json
+from torchrelay.checkpoint.disk.names import Key, encode_name, format_key
+from torchrelay.checkpoint.disk.shard import ALIGNMENT, Part, ShardEntry, ShardIdentity, entry_cost, ordered
+from torchrelay.errors import BlobError
+
+
+@dataclass(frozen=True)
+class ShardLimits:
+    """Bytes of data and of header below which one file stays.
+
+    safetensors refuses headers above 100 MB. An entry that alone reaches `data_bytes` gets a file
+    of its own.
+    """
+
+    data_bytes: int = 64 << 30
+    header_bytes: int = 50_000_000
+
+
+DEFAULT_LIMITS = ShardLimits()
+
+
+def cut(
+    identity: ShardIdentity,
+    entries: Sequence[ShardEntry],
+    values: Mapping[str, Json],
+    aliases: Mapping[str, Key],
+    limits: ShardLimits,
+) -> list[Part]:
+    """The parts of a shard, at least one; values lie in part 1, an alias beside its target.
+
+    Raises BlobError for a key that occurs twice, an alias without target, or values that alone are
+    too much for a header.
+    """
+    by_target = _aliases_by_target(entries, aliases)
+    fixed = _fixed_cost(identity, values)
+    if fixed >= limits.header_bytes:
+        largest = max(values, key=lambda name: len(canonical.dumps(values[name])), default=identity.job)
+        raise BlobError(
+            f"the values of {identity.node} need {fixed} bytes: keep large ones such as {largest} in tensors"
+        )
+    parts: list[Part] = []
+    for chosen in _runs(ordered(entries), by_target, fixed, limits):
+        here = {
+            alias: target for entry in chosen for alias, target in by_target.get(format_key(entry.key), ())
+        }
+        parts.append(Part(identity, len(parts) + 1, tuple(chosen), here, {} if parts else values))
+    return parts
+
+
+def _runs(
+    entries: Sequence[ShardEntry],
+    by_target: Mapping[str, Sequence[tuple[str, str]]],
+    fixed: int,
+    limits: ShardLimits,
+) -> list[list[ShardEntry]]:
+    runs: list[list[ShardEntry]] = [[]]
+    data, header = 0, fixed
+    for entry in entries:
+        cost = entry_cost(entry) + sum(_text_cost(pair) for pair in by_target.get(format_key(entry.key), ()))
+        if runs[-1] and (data + entry.nbytes >= limits.data_bytes or header + cost >= limits.header_bytes):
+            runs.append([])
+            data, header = 0, fixed
+        runs[-1].append(entry)
+        data, header = data + entry.nbytes, header + cost
+    return runs
+
+
+def _aliases_by_target(
+    entries: Sequence[ShardEntry], aliases: Mapping[str, Key]
+) -> dict[str, list[tuple[str, str]]]:
+    keys = {format_key(entry.key) for entry in entries}
+    if len(keys) != len(entries):
+        texts = [format_key(entry.key) for entry in entries]
+        raise BlobError(f"{next(text for text in texts if texts.count(text) > 1)} occurs twice in one shard")
+    found: dict[str, list[tuple[str, str]]] = {}
+    for name, target in sorted(aliases.items()):
+        alias, text = encode_name(name), format_key(target)
+        if text not in keys or alias in keys:
+            raise BlobError(f"{name} cannot be an alias of {text} in this shard")
+        found.setdefault(text, []).append((alias, text))
+    return found
+
+
+def _fixed_cost(identity: ShardIdentity, values: Mapping[str, Json]) -> int:
+    """An upper bound of what a header holds beside its entries."""
+    said = canonical.dumps([identity.job, identity.node, identity.group, identity.try_name, dict(values)])
+    return _quoted_bytes(said) + ALIGNMENT
+
+
+def _text_cost(pair: tuple[str, str]) -> int:
+    return _quoted_bytes(canonical.dumps({pair[0]: {"alias_of": pair[1]}}))
+
+
+def _quoted_bytes(text: bytes) -> int:
+    """What JSON takes within the JSON of the header."""
+    return len(json.dumps(text.decode(), ensure_ascii=False).encode())

@@ -1,0 +1,220 @@
+"""Reading a shard: whole blocks only, verified on arrival, straight into where they belong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from torchrelay.checkpoint.disk.canonical import Json, sha256
+from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, first_damaged_block
+from torchrelay.checkpoint.disk.shard_header import (
+    LENGTH_LIMIT,
+    ShardContent,
+    StoredEntry,
+    header_length,
+    parse,
+)
+from torchrelay.checkpoint.storage import Storage
+from torchrelay.errors import DamagedError, UsageError
+
+RUN = 8 * BLOCK
+"""Bytes that are read and then verified while the cache still has them."""
+WINDOW = 8 * BLOCK
+"""Neighbouring small ranges are read together up to this size."""
+
+
+@dataclass(frozen=True)
+class ShardExpectation:
+    """What a manifest says of a file; `header_bytes` counts everything before the data."""
+
+    bytes: int
+    header_bytes: int
+    header_sha256: str
+
+
+@dataclass(frozen=True)
+class ReadRequest:
+    """Bytes [start, stop) of a stored entry, and the 1-D bytes they go to."""
+
+    key: str
+    start: int
+    stop: int
+    destination: memoryview
+
+
+def read_header(storage: Storage, path: str, expect: ShardExpectation | None = None) -> ShardHeader:
+    """Read and check everything before the data; no data are read.
+
+    With `expect` the file's size and the header's SHA-256 are proved; without, the header is only
+    checked to be consistent with itself and with the file's size. Raises DamagedError for a file
+    that is missing or is not what it should be, FormatError for another version's.
+    """
+    size = storage.stat(path)
+    if size is None:
+        raise DamagedError(f"{path} is missing")
+    header = _proved(storage, path, size, expect) if expect else _consistent(storage, path, size)
+    return ShardHeader(storage, path, parse(header, size, what=path), sha256(header))
+
+
+def _proved(storage: Storage, path: str, size: int, expect: ShardExpectation) -> bytes:
+    if size != expect.bytes:
+        raise DamagedError(f"{path} has {size} bytes instead of {expect.bytes}")
+    if not 8 <= expect.header_bytes <= min(size, LENGTH_LIMIT + 8):
+        raise DamagedError(f"{path}: a header of {expect.header_bytes} bytes cannot be in {size} bytes")
+    header = storage.read_range(path, 0, expect.header_bytes)
+    if sha256(header) != expect.header_sha256:
+        raise DamagedError(f"{path}: the header is not the one that was committed")
+    return header
+
+
+def _consistent(storage: Storage, path: str, size: int) -> bytes:
+    return storage.read_range(path, 0, header_length(storage.read_range(path, 0, 8), size, what=path))
+
+
+class ShardHeader:
+    """A shard whose header was checked; gives out verified bytes of its entries.
+
+    One mismatch raises: whether the bytes are damaged on the disk or only on their way here is the
+    caller's question to ask again.
+    """
+
+    def __init__(self, storage: Storage, path: str, content: ShardContent, header_sha256: str) -> None:
+        self.path = path
+        self.content = content
+        self.header_sha256 = header_sha256
+        self._storage = storage
+
+    @property
+    def entries(self) -> Mapping[str, StoredEntry]:
+        """What is stored, by key, in the order of the file."""
+        return self.content.entries
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Leaf names whose bytes are those of another key."""
+        return self.content.aliases
+
+    @property
+    def values(self) -> Mapping[str, Json]:
+        """Typed values as they were encoded."""
+        return self.content.values
+
+    def read_into(self, key: str, start_byte: int, stop_byte: int, destination: memoryview) -> None:
+        """Fill `destination` with bytes [start_byte, stop_byte) of an entry.
+
+        Whole blocks are read and verified; those that lie inside the range go straight to the
+        destination, at most two others through 1 MiB of memory. On an error the destination's
+        content is undefined. Raises DamagedError naming file, key and block.
+        """
+        entry = self._entry(key)
+        target = _checked_target(entry, ReadRequest(key, start_byte, stop_byte, destination))
+        position = start_byte
+        while position < stop_byte:
+            first = position // BLOCK * BLOCK
+            inside = min(stop_byte, first + RUN)
+            whole_end = entry.nbytes if inside == entry.nbytes else inside // BLOCK * BLOCK
+            if position == first and whole_end > first:
+                self._read_verified(key, entry, first, target[first - start_byte : whole_end - start_byte])
+                position = whole_end
+            else:
+                position = self._read_partly(key, entry, position, stop_byte, target[position - start_byte :])
+
+    def read_many(self, requests: Iterable[ReadRequest]) -> None:
+        """Do many reads in the order of the file; small neighbouring entries are read together.
+
+        At most 16 MiB of memory beyond the destinations. Raises as `read_into` does.
+        """
+        for run in _neighbours(self._located(requests)):
+            if len(run) == 1:
+                request = run[0][1]
+                self.read_into(request.key, request.start, request.stop, request.destination)
+            else:
+                self._read_together(run)
+
+    def read(self, key: str) -> bytearray:
+        """All bytes of an entry, verified, in fresh memory."""
+        data = bytearray(self._entry(key).nbytes)
+        self.read_into(key, 0, len(data), memoryview(data))
+        return data
+
+    def verify(self) -> int:
+        """Read and verify all data in bounded memory; the number of bytes. Raises DamagedError."""
+        scratch = memoryview(bytearray(min(RUN, max((e.nbytes for e in self.entries.values()), default=0))))
+        for key, entry in self.entries.items():
+            for start in range(0, entry.nbytes, RUN):
+                self._read_verified(key, entry, start, scratch[: min(RUN, entry.nbytes - start)])
+        if self._storage.stat(self.path) != self.content.file_bytes:
+            raise DamagedError(f"{self.path} changed its size while it was read")
+        return sum(entry.nbytes for entry in self.entries.values())
+
+    def _entry(self, key: str) -> StoredEntry:
+        if key not in self.entries:
+            raise DamagedError(f"{self.path} does not hold {key}")
+        return self.entries[key]
+
+    def _read_partly(self, key: str, entry: StoredEntry, position: int, stop: int, target: memoryview) -> int:
+        first = position // BLOCK * BLOCK
+        block = memoryview(bytearray(min(BLOCK, entry.nbytes - first)))
+        self._read_verified(key, entry, first, block)
+        end = min(stop, first + len(block))
+        target[: end - position] = block[position - first : end - first]
+        return end
+
+    def _read_verified(self, key: str, entry: StoredEntry, first: int, target: memoryview) -> None:
+        count = self._storage.read_into(self.path, entry.start + first, target)
+        if count != len(target):
+            raise DamagedError(f"{self.path} ends inside of {key}, at byte {entry.start + first + count}")
+        self._verify(key, entry, first, target)
+
+    def _verify(self, key: str, entry: StoredEntry, first: int, view: memoryview) -> None:
+        block = first // BLOCK
+        count = -(-len(view) // BLOCK)
+        damaged = first_damaged_block(view, entry.digests[block * SIZE : (block + count) * SIZE])
+        if damaged is not None:
+            offset = entry.start + (block + damaged) * BLOCK
+            raise DamagedError(
+                f"{self.path}: block {block + damaged} of {key}, at byte {offset} of the file,"
+                " is not what was saved"
+            )
+
+    def _located(self, requests: Iterable[ReadRequest]) -> list[tuple[StoredEntry, ReadRequest]]:
+        located = [(self._entry(request.key), request) for request in requests]
+        # By the end, too: an empty entry begins where the next one does, and comes before it.
+        return sorted(located, key=lambda pair: (pair[0].start, pair[0].stop, pair[1].start))
+
+    def _read_together(self, run: list[tuple[StoredEntry, ReadRequest]]) -> None:
+        start, stop = run[0][0].start, run[-1][0].stop
+        window = memoryview(bytearray(stop - start))
+        if (count := self._storage.read_into(self.path, start, window)) != len(window):
+            raise DamagedError(f"{self.path} ends inside of {run[-1][1].key}, at byte {start + count}")
+        for entry, request in run:
+            view = window[entry.start - start : entry.stop - start]
+            target = _checked_target(entry, request)
+            self._verify(request.key, entry, 0, view)
+            target[:] = view[request.start : request.stop]
+
+
+def _checked_target(entry: StoredEntry, request: ReadRequest) -> memoryview:
+    target = request.destination.cast("B")
+    if not 0 <= request.start <= request.stop <= entry.nbytes or len(target) != request.stop - request.start:
+        raise UsageError(
+            f"bytes {request.start} to {request.stop} of {request.key}, which has {entry.nbytes},"
+            f" do not fit into {len(target)} bytes"
+        )
+    return target
+
+
+def _neighbours(
+    located: list[tuple[StoredEntry, ReadRequest]],
+) -> Iterator[list[tuple[StoredEntry, ReadRequest]]]:
+    """Runs of entries below one block that lie side by side; anything larger is a run of its own."""
+    run: list[tuple[StoredEntry, ReadRequest]] = []
+    for entry, request in located:
+        joins = bool(run) and entry.nbytes <= BLOCK and run[-1][0].nbytes <= BLOCK
+        beside = bool(run) and entry.start in (run[-1][0].stop, run[-1][0].start)
+        if run and not (joins and beside and entry.stop - run[0][0].start <= WINDOW):
+            yield run
+            run = []
+        run.append((entry, request))
+    if run:
+        yield run

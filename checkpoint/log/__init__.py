@@ -1,0 +1,1 @@
+"""The log: records, branches, taking over, fencing, thinning, retention."""

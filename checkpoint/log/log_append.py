@@ -1,0 +1,167 @@
+"""Putting one record into the log: a slot is filled exactly once, by whoever creates its file first.
+
+Three ways to lose a slot: a writer of a higher generation has it (we are fenced), anybody else has
+it (their change is taken over and ours computed again), or the storage failed before anything was
+created (the error passes). A creation whose answer was lost is read back and known by its nonce.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from typing import Any
+
+from torchrelay.checkpoint.disk import canonical
+from torchrelay.checkpoint.log.live import Entry, State
+from torchrelay.checkpoint.log.log_reader import Base, Tail, advance
+from torchrelay.checkpoint.log.record import LOG, BaseRef, Record, encode, encode_base, slot_path
+from torchrelay.checkpoint.log.tail import STRIDE, floor
+from torchrelay.checkpoint.storage import Storage
+from torchrelay.errors import StorageError
+
+Json = Any
+
+INLINE = 64
+"""Live entries (and gone ones of the base) that a record may hold itself."""
+_REBASED_INLINE = INLINE // 2
+"""How many stay inline when a new base file is written: the room until the next one."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A record to be: its kind, and what it changes, computed from the state in whatever slot it gets.
+
+    `generation` None means: that of the slot before (guests), or the slot itself for a takeover.
+    `change` returns None when there is nothing to write.
+    """
+
+    kind: str
+    change: Callable[[State], tuple[State, Mapping[str, Json]] | None]
+    generation: int | None = None
+
+
+@dataclass(frozen=True)
+class Appended:
+    """What came of a draft: the end of the log, and our record if one was written."""
+
+    tail: Tail
+    record: Record | None
+
+
+class OvertakenError(Exception):
+    """The slot belongs to a writer of a higher generation."""
+
+    def __init__(self, tail: Tail) -> None:
+        super().__init__(f"generation {tail.view.generation} has the log")
+        self.tail = tail
+
+
+def append(storage: Storage, tail: Tail, draft: Draft) -> Appended:
+    """Write a record behind `tail`, or behind whatever came first, and make it durable.
+
+    Raises OvertakenError, without having changed anything, when a writer of a higher generation than
+    the draft's is there; guests and takeovers give way to nobody but the one who was first.
+    """
+    while True:
+        if overtaken(storage, tail):
+            raise OvertakenError(tail)
+        changed = draft.change(tail.view.state)
+        if changed is None:
+            return Appended(tail, None)
+        record, base = _compose(storage, tail, draft, *changed)
+        data = encode(record)
+        if _create(storage, record.slot, data):
+            _check_still_newest(storage, tail, record.slot)
+            storage.sync_dir(LOG)
+            view = replace(tail.view, state=changed[0], slot=record.slot, generation=record.generation)
+            previous = canonical.sha256(data)
+            return Appended(Tail(tail.job, view, record.slot + 1, previous, base), record)
+        tail, other = advance(storage, tail)
+        storage.sync_dir(LOG)  # what we stand on must not be lost to a power cut
+        if draft.kind == "takeover":
+            raise OvertakenError(tail)
+        if draft.generation is not None and other is not None and other.generation > draft.generation:
+            raise OvertakenError(tail)
+
+
+def overtaken(storage: Storage, tail: Tail) -> bool:
+    """Whether the log went on so far that our next slot may have been thinned away already.
+
+    Multiples of 256 are never thinned, and every slot below an existing one was filled.
+    """
+    following = floor(tail.next_slot) + STRIDE
+    return storage.stat(slot_path(following)) is not None
+
+
+def _check_still_newest(storage: Storage, tail: Tail, slot: int) -> None:
+    """A slot that we could create may have been filled before and thinned since: it is then void."""
+    if slot % STRIDE and overtaken(storage, tail):
+        storage.delete(slot_path(slot))
+        raise OvertakenError(tail)
+
+
+def _create(storage: Storage, slot: int, data: bytes) -> bool:
+    """Create the slot's file; False when somebody else's record is there."""
+    path = slot_path(slot)
+    try:
+        storage.link_exclusive(path, data)
+    except OSError as error:
+        # The name was taken, or the answer is doubtful: what lies there decides.
+        try:
+            found = storage.read_range(path, 0, len(data) + 1)
+        except FileNotFoundError:
+            found = None
+        if found is None and isinstance(error, FileExistsError):
+            raise StorageError(
+                f"{storage.url}/{path} is in the way and is no regular file: remove it"
+            ) from error
+        if found is None:
+            raise
+        return found == data  # the nonce makes our bytes like no other's
+    return True
+
+
+def _compose(
+    storage: Storage, tail: Tail, draft: Draft, state: State, payload: Mapping[str, Json]
+) -> tuple[Record, Base | None]:
+    inline, base = _split(storage, state.entries, tail.base)
+    generation = tail.view.generation if draft.generation is None else draft.generation
+    record = Record(
+        slot=tail.next_slot,
+        generation=tail.next_slot if draft.kind == "takeover" else generation,
+        kind=draft.kind,
+        nonce=secrets.token_hex(8),
+        job=tail.job.uuid,
+        previous_sha256=tail.previous_sha256,
+        written=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        payload=payload,
+        state=replace(state, entries=inline),
+        base=base.ref if base else None,
+    )
+    return record, base
+
+
+def _split(
+    storage: Storage, entries: tuple[Entry, ...], base: Base | None
+) -> tuple[tuple[Entry, ...], Base | None]:
+    """Divide live entries between the record and a base file: the known one while it fits, else a new one."""
+    if base is not None:
+        live = {entry.key for entry in entries}
+        inline = tuple(entry for entry in entries if base.entries.get(entry.key) != entry)
+        gone = tuple(key for key in base.entries if key not in live)
+        if len(inline) <= INLINE and len(gone) <= INLINE:
+            return inline, Base(replace(base.ref, gone=gone), base.entries)
+    if len(entries) <= INLINE:
+        return entries, None
+    # Sorted by branch, then position: the last ones are those that change next.
+    return entries[-_REBASED_INLINE:], _write_base(storage, entries[:-_REBASED_INLINE])
+
+
+def _write_base(storage: Storage, entries: tuple[Entry, ...]) -> Base:
+    data = encode_base(entries)
+    ref = BaseRef(f"base-{secrets.token_hex(8)}.json", len(data), canonical.sha256(data))
+    storage.link_exclusive(ref.path, data)
+    storage.sync_dir(LOG)  # durable before the record that refers to it
+    return Base(ref, {entry.key: entry for entry in entries})

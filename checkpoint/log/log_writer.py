@@ -1,0 +1,288 @@
+"""The writer of a log: takes it over, appends to it, notices when somebody else has taken it.
+
+Every append is durable when it returns. Whoever gets a FencedError must stop: another job has the
+directory, and nothing of this one was written since.
+"""
+
+from __future__ import annotations
+
+import secrets
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from threading import Lock
+from typing import Any
+
+from torchrelay.checkpoint.log import changes
+from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.log.counter import PATIENCE_SECS, PERIOD_SECS, Beat, move
+from torchrelay.checkpoint.log.guest import pin_draft, tag_draft, unpin_draft
+from torchrelay.checkpoint.log.job_file import open_job
+from torchrelay.checkpoint.log.live import Entry, Key, Retirement, State
+from torchrelay.checkpoint.log.log_append import Draft, OvertakenError, append
+from torchrelay.checkpoint.log.log_reader import HINT, advance, read_tail
+from torchrelay.checkpoint.log.record import (
+    LOG,
+    entry_json,
+    key_json,
+    position_json,
+    retirement_json,
+    slot_path,
+)
+from torchrelay.checkpoint.log.takeover import DATA, Taken, take_over
+from torchrelay.checkpoint.log.thinning import thin
+from torchrelay.checkpoint.log.writer import WriterIdentity, describe
+from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.storage import Storage
+from torchrelay.errors import FencedError, NotAllowedNowError, StorageError
+
+Json = Any
+Choose = Callable[[LogView], Iterable[Retirement]]
+
+_LIVE: weakref.WeakValueDictionary[str, LogWriter] = weakref.WeakValueDictionary()
+"""The writers of this process that are not closed, by nonce: it never takes over from itself."""
+
+
+class LogWriter:
+    """The one writer of a log, from `take` until `close` or until it is fenced.
+
+    One append at a time; any thread may ask. A writer that is dropped without `close` stops moving
+    its counter, so the next one of this process may take over at once.
+    """
+
+    def __init__(self, storage: Storage, identity: WriterIdentity) -> None:
+        self.storage = storage
+        self.identity = identity
+        self.nonce = secrets.token_hex(8)
+        self.older_tries: frozenset[str] = frozenset()
+        """Tries that lay there before we took over (see `takeover.Taken`)."""
+        self.generation = -1
+        """The slot of our takeover."""
+        self._notices: list[str] = []
+        self._deleted: set[Retirement] = set()
+        self._lock = Lock()
+        self._fenced: FencedError | None = None
+        self._closed = False
+        self._beat: Beat | None = None
+
+    @classmethod
+    def take(
+        cls,
+        storage: Storage,
+        job_name: str | None = None,
+        identity: WriterIdentity | None = None,
+        *,
+        patience_secs: float = PATIENCE_SECS,
+        period_secs: float = PERIOD_SECS,
+    ) -> LogWriter:
+        """Become the writer of the job's directory, which is begun where there is none.
+
+        Raises UsageError for a directory of another job, DirectoryInUseError when its writer lives
+        (its counter moved within `patience_secs`) or is another one of this process, DamagedError or
+        FormatError for a log that cannot be trusted or read, StorageError when it cannot be written.
+        """
+        job = open_job(storage, job_name)
+        storage.mkdir(LOG)
+        storage.mkdir(DATA)
+        storage.sync_dir("")
+        writer = cls(storage, identity or WriterIdentity.here(job.name))
+        # Known before its record exists, so that no other thread takes it for an abandoned one.
+        _LIVE[writer.nonce] = writer
+        try:
+            taken = take_over(
+                storage, job, writer.identity, writer.nonce, live_here=_LIVE, patience_secs=patience_secs
+            )
+            writer._begin(taken, period_secs)
+        except BaseException:
+            writer.close()
+            raise
+        return writer
+
+    @property
+    def view(self) -> LogView:
+        """The log after our last append."""
+        return self._tail.view
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What people should know: damage met on the way, a hint or a thinning that failed."""
+        return (*self._tail.view.notices, *self._notices)
+
+    @property
+    def certain(self) -> bool:
+        """Whether the log was read without any damage; otherwise nothing may be called an orphan."""
+        return not self._tail.view.notices
+
+    @property
+    def undeleted(self) -> tuple[Retirement, ...]:
+        """What the log lists as retired and `forget` was not told about yet."""
+        return tuple(one for one in self.view.retiring if one not in self._deleted)
+
+    def commit(self, entry: Entry) -> LogView:
+        """Make a position real: its try is complete and durable, now the log says so, durably.
+
+        The mid-epoch positions that it completes are retired. Repeating a commit that is in the log
+        already only makes sure of it. Raises what `changes.committed` raises, and FencedError.
+        """
+
+        def change(state: State) -> tuple[State, Mapping[str, Json]] | None:
+            if entry in state.entries:
+                return None
+            return changes.committed(state, entry), {"entry": entry_json(entry)}
+
+        return self._append("commit", change)
+
+    def rewind(self, base: Position | None, request: Mapping[str, Json], *, branch: int | None = None) -> int:
+        """Begin a new branch at `base` as seen from `branch`; returns its id.
+
+        None is a fresh start: the new branch sees no older epoch. `request` is what the user asked
+        for; it is found again as `view.begun_by`.
+        """
+
+        def change(state: State) -> tuple[State, Mapping[str, Json]]:
+            after = changes.rewound(state, base, request, branch)
+            payload = {"base": position_json(base), "branch": after.current, "request": dict(request)}
+            return after, payload
+
+        return self._append("rewind", change).current.id
+
+    def retire(self, retirements: Iterable[Retirement] | Choose) -> tuple[Retirement, ...]:
+        """Retire tries, or groups of their files; returns those that really were.
+
+        A function chooses from the log as it is in the slot where the record lands, so that a pin
+        that came first is respected. Protected entries are left out silently. Deletes no file.
+        """
+        allowed: tuple[Retirement, ...] = ()
+        fixed = () if callable(retirements) else tuple(retirements)
+
+        def change(state: State) -> tuple[State, Mapping[str, Json]] | None:
+            nonlocal allowed
+            view = replace(self._tail.view, state=state)
+            chosen = tuple(retirements(view)) if callable(retirements) else fixed
+            after, allowed = changes.retired(state, chosen)
+            return (after, {"retired": [retirement_json(one) for one in allowed]}) if allowed else None
+
+        self._append("retire", change)
+        return allowed
+
+    def quarantine(self, key: Key, reason: str) -> LogView:
+        """Say that an entry was found damaged: it is not chosen any more, its files stay."""
+
+        def change(state: State) -> tuple[State, Mapping[str, Json]]:
+            return changes.quarantined(state, key), {**key_json(key), "reason": reason}
+
+        return self._append("quarantine", change)
+
+    def tag(self, name: str, target: Key | None) -> LogView:
+        """Give an epoch a name, or take the name away (None)."""
+        return self._append_draft(tag_draft(name, target, self.generation))
+
+    def pin(self, name: str, target: Key) -> LogView:
+        """Keep an epoch for the reason `name`."""
+        return self._append_draft(pin_draft(name, target, self.generation))
+
+    def unpin(self, name: str) -> LogView:
+        """The reason `name` is gone."""
+        return self._append_draft(unpin_draft(name, self.generation))
+
+    def forget(self, deleted: Iterable[Retirement]) -> None:
+        """These retirements are deleted completely; the next record stops listing them."""
+        self._deleted.update(deleted)
+
+    def check(self) -> None:
+        """Raise FencedError if another writer was seen to have taken over. Asks no storage."""
+        if self._fenced is not None:
+            raise self._fenced
+
+    def release(self) -> None:
+        """Say that we are done, so that the next writer need not wait, and close."""
+        try:
+            self._append("released", lambda state: (changes.released(state), {}))
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Stop the counter; the log stays as it is. A second call does nothing."""
+        self._closed = True
+        _LIVE.pop(self.nonce, None)
+        if self._beat is not None:
+            self._beat.stop()
+
+    def _begin(self, taken: Taken, period_secs: float) -> None:
+        self._tail, self.older_tries = taken.tail, taken.older_tries
+        self.generation = taken.tail.view.generation
+        move(self.storage, self.generation, self.nonce, 1)
+        self._tidy()
+        mine = weakref.ref(self)
+        self._beat = Beat(lambda count: _beat_once(mine, count), period_secs)
+
+    def _append(
+        self, kind: str, change: Callable[[State], tuple[State, Mapping[str, Json]] | None]
+    ) -> LogView:
+        return self._append_draft(Draft(kind, change, self.generation))
+
+    def _append_draft(self, draft: Draft) -> LogView:
+        with self._lock:
+            self.check()
+            if self._closed:
+                raise NotAllowedNowError(f"the log of {self.storage.url} was closed: take it again")
+            try:
+                appended = append(self.storage, self._tail, self._forgetting(draft))
+            except OvertakenError:
+                raise self._fence() from None
+            self._tail = appended.tail
+            self._deleted.intersection_update(appended.tail.view.retiring)
+            if appended.record is not None:
+                self._tidy()
+            return self._tail.view
+
+    def _forgetting(self, draft: Draft) -> Draft:
+        deleted = frozenset(self._deleted)
+
+        def change(state: State) -> tuple[State, Mapping[str, Json]] | None:
+            return draft.change(changes.forgotten(state, deleted))
+
+        return replace(draft, change=change)
+
+    def _fence(self) -> FencedError:
+        try:
+            holder = read_tail(self.storage, self._tail.job).view.holder
+        except StorageError:  # whoever it is: we are not the writer any more
+            holder = {}
+        taken_by = describe(holder, "this job has stopped writing; nothing of it was acknowledged since")
+        self._fenced = FencedError(f"{self.storage.url} was taken over by {taken_by}")
+        _LIVE.pop(self.nonce, None)
+        return self._fenced
+
+    def _tidy(self) -> None:
+        """Write the hint and thin the log: a convenience, whose failure fails no append."""
+        slot = self._tail.view.slot
+        try:
+            self.storage.replace(HINT, b"%d\n" % slot)
+            thin(self.storage, self._tail.job, slot)
+        except StorageError as error:
+            self._notices[:] = [f"the log could not be tidied: {error}"]
+
+    def _beat_now(self, count: int) -> bool:
+        """Move the counter, unless the slot after ours shows that we are fenced; False ends the thread."""
+        # A long append holds the lock; the counter must move all the same, or we would seem dead.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._look_ahead()
+            finally:
+                self._lock.release()
+        if self._closed or self._fenced is not None:
+            return False
+        move(self.storage, self.generation, self.nonce, count)
+        return True
+
+    def _look_ahead(self) -> None:
+        if self._fenced is None and self.storage.stat(slot_path(self._tail.next_slot)) is not None:
+            _, other = advance(self.storage, self._tail)
+            if other is not None and other.generation > self.generation:
+                self._fence()
+
+
+def _beat_once(mine: weakref.ref[LogWriter], count: int) -> bool:
+    writer = mine()
+    return writer is not None and writer._beat_now(count)

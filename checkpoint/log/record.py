@@ -1,0 +1,326 @@
+"""The log record: its types, its bytes, and what makes them valid.
+
+A record is a sealed JSON file. It repeats everything that is live (`live.State`); of many live
+entries at most 64 lie inline and the others in a base file, written once, that later records refer
+to: an inline entry replaces the base's entry of the same key, `gone` lists those that are not live
+any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchrelay.checkpoint.disk import canonical
+from torchrelay.checkpoint.disk.fields import Fields
+from torchrelay.checkpoint.disk.names import TRY
+from torchrelay.checkpoint.disk.sealed import seal, unseal
+from torchrelay.checkpoint.disk.version import check_stamp, stamp
+from torchrelay.checkpoint.log.live import Branch, Entry, Key, Mark, Retirement, State
+from torchrelay.checkpoint.position import Position
+from torchrelay.errors import DamagedError, FormatError
+
+Json = Any
+
+LOG = "log"
+WRITER_KINDS = frozenset({"takeover", "commit", "rewind", "retire", "quarantine", "released"})
+GUEST_KINDS = frozenset({"tag", "pin", "unpin"})
+KINDS = WRITER_KINDS | GUEST_KINDS
+BASE_LIMIT_BYTES = 256 * 2**20
+_MARK_KINDS = ("tag", "pin")
+
+
+@dataclass(frozen=True)
+class BaseRef:
+    """A base file, and which of its entries are not live any more."""
+
+    name: str
+    nbytes: int
+    sha256: str
+    gone: tuple[Key, ...] = ()
+
+    @property
+    def path(self) -> str:
+        """Where it lies in the storage."""
+        return f"{LOG}/{self.name}"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One slot of the log.
+
+    `state.entries` are the inline ones alone while `base` is set: `whole_entries` adds the others.
+    `written` is wall time, for people only; order comes from slots.
+    """
+
+    slot: int
+    generation: int
+    kind: str
+    nonce: str
+    job: str
+    previous_sha256: str | None
+    written: str
+    payload: Mapping[str, Json]
+    state: State
+    base: BaseRef | None = None
+    extra: Mapping[str, Json] = field(default_factory=dict)
+    """Fields of a newer minor version: not understood, kept."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What the chain of predecessors needs to know of a record, of whatever kind it is."""
+
+    generation: int
+    previous_sha256: str | None
+
+
+def slot_path(slot: int) -> str:
+    """The path of a slot's file: its number in twenty digits."""
+    return f"{LOG}/{slot:020d}.json"
+
+
+def encode(record: Record) -> bytes:
+    """The bytes of a record's file."""
+    return seal("record", record_json(record))
+
+
+def record_json(record: Record) -> dict[str, Json]:
+    """All fields of a record's file."""
+    state = record.state
+    return {
+        **record.extra,
+        "format": stamp(),
+        "slot": record.slot,
+        "generation": record.generation,
+        "kind": record.kind,
+        "nonce": record.nonce,
+        "job": record.job,
+        "previous_sha256": record.previous_sha256,
+        "written": record.written,
+        "payload": dict(record.payload),
+        "live": [entry_json(entry) for entry in state.entries],
+        "base": None if record.base is None else _base_json(record.base),
+        "branches": [_branch_json(branch) for branch in state.branches],
+        "branch": state.current,
+        "next_branch": state.next_branch,
+        "marks": [{"kind": mark.kind, "name": mark.name, **key_json(mark.target)} for mark in state.marks],
+        "retiring": [retirement_json(one) for one in state.retiring],
+        "holder": dict(state.holder),
+        "released": state.released,
+    }
+
+
+def decode(data: bytes, *, slot: int, job: str) -> Record:
+    """Read the file of `slot` in the log of job `job`.
+
+    Raises DamagedError for anything that no writer of this log wrote there, FormatError for what a
+    newer version wrote.
+    """
+    what = slot_path(slot)
+    fields = _opened(data, slot, job, what)
+    kind = fields.text("kind")
+    if kind not in KINDS:
+        raise FormatError(
+            f"{what} is a {kind!r} record, which this version does not know: "
+            "open the log with the version of torchrelay that wrote it, or a newer one"
+        )
+    record = Record(
+        slot=slot,
+        generation=fields.integer("generation"),
+        kind=kind,
+        nonce=fields.text("nonce"),
+        job=job,
+        previous_sha256=fields.optional("previous_sha256", fields.text),
+        written=fields.text("written"),
+        payload=fields.fields("payload").values,
+        state=_state(fields),
+        base=fields.optional("base", lambda key: _base(fields.fields(key))),
+        extra=fields.rest(_RECORD_KEYS),
+    )
+    _check_consistent(record, fields)
+    return record
+
+
+def decode_link(data: bytes, *, slot: int, job: str) -> Link:
+    """Read only what the chain needs; kinds of newer versions pass. Raises DamagedError."""
+    fields = _opened(data, slot, job, slot_path(slot))
+    return Link(fields.integer("generation"), fields.optional("previous_sha256", fields.text))
+
+
+def encode_base(entries: tuple[Entry, ...]) -> bytes:
+    """The bytes of a base file."""
+    return canonical.dumps({"format": stamp(), "live": [entry_json(entry) for entry in entries]})
+
+
+def decode_base(data: bytes, ref: BaseRef) -> tuple[Entry, ...]:
+    """Read a base file whose size and SHA-256 must be those that the record states (DamagedError)."""
+    if len(data) != ref.nbytes or canonical.sha256(data) != ref.sha256:
+        raise DamagedError(
+            f"{ref.path} is damaged: it has not the {ref.nbytes} bytes and the SHA-256 that the log states; "
+            "restore it from a copy of the directory"
+        )
+    value = canonical.loads(data, what=ref.path, limit_bytes=BASE_LIMIT_BYTES, depth=16)
+    fields = Fields(value if isinstance(value, dict) else {}, ref.path)
+    check_stamp(fields.values.get("format"), what=fields.what)
+    return fields.each("live", _entry)
+
+
+def whole_entries(record: Record, base_entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """All live entries of a record: those of its base that are not gone, and the inline ones over them."""
+    gone = frozenset(record.base.gone) if record.base else frozenset()
+    merged = {entry.key: entry for entry in base_entries if entry.key not in gone}
+    merged.update((entry.key, entry) for entry in record.state.entries)
+    return tuple(merged[key] for key in sorted(merged))
+
+
+def _opened(data: bytes, slot: int, job: str, what: str) -> Fields:
+    fields = Fields(unseal("record", data, what), what)
+    check_stamp(fields.values.get("format"), what=fields.what)
+    if fields.integer("slot") != slot:
+        raise DamagedError(f"{what} is damaged: it is the record of slot {fields.integer('slot')}")
+    if fields.text("job") != job:
+        raise DamagedError(f"{what} is of another job (uuid {fields.text('job')}, not {job})")
+    return fields
+
+
+def _check_consistent(record: Record, fields: Fields) -> None:
+    takeover = record.generation == record.slot
+    if record.generation > record.slot or takeover != (record.kind == "takeover"):
+        raise fields.wrong("generation")
+    if (record.previous_sha256 is None) != (record.slot == 0):
+        raise fields.wrong("previous_sha256")
+    ids = {branch.id for branch in record.state.branches}
+    known = {record.state.current} | {branch.parent for branch in record.state.branches} - {None}
+    if not known <= ids or any(one >= record.state.next_branch for one in ids):
+        raise fields.wrong("branches")
+    if any(entry.branch not in ids for entry in record.state.entries):
+        raise fields.wrong("live")
+
+
+def _state(fields: Fields) -> State:
+    return State(
+        entries=fields.each("live", _entry),
+        branches=fields.each("branches", _branch),
+        current=fields.integer("branch"),
+        next_branch=fields.integer("next_branch", minimum=1),
+        marks=fields.each("marks", _mark),
+        retiring=fields.each("retiring", _retirement),
+        holder=fields.fields("holder").values,
+        released=fields.flag("released"),
+    )
+
+
+def key_json(key: Key) -> dict[str, Json]:
+    """A key as fields of an object."""
+    return {"branch": key.branch, "epoch": key.position.epoch, "step": key.position.step}
+
+
+def _key(fields: Fields) -> Key:
+    return Key(fields.integer("branch"), Position(fields.integer("epoch"), fields.integer("step")))
+
+
+def entry_json(entry: Entry) -> dict[str, Json]:
+    """An entry as it lies in records and base files."""
+    return {
+        **entry.extra,
+        **key_json(entry.key),
+        "try": entry.try_name,
+        "manifest_bytes": entry.manifest_bytes,
+        "manifest_sha256": entry.manifest_sha256,
+        "needs": list(entry.needs),
+        "groups": list(entry.groups),
+        "resumable": entry.resumable,
+        "health": entry.health,
+    }
+
+
+def entry_of(value: Json, what: str) -> Entry:
+    """Read what `entry_json` made; raises DamagedError naming `what`."""
+    return _entry(Fields(value if isinstance(value, dict) else {}, what))
+
+
+def _entry(fields: Fields) -> Entry:
+    branch, position = _key(fields)
+    return Entry(
+        branch=branch,
+        position=position,
+        try_name=_try_name(fields),
+        manifest_bytes=fields.integer("manifest_bytes"),
+        manifest_sha256=fields.text("manifest_sha256"),
+        needs=_needs(fields),
+        groups=fields.texts("groups"),
+        resumable=fields.flag("resumable"),
+        health=fields.text("health"),
+        extra=fields.rest(_ENTRY_KEYS),
+    )
+
+
+def _try_name(fields: Fields) -> str:
+    name = fields.text("try")
+    if TRY.fullmatch(name) is None:
+        raise fields.wrong("try")
+    return name
+
+
+def _needs(fields: Fields) -> tuple[str, ...]:
+    names = fields.texts("needs")
+    if not all(TRY.fullmatch(name) for name in names):
+        raise fields.wrong("needs")
+    return names
+
+
+def position_json(position: Position | None) -> Json:
+    """A position, or null."""
+    return None if position is None else {"epoch": position.epoch, "step": position.step}
+
+
+def _branch_json(branch: Branch) -> dict[str, Json]:
+    request = None if branch.request is None else dict(branch.request)
+    return {"id": branch.id, "parent": branch.parent, "base": position_json(branch.base), "request": request}
+
+
+def _branch(fields: Fields) -> Branch:
+    return Branch(
+        id=fields.integer("id"),
+        parent=fields.optional("parent", fields.integer),
+        base=fields.optional("base", lambda key: _position(fields.fields(key))),
+        request=fields.optional("request", lambda key: fields.fields(key).values),
+    )
+
+
+def _position(fields: Fields) -> Position:
+    return Position(fields.integer("epoch"), fields.integer("step"))
+
+
+def _mark(fields: Fields) -> Mark:
+    kind = fields.text("kind")
+    if kind not in _MARK_KINDS:
+        raise fields.wrong("kind")
+    return Mark(kind, fields.text("name"), _key(fields))
+
+
+def retirement_json(one: Retirement) -> dict[str, Json]:
+    """A retirement as it lies in records."""
+    return {"try": one.try_name, "groups": None if one.groups is None else list(one.groups)}
+
+
+def _retirement(fields: Fields) -> Retirement:
+    return Retirement(_try_name(fields), fields.optional("groups", fields.texts))
+
+
+def _base_json(ref: BaseRef) -> dict[str, Json]:
+    gone = [key_json(key) for key in ref.gone]
+    return {"name": ref.name, "bytes": ref.nbytes, "sha256": ref.sha256, "gone": gone}
+
+
+def _base(fields: Fields) -> BaseRef:
+    name = fields.text("name")
+    if "/" in name or not name.startswith("base-"):
+        raise fields.wrong("name")
+    return BaseRef(name, fields.integer("bytes"), fields.text("sha256"), fields.each("gone", _key))
+
+
+_ENTRY_KEYS = frozenset(entry_json(Entry(0, Position(0), "", 0, "")))
+_RECORD_KEYS = frozenset(record_json(Record(0, 0, "takeover", "", "", None, "", {}, State())))

@@ -1,0 +1,124 @@
+"""Which entries to keep. Pure: policies over what the log says; nothing is deleted here.
+
+A policy says what it wants kept of the current line; `|` keeps what either wants. Whatever the
+policy, never retired are: the newest provable entry, tagged and pinned ones, tries that an entry
+or a save in flight needs, mid-epoch positions beyond the newest whole epoch (a job resumes from
+them), and abandoned epochs that the current branch has not passed yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.log.changes import protected
+from torchrelay.checkpoint.log.live import Entry, Key, Retirement
+from torchrelay.errors import UsageError
+
+
+class RetentionPolicy:
+    """Chooses entries of the current line to keep."""
+
+    def keep(self, line: tuple[Entry, ...]) -> frozenset[Key]:
+        """The keys to keep among whole epochs, oldest first."""
+        raise NotImplementedError
+
+    def __or__(self, other: RetentionPolicy) -> RetentionPolicy:
+        return _Either(self, other)
+
+
+@dataclass(frozen=True)
+class _Either(RetentionPolicy):
+    one: RetentionPolicy
+    other: RetentionPolicy
+
+    def keep(self, line: tuple[Entry, ...]) -> frozenset[Key]:
+        return self.one.keep(line) | self.other.keep(line)
+
+
+@dataclass(frozen=True)
+class _KeepLast(RetentionPolicy):
+    count: int
+
+    def keep(self, line: tuple[Entry, ...]) -> frozenset[Key]:
+        return frozenset(entry.key for entry in _resumable(line)[-self.count :])
+
+
+@dataclass(frozen=True)
+class _KeepEvery(RetentionPolicy):
+    epochs: int
+
+    def keep(self, line: tuple[Entry, ...]) -> frozenset[Key]:
+        return frozenset(entry.key for entry in line if entry.position.epoch % self.epochs == 0)
+
+
+@dataclass(frozen=True)
+class _KeepAll(RetentionPolicy):
+    def keep(self, line: tuple[Entry, ...]) -> frozenset[Key]:
+        return frozenset(entry.key for entry in line)
+
+
+def keep_last(count: int) -> RetentionPolicy:
+    """Keep the newest `count` epochs that a job may resume from (at least 1)."""
+    return _KeepLast(_positive(count, "keep_last"))
+
+
+def keep_every(epochs: int) -> RetentionPolicy:
+    """Keep every epoch whose number is a multiple of `epochs` (at least 1), epoch 0 included."""
+    return _KeepEvery(_positive(epochs, "keep_every"))
+
+
+def keep_all() -> RetentionPolicy:
+    """Keep every epoch of the current line; only passed abandoned ones go."""
+    return _KeepAll()
+
+
+def to_retire(
+    view: LogView, policy: RetentionPolicy, in_flight: Collection[str] = ()
+) -> tuple[Retirement, ...]:
+    """What to retire now, oldest first. `in_flight` are tries that a save under way refers to.
+
+    Damaged entries are not kept for their own sake, but they stay until a newer entry can be resumed
+    from: their files are the evidence.
+    """
+    line = view.line()
+    kept = policy.keep(tuple(entry for entry in line if entry.position.boundary)) | protected(view.state)
+    kept |= {entry.key for entry in line if not _over(entry, view)}
+    kept |= {entry.key for entry in view.abandoned() if not _passed(entry, view)}
+    needed = _needed(view, {entry.try_name for entry in view.entries if entry.key in kept} | set(in_flight))
+    return tuple(Retirement(entry.try_name) for entry in view.entries if entry.try_name not in needed)
+
+
+def _needed(view: LogView, kept: set[str]) -> set[str]:
+    """The kept tries, what their entries refer to, what those refer to, and so on."""
+    entries = {entry.try_name: entry for entry in view.entries}
+    needed, pending = set(kept), list(kept)
+    while pending:
+        entry = entries.get(pending.pop())
+        further = set(entry.needs) - needed if entry else set()
+        needed |= further
+        pending.extend(further)
+    return needed
+
+
+def _over(entry: Entry, view: LogView) -> bool:
+    """Whether a newer whole epoch of the line can be resumed from."""
+    newest = view.newest(boundary=True)
+    return newest is not None and newest.position > entry.position
+
+
+def _passed(entry: Entry, view: LogView) -> bool:
+    """Whether the current branch itself, beyond its base, has gone further than an abandoned entry."""
+    own = [one.position for one in view.candidates() if one.branch == view.current.id]
+    return bool(own) and own[0] > entry.position
+
+
+def _resumable(line: tuple[Entry, ...]) -> list[Entry]:
+    return [entry for entry in line if entry.healthy and entry.resumable]
+
+
+def _positive(value: int, name: str) -> int:
+    if type(value) is not int or value < 1:
+        raise UsageError(f"{name}({value!r}) keeps nothing: give a whole number from 1 on")
+    return value

@@ -1,0 +1,82 @@
+"""Becoming the writer of a log: judge, watch, append `takeover`.
+
+Whoever creates the takeover's slot first has the log; everybody else judges again what is then there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from torchrelay.checkpoint.log import changes
+from torchrelay.checkpoint.log.counter import moves
+from torchrelay.checkpoint.log.job_file import JobFile
+from torchrelay.checkpoint.log.live import State
+from torchrelay.checkpoint.log.log_append import Draft, OvertakenError, append
+from torchrelay.checkpoint.log.log_reader import Tail, read_tail
+from torchrelay.checkpoint.log.record import LOG
+from torchrelay.checkpoint.log.writer import Right, WriterIdentity, describe, judge
+from torchrelay.checkpoint.storage import Storage
+from torchrelay.errors import DirectoryInUseError
+
+Json = Any
+
+DATA = "data"
+_ATTEMPTS = 8
+_REMEDY = "stop that job, or wait until it has ended, or choose another directory"
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A log that is ours.
+
+    `older_tries` are the tries that lay there before our record was written: whatever of them the
+    log does not know was left by an older generation and can never be committed any more.
+    """
+
+    tail: Tail
+    older_tries: frozenset[str]
+
+
+def take_over(
+    storage: Storage,
+    job: JobFile,
+    me: WriterIdentity,
+    nonce: str,
+    *,
+    live_here: Container[str],
+    patience_secs: float,
+) -> Taken:
+    """Append our takeover, after watching the holder where the log does not say that he is gone.
+
+    Raises DirectoryInUseError naming the holder when he lives, or when others are always faster.
+    """
+    holder: Mapping[str, Json] = {}
+    for _ in range(_ATTEMPTS):
+        tail = read_tail(storage, job)
+        holder = tail.view.holder
+        verdict = judge(tail.view, me, certain=not tail.stepped_back, live_here=live_here)
+        if verdict.right is Right.REFUSED:
+            raise DirectoryInUseError(f"{storage.url} is in use: {verdict.reason}")
+        if verdict.right is Right.WATCH and moves(storage, patience_secs):
+            raise DirectoryInUseError(f"{storage.url} is in use by {describe(holder, _REMEDY)}")
+        older_tries = frozenset(storage.list(DATA))
+        storage.sync_dir(LOG)  # never act on a name that a power cut could still remove
+        try:
+            appended = append(storage, tail, _takeover(me, nonce, verdict.reason))
+        except OvertakenError:
+            continue
+        return Taken(appended.tail, older_tries)
+    raise DirectoryInUseError(f"{storage.url} is in use by {describe(holder, _REMEDY)}")
+
+
+def _takeover(me: WriterIdentity, nonce: str, reason: str) -> Draft:
+    since = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    holder = {**me.json(), "nonce": nonce, "since": since}
+
+    def change(state: State) -> tuple[State, Mapping[str, Json]]:
+        return changes.taken_over(state, holder), {"reason": reason}
+
+    return Draft("takeover", change)

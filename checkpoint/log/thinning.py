@@ -1,0 +1,45 @@
+"""Thinning a log: below its newest 256 slots only multiples of 256 are kept.
+
+Called after the newer slots are durable. Oldest first, so that an interrupted thinning leaves one
+stretch of slots that the next one finishes.
+"""
+
+from __future__ import annotations
+
+from torchrelay.checkpoint.disk.sealed import LIMIT_BYTES
+from torchrelay.checkpoint.log.job_file import JobFile
+from torchrelay.checkpoint.log.record import decode, slot_path
+from torchrelay.checkpoint.log.tail import STRIDE, floor
+from torchrelay.checkpoint.storage import Storage
+from torchrelay.errors import StorageError
+
+
+def thin(storage: Storage, job: JobFile, newest: int) -> None:
+    """Delete what a log whose newest slot is `newest` keeps no longer, base files included."""
+    for slot in reversed(_beyond(storage, newest)):
+        base = _base_of(storage, job, slot)
+        kept = (slot + 1, floor(slot))
+        if base is not None and base not in [_base_of(storage, job, other) for other in kept]:
+            storage.delete(base)
+        storage.delete(slot_path(slot))
+
+
+def _beyond(storage: Storage, newest: int) -> list[int]:
+    """Slots to delete, newest first: down from the 257th newest to the first one that is gone."""
+    found: list[int] = []
+    for slot in range(newest - STRIDE, 0, -1):
+        if slot % STRIDE == 0:
+            continue
+        if storage.stat(slot_path(slot)) is None:
+            break
+        found.append(slot)
+    return found
+
+
+def _base_of(storage: Storage, job: JobFile, slot: int) -> str | None:
+    """The base file that a slot's record refers to; None also for a record that cannot be read."""
+    try:
+        record = decode(storage.read_range(slot_path(slot), 0, LIMIT_BYTES + 1), slot=slot, job=job.uuid)
+    except (StorageError, FileNotFoundError):
+        return None
+    return record.base.path if record.base else None

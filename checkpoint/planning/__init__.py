@@ -1,0 +1,1 @@
+"""Who writes which bytes, whether replicas are alike, from plan to manifest."""

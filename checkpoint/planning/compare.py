@@ -1,0 +1,185 @@
+"""Are replicas still alike? Which leaves are compared when, and what follows from a difference.
+
+    parameters, optimizer tensors     whole at the first save of a process and every 10 epochs, samples
+                                      between; a difference fails the save
+    module buffers that DDP broadcasts     never: they differ by design
+    other replicated tensors and values    at every save; a difference makes a leaf `rank` for good,
+                                           or fails the save where `replicated` was forced
+    `rank` and `host` leaves               never
+
+Digests are xxh3-128 of the stored bytes. Little is exchanged: one combined digest per node, and details
+only where these differ.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from torchrelay.checkpoint.disk import canonical, dtypes
+from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Value
+from torchrelay.jobs.peers import Peers, together
+
+if TYPE_CHECKING:
+    import torch
+
+WHOLE_EVERY = 10
+"""Epochs between comparisons of all bytes of parameters and optimizer state."""
+SAMPLE_BYTES = 64 << 10
+SAMPLES = 4
+"""A sampled tensor is compared in this many stretches, the first and the last bytes among them."""
+_SAME_BY_CONSTRUCTION = ("parameter", "optimizer")
+
+Digests = Mapping[str, str]
+"""Leaf name to digest (hex)."""
+
+
+class Mode(Enum):
+    """How much of the parameters and optimizer tensors is compared."""
+
+    WHOLE = "whole"
+    SAMPLES = "samples"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a comparison found.
+
+    `demote` are leaves that become `rank` for good; `failures` says per leaf which nodes have other
+    bytes than most, and any of them fails the save.
+    """
+
+    demote: frozenset[str] = frozenset()
+    failures: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def mode_at(epoch: int, *, first: bool) -> Mode:
+    """Whole at the first save of a process (so also after a restart) and every 10 epochs."""
+    return Mode.WHOLE if first or epoch % WHOLE_EVERY == 0 else Mode.SAMPLES
+
+
+def is_compared(leaf: Leaf | LeafSpec, scope: str, broadcast: Collection[str] = ()) -> bool:
+    """Whether a leaf is compared at all; `broadcast` names the buffers that DDP keeps alike itself."""
+    return scope == "replicated" and leaf.alias_of is None and leaf.name not in broadcast
+
+
+def fails_when_different(leaf: Leaf | LeafSpec, forced: Collection[str] = ()) -> bool:
+    """Whether a difference fails the save: parameters, optimizer state, forced leaves (or their blob)."""
+    return leaf.role.value in _SAME_BY_CONSTRUCTION or leaf.name in forced or leaf.blob in forced
+
+
+def digests_of(leaves: Iterable[Leaf], mode: Mode) -> dict[str, str]:
+    """The digests of leaves that are to be compared; `mode` concerns parameters and optimizer tensors."""
+    return {leaf.name: _digest(leaf, mode) for leaf in leaves}
+
+
+def verdict(digests_by_node: Mapping[int, Digests], forced_replicated: Collection[str]) -> Verdict:
+    """Judge digests of all nodes. A leaf is compared between the nodes that have it.
+
+    `forced_replicated` names the leaves whose difference fails the save.
+    """
+    found: dict[str, dict[int, str]] = {}
+    for node in sorted(digests_by_node):
+        for name, digest in digests_by_node[node].items():
+            found.setdefault(name, {})[node] = digest
+    different = {name: nodes for name, nodes in sorted(found.items()) if len(set(nodes.values())) > 1}
+    return Verdict(
+        demote=frozenset(name for name in different if name not in forced_replicated),
+        failures={name: _odd_ones(nodes) for name, nodes in different.items() if name in forced_replicated},
+    )
+
+
+def compare_replicas(
+    peers: Peers,
+    topic: str,
+    digest: Callable[[], Mapping[int, Digests]],
+    forced_replicated: Collection[str],
+    *,
+    deadline_secs: float | None = None,
+) -> Verdict:
+    """Compare the nodes of all processes; every process gets the same verdict.
+
+    `digest` makes the digests of the nodes that this process hosts; where it raises, all raise. The
+    second exchange happens only if the first shows a difference, or nodes with different leaves.
+    """
+    hosted: dict[int, Digests] = {}
+
+    def look() -> list[list[Any]]:
+        hosted.update(digest())
+        return [[node, *_combined(digests)] for node, digests in sorted(hosted.items())]
+
+    answers = together(peers, topic, look, deadline_secs=deadline_secs)
+    nodes = sorted(tuple(one) for answer in answers for one in answer)
+    asked = _asked(nodes)
+    if not asked:
+        return Verdict()
+    details = [[node, dict(hosted[node])] for node in sorted(hosted) if node in asked]
+    answers = peers.exchange(f"{topic}, in detail", details, deadline_secs=deadline_secs)
+    by_node = {node: digests for answer in answers for node, digests in answer}
+    return verdict(by_node, _everywhere(peers, topic, forced_replicated, deadline_secs))
+
+
+def _everywhere(
+    peers: Peers, topic: str, names: Collection[str], deadline_secs: float | None
+) -> frozenset[str]:
+    """What any process forces is forced for all: nodes with different leaves know only their own."""
+    answers = peers.exchange(f"{topic}, forced", sorted(names), deadline_secs=deadline_secs)
+    return frozenset(name for answer in answers for name in answer)
+
+
+def _asked(nodes: Sequence[tuple[int, str, str]]) -> frozenset[int]:
+    """The nodes whose details are needed: all of a leaf set with a difference, else one per leaf set."""
+    leaf_sets: dict[str, list[tuple[int, str]]] = {}
+    for node, names, digest in nodes:
+        leaf_sets.setdefault(names, []).append((node, digest))
+    unlike = {names for names, members in leaf_sets.items() if len({digest for _, digest in members}) > 1}
+    if not unlike and len(leaf_sets) < 2:
+        return frozenset()
+    asked: set[int] = set()
+    for names, members in leaf_sets.items():
+        asked.update(node for node, _ in (members if names in unlike else members[:1]))
+    return frozenset(asked)
+
+
+def _combined(digests: Digests) -> tuple[str, str]:
+    """A digest of the names and one of the content."""
+    names = sorted(digests)
+    content = "".join(digests[name] for name in names)
+    return _hash(canonical.dumps(names)), _hash(content.encode())
+
+
+def _odd_ones(nodes: Mapping[int, str]) -> tuple[int, ...]:
+    counts = Counter(nodes.values())
+    usual = max(counts, key=lambda digest: (counts[digest], digest == nodes[min(nodes)]))
+    return tuple(node for node, digest in nodes.items() if digest != usual)
+
+
+def _digest(leaf: Leaf, mode: Mode) -> str:
+    tensor = leaf.content
+    if isinstance(tensor, Value):
+        return _hash(canonical.dumps(tensor.json))
+    hashed = xxhash.xxh3_128(repr((str(tensor.dtype), tuple(tensor.shape))).encode())
+    sampled = mode is Mode.SAMPLES and leaf.role.value in _SAME_BY_CONSTRUCTION
+    for piece in _samples(tensor) if sampled else [tensor]:
+        hashed.update(dtypes.stored_bytes(piece, leaf.name))
+    return str(hashed.hexdigest())
+
+
+def _samples(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Evenly spread stretches, so that only they leave the device."""
+    count = max(1, SAMPLE_BYTES // SAMPLES // tensor.element_size())
+    size = tensor.numel()
+    if size <= count * SAMPLES:
+        return [tensor]
+    flat = tensor.detach().reshape(-1)
+    starts = [(size - count) * index // (SAMPLES - 1) for index in range(SAMPLES)]
+    return [flat[start : start + count] for start in starts]
+
+
+def _hash(data: bytes) -> str:
+    return str(xxhash.xxh3_128_hexdigest(data))

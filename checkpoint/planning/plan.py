@@ -1,0 +1,201 @@
+"""Who writes which bytes of an epoch: pure, computed alike by every rank without talking.
+
+Only parameters and optimizer tensors are split between the nodes that replicate them: module buffers
+differ between replicas by design, and values are small. Split leaves form one byte string per replica
+set and group (item size descending, then name), so that a parameter and its optimizer state are spread
+over all replicas. Other replicated leaves are written whole by the first replica, `rank` leaves by
+their node, `host` leaves by the lowest rank of each host that has them.
+
+Nodes may have different leaves (pipeline stages): a plan is made for node classes, and a replica set is
+every node whose class has an identical leaf.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torchrelay.checkpoint.disk import canonical
+from torchrelay.checkpoint.disk.layouts import Layout, PerNode, Replicated, Split
+from torchrelay.checkpoint.planning.assignments import (
+    NodeClass,
+    Plan,
+    PlannedLeaf,
+    elements,
+    identity,
+    sorted_leaves,
+)
+from torchrelay.checkpoint.planning.cuts import CUT_BYTES, cuts_between
+
+if TYPE_CHECKING:
+    from torchrelay.checkpoint.state.leaf import LeafSpec
+
+PLAN_VERSION = 1
+SPLIT_ROLES = ("parameter", "optimizer")
+_CACHED_PLANS = 8
+
+
+@dataclass(frozen=True)
+class Question:
+    """Everything that decides a plan.
+
+    `scopes` gives the scope of leaves by name (`replicated` where it says nothing), `hosts` the host
+    number of every node. Leaves in `referenced` are unchanged since an earlier try, which keeps them:
+    nobody writes them and they are no rows of the plan.
+    """
+
+    classes: tuple[NodeClass, ...]
+    cut: int = CUT_BYTES
+    scopes: Mapping[str, str] = field(default_factory=dict)
+    hosts: tuple[int, ...] | None = None
+    referenced: frozenset[str] = frozenset()
+
+    def scope_of(self, leaf: LeafSpec) -> str:
+        """The scope of a leaf."""
+        return self.scopes.get(leaf.name, "replicated")
+
+
+def plan_replicas(
+    specs: Sequence[LeafSpec],
+    nodes: int,
+    *,
+    cut: int = CUT_BYTES,
+    scopes: Mapping[str, str] | None = None,
+    hosts: Sequence[int] | None = None,
+    referenced: Collection[str] = (),
+) -> Plan:
+    """Plan a save of `nodes` nodes that all have the leaves `specs`; see `Question` for the rest."""
+    everybody = NodeClass(tuple(range(nodes)), tuple(specs))
+    return plan_classes([everybody], cut=cut, scopes=scopes, hosts=hosts, referenced=referenced)
+
+
+def plan_classes(
+    classes: Sequence[NodeClass],
+    *,
+    cut: int = CUT_BYTES,
+    scopes: Mapping[str, str] | None = None,
+    hosts: Sequence[int] | None = None,
+    referenced: Collection[str] = (),
+) -> Plan:
+    """Plan a save of nodes of several classes; see `Question`.
+
+    The last few plans are remembered, so an identical question costs one hash.
+    """
+    known_hosts = None if hosts is None else tuple(hosts)
+    question = Question(tuple(classes), cut, dict(scopes or {}), known_hosts, frozenset(referenced))
+    key = plan_hash(question)
+    if key not in _plans:
+        _plans[key] = _make(question, key)
+        while len(_plans) > _CACHED_PLANS:
+            _plans.popitem(last=False)
+    _plans.move_to_end(key)
+    return _plans[key]
+
+
+_plans: OrderedDict[str, Plan] = OrderedDict()
+
+
+def plan_hash(question: Question) -> str:
+    """SHA-256 (hex) over all that decides a plan; ranks compare it before they write."""
+    stated = {
+        "version": PLAN_VERSION,
+        "cut": question.cut,
+        "classes": [
+            [list(one.nodes), [_stated(leaf, question) for leaf in sorted_leaves(one.leaves)]]
+            for one in question.classes
+        ],
+        "scopes": dict(question.scopes),
+        "hosts": None if question.hosts is None else list(question.hosts),
+        "referenced": sorted(question.referenced),
+    }
+    return hashlib.sha256(canonical.dumps(stated)).hexdigest()
+
+
+def _stated(leaf: LeafSpec, question: Question) -> list[object]:
+    return [*identity(leaf), PlannedLeaf(leaf, question.scope_of(leaf), 0).inline]
+
+
+def _make(question: Question, key: str) -> Plan:
+    held = _holders(question.classes, question.referenced)
+    rows = tuple(leaf for leaf, _ in held)
+    layouts = _Layouts()
+    numbers = [-1] * len(rows)
+    strings: dict[tuple[tuple[int, ...], str], list[int]] = {}
+    for row, (leaf, nodes) in enumerate(held):
+        scope = question.scope_of(leaf)
+        if scope == "replicated" and _splits(leaf):
+            strings.setdefault((nodes, leaf.group), []).append(row)
+        else:
+            numbers[row] = layouts.number(_unsplit_layout(scope, nodes, question.hosts))
+    for (nodes, _), members in sorted(strings.items()):
+        number = layouts.number(_split_layout(nodes, members, rows, question.cut))
+        for row in members:
+            numbers[row] = number
+    planned = zip(rows, numbers, strict=True)
+    return Plan(
+        tuple(PlannedLeaf(leaf, question.scope_of(leaf), number) for leaf, number in planned),
+        tuple(layouts.found),
+        key,
+    )
+
+
+def _holders(
+    classes: Sequence[NodeClass], referenced: frozenset[str]
+) -> list[tuple[LeafSpec, tuple[int, ...]]]:
+    """Every distinct leaf with the nodes that have it, by name and first node."""
+    found: dict[bytes, tuple[LeafSpec, list[int]]] = {}
+    for node_class in classes:
+        for leaf in node_class.leaves:
+            if leaf.name not in referenced:
+                found.setdefault(canonical.dumps(identity(leaf)), (leaf, []))[1].extend(node_class.nodes)
+    held = [(leaf, tuple(sorted(nodes))) for leaf, nodes in found.values()]
+    return sorted(held, key=lambda pair: (pair[0].name, pair[1]))
+
+
+def _splits(leaf: LeafSpec) -> bool:
+    return leaf.kind == "tensor" and leaf.role.value in SPLIT_ROLES and leaf.alias_of is None
+
+
+def _unsplit_layout(scope: str, nodes: tuple[int, ...], hosts: Sequence[int] | None) -> Layout:
+    if scope == "rank":
+        return PerNode(nodes)
+    if scope == "host":
+        return PerNode(_lowest_of_hosts(nodes, hosts))
+    return Replicated(nodes)
+
+
+def _lowest_of_hosts(nodes: tuple[int, ...], hosts: Sequence[int] | None) -> tuple[int, ...]:
+    lowest: dict[int, int] = {}
+    for node in nodes:
+        lowest.setdefault(hosts[node] if hosts else 0, node)
+    return tuple(sorted(lowest.values()))
+
+
+def _split_layout(nodes: tuple[int, ...], members: list[int], rows: Sequence[LeafSpec], cut: int) -> Split:
+    order = sorted(members, key=lambda row: (-_item_bytes(rows[row]), rows[row].name))
+    cuts = cuts_between(
+        [rows[row].nbytes for row in order], [_item_bytes(rows[row]) for row in order], len(nodes), cut
+    )
+    return Split(nodes, tuple(order), cuts)
+
+
+def _item_bytes(leaf: LeafSpec) -> int:
+    count = elements(leaf)
+    return leaf.nbytes // count if count else 1
+
+
+class _Layouts:
+    """Numbers layouts, an equal one once."""
+
+    def __init__(self) -> None:
+        self.found: list[Layout] = []
+        self._numbers: dict[Layout, int] = {}
+
+    def number(self, layout: Layout) -> int:
+        if layout not in self._numbers:
+            self._numbers[layout] = len(self.found)
+            self.found.append(layout)
+        return self._numbers[layout]

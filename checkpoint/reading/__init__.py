@@ -1,0 +1,1 @@
+"""Proof, verified bytes of leaves, choosing an epoch, loading without a job."""

@@ -1,0 +1,236 @@
+"""Loading parts of one epoch into objects, tensors and values, without a session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from torchrelay.checkpoint.disk import values
+from torchrelay.checkpoint.disk.dtypes import by_name, memory_of, torch_dtype
+from torchrelay.checkpoint.disk.manifest import LeafRow
+from torchrelay.checkpoint.disk.value_decoding import references
+from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.reading.leaf_reader import LeafRead, LeafReader
+from torchrelay.checkpoint.reading.lookup import find_row, holder_of, nearest
+from torchrelay.checkpoint.reading.patterns import Chosen, Rename, renamed, renamed_all
+from torchrelay.checkpoint.state.leaf import LeafSpec, Role
+from torchrelay.checkpoint.state.restore import Restoration, restoration
+from torchrelay.errors import PartiallyLoadedError, RelayError, UsageError
+
+Nodes = str | Mapping[str, str] | None
+"""Whose content is meant where every node has its own: one node's, or per stored blob."""
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """What a load did: leaf names by the names that the objects know, and bytes read, headers included."""
+
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    bytes_read: int = 0
+
+    def costing(self, nbytes: int) -> LoadResult:
+        """The result with the bytes that it took."""
+        return replace(self, bytes_read=nbytes)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A stored leaf under the name that the objects know it by."""
+
+    spec: LeafSpec
+    stored: str
+    node: str | None
+
+
+def load_objects(
+    reader: LeafReader,
+    entry: Entry,
+    objects: Mapping[str, Any],
+    *,
+    strict: bool,
+    rename: Rename | None,
+    nodes: Nodes,
+    atomic: bool,
+) -> LoadResult:
+    """Load into objects; see `Checkpoint.load`."""
+    _check_objects(objects)
+    found = _find(reader, objects, rename, nodes)
+    _check_blobs(reader, objects, found, rename)
+    check_kept(reader, entry, [one.stored for one in found.values()])
+    json = {
+        name: reader.value_json(one.stored, one.node)
+        for name, one in found.items()
+        if one.spec.kind == "value" and one.spec.alias_of is None
+    }
+    found = _inner_unrenamed(found, json)
+    specs = {name: one.spec for name, one in found.items()}
+    plan = restoration(objects, specs, json, strict=strict)
+    _read(reader, plan, found, atomic=atomic)
+    plan.finish()
+    return LoadResult(
+        tuple(name for name in found if name not in plan.unexpected), plan.missing, plan.unexpected
+    )
+
+
+def load_tensors(
+    reader: LeafReader,
+    entry: Entry,
+    wanted: Mapping[str, Chosen],
+    device: str | torch.device | None,
+    dtype: torch.dtype | None,
+) -> dict[str, torch.Tensor]:
+    """Read tensors, by their new names; names of one stored tensor get one tensor."""
+    check_kept(reader, entry, [name for name, _ in wanted.values()])
+    fresh: dict[tuple[int, int | None], torch.Tensor] = {}
+    reads: list[LeafRead] = []
+    places: dict[str, tuple[int, int | None]] = {}
+    for new, (name, node) in wanted.items():
+        row = find_row(reader.manifest, name, node)
+        place = places[new] = (row, holder_of(reader.manifest, row, node))
+        if place not in fresh:
+            leaf = reader.manifest.leaves[row]
+            fresh[place] = torch.empty(leaf.shape, dtype=torch_dtype(by_name(leaf.dtype or "")), device="cpu")
+            reads.append(LeafRead(name, memory_of(fresh[place]), node))
+    reader.read_many(reads)
+    placed = {place: _placed(tensor, device, dtype) for place, tensor in fresh.items()}
+    return {new: placed[place] for new, place in places.items()}
+
+
+def load_value(reader: LeafReader, entry: Entry, name: str, node: str | None) -> Any:
+    """Read one value, with the tensors inside it."""
+    check_kept(reader, entry, [name])
+
+    def refer(inner: Any) -> torch.Tensor:
+        return load_tensors(reader, entry, {"": (str(inner), node)}, None, None)[""]
+
+    return values.decode(reader.value_json(name, node), tensor=refer)
+
+
+def check_kept(reader: LeafReader, entry: Entry, names: Iterable[str]) -> None:
+    """Refuse leaves whose files retention has removed; raises UsageError."""
+    for name in names:
+        for row in reader.manifest.rows.get(name, ()):
+            group = reader.manifest.leaves[row].group
+            if group not in entry.groups and row not in reader.manifest.values:
+                raise UsageError(
+                    f"{name!r} of epoch {entry.position} is gone: retention removed the files of group "
+                    f"{group!r}; choose a newer epoch, or keep more"
+                )
+
+
+def _check_objects(objects: Mapping[str, Any]) -> None:
+    if not isinstance(objects, Mapping) or not all(isinstance(name, str) for name in objects):
+        raise UsageError(
+            f'give the objects by blob name, load({{"model": model}}), not {type(objects).__name__}'
+        )
+
+
+def _find(
+    reader: LeafReader, objects: Mapping[str, Any], rename: Rename | None, nodes: Nodes
+) -> dict[str, _Found]:
+    """The stored leaves that are of the objects' blobs once they are renamed."""
+    manifest = reader.manifest
+    names = [name for name in manifest.rows if manifest.leaves[manifest.rows[name][0]].role != "rng"]
+    first: dict[str, str] = {}
+    found: dict[str, _Found] = {}
+    for new, stored in renamed_all(_inside(names, objects, rename), rename).items():
+        declared = manifest.leaves[manifest.rows[stored][0]]
+        node = nodes.get(declared.blob) if isinstance(nodes, Mapping) else nodes
+        row = find_row(manifest, stored, node)
+        holder_of(manifest, row, node)  # says which node to ask for, before anything changes
+        source = first.setdefault(manifest.leaves[row].name, new)
+        blob = _blob_of(new, objects) or declared.blob
+        found[new] = _Found(_spec(manifest.leaves[row], new, blob, source), stored, node)
+    return found
+
+
+def _inner_unrenamed(found: Mapping[str, _Found], json: Mapping[str, Any]) -> dict[str, _Found]:
+    """Tensors inside values back under their stored names, by which the values refer to them."""
+    new_names = {one.stored: new for new, one in found.items()}
+    back = {
+        new_names[stored]: (stored, found[tree].spec.blob)
+        for tree, value in json.items()
+        for stored in references(value)
+        if new_names.get(stored, stored) != stored
+    }
+    kept = {new: one for new, one in found.items() if new not in back}
+    inner = {
+        stored: replace(found[new], spec=replace(found[new].spec, name=stored, blob=blob))
+        for new, (stored, blob) in back.items()
+    }
+    return {**kept, **inner}
+
+
+def _inside(names: Iterable[str], objects: Mapping[str, Any], rename: Rename | None) -> list[str]:
+    return [name for name in names if _blob_of(renamed(name, rename), objects) is not None]
+
+
+def _blob_of(name: str, objects: Mapping[str, Any]) -> str | None:
+    """The object that a leaf belongs to. No blob's name is a dotted prefix of another's."""
+    return next((blob for blob in objects if name == blob or name.startswith(f"{blob}.")), None)
+
+
+def _spec(row: LeafRow, name: str, blob: str, source: str) -> LeafSpec:
+    """A stored leaf by its new name; `source` is the first of the names that share its bytes."""
+    alias = None if source == name else source
+    return LeafSpec(
+        name=name,
+        blob=blob,
+        role=Role(row.role),
+        group=row.group,
+        kind="tensor" if row.kind == "tensor" else "value",
+        dtype=row.dtype,
+        shape=row.shape,
+        nbytes=row.nbytes,
+        alias_of=alias,
+    )
+
+
+def _check_blobs(
+    reader: LeafReader, objects: Mapping[str, Any], found: Mapping[str, _Found], rename: Rename | None
+) -> None:
+    """Refuse an object of which nothing at all is stored: most likely a misspelt name."""
+    known = {blob.name for blob in reader.manifest.blobs} | {one.spec.blob for one in found.values()}
+    for name in objects:
+        if name not in known:
+            there = [renamed(blob.name, rename) for blob in reader.manifest.blobs]
+            raise UsageError(f"there is no blob {name!r}{nearest(name, there)}")
+
+
+def _read(reader: LeafReader, plan: Restoration, found: Mapping[str, _Found], *, atomic: bool) -> None:
+    """Read everything; with `atomic` live tensors are written once all bytes have come and are right."""
+    staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+    reads: list[LeafRead] = []
+    for read in plan.reads:
+        memory = read.memory()
+        if atomic and read.destination is not None:
+            staged.append((read.destination, torch.empty_like(memory)))
+            memory = staged[-1][1]
+        one = found[read.leaf]
+        reads.append(LeafRead(one.stored, memory_of(memory), one.node))
+    _read_bytes(reader, reads, live=not atomic and any(read.destination is not None for read in plan.reads))
+    with torch.no_grad():
+        for live, fresh in staged:
+            live.copy_(fresh)
+
+
+def _read_bytes(reader: LeafReader, reads: Sequence[LeafRead], *, live: bool) -> None:
+    try:
+        reader.read_many(reads)
+    except RelayError as error:
+        if not live:
+            raise
+        raise PartiallyLoadedError(
+            f"reading failed after objects had changed: {error}; load them again before you use them"
+        ) from error
+
+
+def _placed(
+    tensor: torch.Tensor, device: str | torch.device | None, dtype: torch.dtype | None
+) -> torch.Tensor:
+    return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)

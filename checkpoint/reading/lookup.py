@@ -1,0 +1,96 @@
+"""Finding leaves and blobs by name: one node's own value is `node:name`, a wrong name gets suggestions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+from torchrelay.checkpoint.disk.layouts import Layout, PerNode
+from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
+from torchrelay.errors import UsageError
+
+
+def split_name(name: str, nodes: Iterable[str]) -> tuple[str | None, str]:
+    """`trainer_1:total` as (node, name); None for the node of a plain name.
+
+    Node names may hold colons, blob names do not: the last colon divides. Raises UsageError for an
+    unknown node.
+    """
+    node, colon, rest = name.rpartition(":")
+    if not colon:
+        return None, name
+    known = list(nodes)
+    if node not in known:
+        raise UsageError(f"{name!r}: there is no node {node!r}{nearest(node, known)}")
+    return node, rest
+
+
+def find_row(manifest: Manifest, name: str, node: str | None = None) -> int:
+    """The row of a leaf as `node` has it, aliases followed.
+
+    Without a node a leaf that differs between nodes is ambiguous unless only one node has it. Raises
+    UsageError naming what there is.
+    """
+    rows = manifest.rows.get(name)
+    if rows is None:
+        raise UsageError(f"there is no leaf {name!r}{nearest(name, manifest.rows)}")
+    if len(rows) > 1:
+        rows = _of_node(manifest, name, rows, node)
+    leaf = manifest.leaves[rows[0]]
+    return rows[0] if leaf.alias_of is None else find_row(manifest, leaf.alias_of, node)
+
+
+def holder_of(manifest: Manifest, row: int, node: str | None) -> int | None:
+    """The number of the node whose own value is meant; None for a leaf that all nodes share."""
+    leaf = manifest.leaves[row]
+    layout = manifest.layouts[leaf.layout]
+    if not isinstance(layout, PerNode):
+        return None
+    if node is None:
+        if len(layout.nodes) == 1:
+            return layout.nodes[0]
+        raise UsageError(
+            f"{leaf.name!r} has a value of its own on every node: ask for {own_names(manifest, leaf, layout)}"
+        )
+    number = manifest.world.number.get(node)
+    if leaf.scope == "host" and number is not None and number < len(manifest.world.host_of):
+        number = _lowest_on_host(manifest, layout, number)
+    if number is None or number not in layout.members:
+        raise UsageError(
+            f"{node!r} has no {leaf.name!r} of its own; there is {own_names(manifest, leaf, layout)}"
+        )
+    return number
+
+
+def own_names(manifest: Manifest, leaf: LeafRow, layout: Layout) -> str:
+    """`a:name, b:name, ...` for a message."""
+    names = [f"{manifest.world.names[number]}:{leaf.name}" for number in layout.nodes]
+    return ", ".join(names[:4]) + (f", ... ({len(names)} nodes)" if len(names) > 4 else "")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a message: what was probably meant, or what there is."""
+    known = list(known)
+    close = get_close_matches(name, known, n=3, cutoff=0.6)
+    if close:
+        return f"; did you mean {' or '.join(map(repr, close))}?"
+    some = ", ".join(map(repr, sorted(known)[:8]))
+    return f"; there {'is' if len(known) == 1 else 'are'} {some or 'none'}{', ...' if len(known) > 8 else ''}"
+
+
+def _of_node(manifest: Manifest, name: str, rows: tuple[int, ...], node: str | None) -> tuple[int, ...]:
+    number = manifest.world.number.get(node) if node is not None else None
+    found = tuple(row for row in rows if number in manifest.nodes_of(manifest.leaves[row]))
+    if found:
+        return found
+    nodes = sorted({n for row in rows for n in manifest.nodes_of(manifest.leaves[row])})
+    some = ", ".join(f"{manifest.world.names[n]}:{name}" for n in nodes[:4])
+    raise UsageError(
+        f"{name!r} is not the same leaf on all nodes: ask for {some}{', ...' if nodes[4:] else ''}"
+    )
+
+
+def _lowest_on_host(manifest: Manifest, layout: PerNode, number: int) -> int | None:
+    host_of = manifest.world.host_of
+    here = [one for one in layout.nodes if one < len(host_of) and host_of[one] == host_of[number]]
+    return here[0] if here else None

@@ -1,0 +1,144 @@
+"""From what a user calls a checkpoint to a storage, a log and a proved entry."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchrelay.checkpoint.counting_storage import CountingStorage
+from torchrelay.checkpoint.disk import manifest_disk
+from torchrelay.checkpoint.local_storage import LocalStorage
+from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.reading.epoch_choice import Wanted, best_first, named_entry, whole_epochs
+from torchrelay.checkpoint.reading.proof import Outcome, Proof, prove
+from torchrelay.checkpoint.storage import Storage
+from torchrelay.errors import NoProvableEpochError, StorageError, UnknownEpochError, UsageError
+
+Best = tuple[str, str]
+Say = Callable[[str], None]
+_RUN_JSON_LIMIT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where checkpoints lie, and the metric that the run there calls best, if it said one."""
+
+    storage: CountingStorage
+    best: Best | None = None
+
+    @property
+    def url(self) -> str:
+        """For messages."""
+        return self.storage.url
+
+
+def place_of(where: str | os.PathLike[str] | Storage) -> Place:
+    """A run directory (it has `checkpoints/`), a `db_prefix`, or a storage.
+
+    Raises UsageError for what is none of them.
+    """
+    if isinstance(where, Storage):
+        return Place(CountingStorage(where))
+    if "://" in str(where):
+        raise UsageError(
+            f"{where} is a URL; checkpoints are read from local or mounted directories: give a path"
+        )
+    path = Path(where)
+    if not path.is_dir():
+        raise UsageError(f"{path} is {'a file' if path.exists() else 'not there'}: give a run directory")
+    if (path / "checkpoints").is_dir():
+        return Place(CountingStorage(LocalStorage(path / "checkpoints")), _best_of_run(path))
+    if not (path / "job.json").exists():
+        raise UsageError(
+            f"{path} holds no checkpoints: give a run directory (it has checkpoints/) or the prefix "
+            "that the manager was given"
+        )
+    return Place(CountingStorage(LocalStorage(path)))
+
+
+def _best_of_run(run: Path) -> Best | None:
+    """The metric in `run.json`; a file that is odd or absent says nothing."""
+    try:
+        with open(run / "run.json", "rb") as file:
+            said = json.loads(file.read(_RUN_JSON_LIMIT_BYTES)).get("best")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
+    good = (
+        isinstance(said, list) and len(said) == 2 and isinstance(said[0], str) and said[1] in ("min", "max")
+    )
+    return (said[0], said[1]) if good else None
+
+
+def proved_entry(place: Place, view: LogView, wish: Wanted, best: Best | None, say: Say) -> Proof:
+    """The epoch that is meant, its manifest proved.
+
+    An explicit epoch is never replaced: DamagedError, StorageError, or UnknownEpochError; whether its
+    files are there shows when they are needed. Of `last` and `best` the files must all be there and as
+    long as they were; else the next one is taken, and that is said; NoProvableEpochError if none is
+    left. Where an epoch cannot be looked at (I/O), StorageError: an older one would hide that.
+    """
+    if wish.explicit:
+        return prove(place.storage, named_entry(view, wish), want=())
+    reasons: list[str] = []
+    for entry in _candidates(place, view, wish, best, say):
+        proof = prove(place.storage, entry, level="sizes")
+        if proof.outcome is Outcome.UNKNOWN:
+            raise StorageError(f"epoch {entry.position} in {place.url} cannot be read now: {proof.reason}")
+        if proof.proved:
+            if reasons:
+                say(f"{'; '.join(reasons)}. Epoch {entry.position} is used instead")
+            return proof
+        reasons.append(f"epoch {entry.position} is damaged: {proof.reason}")
+    if reasons:
+        raise NoProvableEpochError(
+            f"no epoch in {place.url} is whole: {'; '.join(reasons)}. An epoch that is asked for by its "
+            "number gives what is left of it"
+        )
+    raise UnknownEpochError(f"nothing is committed in {place.url} yet")
+
+
+def _candidates(place: Place, view: LogView, wish: Wanted, best: Best | None, say: Say) -> Sequence[Entry]:
+    line = [entry for entry in whole_epochs(view, wish.branch) if entry.healthy]
+    if wish.word == "last" or not line:
+        return line
+    chosen = best or place.best
+    if chosen is None:
+        raise UsageError(
+            'epoch="best" needs a metric: give best=("val/acc", "max"), the run has not said one'
+        )
+    if len(chosen) != 2 or chosen[1] not in ("min", "max"):
+        raise UsageError(f'best={chosen!r} is no metric and direction: give for example ("val/acc", "max")')
+    return _by_metric(place, line, chosen, say)
+
+
+def _by_metric(place: Place, line: Sequence[Entry], best: Best, say: Say) -> Sequence[Entry]:
+    name, mode = best
+    found: dict[str, float] = {}
+    known: set[str] = set()
+    for entry in line:
+        try:
+            metrics = manifest_disk.read(place.storage, entry).facts.metrics
+        except OSError as error:
+            say(f"epoch {entry.position} is left out of the choice of the best one: {error}")
+            continue
+        known.update(metrics)
+        if name in metrics:
+            found[entry.try_name] = metrics[name]
+    ordered = best_first(line, found, mode)
+    if not ordered:
+        there = ", ".join(sorted(known)) or "none at all"
+        raise UnknownEpochError(f"no epoch in {place.url} has a value of metric {name!r}; there is {there}")
+    return ordered
+
+
+def read_log(place: Place) -> LogView:
+    """The log of a place; raises UnknownEpochError where nothing is committed."""
+    view = open_log(place.storage)
+    if view.empty:
+        raise UnknownEpochError(f"nothing is committed in {place.url} yet")
+    return view

@@ -1,0 +1,103 @@
+"""Choosing leaves by pattern, and giving them other names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from torchrelay.checkpoint.disk.layouts import PerNode
+from torchrelay.checkpoint.disk.manifest import Manifest
+from torchrelay.checkpoint.reading.lookup import find_row, holder_of, nearest, split_name
+from torchrelay.errors import UsageError
+
+_WILD = re.compile(r"[*?\[]")
+Rename = Mapping[str, str]
+"""Whole names or dotted beginnings of them (`head`), or dotted parts that end with a dot (`encoder.`)."""
+
+Chosen = tuple[str, str | None]
+"""A leaf's name and the node whose own is meant."""
+
+
+def choose(manifest: Manifest, patterns: str | Sequence[str], kind: str, *, strict: bool) -> list[Chosen]:
+    """Leaves of a kind that match any pattern, each once, in the order of the patterns.
+
+    `model.encoder` stands for that leaf or all below it, `*`, `?` and `[...]` for any text, and
+    `trainer_1:` in front for that node's own. Without a node a pattern means leaves that all nodes
+    share (or only one has). A pattern that matches nothing is an error unless `strict` is False.
+    """
+    found: dict[Chosen, None] = {}
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        node, text = split_name(pattern, manifest.world.names)
+        matching = [name for name in manifest.rows if matches(name, text) and _has_kind(manifest, name, kind)]
+        usable = [name for name in matching if _unambiguous(manifest, name, node)]
+        if matching and not usable:
+            holder_of(manifest, find_row(manifest, matching[0], node), node)  # says which node to ask for
+        if not usable and strict:
+            raise UsageError(f"no {kind} matches {pattern!r}{nearest(text, _near(manifest, kind))}")
+        found.update(dict.fromkeys((name, node) for name in usable))
+    return list(found)
+
+
+def is_pattern(text: str) -> bool:
+    """Whether a text stands for any names that look like it."""
+    return _WILD.search(text) is not None
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern means a leaf."""
+    if is_pattern(pattern):
+        return fnmatchcase(name, pattern)
+    return name == pattern or name.startswith(f"{pattern}.")
+
+
+def renamed(name: str, rename: Rename | None) -> str:
+    """The new name: the first entry that fits is applied, once.
+
+    `head` fits `head` and `head.weight`, never `header`; `encoder.` fits `encoder.weight` and, where no
+    part before it fits, `model.encoder.weight`.
+    """
+    for old, new in (rename or {}).items():
+        if name == old or name.startswith(old if old.endswith(".") else f"{old}."):
+            return new + name[len(old) :] if new else name[len(old) :].removeprefix(".")
+        head, dot, tail = name.partition(f".{old}") if old.endswith(".") else (name, "", "")
+        if dot:
+            return f"{head}.{new}{tail}"
+    return name
+
+
+def renamed_all(names: Iterable[str], rename: Rename | None) -> dict[str, str]:
+    """New name to old; raises UsageError where two would become one, or one would have no name."""
+    found: dict[str, str] = {}
+    for name in names:
+        new = renamed(name, rename)
+        if not new or found.setdefault(new, name) != name:
+            other = f"{found[new]!r} and {name!r} both" if new else repr(name)
+            raise UsageError(f"rename={rename!r} makes {other} {new!r}: choose other names")
+    return found
+
+
+def _has_kind(manifest: Manifest, name: str, kind: str) -> bool:
+    return manifest.leaves[manifest.rows[name][0]].kind == kind
+
+
+def _unambiguous(manifest: Manifest, name: str, node: str | None) -> bool:
+    try:
+        holder_of(manifest, find_row(manifest, name, node), node)
+    except UsageError:
+        return False
+    return True
+
+
+def _near(manifest: Manifest, kind: str) -> list[str]:
+    own = {
+        f"{manifest.world.names[node]}:{leaf.name}"
+        for leaf in manifest.leaves
+        if leaf.kind == kind and isinstance(layout := manifest.layouts[leaf.layout], PerNode)
+        for node in layout.nodes[:1]
+    }
+    return [
+        *(leaf.name for leaf in manifest.leaves if leaf.kind == kind),
+        *own,
+        *(b.name for b in manifest.blobs),
+    ]

@@ -1,0 +1,138 @@
+"""Proof of an epoch before anything is loaded from it: record, manifest, shards, in this order.
+
+    record    says which manifest: its size and SHA-256
+    manifest  says which shards: their sizes and the SHA-256 of their headers; layouts cover every leaf
+    header    says which keys, dtypes, shapes and blocks; it must hold what the layouts put there
+    blocks    (level `full`) have the digests that the header states
+
+Level `sizes` stops before the headers: files are there and as long as the manifest says.
+
+A mismatch counts as damage only when it is seen twice. What could not be looked at is `unknown`: an I/O
+error, a permission, a format of another version. It says nothing about the epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal, TypeVar
+
+from torchrelay.checkpoint.disk import manifest_disk
+from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
+from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.reading.shard_set import Holder, ShardSet, holders_of
+from torchrelay.checkpoint.storage import Storage
+from torchrelay.errors import DamagedError, FormatError, StorageError
+
+Level = Literal["sizes", "headers", "full"]
+T = TypeVar("T")
+
+
+class Outcome(Enum):
+    """What a proof came to."""
+
+    PROVED = "proved"
+    DAMAGED = "damaged"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of the work this process does: every `of`-th node's files, from number `number` on."""
+
+    number: int = 0
+    of: int = 1
+
+
+ALL = Share()
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The outcome for one entry, the reason where it is not `proved`, and what was opened on the way."""
+
+    entry: Entry
+    outcome: Outcome
+    reason: str = ""
+    manifest: Manifest | None = None
+    shards: ShardSet | None = None
+
+    @property
+    def proved(self) -> bool:
+        """Whether the epoch may be loaded."""
+        return self.outcome is Outcome.PROVED
+
+    def check(self) -> tuple[Manifest, ShardSet]:
+        """The manifest and the opened shards; raises DamagedError or StorageError unless proved."""
+        if self.manifest is not None and self.shards is not None and self.proved:
+            return self.manifest, self.shards
+        kind = DamagedError if self.outcome is Outcome.DAMAGED else StorageError
+        raise kind(f"epoch {self.entry.position} cannot be loaded: {self.reason}")
+
+
+def prove(
+    storage: Storage,
+    entry: Entry,
+    *,
+    want: Collection[str] | None = None,
+    level: Level = "headers",
+    share: Share = ALL,
+) -> Proof:
+    """Prove a log entry's epoch, or the part of it that holds the leaves `want`.
+
+    Nothing is raised for what is wrong with the epoch: see `Proof.outcome`. Names in `want` that the
+    epoch does not have are ignored here, as are groups of files that retention has removed; whoever
+    asks for them says so.
+    """
+    try:
+        manifest = seen_twice(lambda: manifest_disk.read(storage, entry))
+        shards = ShardSet(storage, manifest)
+        rows = [row for row in _wanted_rows(manifest, want) if _is_kept(manifest.leaves[row], entry)]
+        for index, holder in enumerate(holders_of(manifest, rows)):
+            if index % share.of == share.number:
+                _look_at(shards, holder, level)
+    except FormatError as error:
+        return Proof(entry, Outcome.UNKNOWN, str(error))
+    except DamagedError as error:
+        return Proof(entry, Outcome.DAMAGED, str(error))
+    except OSError as error:
+        return Proof(entry, Outcome.UNKNOWN, str(error))
+    return Proof(entry, Outcome.PROVED, "", manifest, shards)
+
+
+def _look_at(shards: ShardSet, holder: Holder, level: Level) -> None:
+    if level == "sizes":
+        seen_twice(lambda: shards.check_sizes(holder))
+        return
+    files = seen_twice(lambda: shards.open(holder))
+    for header in files.headers if level == "full" else ():
+        seen_twice(header.verify)
+
+
+def _is_kept(leaf: LeafRow, entry: Entry) -> bool:
+    return not entry.groups or leaf.group in entry.groups
+
+
+def seen_twice(look: Callable[[], T]) -> T:
+    """Look again before damage or an I/O error is believed: the bytes may have changed on their way."""
+    try:
+        return look()
+    except FormatError:
+        raise
+    except FileNotFoundError as error:
+        raise DamagedError(f"{error.filename or error} is missing") from error
+    except OSError:
+        pass
+    try:
+        return look()
+    except FileNotFoundError as error:
+        raise DamagedError(f"{error.filename or error} is missing") from error
+
+
+def _wanted_rows(manifest: Manifest, want: Collection[str] | None) -> list[int]:
+    if want is None:
+        return list(range(len(manifest.leaves)))
+    names = set(want)
+    targets = {leaf.alias_of for leaf in manifest.leaves if leaf.name in names and leaf.alias_of is not None}
+    return [row for name in sorted(names | targets) for row in manifest.rows.get(name, ())]

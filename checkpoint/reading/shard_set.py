@@ -1,0 +1,145 @@
+"""The shard files of an epoch, opened one by one and only if they are what the manifest says.
+
+Opening proves: size and SHA-256 of the header, whose file it is, and that it holds exactly the keys,
+dtypes and shapes that the manifest's layouts put there (at least these, in a file of an earlier try).
+Whatever reads through a ShardSet reads proved headers and verified blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchrelay.checkpoint.disk.layouts import Piece
+from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest, ShardRow
+from torchrelay.checkpoint.disk.names import Flat, Key, Whole, format_key
+from torchrelay.checkpoint.disk.paths import position_of, shard_path
+from torchrelay.checkpoint.disk.shard import ShardIdentity
+from torchrelay.checkpoint.disk.shard_reader import ShardExpectation, ShardHeader, read_header
+from torchrelay.checkpoint.storage import Storage
+from torchrelay.errors import DamagedError
+
+Json = Any
+Holder = tuple[int, int, str]
+"""(try, node, group), numbers as in the manifest: whose files."""
+
+
+@dataclass(frozen=True)
+class HeldFiles:
+    """All parts of one holder's file."""
+
+    headers: tuple[ShardHeader, ...]
+
+    def with_key(self, key: str) -> ShardHeader:
+        """The part that holds a key; opening has made sure that one does."""
+        return next(header for header in self.headers if key in header.entries)
+
+    @property
+    def values(self) -> Mapping[str, Json]:
+        """Typed values by leaf name."""
+        return self.headers[0].values
+
+
+class ShardSet:
+    """Opens the files of one manifest, each once."""
+
+    def __init__(self, storage: Storage, manifest: Manifest, *, escape: str = "") -> None:
+        self.storage = storage
+        self.manifest = manifest
+        self._escape = escape
+        self._opened: dict[Holder, HeldFiles] = {}
+
+    def open(self, holder: Holder) -> HeldFiles:
+        """Open and prove the files of a holder; raises DamagedError, FormatError or StorageError."""
+        if holder not in self._opened:
+            found = HeldFiles(tuple(self._header(row) for row in self.manifest.files[holder]))
+            self._check_content(holder, found)
+            self._opened[holder] = found
+        return self._opened[holder]
+
+    def check_sizes(self, holder: Holder) -> None:
+        """Only look whether the files are there and as long as they were; raises DamagedError."""
+        for row in self.manifest.files[holder]:
+            path = shard_path(self.manifest, row, escape=self._escape)
+            size = self.storage.stat(path)
+            if size != row.nbytes:
+                found = "is missing" if size is None else f"has {size} bytes instead of {row.nbytes}"
+                raise DamagedError(f"{path} {found}")
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes of all headers that were opened."""
+        opened = (row for holder in self._opened for row in self.manifest.files[holder])
+        return sum(row.header_bytes for row in opened)
+
+    def _header(self, row: ShardRow) -> ShardHeader:
+        path = shard_path(self.manifest, row, escape=self._escape)
+        header = read_header(
+            self.storage, path, ShardExpectation(row.nbytes, row.header_bytes, row.header_sha256)
+        )
+        try_name = self.manifest.tries[row.source]
+        node, job = self.manifest.world.names[row.node], self.manifest.job_name
+        expected = ShardIdentity(job, position_of(try_name), node, row.group, try_name)
+        if (header.content.identity, header.content.part) != (expected, row.part):
+            raise DamagedError(f"{path} is another shard: {header.content.identity}")
+        return header
+
+    def _check_content(self, holder: Holder, found: HeldFiles) -> None:
+        tensors, values = self._expected(holder)
+        stored = {key: entry for header in found.headers for key, entry in header.entries.items()}
+        path = found.headers[0].path
+        if len(stored) != sum(len(header.entries) for header in found.headers):
+            raise DamagedError(f"{path} and its parts hold a key twice")
+        for key, leaf in tensors.items():
+            entry = stored.get(key)
+            if entry is None:
+                raise DamagedError(f"{path} does not hold {key}, which the manifest puts there")
+            if (entry.dtype.name, entry.shape) != (leaf.dtype, leaf.shape):
+                raise DamagedError(
+                    f"{path}: {key} is {entry.dtype.name}{list(entry.shape)}, "
+                    f"the manifest has {leaf.dtype}{list(leaf.shape)}"
+                )
+        if missing := sorted(values - found.values.keys()):
+            raise DamagedError(f"{path} does not hold the value {missing[0]}")
+        odd = sorted((stored.keys() - tensors.keys()) | (found.values.keys() - values))
+        if odd and holder[0] == 0:
+            raise DamagedError(f"{path} holds {odd[0]}, which the manifest does not know")
+
+    def _expected(self, holder: Holder) -> tuple[dict[str, LeafRow], set[str]]:
+        tensors: dict[str, LeafRow] = {}
+        values: set[str] = set()
+        for row in self.manifest.stored_rows(*holder):
+            leaf = self.manifest.leaves[row]
+            piece = self.manifest.layouts[leaf.layout].held_by(holder[1], row, leaf.elements)
+            if leaf.kind == "value":
+                values.add(leaf.name)
+            elif piece is not None:
+                tensors[key_of(leaf, piece)] = leaf
+        return tensors, values
+
+
+def key_of(leaf: LeafRow, piece: Piece) -> str:
+    """The key of a piece: the name alone when it is all of the leaf."""
+    whole = piece.last - piece.first == leaf.elements
+    key: Key = Whole(leaf.name) if whole else Flat(leaf.name, piece.first, piece.last)
+    return format_key(key)
+
+
+def holders_of(manifest: Manifest, rows: Sequence[int]) -> Iterator[Holder]:
+    """Whose files hold the bytes of leaf rows, each once; rows of values in the manifest need none."""
+    seen: set[Holder] = set()
+    layouts: set[tuple[int, int, str]] = set()
+    for row in rows:
+        leaf = manifest.leaves[row]
+        layout = manifest.layouts[leaf.layout]
+        place = (leaf.layout, leaf.source, leaf.group)
+        if leaf.alias_of is not None or row in manifest.values or place in layouts:
+            continue
+        if not layout.split:
+            layouts.add(place)
+        for piece in layout.pieces(row, leaf.elements):
+            holder = (leaf.source, piece.node, leaf.group)
+            if holder not in seen:
+                seen.add(holder)
+                yield holder

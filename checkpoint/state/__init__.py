@@ -1,0 +1,1 @@
+"""Objects to leaves and leaves back into objects, without storage."""

@@ -1,0 +1,82 @@
+"""Objects into leaves: everything that a save stores of one node's blobs.
+
+Reads only; tensors are referred to, values are copied. All blobs are listed together, because optimizer
+state is named by the parameters of the registered modules, and of several names the first one wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from torchrelay.checkpoint.state.kinds import Kind, kind_of
+from torchrelay.checkpoint.state.leaf import MAIN_GROUP, OPTIM_GROUP, Leaf, Role
+from torchrelay.checkpoint.state.module_leaves import module_leaves, named_parameters, own_leaf
+from torchrelay.checkpoint.state.optimizer_leaves import optimizer_leaves, orphans
+from torchrelay.checkpoint.state.stateful_leaves import stateful_leaves, tree_leaves
+from torchrelay.errors import BlobError
+
+
+def leaves_of(objects: Mapping[str, Any]) -> list[Leaf]:
+    """The leaves of all blobs of one node, in order.
+
+    A blob is a module, an optimizer, a tensor, an object with `state_dict` and `load_state_dict`, or a
+    JSON-like value. Raises BlobError with the path inside the blob for anything else.
+    """
+    names = parameter_names(objects)
+    first_names: dict[int, str] = {}
+    found: dict[str, Leaf] = {}
+    for blob, value in objects.items():
+        for leaf in _leaves(blob, value, names, first_names):
+            _check_unused(leaf, found)
+            found[leaf.name] = leaf
+    return list(found.values())
+
+
+def parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
+    """The leaf name of every parameter, by id: of a module, registered alone, or only an optimizer's."""
+    found: dict[int, str] = {}
+    for blob, value in objects.items():
+        if kind_of(value) is Kind.MODULE:
+            for name, parameter in named_parameters(blob, value):
+                found.setdefault(id(parameter), name)
+        elif kind_of(value) is Kind.TENSOR:
+            found.setdefault(id(value), blob)
+    for blob, value in objects.items():
+        if kind_of(value) is Kind.OPTIMIZER:
+            for name, orphan in orphans(blob, value):
+                found.setdefault(id(orphan), name)
+    return found
+
+
+def group_of(value: Any) -> str:
+    """The file group of a blob's state: `optim` for optimizers of any make, else `main`."""
+    return OPTIM_GROUP if isinstance(value, torch.optim.Optimizer) else MAIN_GROUP
+
+
+def _leaves(blob: str, value: Any, names: Mapping[int, str], first_names: dict[int, str]) -> Iterator[Leaf]:
+    kind = kind_of(value)
+    if kind is Kind.MODULE:
+        yield from module_leaves(blob, value, first_names)
+    elif kind is Kind.OPTIMIZER:
+        yield from optimizer_leaves(blob, value, names, first_names)
+    elif kind is Kind.STATEFUL:
+        yield from stateful_leaves(blob, value, group_of(value))
+    elif kind is Kind.TENSOR:
+        yield own_leaf(blob, blob, tensor_role(value), value, first_names)
+    else:
+        yield from tree_leaves(value, blob, blob)
+
+
+def tensor_role(tensor: torch.Tensor) -> Role:
+    """The role of a tensor that is a blob by itself."""
+    return Role.PARAMETER if isinstance(tensor, torch.nn.Parameter) else Role.TENSOR
+
+
+def _check_unused(leaf: Leaf, found: Mapping[str, Leaf]) -> None:
+    if leaf.name in found:
+        raise BlobError(
+            f"two leaves of blob {leaf.blob!r} would be called {leaf.name!r}: rename one of the two entries"
+        )

@@ -1,0 +1,122 @@
+"""Leaves: the named tensors and values that a node's blobs consist of.
+
+A leaf has content (what a save reads, by reference) and a spec (what planning, manifests and checks
+need, without the content). Names are never split: what a blob's tree looked like is stored beside it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal
+
+from torchrelay.checkpoint.disk.dtypes import logical_dtype
+from torchrelay.errors import BlobError
+
+if TYPE_CHECKING:
+    import torch
+
+MAIN_GROUP = "main"
+"""The file group of everything but optimizers."""
+
+OPTIM_GROUP = "optim"
+"""The file group of optimizers, which retention may drop and an evaluation never reads."""
+
+
+class Role(str, Enum):
+    """What a leaf is to its blob.
+
+    Only PARAMETER and OPTIMIZER tensors are alike on replicas by construction, so only they are split
+    between them. STATE is the tree of an object with `state_dict`; VALUE any other value.
+    """
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    OPTIMIZER = "optimizer"
+    TENSOR = "tensor"
+    VALUE = "value"
+    STATE = "state"
+    RNG = "rng"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Value:
+    """A Python value in the typed JSON form of `values.encode`; a copy, later changes do not reach it.
+
+    Tensors inside the value are leaves of their own, which the form refers to by name.
+    """
+
+    json: Any
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the compact JSON text."""
+        return len(json.dumps(self.json, separators=(",", ":"), ensure_ascii=False).encode())
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """One named tensor or value of a blob.
+
+    `content` is a detached tensor that shares the memory of the user's, or a Value. A leaf with
+    `alias_of` is the same object as the leaf of that name and is stored only there.
+    """
+
+    name: str
+    blob: str
+    role: Role
+    group: str
+    content: torch.Tensor | Value
+    alias_of: str | None = None
+
+
+@dataclass(frozen=True)
+class LeafSpec:
+    """What is known of a leaf without its content.
+
+    `dtype` is torch's name (`bfloat16`, see `dtypes`), None for values; `shape` is () for values; `nbytes`
+    the logical size, also where an alias stores nothing.
+    """
+
+    name: str
+    blob: str
+    role: Role
+    group: str
+    kind: Literal["tensor", "value"]
+    dtype: str | None
+    shape: tuple[int, ...]
+    nbytes: int
+    alias_of: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}" if self.kind == "tensor" else "value"
+
+
+def spec_of(leaf: Leaf) -> LeafSpec:
+    """Describe a leaf; raises BlobError for sharded tensors and dtypes that have no stored form."""
+    content = leaf.content
+    if isinstance(content, Value):
+        return _spec(leaf, "value", None, (), content.nbytes)
+    if is_sharded(content):
+        raise BlobError(
+            f"{leaf.name!r} is a sharded tensor (DTensor), which cannot be saved yet:"
+            f" register it as a whole, for example content.full_tensor(), or keep blob {leaf.blob!r} out"
+        )
+    element = logical_dtype(content.dtype, leaf.name)
+    shape = tuple(content.shape)
+    return _spec(leaf, "tensor", element.name, shape, element.nbytes(shape))
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether this is a DTensor; asks without importing torch's DTensor machinery."""
+    return any(base.__name__ == "DTensor" for base in type(tensor).__mro__)
+
+
+def _spec(
+    leaf: Leaf, kind: Literal["tensor", "value"], dtype: str | None, shape: tuple[int, ...], nbytes: int
+) -> LeafSpec:
+    return LeafSpec(leaf.name, leaf.blob, leaf.role, leaf.group, kind, dtype, shape, nbytes, leaf.alias_of)

@@ -1,0 +1,83 @@
+"""Leaves of a module: its state dict under canonical names, roles by identity.
+
+Canonical names have no trace of wrappers: DistributedDataParallel's `module.` and the `_orig_mod.` of
+torch.compile are left out, at any depth, so that a wrapped and a bare module share checkpoints.
+Parameters and buffers that the state dict holds as they are can be loaded in place; what a hook or
+`get_extra_state` computed goes back through `load_state_dict`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchrelay.checkpoint.state.admission import admitted_in_place
+from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Role
+from torchrelay.checkpoint.state.stateful_leaves import entry_leaves
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleEntry:
+    """One entry of a module's state dict: torch's `key` for it, and the leaf's `name`.
+
+    `role` is PARAMETER or BUFFER for the module's own tensors, None for what was computed.
+    """
+
+    key: str
+    name: str
+    value: Any
+    role: Role | None
+
+
+def module_entries(blob: str, module: nn.Module, state: dict[str, Any]) -> list[ModuleEntry]:
+    """The entries of `state`, which is `module.state_dict(keep_vars=True)`, in its order."""
+    roles = {id(tensor): Role.PARAMETER for tensor in module.parameters()}
+    roles.update((id(tensor), Role.BUFFER) for tensor in module.buffers())
+    return [
+        ModuleEntry(key, f"{blob}.{canonical_name(module, key)}", value, roles.get(id(value)))
+        for key, value in state.items()
+    ]
+
+
+def module_leaves(blob: str, module: nn.Module, first_names: dict[int, str]) -> Iterator[Leaf]:
+    """The leaves of a module; `first_names` maps ids of tensors to leaves and learns new ones."""
+    for entry in module_entries(blob, module, module.state_dict(keep_vars=True)):
+        if entry.role is None:
+            yield from entry_leaves(entry.value, entry.name, blob, MAIN_GROUP, Role.TENSOR)
+        else:
+            yield own_leaf(entry.name, blob, entry.role, entry.value, first_names)
+
+
+def own_leaf(name: str, blob: str, role: Role, tensor: torch.Tensor, first_names: dict[int, str]) -> Leaf:
+    """A leaf for a tensor that outlives the listing: the first name owns it, others are aliases."""
+    first = first_names.setdefault(id(tensor), name)
+    content = admitted_in_place(tensor, name)
+    return Leaf(name, blob, role, MAIN_GROUP, content, None if first == name else first)
+
+
+def named_parameters(blob: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of a module with their leaf names; tied ones under each name."""
+    for key, parameter in module.named_parameters(remove_duplicate=False):
+        yield f"{blob}.{canonical_name(module, key)}", parameter
+
+
+def canonical_name(module: nn.Module, key: str) -> str:
+    """The state dict key without the parts that wrappers add; keys that hooks made up stay as they are."""
+    parts, kept = key.split("."), []
+    current: nn.Module | None = module
+    for part in parts:
+        if current is None or part != _wrapped_child(current):
+            kept.append(part)
+        current = None if current is None else current._modules.get(part)
+    return ".".join(kept)
+
+
+def _wrapped_child(module: nn.Module) -> str | None:
+    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        return "module"
+    # The class of compiled modules is private, and importing it loads the compiler.
+    return "_orig_mod" if type(module).__name__ == "OptimizedModule" else None

@@ -1,0 +1,58 @@
+"""Leaves back into a module: in place, and through `load_state_dict` where the module asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from torchrelay.checkpoint.state.module_leaves import module_entries
+from torchrelay.checkpoint.state.restoring import Draft
+
+
+def draft_module(draft: Draft, blob: str, module: nn.Module) -> None:
+    """Plan to load a module.
+
+    `load_state_dict` is called only where there is something that reading in place does not do: extra
+    state, entries that a hook computed, load hooks and overridden load methods. It is given the
+    module's own tensors for all that was read in place, and copies nothing then.
+    """
+    state = module.state_dict(keep_vars=True)
+    computed: dict[str, Callable[[], Any]] = {}
+    for entry in module_entries(blob, module, state):
+        if (spec := draft.take(entry.name)) is None:
+            continue
+        if entry.role is not None:
+            draft.into(blob, spec, entry.value)
+        elif spec.kind == "value":
+            tree = draft.tree(spec)
+            computed[entry.key] = lambda tree=tree: tree(None)  # type: ignore[misc]
+        else:
+            computed[entry.key] = draft.fresh(spec).memory
+    draft.note_rest(blob)
+    if computed or _has_load_code(module):
+        draft.steps.append((blob, lambda: _load(module, state, computed)))
+
+
+def _load(module: nn.Module, state: dict[str, Any], computed: dict[str, Callable[[], Any]]) -> None:
+    for key, build in computed.items():
+        state[key] = build()
+    module.load_state_dict(state)
+
+
+def _has_load_code(module: nn.Module) -> bool:
+    return any(_hooked(part) or _overrides(type(part)) for part in module.modules())
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks)
+
+
+def _overrides(kind: type[nn.Module]) -> bool:
+    own = (
+        kind.load_state_dict is not nn.Module.load_state_dict,
+        kind._load_from_state_dict is not nn.Module._load_from_state_dict,
+    )
+    # torch's own overrides only convert old formats of their layers.
+    return any(own) and not kind.__module__.startswith("torch.")

@@ -1,0 +1,206 @@
+"""Leaves back into an optimizer: its state becomes exactly what was stored.
+
+Nothing is cast (`load_state_dict` casts state to the parameter's element type) and no step is made.
+Tensors that exist in the right form are loaded in place, dicts keep their identity, for schedulers and
+graphs that hold them. A parameter is found by its name; one that no given module names is found by its
+place, so that an optimizer can be loaded without its modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from torchrelay.checkpoint.state.leaf import LeafSpec
+from torchrelay.checkpoint.state.optimizer_leaves import (
+    PARAMS,
+    group_prefix,
+    groups_prefix,
+    shared_name,
+    state_prefix,
+)
+from torchrelay.checkpoint.state.restoring import Draft, same_form
+
+Builder = Callable[[torch.device | None], Any]
+"""Gives an entry once everything is read; new tensors go to the device."""
+
+
+def draft_optimizer(draft: Draft, blob: str, optimizer: Optimizer) -> None:
+    """Plan to load an optimizer."""
+    groups = _stored_groups(draft, blob)
+    if not groups:
+        _note_absent(draft, blob)
+        return
+    members = _members(draft, blob, optimizer, groups)
+    if members is None:
+        return
+    _Load(draft, blob, optimizer, members).plan()
+
+
+def _stored_groups(draft: Draft, blob: str) -> list[list[str]]:
+    """The parameter names of each stored group."""
+    groups: list[list[str]] = []
+    while (name := f"{group_prefix(blob, len(groups))}{PARAMS}") in draft.specs:
+        spec = draft.take(name)
+        groups.append(draft.value(spec) if spec else [])
+    return groups
+
+
+def _note_absent(draft: Draft, blob: str) -> None:
+    if draft.stored(blob):
+        draft.unlike(f"{blob} is an optimizer here, and something else in the checkpoint")
+    elif not any(name.startswith(group_prefix(blob, 0)) for name in draft.kept):
+        draft.findings.missing.append(blob)
+
+
+def _members(
+    draft: Draft, blob: str, optimizer: Optimizer, groups: list[list[str]]
+) -> dict[str, torch.Tensor] | None:
+    """Stored parameter name to live parameter; None, noted, where the groups differ."""
+    live = [group[PARAMS] for group in optimizer.param_groups]
+    here, there = [len(group) for group in live], [len(group) for group in groups]
+    if here != there:
+        draft.unlike(f"{blob} has groups of {here} parameters here, of {there} in the checkpoint")
+        return None
+    members: dict[str, torch.Tensor] = {}
+    for index, (parameters, names) in enumerate(zip(live, groups, strict=True)):
+        stored = set(names)
+        for place, parameter in enumerate(parameters):
+            orphan = f"{blob}.param.{index}.{place}"
+            name = draft.names.get(id(parameter), orphan)
+            name = names[place] if name == orphan else name
+            if name not in stored:
+                draft.unlike(f"{name} is in group {index} of {blob} here, and not in the checkpoint")
+            members[name] = parameter
+    return members
+
+
+class _Load:
+    """The plan for one optimizer whose parameters are matched."""
+
+    def __init__(
+        self, draft: Draft, blob: str, optimizer: Optimizer, members: dict[str, torch.Tensor]
+    ) -> None:
+        self.draft = draft
+        self.blob = blob
+        self.optimizer = optimizer
+        self.members = members
+
+    def plan(self) -> None:
+        self._contents()
+        shared = self._shared()
+        trees = self._trees()
+        groups = self._groups(trees)
+        state = self._state(trees)
+        self.draft.note_rest(self.blob)
+        self.draft.steps.append((self.blob, lambda: self._install(groups, state, shared)))
+
+    def _contents(self) -> None:
+        """Parameters that the checkpoint holds with the optimizer, and the shapes of the others."""
+        for name, parameter in self.members.items():
+            spec = self.draft.specs.get(name)
+            if spec is not None and spec.blob == self.blob:
+                self.draft.take(name)
+                self.draft.into(self.blob, spec, parameter)
+            elif spec is not None and not same_form(spec, parameter):
+                self.draft.unlike(
+                    f"{name} in {self.blob} is {list(parameter.shape)} here, {spec} in the checkpoint"
+                )
+
+    def _shared(self) -> Builder:
+        spec = self.draft.specs.get(shared_name(self.blob))
+        if spec is None:
+            return lambda device: {}
+        self.draft.take(spec.name)
+        return self.draft.tree(spec)
+
+    def _trees(self) -> dict[str, Builder]:
+        """The values; building them takes the tensors inside, which are no entries themselves."""
+        values = [spec for spec in self.draft.rest(self.blob) if spec.kind == "value"]
+        return {spec.name: self.draft.tree(spec) for spec in values}
+
+    def _groups(self, trees: Mapping[str, Builder]) -> list[dict[str, Builder]]:
+        keyed: dict[str, list[tuple[str, LeafSpec]]] = {}
+        for spec in self._beginning(groups_prefix(self.blob)):
+            index, _, key = spec.name[len(groups_prefix(self.blob)) :].partition(".")
+            keyed.setdefault(index, []).append((key, spec))
+        live = self.optimizer.param_groups
+        return [self._entries(keyed.get(str(n), ()), group, trees) for n, group in enumerate(live)]
+
+    def _state(self, trees: Mapping[str, Builder]) -> dict[str, dict[str, Builder]]:
+        prefix = state_prefix(self.blob)
+        keyed: dict[str, list[tuple[str, LeafSpec]]] = {}
+        for spec in self._beginning(prefix):
+            rest = spec.name[len(prefix) :]
+            if (owner := self._owner(rest)) is not None:
+                keyed.setdefault(owner, []).append((rest[len(owner) + 1 :], spec))
+        live = self.optimizer.state
+        return {
+            owner: self._entries(found, live.get(self.members[owner], {}), trees)
+            for owner, found in keyed.items()
+        }
+
+    def _beginning(self, prefix: str) -> list[LeafSpec]:
+        """What is left of the blob with such names."""
+        return [spec for spec in self.draft.rest(self.blob) if spec.name.startswith(prefix)]
+
+    def _owner(self, rest: str) -> str | None:
+        """The parameter whose name, the longest that fits, `rest` begins with."""
+        end = rest.rfind(".")
+        while end > 0 and rest[:end] not in self.members:
+            end = rest.rfind(".", 0, end)
+        return rest[:end] if end > 0 else None
+
+    def _entries(
+        self, found: Iterable[tuple[str, LeafSpec]], live: Mapping[str, Any], trees: Mapping[str, Builder]
+    ) -> dict[str, Builder]:
+        return {key: self._entry(spec, live.get(key), trees) for key, spec in found}
+
+    def _entry(self, spec: LeafSpec, live: Any, trees: Mapping[str, Builder]) -> Builder:
+        self.draft.take(spec.name)
+        if spec.kind == "value":
+            return trees[spec.name]
+        if isinstance(live, torch.Tensor) and same_form(spec, live):
+            self.draft.into(self.blob, spec, live)
+            return lambda device: live
+        read = self.draft.fresh(spec)
+        home = live.device if isinstance(live, torch.Tensor) else None
+        return lambda device: read.memory().to(home or device or "cpu")
+
+    def _install(
+        self, groups: list[dict[str, Builder]], state: dict[str, dict[str, Builder]], shared: Builder
+    ) -> None:
+        for group, entries in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update({key: build(None) for key, build in entries.items()})
+        devices = {
+            id(parameter): torch.device("cpu") if _steps_on_cpu(group) else parameter.device
+            for group in self.optimizer.param_groups
+            for parameter in group[PARAMS]
+        }
+        self._install_state(state, devices)
+        self.optimizer.state.update(shared(None))
+
+    def _install_state(
+        self, state: dict[str, dict[str, Builder]], step_devices: Mapping[int, torch.device]
+    ) -> None:
+        before = dict(self.optimizer.state)
+        self.optimizer.state.clear()
+        for name, entries in state.items():
+            parameter = self.members[name]
+            step_device = step_devices[id(parameter)]
+            built = {
+                key: build(step_device if key == "step" else parameter.device)
+                for key, build in entries.items()
+            }
+            kept = before.get(parameter, {})
+            kept.clear()
+            kept.update(built)
+            self.optimizer.state[parameter] = kept
+
+
+def _steps_on_cpu(group: Mapping[str, Any]) -> bool:
+    """Where torch's optimizers keep `step`: on the CPU unless kernels on the device read it."""
+    return not (group.get("capturable") or group.get("fused"))

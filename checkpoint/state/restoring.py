@@ -1,0 +1,228 @@
+"""The parts of a restoration: what is stored, what does not fit, what to read, what to do afterwards.
+
+A `Draft` collects these for all blobs while nothing is changed. Each kind of blob has a function that
+adds its share (`module_restore`, `optimizer_restore`, `stateful_restore`).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torchrelay.checkpoint.disk.canonical import Json
+from torchrelay.checkpoint.disk.dtypes import by_name, torch_dtype
+from torchrelay.checkpoint.disk.values import decode
+from torchrelay.checkpoint.state.leaf import LeafSpec, is_sharded
+from torchrelay.errors import BlobError, DamagedError
+
+_NEAREST_FOR = 20
+"""Missing leaves for which the nearest stored names are looked up; the search is quadratic."""
+
+
+class Read:
+    """One tensor to be read whole: the stored leaf `leaf`, into `memory()`.
+
+    `destination` is memory of a live object, written in place; None means that `memory()` is fresh.
+    """
+
+    def __init__(self, leaf: str, spec: LeafSpec, destination: torch.Tensor | None = None) -> None:
+        self.leaf = leaf
+        self.spec = spec
+        self.destination = destination
+
+    def memory(self) -> torch.Tensor:
+        """The contiguous CPU tensor to fill; fresh memory is allocated at the first call."""
+        if self.destination is not None:
+            return self.destination
+        if not hasattr(self, "_fresh"):
+            element = by_name(self.spec.dtype or "")
+            self._fresh = torch.empty(self.spec.shape, dtype=torch_dtype(element), device="cpu")
+        return self._fresh
+
+
+@dataclass
+class Findings:
+    """Everything in which the given objects and the checkpoint differ."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    unlike: list[str] = field(default_factory=list)
+
+    def check(self, stored: Mapping[str, LeafSpec], *, strict: bool, kept: Collection[str] = ()) -> None:
+        """Raise one BlobError that lists all differences; without `strict` only the unlike ones count."""
+        lines = [f"differs: {text}" for text in self.unlike]
+        if strict:
+            missing = [name for name in self.missing if name not in kept]
+            near = missing[:_NEAREST_FOR]
+            lines += [f"not in the checkpoint: {name}{_nearest(name, stored)}" for name in near]
+            lines += [f"not in the checkpoint: {name}" for name in missing[_NEAREST_FOR:]]
+            lines += [f"only in the checkpoint: {name}" for name in self.unexpected]
+        if lines:
+            raise BlobError(
+                "the checkpoint does not fit the given objects; nothing was changed:\n  "
+                + "\n  ".join(lines)
+                + "\nBuild the objects as they were when the epoch was saved, or load fewer blobs"
+                + (" (strict=False skips leaves that only one side has)" if not self.unlike else "")
+            )
+
+
+class Draft:
+    """A restoration in the making. Adding to it changes no object of the user's."""
+
+    def __init__(
+        self,
+        specs: Mapping[str, LeafSpec],
+        values: Mapping[str, Json],
+        names: Mapping[int, str],
+        kept: Collection[str] = (),
+    ) -> None:
+        self.specs = specs
+        self.values = values
+        self.names = names
+        self.kept = frozenset(kept)
+        self.findings = Findings()
+        self.reads: list[Read] = []
+        self.steps: list[tuple[str, Callable[[], None]]] = []
+        self._by_blob: dict[str, list[LeafSpec]] = {}
+        self._taken: set[str] = set()
+        self._sources: dict[int, str] = {}
+        self._read_into: set[int] = set()
+        self._fresh: dict[str, Read] = {}
+        self._live: dict[str, torch.Tensor] = {}
+        for spec in specs.values():
+            self._by_blob.setdefault(spec.blob, []).append(spec)
+
+    @property
+    def blobs(self) -> tuple[str, ...]:
+        """Names of the stored blobs, in order."""
+        return tuple(self._by_blob)
+
+    def stored(self, blob: str) -> list[LeafSpec]:
+        """The stored leaves of a blob."""
+        return self._by_blob.get(blob, [])
+
+    def take(self, name: str) -> LeafSpec | None:
+        """The stored leaf of this name, now accounted for; None if there is none.
+
+        That is noted as missing, unless the leaf is one of those that keep their content.
+        """
+        if (spec := self.specs.get(name)) is None:
+            if name not in self.kept:
+                self.findings.missing.append(name)
+            return None
+        self._taken.add(name)
+        return spec
+
+    def rest(self, blob: str) -> list[LeafSpec]:
+        """The stored leaves of a blob that nobody has taken."""
+        return [spec for spec in self.stored(blob) if spec.name not in self._taken]
+
+    def note_rest(self, blob: str) -> None:
+        """Note what nobody has taken as unexpected."""
+        self.findings.unexpected += [spec.name for spec in self.rest(blob)]
+
+    def unlike(self, text: str) -> None:
+        """Note a difference that no option skips."""
+        self.findings.unlike.append(text)
+
+    def into(self, blob: str, spec: LeafSpec, live: torch.Tensor) -> None:
+        """Read a leaf into a live tensor, in place; a tensor of several names is read once."""
+        source = _source(spec)
+        if not self._fits(spec, live):
+            return
+        known = self._sources.setdefault(id(live), source)
+        if known != source:
+            self.unlike(f"{spec.name} and {known} are one tensor here and two in the checkpoint")
+        elif id(live) not in self._read_into:
+            self._read_into.add(id(live))
+            self._live.setdefault(source, live)
+            read = Read(source, spec, _own_memory(live))
+            self.reads.append(read)
+            if read.destination is None:
+                self.steps.append((blob, lambda: _copy(live, read)))
+
+    def fresh(self, spec: LeafSpec) -> Read:
+        """Read a leaf into fresh memory, the same for all its names."""
+        source = _source(spec)
+        if source not in self._fresh:
+            self._fresh[source] = Read(source, spec)
+            self.reads.append(self._fresh[source])
+        return self._fresh[source]
+
+    def live(self, spec: LeafSpec) -> torch.Tensor | None:
+        """The live tensor that a leaf, or the leaf it is an alias of, is read into."""
+        return self._live.get(_source(spec))
+
+    def tree(self, spec: LeafSpec) -> Callable[[torch.device | None], Any]:
+        """A stored value as a function that builds it once everything is read.
+
+        The tensors inside go to the device that the function is given. The form is checked now.
+        """
+        json = self._value(spec)
+        reads: dict[str, Read] = {}
+
+        def refer(name: Json) -> torch.Tensor:
+            inner = self.specs.get(name) if isinstance(name, str) else None
+            if inner is None or inner.kind != "tensor":
+                raise DamagedError(
+                    f"value {spec.name!r} refers to tensor {name!r}, which the checkpoint lacks"
+                )
+            self._taken.add(inner.name)
+            reads[inner.name] = self.fresh(inner)
+            return reads[inner.name].memory()
+
+        decode(json, tensor=refer)
+        return lambda device: decode(json, tensor=lambda name: reads[name].memory().to(device or "cpu"))
+
+    def value(self, spec: LeafSpec) -> Any:
+        """A stored value without tensors in it."""
+        return decode(self._value(spec))
+
+    def _value(self, spec: LeafSpec) -> Json:
+        if _source(spec) not in self.values:
+            raise DamagedError(f"the checkpoint describes value {spec.name!r} and does not hold it")
+        return self.values[_source(spec)]
+
+    def _fits(self, spec: LeafSpec, live: torch.Tensor) -> bool:
+        if is_sharded(live):
+            self.unlike(f"{spec.name} is a sharded tensor (DTensor) here; these cannot be loaded yet")
+        elif not same_form(spec, live):
+            self.unlike(f"{spec.name} is {form(live)} here, {spec} in the checkpoint")
+        else:
+            return True
+        return False
+
+
+def same_form(spec: LeafSpec, live: torch.Tensor) -> bool:
+    """Whether a stored leaf is a tensor of this shape and element type."""
+    return spec.kind == "tensor" and str(spec) == form(live)
+
+
+def form(tensor: torch.Tensor) -> str:
+    """Element type and shape as `LeafSpec` prints them: float32[2, 3]."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _source(spec: LeafSpec) -> str:
+    return spec.alias_of or spec.name
+
+
+def _own_memory(live: torch.Tensor) -> torch.Tensor | None:
+    plain = live.detach()
+    direct = (
+        plain.device.type == "cpu" and plain.is_contiguous() and not plain.is_conj() and not plain.is_neg()
+    )
+    return plain if direct else None
+
+
+def _copy(live: torch.Tensor, read: Read) -> None:
+    live.copy_(read.memory())
+
+
+def _nearest(name: str, stored: Mapping[str, LeafSpec]) -> str:
+    near = difflib.get_close_matches(name, stored, n=2)
+    return f" (there is {', '.join(near)})" if near else ""

@@ -1,0 +1,70 @@
+"""Leaves of trees: what `state_dict()` returns, and other values with or without tensors in them.
+
+The tree is one value leaf in which references stand for tensors; these are leaves of their own, named
+by their path. A name is made from the path for people to read and never taken apart again.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+from torchrelay.checkpoint.disk.values import encode
+from torchrelay.checkpoint.state.admission import admitted
+from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Role, Value
+from torchrelay.errors import BlobError
+
+_INDEX = re.compile(r"\[(-?\w+)\]")
+
+
+def stateful_leaves(blob: str, value: Any, group: str = MAIN_GROUP) -> list[Leaf]:
+    """The leaves of an object with `state_dict`; raises BlobError naming what cannot be stored."""
+    try:
+        state = value.state_dict()
+    except Exception as error:
+        raise BlobError(
+            f"state_dict() of blob {blob!r} ({type(value).__name__}) raised {type(error).__name__}: {error}"
+        ) from error
+    return tree_leaves(state, blob, blob, group, role=Role.STATE)
+
+
+def tree_leaves(
+    value: Any,
+    name: str,
+    blob: str,
+    group: str = MAIN_GROUP,
+    *,
+    role: Role = Role.VALUE,
+    tensor_role: Role = Role.TENSOR,
+) -> list[Leaf]:
+    """A value leaf called `name`, followed by a leaf for each tensor inside it."""
+    tensors: dict[str, Leaf] = {}
+    known: dict[int, str] = {}
+    taken = {name}
+
+    def refer(path: str, tensor: torch.Tensor) -> str:
+        if id(tensor) not in known:
+            leaf_name = known[id(tensor)] = _unused(_INDEX.sub(r".\1", path), taken)
+            taken.add(leaf_name)
+            tensors[leaf_name] = Leaf(leaf_name, blob, tensor_role, group, admitted(tensor, path))
+        return known[id(tensor)]
+
+    tree = Leaf(name, blob, role, group, Value(encode(value, name, tensor=refer)))
+    return [tree, *tensors.values()]
+
+
+def entry_leaves(value: Any, name: str, blob: str, group: str, tensor_role: Role) -> list[Leaf]:
+    """One entry of a mapping: a tensor is a leaf as it is, anything else a tree."""
+    if isinstance(value, torch.Tensor):
+        return [Leaf(name, blob, tensor_role, group, admitted(value, name))]
+    return tree_leaves(value, name, blob, group, tensor_role=tensor_role)
+
+
+def _unused(name: str, taken: set[str]) -> str:
+    """`name`, or with a number behind it where two paths read alike ({"a.b": x, "a": {"b": y}})."""
+    candidate, number = name, 2
+    while candidate in taken:
+        candidate, number = f"{name}~{number}", number + 1
+    return candidate

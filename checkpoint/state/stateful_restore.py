@@ -1,0 +1,85 @@
+"""Leaves back into objects with `load_state_dict`, into registered tensors, and into new names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchrelay.checkpoint.state.kinds import Kind, kind_of
+from torchrelay.checkpoint.state.leaf import LeafSpec, Role
+from torchrelay.checkpoint.state.restoring import Draft
+
+Builder = Callable[[], Any]
+
+
+def draft_stateful(draft: Draft, blob: str, value: Any) -> None:
+    """Plan to hand the stored tree to `load_state_dict`; its tensors are fresh and lie on the CPU."""
+    spec = _root(draft, blob, value, (Role.STATE,))
+    if spec is not None:
+        tree = draft.tree(spec)
+        draft.steps.append((blob, lambda: value.load_state_dict(tree(None))))
+        draft.note_rest(blob)
+
+
+def draft_tensor(draft: Draft, blob: str, value: torch.Tensor) -> None:
+    """Plan to load a tensor in place: it stays the object that closures hold."""
+    spec = _root(draft, blob, value, (Role.TENSOR, Role.PARAMETER))
+    if spec is not None:
+        draft.into(blob, spec, value)
+        draft.note_rest(blob)
+
+
+def draft_value(draft: Draft, blob: str, value: Any) -> Builder | None:
+    """Plan to make the tensor or value anew that takes the place of a value in the workspace."""
+    spec = _root(draft, blob, value, (Role.VALUE, Role.TENSOR, Role.PARAMETER))
+    return None if spec is None else _builder(draft, blob, spec)
+
+
+def draft_new(draft: Draft, blob: str) -> Builder | None:
+    """Plan to make a stored blob for which no object is given; only tensors and values can be made."""
+    spec = draft.specs.get(blob)
+    if spec is None or spec.role is Role.STATE:
+        draft.unlike(
+            f"{blob} is {_stored_kind(draft, blob)} in the checkpoint, and no object of this name is given to"
+            f" load it into: register it as a blob, job.blobs({blob}=object), or as a factory, which setup"
+            " calls at every start (init does not run when a run is resumed)"
+        )
+        return None
+    draft.take(blob)
+    return _builder(draft, blob, spec)
+
+
+def _builder(draft: Draft, blob: str, spec: LeafSpec) -> Builder:
+    if spec.kind == "value":
+        tree = draft.tree(spec)
+        draft.note_rest(blob)
+        return lambda: tree(None)
+    if (live := draft.live(spec)) is not None:
+        return lambda: live
+    read = draft.fresh(spec)
+    return lambda: nn.Parameter(read.memory()) if spec.role is Role.PARAMETER else read.memory()
+
+
+def _root(draft: Draft, blob: str, value: Any, roles: tuple[Role, ...]) -> LeafSpec | None:
+    """The leaf that is called like its blob, if the stored blob is of the right sort."""
+    spec = draft.specs.get(blob)
+    if spec is not None and spec.role in roles:
+        return draft.take(blob)
+    if draft.stored(blob) and blob not in draft.kept:
+        given = f"a {type(value).__name__} ({kind_of(value).value})"
+        draft.unlike(f"{blob} is {given} here, {_stored_kind(draft, blob)} in the checkpoint")
+    else:
+        draft.take(blob)
+    return None
+
+
+def _stored_kind(draft: Draft, blob: str) -> str:
+    spec = draft.specs.get(blob)
+    if spec is None:
+        return "a module or optimizer"
+    if spec.role is Role.STATE:
+        return f"a {Kind.STATEFUL.value}"
+    return f"a {Kind.TENSOR.value if spec.kind == 'tensor' else Kind.VALUE.value}"

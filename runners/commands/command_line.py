@@ -1,0 +1,100 @@
+"""The command line: looks at runs and checkpoints. It changes nothing and imports no torch.
+
+Exit codes are those of `torchrelay.errors`; a user's mistake is one line on stderr, no traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+import torchrelay
+from torchrelay.errors import RelayError, StorageError
+from torchrelay.runners.commands.command_line_ls import ls
+from torchrelay.runners.commands.command_line_output import Output, printable
+from torchrelay.runners.commands.command_line_show import show
+from torchrelay.runners.commands.command_line_verify import verify
+
+_INTERRUPTED = 130  # what a shell calls a process that Ctrl-C ended
+_DESCRIPTION = "Look at the runs and checkpoints of torchrelay: nothing is changed, no torch is needed."
+_PLACE = "a run directory, or a directory of checkpoints"
+_CODES = "exit codes: 0 done, 2 usage or unknown run, 5 damaged or unreadable; more in torchrelay/errors.py"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb and return the exit code; argparse itself leaves by SystemExit."""
+    parser = _parser()
+    chosen = parser.parse_args(argv)
+    verb: Callable[[argparse.Namespace, Output], int] | None = chosen.run
+    if verb is None:
+        parser.print_help(sys.stderr)
+        return 2
+    output = Output(json=chosen.json)
+    try:
+        return verb(chosen, output)
+    except RelayError as error:
+        return _refuse(str(error), error.exit_code)
+    except OSError as error:
+        return _refuse(f"{error.filename or 'the storage'}: {error.strerror}", StorageError.exit_code)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    finally:
+        output.close()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("torchrelay", description=_DESCRIPTION, epilog=_CODES)
+    parser.add_argument("--version", action="version", version=f"torchrelay {torchrelay.__version__}")
+    parser.set_defaults(run=None, json=False)
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB")
+    _add_ls(verbs)
+    _add_show(verbs)
+    _add_verify(verbs)
+    return parser
+
+
+def _add_ls(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _verb(verbs, "ls", "list the committed epochs", ls)
+    parser.add_argument(
+        "path", metavar="RUN_OR_PREFIX", help="a run directory, or a directory of checkpoints"
+    )
+
+
+def _add_show(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _verb(verbs, "show", "say what a run is, how it stands, what happened last", show)
+    parser.add_argument("path", metavar="RUN", help="a run directory")
+    parser.add_argument("--events", type=_count, default=10, metavar="N", help="so many events (default: 10)")
+
+
+def _add_verify(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _verb(
+        verbs, "verify", "read every byte of the epochs and prove it; 5 if one is not proved", verify
+    )
+    parser.add_argument(
+        "path", metavar="RUN_OR_PREFIX", help="a run directory, or a directory of checkpoints"
+    )
+    parser.add_argument("--epoch", metavar="N", help="only this one: 7, last, or 7,branch=0 (default: all)")
+
+
+def _verb(
+    verbs: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    help_line: str,
+    run: Callable[[argparse.Namespace, Output], int],
+) -> argparse.ArgumentParser:
+    parser = verbs.add_parser(name, help=help_line, description=f"{help_line[0].upper()}{help_line[1:]}.")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()) or len(text) > 9:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 on")
+    return int(text)
+
+
+def _refuse(message: str, code: int) -> int:
+    sys.stderr.write(f"torchrelay: {printable(message)}\n")
+    return code

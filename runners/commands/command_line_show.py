@@ -1,0 +1,62 @@
+"""`torchrelay show`: who a run is, how it stands, what happened last."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from typing import Any
+
+from torchrelay.runners.commands.command_line_output import Output, human_number
+from torchrelay.runners.commands.command_line_place import locate_run
+
+_TIMES = ("created", "updated", "time")
+_FIRST = ("time", "kind", "generation")
+
+
+def show(chosen: argparse.Namespace, output: Output) -> int:
+    """Print `run.json`, `status.json` and the last events."""
+    run = locate_run(chosen.path)
+    identity, status = run.identity() or {}, run.status()
+    events = list(run.events())[-chosen.events :] if chosen.events else []
+    if output.json:
+        output.value({"run": identity, "status": status, "events": events})
+        return 0
+    _show_fields(output, "run", identity)
+    _show_fields(output, "status", status)
+    output.line(f"events ({len(events)})")
+    for event in events:
+        output.line(f"  {_event(event)}")
+    return 0
+
+
+def _show_fields(output: Output, title: str, fields: Mapping[str, Any]) -> None:
+    output.line(title if fields else f"{title} (not written yet)")
+    width = max(map(len, fields), default=0)
+    for name, value in fields.items():
+        output.line(f"  {name.ljust(width)}  {_text(name, value)}")
+
+
+def _event(event: Mapping[str, Any]) -> str:
+    first = [_text(name, event[name]) for name in _FIRST[:2] if name in event]
+    rest = [f"{name}={_text(name, value)}" for name, value in event.items() if name not in _FIRST]
+    return "  ".join([*first, *rest])
+
+
+def _text(name: str, value: Any) -> str:
+    if name in _TIMES and isinstance(value, (int, float)):
+        return _time(value)
+    if isinstance(value, float):
+        return human_number(value)
+    if isinstance(value, dict):
+        return ", ".join(f"{key}={_text(key, item)}" for key, item in value.items()) or "none"
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)
+
+
+def _time(value: float) -> str:
+    try:
+        return datetime.fromtimestamp(value, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (ValueError, OverflowError, OSError):  # written by somebody else's clock
+        return str(value)

@@ -1,0 +1,1 @@
+"""Many processes: the launcher's store, agreement, the watcher, process groups."""

@@ -1,0 +1,147 @@
+"""The process groups of a session: the training's, a small one for flags, and those of placed tasks.
+
+Only groups made here are destroyed here; a default group that the user made stays the user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchrelay.errors import UsageError
+from torchrelay.runners.distributed.launch_env import LaunchEnv
+from torchrelay.runners.distributed.store import StoreClient
+
+DEFAULT_TIMEOUT_SECS = 1800.0
+
+
+def choose_device(env: LaunchEnv, wanted: str | torch.device | None = None) -> torch.device:
+    """Return the device of this process: its own GPU where there are any, else the CPU.
+
+    Raises UsageError when there are fewer GPUs than processes on this host.
+    """
+    if wanted is not None:
+        device = torch.device(wanted)
+        if device.type != "cuda" or device.index is not None:
+            return device
+    elif not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if env.local_rank >= count:
+        raise UsageError(
+            f"LOCAL_RANK={env.local_rank} but this host shows {count} GPUs: start one process per GPU "
+            "(torchrun --nproc-per-node=gpu), or ask for device='cpu'"
+        )
+    return torch.device("cuda", env.local_rank)
+
+
+def choose_backend(device: torch.device, wanted: str | None = None) -> str:
+    """Return the backend of the training's group for a device."""
+    return wanted or ("nccl" if device.type == "cuda" else "gloo")
+
+
+@dataclass(frozen=True)
+class FlagsOnTheWay:
+    """An agreement that was posted; `wait` may be called once or more."""
+
+    flags: torch.Tensor
+    work: Any = None
+
+    def wait(self) -> tuple[int, ...]:
+        """Block until all processes have posted; return the maximum of every flag."""
+        if self.work is not None:
+            self.work.wait()
+        return tuple(int(flag) for flag in self.flags)
+
+
+class ProcessGroups:
+    """Makes the groups of one session, all ranks in the same order, and destroys them."""
+
+    def __init__(
+        self,
+        env: LaunchEnv,
+        store: StoreClient | None,
+        device: torch.device,
+        backend: str,
+        timeout_secs: float,
+    ) -> None:
+        self._env = env
+        self._timeout = timedelta(seconds=timeout_secs)
+        self._made: list[Any] = []
+        self._placed: dict[tuple[int, ...], Any] = {}
+        self.owns_default = not dist.is_initialized()
+        if self.owns_default:
+            self._init_default(store, device, backend)
+        else:
+            self._check_default()
+        self.default = dist.group.WORLD
+        self._flags = self._new_group(None, "gloo") if env.world_size > 1 else None
+
+    def agree_flags(self, flags: Sequence[int]) -> FlagsOnTheWay:
+        """Post small numbers and return at once; the maximum over all ranks comes by `wait`.
+
+        All ranks post in the same order. Runs on a group of its own, never behind the training's
+        collectives.
+        """
+        values = torch.tensor(list(flags), dtype=torch.int64)
+        if self._flags is None:
+            return FlagsOnTheWay(values)
+        return FlagsOnTheWay(
+            values, dist.all_reduce(values, dist.ReduceOp.MAX, group=self._flags, async_op=True)
+        )
+
+    def of_ranks(self, ranks: Sequence[int]) -> Any:
+        """Return the group of some ranks, made at the first time; all ranks of the job call this.
+
+        Ranks outside of it get torch's marker for a group that one is not in.
+        """
+        members = tuple(sorted(ranks))
+        if members == tuple(range(self._env.world_size)):
+            return self.default
+        if members not in self._placed:
+            self._placed[members] = self._new_group(list(members), None)
+        return self._placed[members]
+
+    def destroy(self) -> None:
+        """Destroy what was made here, once. Live DDP objects are harmless afterwards."""
+        if not dist.is_initialized():  # the user destroyed them
+            return
+        if self.owns_default:
+            dist.destroy_process_group()
+        else:
+            for group in reversed(self._made):
+                dist.destroy_process_group(group)
+        self._made.clear()
+        self._placed.clear()
+
+    def _init_default(self, store: StoreClient | None, device: torch.device, backend: str) -> None:
+        # The launcher's store outlives attempts and torch adds no prefix of its own: with the default
+        # prefix a restarted job reads the gloo addresses of processes that are gone.
+        dist.init_process_group(
+            backend,
+            store=store.raw("torch") if store else dist.HashStore(),  # type: ignore[attr-defined]
+            rank=self._env.rank,
+            world_size=self._env.world_size,
+            timeout=self._timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+
+    def _check_default(self) -> None:
+        seen = (dist.get_rank(), dist.get_world_size())
+        if seen != (self._env.rank, self._env.world_size):
+            raise UsageError(
+                f"the process group that exists is rank {seen[0]} of {seen[1]}, the environment says rank "
+                f"{self._env.rank} of {self._env.world_size} (RANK, WORLD_SIZE): start with torchrun and let "
+                "torchrelay.init() make the group"
+            )
+
+    def _new_group(self, ranks: list[int] | None, backend: str | None) -> Any:
+        group = dist.new_group(ranks, timeout=self._timeout, backend=backend)
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            self._made.append(group)
+        return group

@@ -1,0 +1,166 @@
+"""The small shared memory of a job's processes: a client of the TCPStore that the launcher has.
+
+A blocking call holds its client, so every user takes its own connection by `clone()`. No wait in
+the store is longer than `POLL_SECS`; deadlines are kept by the callers' own monotonic clocks.
+Values are bytes of any length: longer ones than the store takes at once lie in parts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from torchrelay.errors import DeadlineError, PeerError
+from torchrelay.runners.distributed.launch_env import LaunchEnv
+
+POLL_SECS = 1.0
+
+Store = Any
+"""A torch store; torch's annotations do not export its class."""
+
+_PART_BYTES = 4 << 20  # the store closes the connection above 8 MiB
+_WHOLE = b"="
+_PARTS = b"#"
+
+
+class StoreClient:
+    """One connection to the store, seeing the keys below one prefix. For one thread at a time.
+
+    Every method raises PeerError when the store does not answer any more.
+    """
+
+    def __init__(self, store: Store, where: str) -> None:
+        self._store = store
+        self._where = where
+
+    def clone(self, prefix: str = "") -> StoreClient:
+        """Open another connection, for another thread; `prefix` narrows what it sees."""
+        with self._guarded():
+            store = self._store.clone()
+        narrow = dist.PrefixStore(prefix, store) if prefix else store  # type: ignore[attr-defined]
+        return StoreClient(narrow, self._where)
+
+    def raw(self, prefix: str) -> Store:
+        """Return a connection of its own below `prefix` for torch itself."""
+        return self.clone(prefix)._store
+
+    def put(self, key: str, value: bytes) -> None:
+        """Store a value under a key, in parts where it is long."""
+        parts = [value[at : at + _PART_BYTES] for at in range(0, len(value), _PART_BYTES)]
+        with self._guarded():
+            if len(parts) <= 1:
+                self._store.set(key, _WHOLE + value)
+                return
+            for index, part in enumerate(parts):
+                self._store.set(f"{key}#{index}", part)
+            self._store.set(key, _PARTS + str(len(parts)).encode())  # last: whoever sees it can read all
+
+    def put_once(self, key: str, value: bytes) -> bytes:
+        """Store a short value unless the key has one; return the one that it has now."""
+        with self._guarded():
+            kept: bytes = self._store.compare_set(key, "", (_WHOLE + value).decode())
+        return kept[1:]
+
+    def get(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of keys that are known to exist."""
+        with self._guarded():
+            heads = self._store.multi_get(list(keys)) if keys else []
+            return [self._whole(key, head) for key, head in zip(keys, heads, strict=True)]
+
+    def has(self, *keys: str) -> bool:
+        """Return whether all the keys exist."""
+        with self._guarded():
+            return bool(self._store.check(list(keys)))
+
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        """Return those of the keys that do not exist."""
+        return [key for key in keys if not self.has(key)]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter that starts at 0 and return it; such keys are read by `add(key, 0)`."""
+        with self._guarded():
+            return int(self._store.add(key, amount))
+
+    def delete(self, *keys: str) -> None:
+        """Forget keys, whether they exist or not."""
+        with self._guarded():
+            for key in keys:
+                head = self._store.get(key) if self._store.check([key]) else b""
+                for index in range(int(head[1:]) if head[:1] == _PARTS else 0):
+                    self._store.delete_key(f"{key}#{index}")
+                self._store.delete_key(key)
+
+    def wait(self, keys: Sequence[str], secs: float = POLL_SECS) -> bool:
+        """Wait at most `secs`, never above one poll, until all keys exist; return whether they do."""
+        limit = max(0.01, min(secs, POLL_SECS))
+        with self._guarded():
+            try:
+                self._store.wait(list(keys), timedelta(seconds=limit))
+            except dist.DistStoreError:  # the wait timed out
+                return False
+        return True
+
+    def _whole(self, key: str, head: bytes) -> bytes:
+        if head[:1] == _WHOLE:
+            return head[1:]
+        names = [f"{key}#{index}" for index in range(int(head[1:]))]
+        return b"".join(self._store.multi_get(names))
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        try:
+            yield
+        except (dist.DistNetworkError, dist.DistStoreError, ConnectionError) as error:
+            reason = str(error).split("\n", 1)[0]
+            raise PeerError(f"the store at {self._where} does not answer any more: {reason}") from error
+
+
+class Deadline:
+    """A moment on the own monotonic clock; the machines' clocks are never compared."""
+
+    def __init__(self, secs: float) -> None:
+        self.secs = secs
+        self._end = time.monotonic() + secs
+
+    @property
+    def left(self) -> float:
+        """Seconds that remain, never below 0."""
+        return max(0.0, self._end - time.monotonic())
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing remains."""
+        return self.left == 0.0
+
+
+def connect(env: LaunchEnv, timeout_secs: float) -> StoreClient:
+    """Connect to the launcher's store, or serve one from rank 0 where the launcher shares none.
+
+    Raises DeadlineError when nobody answers in time, PeerError when the address cannot be served.
+    """
+    where = f"{env.master_addr}:{env.master_port}"
+    try:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            env.master_addr,
+            env.master_port,
+            is_master=env.hosts_store,
+            timeout=timedelta(seconds=timeout_secs),
+            wait_for_workers=False,
+            multi_tenant=True,  # a process group that the user made may serve the same port
+        )
+    except dist.DistError as error:
+        reason = str(error).split("\n", 1)[0]
+        if env.hosts_store:
+            raise PeerError(
+                f"cannot serve the store at {where} (MASTER_ADDR:MASTER_PORT): {reason}"
+            ) from error
+        raise DeadlineError(
+            f"no store answered at {where} (MASTER_ADDR:MASTER_PORT) within {timeout_secs:g} s; "
+            f"is rank 0 running, and is the port open between the hosts? {reason}"
+        ) from error
+    return StoreClient(store, where)

@@ -1,0 +1,164 @@
+"""Agreement between processes over the store: numbered rounds, one combined answer for all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torchrelay.errors import DeadlineError, PeerError
+from torchrelay.runners.distributed.roll_call import ranks_text
+from torchrelay.runners.distributed.store import Deadline, StoreClient
+
+DEADLINE_SECS = 600.0
+_SLACK_SECS = 3.0  # others give rank 0 this much longer, because its answer names the late ranks
+_KEPT_ROUNDS = 2
+_LEAVERS = "leavers"
+
+Json = Any
+
+
+class StorePeers:
+    """The processes of a distributed session as `jobs.peers.Peers`.
+
+    In every round each rank posts its value; rank 0 gathers them and publishes one list, so that
+    the others read a single key. `name_of(rank)` says who a rank is in messages; `failure()`
+    returns what the watcher knows about a failed rank, so that nobody waits for it.
+    """
+
+    def __init__(
+        self,
+        store: StoreClient,
+        rank: int,
+        size: int,
+        *,
+        deadline_secs: float = DEADLINE_SECS,
+        name_of: Callable[[int], str] = lambda rank: f"rank {rank}",
+        failure: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.name_of = name_of
+        self.failure = failure
+        self._store = store
+        self._deadline_secs = deadline_secs
+        self._round = 0
+
+    def exchange(self, topic: str, value: Json, *, deadline_secs: float | None = None) -> list[Json]:
+        """Post `value` about `topic`; return the values of all ranks in rank order.
+
+        Raises DeadlineError naming the late ranks, PeerError when ranks are at different topics,
+        a rank failed, or the store is lost. After an error the peers are out of step: use no more.
+        """
+        self._round += 1
+        deadline = Deadline(self._deadline_secs if deadline_secs is None else deadline_secs)
+        self._post(topic, value)
+        if self.rank == 0:
+            entries = self._gather(topic, deadline)
+            self._store.put(self._answer(), json.dumps(entries).encode())
+        else:
+            entries = self._await_answer(topic, deadline)
+        self._forget()
+        self._check(topic, entries, deadline.secs)
+        return [entry["value"] for entry in entries]
+
+    def leave(self) -> None:
+        """Say that this rank comes to no further round, so that nobody waits for it."""
+        self._store.put(self._left(self.rank), b"")
+        self._store.add(_LEAVERS, 1)
+
+    def _post(self, topic: str, value: Json) -> None:
+        entry = {"topic": topic, "value": value}
+        self._store.put(self._key(self.rank), json.dumps(entry, allow_nan=True).encode())
+
+    def _gather(self, topic: str, deadline: Deadline) -> list[Json]:
+        """Wait for the posts of all ranks; a rank that is late has None."""
+        keys = [self._key(rank) for rank in range(self.size)]
+        while not self._store.wait(keys, deadline.left):
+            self._stop_for_failure()
+            self._stop_for_leavers(topic)
+            if deadline.over:
+                return self._present(keys)
+        return [json.loads(entry) for entry in self._store.get(keys)]
+
+    def _await_answer(self, topic: str, deadline: Deadline) -> list[Json]:
+        patience = Deadline(deadline.secs + _SLACK_SECS)
+        while not self._store.wait([self._answer()], patience.left):
+            self._stop_for_failure()
+            self._stop_for_leavers(topic)
+            if patience.over:
+                raise DeadlineError(self._unanswered(topic, deadline.secs))
+        answer: list[Json] = json.loads(self._store.get([self._answer()])[0])
+        return answer
+
+    def _present(self, keys: Sequence[str]) -> list[Json]:
+        return [json.loads(self._store.get([key])[0]) if self._store.has(key) else None for key in keys]
+
+    def _unanswered(self, topic: str, secs: float) -> str:
+        late = [rank for rank in range(self.size) if not self._store.has(self._key(rank))]
+        return late_text(topic, secs, late or [0], self.name_of)
+
+    def _stop_for_failure(self) -> None:
+        failure = self.failure()
+        if failure is not None:
+            raise PeerError(failure)
+
+    def _stop_for_leavers(self, topic: str) -> None:
+        """Raise PeerError when a rank that this round still needs has left."""
+        if self._store.add(_LEAVERS, 0) == 0:
+            return
+        left = [rank for rank in range(self.size) if self._store.has(self._left(rank))]
+        # In this order: whoever left had posted before, and rank 0 had answered.
+        needed = [rank for rank in left if not self._store.has(self._key(rank))]
+        if 0 in left and self.rank != 0 and not self._store.has(self._answer()):
+            needed = needed or [0]
+        if needed:
+            names = ", ".join(self.name_of(rank) for rank in needed[:16])
+            raise PeerError(f"{names} left without coming to {topic!r}, for which the others wait")
+
+    def _check(self, topic: str, entries: list[Json], secs: float) -> None:
+        if mismatch := mismatch_text(topic, entries, self.name_of):
+            raise PeerError(mismatch)
+        late = [rank for rank, entry in enumerate(entries) if entry is None]
+        if late:
+            raise DeadlineError(late_text(topic, secs, late, self.name_of))
+
+    def _forget(self) -> None:
+        """Delete own keys that everybody has read: whoever posts a round has read the ones before."""
+        old = self._round - _KEPT_ROUNDS
+        if old > 0:
+            self._store.delete(self._key(self.rank, old), *([self._answer(old)] if self.rank == 0 else []))
+
+    def _left(self, rank: int) -> str:
+        return f"left/{rank}"
+
+    def _key(self, rank: int, of_round: int | None = None) -> str:
+        return f"round/{of_round or self._round}/{rank}"
+
+    def _answer(self, of_round: int | None = None) -> str:
+        return f"round/{of_round or self._round}/all"
+
+
+def mismatch_text(topic: str, entries: Sequence[Json], name_of: Callable[[int], str]) -> str | None:
+    """Say which ranks are at which topics, and what failed there; None when all are at `topic`."""
+    others: dict[str, list[int]] = {}
+    for rank, entry in enumerate(entries):
+        if entry is not None:
+            others.setdefault(entry["topic"], []).append(rank)
+    if set(others) <= {topic}:
+        return None
+    where = "; ".join(f"{ranks_text(ranks)} at {name!r}" for name, ranks in others.items())
+    failures = [
+        f"{name_of(rank)} failed with {entry['value']['error']}: {entry['value'].get('message', '')}"
+        for rank, entry in enumerate(entries)
+        if entry is not None and isinstance(entry["value"], dict) and "error" in entry["value"]
+    ]
+    why = "; ".join(failures) or "all processes must make the same calls in the same order"
+    return f"the processes are at different places: {where}; {why}"
+
+
+def late_text(topic: str, secs: float, late: Sequence[int], name_of: Callable[[int], str]) -> str:
+    """Say who did not come to `topic` within `secs`."""
+    names = ", ".join(name_of(rank) for rank in late[:16])
+    more = f" and {len(late) - 16} more" if len(late) > 16 else ""
+    return f"waited {secs:g} s at {topic!r} for {names}{more}"

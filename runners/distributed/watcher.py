@@ -1,0 +1,261 @@
+"""Makes the first failure of any rank known to all, and ends this process when it must not go on.
+
+A Python handler does not run inside a collective, so a rank that waits there can only be ended
+from another thread. Each rank has two daemon threads:
+
+- the *watcher* looks at the failure key every half second, bumps its host's heartbeat, and hears
+  from the kernel when a process of its host ends. The lowest ranks of the first two hosts
+  also follow the heartbeats of all hosts.
+- the *guard* only counts how long the watcher heard nothing from the store: a thread inside a
+  call to a machine that lost its network cannot tell that itself.
+
+A rank that leaves cleanly says so first; one that ends without a word has failed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from torchrelay.errors import PeerError
+from torchrelay.runners.distributed.failure import Failure
+from torchrelay.runners.distributed.heartbeats import Heartbeats
+from torchrelay.runners.distributed.processes import LifeLines, ProcessId
+from torchrelay.runners.distributed.roll_call import ranks_text
+from torchrelay.runners.distributed.store import Deadline, StoreClient
+
+_FAILURE = "failure"
+_SHOWN = "shown"
+_PARENT = "parent"
+LOST_PEER = PeerError.exit_code
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long the watcher waits for what, in seconds.
+
+    `look` between two looks; `silence` of a host or of the store before it counts as lost;
+    `own_grace` for the failing rank to leave by itself, `peer_grace` for the others;
+    `blame` for a root cause to show up before a broken connection is reported as the failure;
+    `shown` for all ranks to print the failure, because a launcher ends them when the first leaves.
+    """
+
+    look: float = 0.5
+    silence: float = 10.0
+    own_grace: float = 10.0
+    peer_grace: float = 1.5
+    blame: float = 1.5
+    shown: float = 2.0
+
+
+def end_process(code: int) -> None:
+    """Flush what was printed and end this process at once, wherever its threads are."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # closed, or the reader is gone
+            continue
+    os._exit(code)
+
+
+@dataclass
+class _State:
+    """What the threads share; `lock` guards the store client and `first`."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    stopping: threading.Event = field(default_factory=threading.Event)
+    first: Failure | None = None
+    leave_at: float | None = None
+    heard: float = 0.0
+
+
+class Watcher:
+    """Watches over one rank of a session; `start` and `stop` it once.
+
+    `processes` are those of all ranks in rank order; `parent` is the launcher's pid where its
+    death must end this process too. `end` is called from a thread to end the process.
+    """
+
+    def __init__(
+        self,
+        store: StoreClient,
+        rank: int,
+        processes: Sequence[ProcessId],
+        *,
+        parent: int | None = None,
+        patience: Patience | None = None,
+        end: Callable[[int], None] = end_process,
+    ) -> None:
+        self.patience = patience or Patience()
+        self._store = store.clone("watch")
+        self._rank = rank
+        self._processes = processes
+        self._end = end
+        self._state = _State(heard=time.monotonic())
+        self._lines = LifeLines(self._neighbours() | ({_PARENT: parent} if parent else {}))
+        self._beats = Heartbeats(self._store, rank, processes, self.patience.silence)
+        self._threads = [
+            threading.Thread(target=target, name=f"torchrelay-{name}", daemon=True)
+            for name, target in (("watcher", self._watch), ("guard", self._guard))
+        ]
+
+    def start(self) -> Watcher:
+        """Begin to watch."""
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def stop(self) -> None:
+        """Stop watching, having said that this rank leaves cleanly; may be called again."""
+        if self._state.stopping.is_set():
+            return
+        self.say_leaving()
+        self._state.stopping.set()
+        for thread in self._threads:
+            if thread is not threading.current_thread() and thread.is_alive():
+                thread.join(timeout=5)
+        self._lines.close()
+
+    def say_leaving(self) -> None:
+        """Tell the others that the end of this process will not be a failure."""
+        with self._state.lock, suppress(PeerError):  # without the store nobody can be told
+            self._store.put(_left(self._rank), b"")
+
+    @property
+    def failure(self) -> Failure | None:
+        """The first failure of the job as far as this rank has heard."""
+        return self._state.first
+
+    def failure_text(self) -> str | None:
+        """The first failure in one line, for errors raised by waits that it made pointless."""
+        return self._state.first.headline() if self._state.first else None
+
+    def grant(self, secs: float) -> None:
+        """Let this process live `secs` more although the job failed, for what must still be done."""
+        self._state.leave_at = time.monotonic() + secs
+
+    def report_failure(
+        self, task: str, traceback: str, exit_code: int, *, consequence: bool = False
+    ) -> Failure | None:
+        """Report that this rank failed; return the failure that was first, None when the store is lost.
+
+        A `consequence`, a broken connection say, waits a moment for its cause to be reported.
+        All ranks print the first failure and end, this one after `own_grace` if it has not by itself.
+        """
+        own = self._processes[self._rank]
+        deadline = Deadline(self.patience.blame if consequence else 0.0)
+        while not deadline.over and self._state.first is None:
+            time.sleep(0.05)
+        first = self._report(Failure(self._rank, own.host, task, traceback, exit_code))
+        self._await_shown()
+        return first
+
+    def _report(self, failure: Failure) -> Failure | None:
+        try:
+            with self._state.lock:
+                first = Failure.decode(self._store.put_once(_FAILURE, failure.encode()))
+        except PeerError:
+            return None
+        self._learn(first)
+        return first
+
+    def _learn(self, first: Failure) -> None:
+        with self._state.lock:
+            if self._state.first is not None:
+                return
+            self._state.first = first
+            grace = self.patience.own_grace if first.rank == self._rank else self.patience.peer_grace
+            self._state.leave_at = self._state.leave_at or time.monotonic() + grace
+        sys.stderr.write(first.report(self._rank))
+        sys.stderr.flush()
+        with self._state.lock, suppress(PeerError):
+            self._store.add(_SHOWN, 1)
+
+    def _await_shown(self) -> None:
+        deadline = Deadline(self.patience.shown)
+        with suppress(PeerError):
+            while not deadline.over:
+                with self._state.lock:
+                    if self._store.add(_SHOWN, 0) >= len(self._processes):
+                        return
+                time.sleep(0.05)
+
+    # The watcher thread
+
+    def _watch(self) -> None:
+        while not self._state.stopping.is_set():
+            ended = self._lines.ended(self.patience.look)
+            if self._state.stopping.is_set():
+                return
+            try:
+                self._look(ended)
+                self._state.heard = time.monotonic()
+            except PeerError:  # the guard counts for how long
+                self._state.stopping.wait(self.patience.look)
+            self._leave_when_due()
+
+    def _look(self, ended: set[str]) -> None:
+        if _PARENT in ended:
+            self._leave("its launcher is gone", LOST_PEER)
+        with self._state.lock:
+            known = self._store.has(_FAILURE)
+            first = Failure.decode(self._store.get([_FAILURE])[0]) if known else None
+        if first is not None:
+            self._learn(first)
+        elif dead := self._without_a_word(sorted(int(name) for name in ended - {_PARENT})):
+            self._blame(dead, "ended without a word (killed, out of memory, or crashed)")
+        with self._state.lock:
+            silent = self._beats.bump_and_follow()
+        if silent and (dead := self._without_a_word(silent)):
+            self._blame(
+                dead, f"was not heard of for {self.patience.silence:g} s (host or network lost, or stuck)"
+            )
+
+    def _without_a_word(self, ranks: Sequence[int]) -> list[int]:
+        with self._state.lock:
+            return [rank for rank in ranks if not self._store.has(_left(rank))]
+
+    def _blame(self, ranks: Sequence[int], what: str) -> None:
+        lost = self._processes[ranks[0]]
+        names = str(lost) if len(ranks) == 1 else f"{ranks_text(list(ranks))} on {lost.host}"
+        self._report(Failure(lost.rank, lost.host, "the job", f"PeerError: {names} {what}", LOST_PEER))
+
+    def _leave_when_due(self) -> None:
+        first, due = self._state.first, self._state.leave_at
+        if first is not None and due is not None and time.monotonic() >= due:
+            self._end(first.exit_code)
+
+    # The guard thread
+
+    def _guard(self) -> None:
+        """Count own ticks, not wall time: after a stop of the whole process nothing was missed."""
+        missed, heard, before = 0.0, self._state.heard, time.monotonic()
+        while not self._state.stopping.wait(self.patience.look):
+            now = time.monotonic()
+            missed, before = missed + min(now - before, 2 * self.patience.look), now
+            if self._state.heard != heard:
+                missed, heard = 0.0, self._state.heard
+            if missed >= self.patience.silence:
+                self._leave(f"the store was not heard of for {self.patience.silence:g} s", LOST_PEER)
+            self._leave_when_due()
+
+    def _leave(self, why: str, code: int) -> None:
+        sys.stderr.write(f"torchrelay: {self._processes[self._rank]} leaves: {why}\n")
+        self._end(code)
+
+    def _neighbours(self) -> dict[str, int]:
+        own = self._processes[self._rank]
+        return {
+            str(other.rank): other.pid
+            for other in self._processes
+            if other.group == own.group and other.rank != own.rank
+        }
+
+
+def _left(rank: int) -> str:
+    return f"left/{rank}"

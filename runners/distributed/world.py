@@ -1,0 +1,225 @@
+"""The processes of one attempt, met: their store, their agreement, their watcher, their groups."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from torchrelay.errors import PeerError, RelayError
+from torchrelay.jobs.peers import Peers, Solo
+from torchrelay.jobs.places import NodePlace
+from torchrelay.runners.distributed.launch_env import LaunchEnv
+from torchrelay.runners.distributed.process_groups import ProcessGroups
+from torchrelay.runners.distributed.processes import ProcessId, own_process
+from torchrelay.runners.distributed.roll_call import agree_on_nonce, ranks_text
+from torchrelay.runners.distributed.store import Deadline, StoreClient, connect
+from torchrelay.runners.distributed.store_peers import StorePeers
+from torchrelay.runners.distributed.watcher import Patience, Watcher
+from torchrelay.runners.placing import names_by_rank
+
+START_SECS = 300.0
+_LATE_AT_THE_END_SECS = 3600.0
+
+
+class World:
+    """All processes of a job as one of them sees them. `meet` makes it, `close` ends it.
+
+    Alone (without a launcher) there is no store and no watcher, but a process group of one.
+    """
+
+    def __init__(
+        self, env: LaunchEnv, device: torch.device, backend: str, *, timeout_secs: float, start_secs: float
+    ) -> None:
+        self.env = env
+        self.device = device
+        self.processes: tuple[ProcessId, ...] = (own_process(env.rank),)
+        self.peers: Peers = Solo()
+        self.watcher: Watcher | None = None
+        self._places = [asdict(_own_place(env, self.processes[0].host))]
+        self._served: StoreClient | None = None
+        self._store: StoreClient | None = None
+        self.nonce = ""
+        self._closed = False
+        if env.launched:
+            self._meet(start_secs)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        try:
+            self.groups = ProcessGroups(env, self._store, device, backend, timeout_secs)
+        except Exception as error:
+            self.blame("making the process groups", error)
+            raise
+        self._excepthook = _Excepthook(self.blame).install()
+        atexit.register(self.close)
+        _current.append(self)
+
+    def places(self, declared: tuple[str, ...]) -> tuple[NodePlace, ...]:
+        """Return the places of all nodes when the job declares these names."""
+        names = names_by_rank(declared, self.env.world_size)
+        return tuple(
+            NodePlace(**(place | {"name": name})) for name, place in zip(names, self._places, strict=True)
+        )
+
+    def blame(self, task: str, error: BaseException, shown: str | None = None) -> bool:
+        """Make this rank's error the job's failure, unless another was first; True if all know.
+
+        `shown` replaces the traceback. An error that looks like a lost connection gives its cause
+        a moment to show up first.
+        """
+        if self.watcher is None:
+            return False
+        text = shown or "".join(traceback.format_exception(error))
+        consequence = is_consequence(error)
+        code = PeerError.exit_code if consequence else 1
+        code = error.exit_code if isinstance(error, RelayError) else code
+        return self.watcher.report_failure(task, text, code, consequence=consequence) is not None
+
+    def meet_at_the_end(self, secs: float) -> bool:
+        """Wait at most `secs` until all ranks come to their end; whether they did."""
+        if self._store is None or self.env.world_size == 1:
+            return True
+        keys = [f"end/{rank}" for rank in range(self.env.world_size)]
+        deadline = Deadline(secs)
+        self._store.put(keys[self.env.rank], b"")
+        while not deadline.over and (self.watcher is None or self.watcher.failure is None):
+            if self._store.wait(keys, deadline.left):
+                return True
+        return False
+
+    def late_at_the_end(self) -> str:
+        """Name the ranks that did not come to their end yet."""
+        ranks = range(self.env.world_size)
+        return ranks_text([rank for rank in ranks if self._store and not self._store.has(f"end/{rank}")])
+
+    def close(self) -> None:
+        """Destroy the groups that were made, say that this rank leaves, stop watching. Once.
+
+        A rank that serves the store stays until the others have left, because they need it.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        _current.remove(self)
+        self._excepthook.remove()
+        if self.watcher is None or self.watcher.failure is None:
+            self.groups.destroy()
+        self._linger()
+        if self.watcher is not None:
+            self.watcher.stop()
+
+    def _linger(self) -> None:
+        if self._store is None:
+            return
+        try:
+            if isinstance(self.peers, StorePeers):
+                self.peers.leave()
+            self._store.put(f"gone/{self.env.rank}", b"")
+            if self.env.hosts_store:
+                self._await_others(Deadline(_LATE_AT_THE_END_SECS))
+        except PeerError:  # whoever serves the store is gone, and needs no word
+            return
+
+    def _await_others(self, deadline: Deadline) -> None:
+        assert self._store is not None  # noqa: S101 - it hosts it
+        others = [f"gone/{rank}" for rank in range(self.env.world_size)]
+        while not deadline.over and not self._store.wait(others):
+            if self.watcher is not None and self.watcher.failure is not None:
+                self._store.wait(others, 2 * self.watcher.patience.look)
+                return
+
+    def _meet(self, start_secs: float) -> None:
+        deadline = Deadline(start_secs)
+        self._served = connect(self.env, start_secs)  # kept: a store that rank 0 serves ends with it
+        below = self._served.clone(self.env.store_prefix)
+        nonce = agree_on_nonce(
+            below, self.env.rank, self.env.world_size, timeout_secs=max(1.0, deadline.left)
+        )
+        self.nonce = nonce
+        self._store = below.clone(nonce)
+        peers = StorePeers(self._store.clone("peers"), self.env.rank, self.env.world_size)
+        self._introduce(peers)
+        parent = os.getppid() if self.env.elastic else None
+        self.watcher = Watcher(
+            self._store, self.env.rank, self.processes, parent=parent, patience=Patience()
+        ).start()
+        peers.name_of = lambda rank: str(self.processes[rank])
+        peers.failure = self.watcher.failure_text
+        self.peers = peers
+
+    def _introduce(self, peers: StorePeers) -> None:
+        own = own_process(self.env.rank)
+        told = peers.exchange(
+            "start", {"process": asdict(own), "place": asdict(_own_place(self.env, own.host))}
+        )
+        self.processes = tuple(ProcessId(**other["process"]) for other in told)
+        self._places = [other["place"] for other in told]
+
+
+def _own_place(env: LaunchEnv, host: str) -> NodePlace:
+    return NodePlace(
+        name=f"trainer_{env.rank}",
+        rank=env.rank,
+        world_size=env.world_size,
+        host=host,
+        host_index=env.host_index,
+        local_rank=env.local_rank,
+        role=env.role,
+        process=env.rank,
+    )
+
+
+_current: list[World] = []
+
+
+def current_world() -> World | None:
+    """Return the world that this process is in and has not closed; None when there is none."""
+    return _current[-1] if _current else None
+
+
+_SIGNS = ("connection closed by peer", "connection reset", "broken pipe", "timed out waiting", "nccl", "gloo")
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether an error looks as if another process were its cause."""
+    chain: list[BaseException] = []
+    step: BaseException | None = error
+    while step is not None and step not in chain:
+        chain.append(step)
+        step = step.__cause__ or (None if step.__suppress_context__ else step.__context__)
+    return any(
+        isinstance(one, (PeerError, torch.distributed.DistError))
+        or (isinstance(one, RelayError) and one.of_rank is not None)
+        or (isinstance(one, RuntimeError) and any(sign in str(one).lower() for sign in _SIGNS))
+        for one in chain
+    )
+
+
+class _Excepthook:
+    """Blames an exception that nobody caught, then lets Python print it as ever."""
+
+    def __init__(self, blame: Callable[[str, BaseException], Any]) -> None:
+        self._blame = blame
+        self._before = sys.excepthook
+
+    def install(self) -> _Excepthook:
+        self._before = sys.excepthook
+        sys.excepthook = self._hook
+        return self
+
+    def remove(self) -> None:
+        if sys.excepthook == self._hook:
+            sys.excepthook = self._before
+
+    def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._before(kind, error, trace)
+        if not isinstance(error, (KeyboardInterrupt, SystemExit)):
+            self._blame("the script", error)
