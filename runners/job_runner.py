@@ -86,7 +86,6 @@ class JobRunner:
             if where is not None and not isinstance(where, Manager):
                 raise UsageError(f"where is a run directory (path) or a checkpoint manager, not {where!r}")
             return where
-        self.run_directory.check_usable()
         return MultiNodeCheckpointManager(
             self.run_directory.checkpoints,
             metadata_handler=FileMetadataHandler(self.run_directory.path),
