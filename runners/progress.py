@@ -25,7 +25,8 @@ class Progress:
         if stream.isatty():
             self._pretty(text, stream)
         else:
-            print(f"torchrelay: {text}", file=stream, flush=True)
+            stream.write(f"torchrelay: {text}\n")  # one write: ranks share the stream, lines must stay whole
+            stream.flush()
 
     def _pretty(self, text: str, stream: TextIO) -> None:
         from rich.console import Console

@@ -5,6 +5,7 @@ torchrun --nnodes=2 --nproc-per-node=2 ... scripts/trials/two_hosts_job.py RUN
 
 from __future__ import annotations
 
+import os
 import sys
 
 import torch
@@ -29,11 +30,11 @@ def main(run: str) -> None:
     @job.setup
     def say(ctx: torchrelay.Context) -> None:
         hosts = dict.fromkeys(node.host for node in ctx.session.nodes)
-        print(
+        line = (
             f"saw: rank {ctx.rank} of {ctx.world_size} is local rank {ctx.local_rank} on {ctx.host}; "
-            f"hosts {', '.join(hosts)}",
-            flush=True,
+            f"hosts {', '.join(hosts)}\n"
         )
+        os.write(1, line.encode())  # in one piece: the ranks of a host share the stream
 
     @job.epoch
     def train(ctx: torchrelay.Context) -> None:

@@ -5,6 +5,7 @@ Every rank prints `case NAME ok`, or `case NAME failed` with the traceback, afte
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -32,7 +33,7 @@ for case in ON_RANKS:
         case(Stage(root, session.env.world_size, session.env.rank, fresh))
         session.peers.exchange(f"case {case.__name__}", None)
     except BaseException:
-        print(f"case {case.__name__} failed\n{traceback.format_exc()}", flush=True)
+        os.write(1, f"case {case.__name__} failed\n{traceback.format_exc()}".encode() + b"\n")
         leave(1)
-    print(f"case {case.__name__} ok", flush=True)
+    os.write(1, f"case {case.__name__} ok".encode() + b"\n")
 leave(0)
