@@ -53,8 +53,9 @@ class StopCondition(Protocol):
 
     `rule` says how the nodes' answers combine: stop when "any" or "all" of them say so, or when the
     first node ("rank0") does. `limit` conditions depend on nothing but the position, so they are asked
-    anew on resume with today's arguments; of all others the saved verdict holds. A condition with
-    `state_dict` and `load_state_dict` becomes a blob of its job.
+    anew on resume with today's arguments; of all others the saved verdict holds. A limit that has
+    `steps` or `secs`, totals of the whole run, also ends the running epoch at its next step. A condition
+    with `state_dict` and `load_state_dict` becomes a blob of its job.
     """
 
     @property

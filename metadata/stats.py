@@ -6,13 +6,14 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-PHASES = ("plan", "stage", "hash", "write", "fsync", "commit", "prove", "read", "restore")
-"""In the order in which they happen; a save has the first six, a load the last three and plan."""
-
 
 @dataclass(frozen=True)
 class NodeTimes:
-    """One node's part of one action: seconds by phase, and bytes moved."""
+    """One node's part of one action: seconds by phase, and bytes moved.
+
+    A save has the phases stage, plan, hash, write, fsync and, on its first node, commit; a load prove,
+    read and restore.
+    """
 
     node: str
     path: str

@@ -92,9 +92,10 @@ def over_by_facts(job: Job, facts: Facts, epoch: int) -> Verdict:
 
 
 def limits_of(conditions: Sequence[StopCondition]) -> dict[str, Any]:
-    """The totals that also end a running epoch, for the run's state."""
-    steps = [getattr(condition, "steps", None) for condition in conditions]
-    secs = [getattr(condition, "secs", None) for condition in conditions]
+    """The totals that also end a running epoch, for the run's state; only of limits (see StopCondition)."""
+    limits = [condition for condition in conditions if condition.limit]
+    steps = [getattr(condition, "steps", None) for condition in limits]
+    secs = [getattr(condition, "secs", None) for condition in limits]
     return {
         "limit_steps": min((n for n in steps if n is not None), default=None),
         "limit_secs": min((n for n in secs if n is not None), default=None),

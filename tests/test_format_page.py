@@ -25,13 +25,14 @@ from torchrelay.checkpoint.disk import (
     values,
 )
 from torchrelay.checkpoint.disk.names import GROUP, NODE, Whole, format_key
+from torchrelay.checkpoint.disk.paths import DATA
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.log import counter, job_file, log_append, log_reader, record, tail, writer
 from torchrelay.checkpoint.log.live import DAMAGED, HEALTHY, Entry, State
-from torchrelay.checkpoint.log.takeover import DATA
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.reading.proof import Outcome
 from torchrelay.checkpoint.state.leaf import Role
+from torchrelay.jobs.blobs import Scope
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/format.md").read_text()
@@ -129,8 +130,9 @@ def test_roles_and_scopes() -> None:
     """All roles and scopes are named."""
     said = section("Leaves").split("Roles:", 1)[1]
     roles, scopes = said.split("Scopes:", 1)
-    assert set(code(roles)) == {role.value for role in Role}
-    assert set(code(scopes)) == set(manifest_check.SCOPES)
+    assert set(code(roles)) == {role.value for role in Role} == set(manifest_check.ROLES)
+    registered = {scope.value for scope in Scope} - {Scope.TRANSIENT.value}
+    assert set(code(scopes)) == set(manifest_check.SCOPES) == registered
 
 
 def test_shard_metadata() -> None:

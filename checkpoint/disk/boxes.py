@@ -111,12 +111,6 @@ def whole(shape: Sequence[int]) -> Bounds:
     return tuple((0, size) for size in shape)
 
 
-def intersect(one: Bounds, other: Bounds) -> Bounds | None:
-    """What two boxes share; None if that is nothing."""
-    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return shared if all(start < stop for start, stop in shared) else None
-
-
 def runs(outer: Bounds, inner: Bounds) -> Iterator[Interval]:
     """Where `inner`, a box within `outer`, lies in the row-major elements of `outer`.
 

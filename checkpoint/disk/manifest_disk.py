@@ -25,7 +25,7 @@ from torchrelay.checkpoint.disk.fields import Fields
 from torchrelay.checkpoint.disk.layouts import Cut, Layout, PerNode, Replicated, Split
 from torchrelay.checkpoint.disk.manifest import BlobRow, LeafRow, Manifest, ShardRow, World
 from torchrelay.checkpoint.disk.manifest_check import check
-from torchrelay.checkpoint.disk.paths import manifest_path, shard_path
+from torchrelay.checkpoint.disk.paths import manifest_path
 from torchrelay.checkpoint.disk.runs import pack_names, pack_numbers, unpack_names, unpack_numbers
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.log.live import Entry
@@ -118,13 +118,6 @@ def read(storage: Storage, entry: Entry) -> Manifest:
             f"{path} is the manifest of {manifest.position}, tries {', '.join(manifest.tries)}"
         )
     return manifest
-
-
-def files_of(storage: Storage, manifest: Manifest, node: str) -> list[str]:
-    """The files of the epoch's own try that a node wrote; empty for a node that it does not have."""
-    number = manifest.world.number.get(node)
-    rows = [shard for shard in manifest.shards if shard.node == number and shard.source == 0]
-    return [f"{storage.url}/{shard_path(manifest, shard)}" for shard in rows]
 
 
 class _Numbers:

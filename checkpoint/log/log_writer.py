@@ -13,6 +13,7 @@ from dataclasses import replace
 from threading import Lock
 from typing import Any
 
+from torchrelay.checkpoint.disk.paths import DATA
 from torchrelay.checkpoint.log import changes
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.counter import PATIENCE_SECS, PERIOD_SECS, Beat, move
@@ -29,7 +30,7 @@ from torchrelay.checkpoint.log.record import (
     retirement_json,
     slot_path,
 )
-from torchrelay.checkpoint.log.takeover import DATA, Taken, take_over
+from torchrelay.checkpoint.log.takeover import Taken, take_over
 from torchrelay.checkpoint.log.thinning import thin
 from torchrelay.checkpoint.log.writer import WriterIdentity, describe
 from torchrelay.checkpoint.position import Position

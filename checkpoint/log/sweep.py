@@ -10,10 +10,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from torchrelay.checkpoint.disk.names import TRY, parse_shard_file_name
+from torchrelay.checkpoint.disk.paths import DATA
 from torchrelay.checkpoint.log.live import Retirement
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.log.retention import RetentionPolicy, to_retire
-from torchrelay.checkpoint.log.takeover import DATA
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import DamagedError, StorageError
 

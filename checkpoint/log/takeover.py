@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
+from torchrelay.checkpoint.disk.paths import DATA
 from torchrelay.checkpoint.log import changes
 from torchrelay.checkpoint.log.counter import moves
 from torchrelay.checkpoint.log.job_file import JobFile
@@ -23,7 +24,6 @@ from torchrelay.errors import DirectoryInUseError
 
 Json = Any
 
-DATA = "data"
 _ATTEMPTS = 8
 _REMEDY = "stop that job, or wait until it has ended, or choose another directory"
 

@@ -154,7 +154,7 @@ def _answers(pid: int) -> bool:
 def _launcher(environment: Mapping[str, str]) -> tuple[str | None, tuple[int, ...]]:
     torchrun = environment.get("TORCHELASTIC_RUN_ID", "none")
     elastic = _count(environment.get("TORCHELASTIC_RESTART_COUNT"))
-    if torchrun != "none":
+    if torchrun not in ("", "none"):
         return f"torchrun:{torchrun}", (elastic,)
     slurm = environment.get("SLURM_JOB_ID")
     if slurm:

@@ -1,4 +1,8 @@
-"""What sort of blob an object is: decided once, alike for saves and loads."""
+"""What sort of blob an object is, as saves and loads see it.
+
+Finer than `jobs.blobs.kind_of`, whose three words are those of a manifest: there modules, optimizers and
+other objects with state are all `stateful`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchrelay.errors import BlobError
+from torchrelay.jobs.blobs import is_stateful
 
 
 class Kind(Enum):
@@ -35,7 +40,7 @@ def kind_of(value: Any) -> Kind:
         return Kind.OPTIMIZER if has_stock_state(value) else Kind.STATEFUL
     if isinstance(value, torch.Tensor):
         return Kind.TENSOR
-    return Kind.STATEFUL if _is_stateful(value) else Kind.VALUE
+    return Kind.STATEFUL if is_stateful(value) else Kind.VALUE
 
 
 def has_stock_state(optimizer: Optimizer) -> bool:
@@ -71,8 +76,3 @@ _OPTIMIZER_HOOKS = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
-
-
-def _is_stateful(value: Any) -> bool:
-    methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
-    return not isinstance(value, type) and all(callable(method) for method in methods)

@@ -14,7 +14,7 @@ import torch
 
 from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.state.flatten import parameter_names
-from torchrelay.checkpoint.state.kinds import Kind, check_recreatable, kind_of
+from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.checkpoint.state.module_restore import draft_module
 from torchrelay.checkpoint.state.optimizer_restore import draft_optimizer
@@ -22,7 +22,7 @@ from torchrelay.checkpoint.state.restoring import Draft, Read
 from torchrelay.checkpoint.state.stateful_restore import draft_new, draft_stateful, draft_tensor, draft_value
 from torchrelay.errors import PartiallyLoadedError, RelayError
 
-__all__ = ["Read", "Restoration", "check_recreatable", "restoration"]
+__all__ = ["Read", "Restoration", "restoration"]
 
 
 class Restoration:

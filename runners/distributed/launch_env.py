@@ -19,8 +19,7 @@ class LaunchEnv:
     `launched` is False for plain `python train.py`: a world of one process and no store.
     `agent_store` says that the launcher hosts the store at `master_addr:master_port`, otherwise
     rank 0 does. `elastic` says that torchrun is the parent, so its death ends the process.
-    `launcher_id` is the same in all attempts of one launch and None where nothing tells;
-    `restart_count` grows with every attempt of that launch.
+    `restart_count` grows with every attempt of one launch.
     """
 
     rank: int = 0
@@ -32,9 +31,7 @@ class LaunchEnv:
     master_addr: str = ""
     master_port: int = 0
     restart_count: int = 0
-    max_restarts: int = 0
     run_id: str | None = None
-    launcher_id: str | None = None
     launched: bool = False
     elastic: bool = False
     agent_store: bool = False
@@ -46,7 +43,7 @@ class LaunchEnv:
 
     @property
     def store_prefix(self) -> str:
-        """Where this attempt's keys begin; other attempts of the launch have other prefixes."""
+        """Where this attempt's keys begin; a nonce (`roll_call`) tells apart attempts that share it."""
         return f"tr/{self.run_id or 'job'}/{self.restart_count}"
 
 
@@ -60,8 +57,6 @@ def read_launch_env(environ: Mapping[str, str] | None = None) -> LaunchEnv:
         return _alone(env)
     _require(env)
     run_id = _run_id(env)
-    slurm_id, slurm_restarts = _slurm(env)
-    restart_count = _number(env, "TORCHELASTIC_RESTART_COUNT", 0)
     found = LaunchEnv(
         rank=_number(env, "RANK"),
         world_size=_number(env, "WORLD_SIZE", least=1),
@@ -71,10 +66,8 @@ def read_launch_env(environ: Mapping[str, str] | None = None) -> LaunchEnv:
         role=env.get("ROLE_NAME", "default"),
         master_addr=env["MASTER_ADDR"],
         master_port=_number(env, "MASTER_PORT", least=1),
-        restart_count=restart_count if run_id or not slurm_id else slurm_restarts,
-        max_restarts=_number(env, "TORCHELASTIC_MAX_RESTARTS", 0),
+        restart_count=_restarts(env, run_id),
         run_id=run_id,
-        launcher_id=run_id or slurm_id,
         launched=True,
         elastic="TORCHELASTIC_RUN_ID" in env,
         agent_store=_flag(env, "TORCHELASTIC_USE_AGENT_STORE"),
@@ -90,8 +83,7 @@ def _alone(env: Mapping[str, str]) -> LaunchEnv:
             f"SLURM_STEP_NUM_TASKS is {tasks} but RANK and WORLD_SIZE are not set: these {tasks} processes "
             "do not know of each other; start one torchrun per host (srun --ntasks-per-node=1 torchrun ...)"
         )
-    slurm_id, slurm_restarts = _slurm(env)
-    return LaunchEnv(launcher_id=slurm_id, restart_count=slurm_restarts)
+    return LaunchEnv(restart_count=_restarts(env, None))
 
 
 def _require(env: Mapping[str, str]) -> None:
@@ -126,9 +118,10 @@ def _run_id(env: Mapping[str, str]) -> str | None:
     return None if run_id in ("", "none") else run_id
 
 
-def _slurm(env: Mapping[str, str]) -> tuple[str | None, int]:
-    job = env.get("SLURM_JOB_ID")
-    return (f"slurm-{job}", _number(env, "SLURM_RESTART_COUNT", 0)) if job else (None, 0)
+def _restarts(env: Mapping[str, str], run_id: str | None) -> int:
+    """Slurm counts where torchrun's launch has no id: each requeue is another launch then."""
+    slurm = env.get("SLURM_JOB_ID") and not run_id
+    return _number(env, "SLURM_RESTART_COUNT" if slurm else "TORCHELASTIC_RESTART_COUNT", 0)
 
 
 def _check(found: LaunchEnv, env: Mapping[str, str]) -> None:

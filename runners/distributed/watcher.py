@@ -135,10 +135,6 @@ class Watcher:
         """The first failure in one line, for errors raised by waits that it made pointless."""
         return self._state.first.headline() if self._state.first else None
 
-    def grant(self, secs: float) -> None:
-        """Let this process live `secs` more although the job failed, for what must still be done."""
-        self._state.leave_at = time.monotonic() + secs
-
     def report_failure(
         self, task: str, traceback: str, exit_code: int, *, consequence: bool = False
     ) -> Failure | None:
@@ -170,7 +166,7 @@ class Watcher:
                 return
             self._state.first = first
             grace = self.patience.own_grace if first.rank == self._rank else self.patience.peer_grace
-            self._state.leave_at = self._state.leave_at or time.monotonic() + grace
+            self._state.leave_at = time.monotonic() + grace
         sys.stderr.write(first.report(self._rank))
         sys.stderr.flush()
         with self._state.lock, suppress(PeerError):

@@ -111,7 +111,7 @@ def test_every_truncation_is_detected():
     "fields",
     [
         {"format": {"major": 2, "minor": 0, "features": []}},
-        {"format": {"major": 1, "minor": 3, "features": ["codec"]}},
+        {"format": {"major": 1, "minor": 3, "features": ["nobody-has-this"]}},
         {"kind": "merge"},
     ],
 )

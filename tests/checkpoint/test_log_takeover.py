@@ -98,6 +98,7 @@ def test_slurm_restarts_count_before_those_of_torchrun():
     run = {**slurm, "TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_RESTART_COUNT": "2"}
     assert WriterIdentity.here("job", run).launcher_id == "torchrun:abc"
     assert WriterIdentity.here("job", {}).launcher_id is None
+    assert WriterIdentity.here("job", {"TORCHELASTIC_RUN_ID": ""}).launcher_id is None
 
 
 def test_a_live_writer_is_waited_for_and_then_named(tmp_path, holder):

@@ -145,7 +145,7 @@ def test_a_format_of_a_later_version_is_unknown_and_not_damage(tmp_path, monkeyp
         monkeypatch.setattr(version, "MAJOR", 2)
         stamped = version.stamp()
         monkeypatch.setattr(version, "MAJOR", 1)
-        monkeypatch.setattr("torchrelay.checkpoint.disk.manifest_disk.version.stamp", lambda: stamped)
+        monkeypatch.setattr(version, "stamp", lambda *features: stamped)
         entry = run.save(1, LEAVES[:2])
         monkeypatch.undo()
         proof = prove(run.storage, entry)

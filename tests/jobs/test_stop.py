@@ -25,6 +25,7 @@ from torchrelay.jobs.stop import (
 )
 from torchrelay.jobs.task import Task
 from torchrelay.jobs.workspace import Workspace
+from torchrelay.runners.stopping import limits_of
 
 NO, YES = StopAnswer(False), StopAnswer(True, "it is done")
 
@@ -64,6 +65,18 @@ def test_limits_show_what_ends_a_running_epoch():
     """Limits on steps and seconds can be read, so that a running epoch can obey them."""
     assert max_steps(7).steps == 7
     assert max_time("00:01:00").secs == 60.0
+    conditions = [max_steps(9), max_steps(7), max_time(60), Impatient()]
+    assert limits_of(conditions) == {"limit_steps": 7, "limit_secs": 60.0}
+    assert limits_of([Impatient()]) == {"limit_steps": None, "limit_secs": None}
+
+
+class Impatient:
+    """No limit of the run: its `steps` and `secs` are its own affair."""
+
+    name, rule, limit, steps, secs = "impatient", "any", False, 3, "soon"
+
+    def ask(self, ctx):
+        return StopAnswer(False)
 
 
 @pytest.mark.parametrize(

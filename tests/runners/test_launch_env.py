@@ -17,16 +17,15 @@ TORCHRUN = {
     "MASTER_ADDR": "host0",
     "MASTER_PORT": "29500",
     "TORCHELASTIC_RESTART_COUNT": "2",
-    "TORCHELASTIC_MAX_RESTARTS": "5",
     "TORCHELASTIC_RUN_ID": "job-7",
     "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
 
 
 def test_plain_python_is_a_world_of_one():
-    """Without a launcher there is one process, no store, and no launcher id."""
+    """Without a launcher there is one process, and no store."""
     env = read_launch_env({})
-    assert (env.rank, env.world_size, env.launched, env.launcher_id) == (0, 1, False, None)
+    assert (env.rank, env.world_size, env.launched, env.hosts_store) == (0, 1, False, False)
 
 
 def test_reads_what_torchrun_sets():
@@ -34,7 +33,7 @@ def test_reads_what_torchrun_sets():
     env = read_launch_env(TORCHRUN)
     assert (env.rank, env.world_size, env.local_rank, env.local_world_size) == (3, 4, 1, 2)
     assert (env.host_index, env.role, env.master_addr, env.master_port) == (1, "trainer", "host0", 29500)
-    assert (env.restart_count, env.max_restarts, env.launcher_id) == (2, 5, "job-7")
+    assert (env.restart_count, env.run_id) == (2, "job-7")
     assert env.elastic and env.agent_store and not env.hosts_store
 
 
@@ -73,10 +72,12 @@ def test_processes_of_srun_without_torchrun_are_refused():
         read_launch_env({"SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": "9"})
 
 
-def test_launcher_id_is_the_same_over_attempts():
-    """Torchrun's run id tells launches apart; without one it is the Slurm job with its own count."""
-    unnamed = TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}
-    assert read_launch_env(unnamed).launcher_id is None
-    slurm = read_launch_env(unnamed | {"SLURM_JOB_ID": "9", "SLURM_RESTART_COUNT": "4"})
-    assert slurm.launcher_id == "slurm-9"
-    assert slurm.restart_count > read_launch_env(unnamed | {"SLURM_JOB_ID": "9"}).restart_count
+@pytest.mark.parametrize("unnamed", ["none", ""])
+def test_slurm_counts_where_torchrun_has_no_id(unnamed):
+    """Attempts of one launch have store prefixes of their own, those of a requeued Slurm job too."""
+    env = TORCHRUN | {"TORCHELASTIC_RUN_ID": unnamed}
+    assert (read_launch_env(env).run_id, read_launch_env(env).restart_count) == (None, 2)
+    slurm = env | {"SLURM_JOB_ID": "9"}
+    counts = [read_launch_env(slurm | {"SLURM_RESTART_COUNT": n}).restart_count for n in ("0", "4")]
+    assert counts == [0, 4]
+    assert read_launch_env(slurm | {"TORCHELASTIC_RUN_ID": "job-7"}).restart_count == 2
