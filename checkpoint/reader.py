@@ -74,7 +74,7 @@ class Checkpoint:
 
     @property
     def position(self) -> Position:
-        """Where in the run it was taken."""
+        """Where in the run it was taken; `position.epoch` is the epoch's number."""
         return self.entry.position
 
     @property

@@ -75,6 +75,10 @@ class Job(Managed):
         epoch     looped                             download  once after the last epoch
         exit      once at the very end
 
+    `@job.epoch` makes a function a task of that group, `@job.epoch(on="rank0", every=2)` one of some nodes
+    and epochs; `job.setup`, `job.init`, `job.download` and `job.exit` do the same for theirs. The function
+    takes `ctx` (a `Context`), `ws` or nothing.
+
     `with Job() as job:` makes the job and its epoch group current, so that plain tasks inside join
     the epoch group; `with job.init_group:` and its siblings redirect. `job.blobs` is the registry of
     the blobs: call it to add some, iterate it to see them.

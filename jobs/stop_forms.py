@@ -101,7 +101,7 @@ def _as_condition(given: Any) -> StopCondition:
         return _of_data_finished(given)
     if callable(given) and not isinstance(given, type):
         return _of_callable(given)
-    raise UsageError(f"a {_kind(given)} cannot be a stop condition; it may be {_FORMS}")
+    raise UsageError(f"{given!r:.80} cannot be a stop condition; it may be {_FORMS}")
 
 
 def _is_condition(given: Any) -> bool:

@@ -154,7 +154,9 @@ class Context:
         try:
             return self._state.metrics[name]
         except KeyError:
-            known = ", ".join(sorted(self._state.metrics)) or "none so far"
+            known = (
+                ", ".join(sorted(self._state.metrics)) or "none, because they are reduced when an epoch ends"
+            )
             raise UsageError(f"no metric {name!r} was reduced yet; there are: {known}") from None
 
     @property

@@ -37,7 +37,8 @@ class JobRunner:
     provable epoch, `must` refuses to start without one, `never` begins anew (older epochs are
     kept as an abandoned branch). `best=(metric, "max" or "min")` says which epoch `"best"` names.
     `max_failed_saves` saves that fail in a row end the run (3 for run directories; a bare manager
-    only warns). `save_initial=False` leaves epoch 0, the state after `init`, out.
+    only warns). `save_initial=False` leaves epoch 0, the state after `init`, out. `keep_last` keeps so
+    many of the newest epochs (None keeps all).
 
     Jobs, managers and sessions may be used again; one train runs at a time in a process.
     """
@@ -129,8 +130,8 @@ class JobRunner:
     def main(self, argv: list[str] | None = None) -> None:
         """Train as a program and leave with an exit code.
 
-        Reads `--resume-from-epoch N`, `--again` and `--resume auto|must|never`; other arguments are left
-        to the program. A user's mistake prints one line, no traceback.
+        Reads `--resume-from-epoch N`, `--again`, `--resume auto|must|never` and `--help`; other arguments
+        are left to the program. A user's mistake prints one line, no traceback.
         """
 
         def work() -> int:

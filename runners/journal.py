@@ -17,7 +17,7 @@ from typing import Any
 
 from torchrelay.checkpoint.ledger import Holding, Look
 from torchrelay.checkpoint.position import Position
-from torchrelay.errors import DirectoryInUseError, RelayError, StorageError
+from torchrelay.errors import DirectoryInUseError, StorageError, exit_code_of
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.peers import Peers, decide
 from torchrelay.metadata.run_directory import RunDirectory, State
@@ -183,11 +183,13 @@ class Journal:
         if isinstance(error, DirectoryInUseError):
             return  # somebody else's status
         try:
-            code = error.exit_code if isinstance(error, RelayError) else 1
-            reason = f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
             epoch = state.epoch or self._epoch  # before the loop the run is where the log says
             self._event("failure", error=reason, epoch=epoch)
-            self._status("FAILED", epoch=epoch, error=reason, exit_code=code)
+            self._status("FAILED", epoch=epoch, error=reason, exit_code=exit_code_of(error))
+            if isinstance(error, KeyboardInterrupt):
+                resumes = "; the same command resumes from the newest saved epoch" if self.run else ""
+                self.say(f"interrupted in epoch {epoch or 0}{resumes}")
         except Exception as second:
             print(f"torchrelay: the failure could not be noted: {second}", file=sys.stderr)
 

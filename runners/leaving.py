@@ -12,12 +12,11 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from torchrelay.errors import PeerError, PreemptedError, RelayError, TaskFailedError
+from torchrelay.errors import PeerError, PreemptedError, RelayError, TaskFailedError, exit_code_of
 from torchrelay.runners.distributed.watcher import end_process
 from torchrelay.runners.distributed.world import World, current_world
 
 MEET_SECS = 30.0
-_INTERRUPTED = 130  # what a shell calls a process that Ctrl-C ended
 
 
 def run_and_leave(work: Callable[[], int | None]) -> NoReturn:
@@ -31,8 +30,8 @@ def run_and_leave(work: Callable[[], int | None]) -> NoReturn:
         code = work() or 0
     except SystemExit as request:
         code = _code_of(request)
-    except KeyboardInterrupt:
-        code = _INTERRUPTED
+    except KeyboardInterrupt as error:
+        code = exit_code_of(error)
     except BaseException as error:
         code = _fail(error)
     leave(code)
@@ -79,7 +78,7 @@ def _fail(error: BaseException) -> int:
     first = world.watcher.failure if world and world.watcher else None
     if first is None:
         _say(world, shown)
-        return error.exit_code if isinstance(error, RelayError) else 1
+        return exit_code_of(error)
     # The watcher printed the first failure; it may be this very error, or the same on another rank.
     if world is not None and first.rank != world.env.rank and first.traceback != shown:
         _say(world, shown)

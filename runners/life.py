@@ -17,7 +17,7 @@ from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.ledger import Target
 from torchrelay.checkpoint.manager_base import Manager
 from torchrelay.checkpoint.position import Position
-from torchrelay.errors import PartiallyLoadedError, RelayError, StorageError, UsageError
+from torchrelay.errors import PartiallyLoadedError, StorageError, UsageError, exit_code_of
 from torchrelay.jobs.data_parallel import bare_ddp_instances
 from torchrelay.jobs.data_parallel import drop as drop_wrappers
 from torchrelay.jobs.peers import decide
@@ -358,9 +358,8 @@ class Life:
     def _failed(self, error: BaseException) -> None:
         """Note the failure; tasks for after a failure run only in a run that began."""
         self.journal.failed(error, self.state)
-        code = error.exit_code if isinstance(error, RelayError) else 1
         if self._began:
-            self.session.run_on_failure(self.job.exit_group, code)
+            self.session.run_on_failure(self.job.exit_group, exit_code_of(error))
 
     def _close(self) -> None:
         try:

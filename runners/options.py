@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from torchrelay.errors import UsageError
 from torchrelay.runners.choosing import Resume
+
+_EPOCH = "--resume-from-epoch"
+_MISTYPED = 0.88
+"""How alike an unknown option must be to `--resume-from-epoch` to be refused: it would not rewind."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +29,26 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_options(argv: list[str] | None) -> Options:
-    """Read the known options; unknown arguments belong to the program and are left alone."""
+    """Read the known options; others belong to the program, but a rewind mistyped is refused.
+
+    `--help` comes here only where the program does not answer it; it prints the options and ends.
+    """
     parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--resume-from-epoch", dest="epoch", type=_epoch)
-    parser.add_argument("--again", action="store_true")
-    parser.add_argument("--resume", choices=("auto", "must", "never"))
-    known, _ = parser.parse_known_args(argv)
+    parser.add_argument("--help", action="help", help="show this and train nothing")
+    parser.add_argument(
+        _EPOCH, dest="epoch", metavar="N", type=_epoch, help="rewind: continue from epoch N on a new branch"
+    )
+    parser.add_argument("--again", action="store_true", help="rewind anew where the same request did already")
+    parser.add_argument(
+        "--resume",
+        choices=("auto", "must", "never"),
+        help="continue if there is something (auto), only then (must), or begin anew (never)",
+    )
+    known, others = parser.parse_known_args(argv)
+    for word in others:
+        option = word.partition("=")[0]
+        if get_close_matches(option, (_EPOCH,), cutoff=_MISTYPED):
+            raise UsageError(f"there is no option {option:.80}; did you mean {_EPOCH}?")
     return Options(known.epoch, known.again, known.resume)
 
 

@@ -65,8 +65,9 @@ class Findings:
             raise BlobError(
                 "the checkpoint does not fit the given objects; nothing was changed:\n  "
                 + "\n  ".join(lines)
-                + "\nBuild the objects as they were when the epoch was saved, or load fewer blobs"
-                + (" (strict=False skips leaves that only one side has)" if not self.unlike else "")
+                + "\nBuild the objects as they were when the epoch was saved, or load only blobs that fit, "
+                "with open_checkpoint or ctx.load_blobs"
+                + (" (their strict=False skips leaves that only one side has)" if not self.unlike else "")
             )
 
 

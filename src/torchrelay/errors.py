@@ -125,3 +125,10 @@ class NoProgressError(RelayError):
     """Several attempts in a row committed nothing new; starting again would not help."""
 
     exit_code = 93
+
+
+def exit_code_of(error: BaseException) -> int:
+    """What a process that this error ends should end with; 130 after Ctrl-C, as in a shell."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return error.exit_code if isinstance(error, RelayError) else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -69,6 +70,27 @@ def test_a_missing_value_and_an_unknown_mode() -> None:
         parse_options(["--resume", "maybe"])
 
 
+@pytest.mark.parametrize("option", ["--resume-from-epok", "--resume_from_epoch", "--resume-from-epochs=2"])
+def test_a_rewind_that_is_mistyped(option: str) -> None:
+    """It is refused, because without it the run would go on from its newest epoch in silence."""
+    with pytest.raises(UsageError, match=r"no option --resume.*did you mean --resume-from-epoch\?"):
+        parse_options([option, "2"])
+
+
+def test_options_of_the_program_are_left_alone() -> None:
+    """Also such as begin alike."""
+    options = parse_options(["--gain", "2", "--resume-from-step", "7", "--resume-optimizer", "-h", "data"])
+    assert options == parse_options([])
+
+
+def test_help_that_the_program_does_not_answer(finished: Path) -> None:
+    """The options are shown, nothing is trained."""
+    before = tree(finished / "run")
+    done = run_program(program(), "--help", cwd=finished)
+    assert done.returncode == 0 and "--resume-from-epoch N" in done.stdout, done.stderr
+    assert tree(finished / "run") == before
+
+
 def test_an_unknown_epoch(finished: Path) -> None:
     """The epochs that exist are listed; the run is as before."""
     before = tree(finished / "run")
@@ -93,10 +115,27 @@ def test_a_blob_that_cannot_be_stored(tmp_path: Path) -> None:
 
 def test_a_mistake_in_the_constructor_is_an_error_of_the_program(tmp_path: Path) -> None:
     """What is wrong before `main` is called raises where it is written."""
-    (tmp_path / "run").write_text("mine")
-    done = run_program(program(), cwd=tmp_path)
+    done = run_program(program(where="''"), cwd=tmp_path)
     assert done.returncode == 1
-    assert "UsageError: the run directory" in done.stderr and "is a file" in done.stderr
+    assert "Traceback" in done.stderr and "UsageError: the run directory is an empty path" in done.stderr
+
+
+def test_a_file_where_the_run_directory_should_be(tmp_path: Path) -> None:
+    """It is looked at when training starts: one line."""
+    (tmp_path / "run").write_text("mine")
+    one_line(run_program(program(), cwd=tmp_path), 2, "the run directory", "is a file")
+
+
+def test_ctrl_c(tmp_path: Path) -> None:
+    """One line says that it was that, no traceback; code and status say it alike, and the run resumes."""
+    interrupt = "import os, signal; os.kill(os.getpid(), signal.SIGINT) if ctx.epoch == 2 else None"
+    done = run_program(program(epoch=interrupt), cwd=tmp_path)
+    assert done.returncode == 130 and "Traceback" not in done.stderr
+    assert "torchrelay: interrupted in epoch 2; the same command resumes" in done.stderr
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["exit_code"], status["error"]) == (130, "KeyboardInterrupt")
+    done = run_program(program(), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "epoch 2\n")
 
 
 def test_a_damaged_epoch_that_was_asked_for(finished: Path) -> None:
