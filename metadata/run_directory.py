@@ -94,6 +94,24 @@ class RunDirectory:
             write_json(self.path / "run.json", identity)
         return identity
 
+    def strangers(self) -> list[str]:
+        """Names that lie where a new run is to begin and are none of a run's; empty for a known run."""
+        if not self.path.is_dir() or (self.path / "run.json").exists():
+            return []
+        own = (
+            "run.json",
+            "status.json",
+            "metadata.jsonl",
+            "checkpoints",
+            "logs",
+            "config",
+            "code",
+            "lineage",
+            "STOP",
+        )
+        names = sorted(path.name for path in self.path.iterdir())
+        return [name for name in names if name not in own and not name.startswith((".probe-", ".tmp-"))]
+
     def identity(self) -> dict[str, Any] | None:
         """The content of `run.json`; None when there is no run here."""
         found = read_json(self.path / "run.json")

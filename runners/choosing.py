@@ -73,7 +73,7 @@ def choose(wish: Wish, past: Past) -> Choice:
     if from_scratch or not past.commits:
         why = "a fresh start in a used directory" if past.commits else "nothing was committed yet"
         return Choice("fresh", rewind=past.commits, reason=why)
-    return Choice("newest", reason="the newest provable position of the current branch")
+    return Choice("newest", reason="the newest one")
 
 
 def _explicit(wish: Wish, past: Past) -> Choice:

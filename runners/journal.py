@@ -63,6 +63,11 @@ class Journal:
         if run is None:
             return
         name = job.name or run.name
+        if self.peers.rank == 0 and (strangers := run.strangers()):
+            some = ", ".join(strangers[:4]) + (", ..." if strangers[4:] else "")
+            self.warn(
+                f"the run directory {run.path} held other things already ({some}); the run lies beside them"
+            )
         self.run_id = decide(
             self.peers, "run identity", lambda: run.create(name, best, len(session.nodes))["uuid"]
         )
@@ -91,7 +96,9 @@ class Journal:
     def say_choice(self, choice: Choice, look: Look) -> None:
         """Tell where the run starts; a rewind loudly, because it abandons epochs."""
         if choice.start == "explicit":
-            self.say(f"rewinding to epoch {choice.epoch} ({choice.reason}); later epochs are kept, abandoned")
+            self.say(
+                f"rewinding to epoch {choice.epoch} ({choice.reason}); what came after it is kept, abandoned"
+            )
         elif choice.start == "newest":
             self.say(f"resuming from epoch {look.epoch}: {choice.reason}")
         elif choice.rewind:
@@ -105,7 +112,9 @@ class Journal:
         """Note an epoch's metrics and whether it was saved."""
         if self.peers.rank != 0:
             return
-        self.progress.epoch(state.epoch, state.total_steps, metrics, saved, time.monotonic() - self._began)
+        now = time.monotonic()
+        self.progress.epoch(state.epoch, state.total_steps, metrics, saved, now - self._began)
+        self._began = now
         if not self.writes or self.run is None or self._generation is None:
             return
         line: dict[str, Any] = {

@@ -86,7 +86,12 @@ def _fail(error: BaseException) -> int:
 
 
 def message_of(error: BaseException) -> str:
-    """Return what a user needs to see: one line for our own errors, a traceback for the others'."""
+    """Return what a user needs to see: one line for our own errors, a traceback for the others'.
+
+    Of a failed step it is the user's part of the traceback; how it was called is no help.
+    """
+    if isinstance(error, TaskFailedError) and error.details:
+        return f"{type(error).__name__}: {error}\n{error.details.rstrip()}"
     if isinstance(error, RelayError) and not isinstance(error, TaskFailedError):
         return f"{type(error).__name__}: {error}"
     return "".join(traceback.format_exception(error)).rstrip()

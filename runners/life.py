@@ -17,7 +17,13 @@ from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.ledger import Target
 from torchrelay.checkpoint.manager_base import Manager
 from torchrelay.checkpoint.position import Position
-from torchrelay.errors import PartiallyLoadedError, StorageError, UsageError, exit_code_of
+from torchrelay.errors import (
+    PartiallyLoadedError,
+    SaveFailedError,
+    StorageError,
+    UsageError,
+    exit_code_of,
+)
 from torchrelay.jobs.data_parallel import bare_ddp_instances
 from torchrelay.jobs.data_parallel import drop as drop_wrappers
 from torchrelay.jobs.peers import decide
@@ -112,6 +118,7 @@ class Life:
         self._restore_streams()
         if not verdict.stop:
             verdict = self._loop(verdict)
+            self._secure_last_epoch(verdict)
         run_tail(self)
         return self._finish(verdict)
 
@@ -250,6 +257,10 @@ class Life:
         if self.manager is not None:
             self.session.run(self.manager.init(self._nodes))
             self._begin_branch(choice)
+            if not any(self.session.workspace(place.name).entries() for place in self.session.local_nodes):
+                self.journal.warn(
+                    "nothing is registered, so checkpoints hold random states only: give Job blobs"
+                )
             if self.plan.save_initial:
                 self.saver.save(self.session, Position(0), self._facts(Verdict()))
         return Verdict()
@@ -311,6 +322,16 @@ class Life:
             saved = self._save(epoch, verdict)
             self.journal.epoch_done(self.state, metrics, saved, verdict)
         return verdict
+
+    def _secure_last_epoch(self, verdict: Verdict) -> None:
+        """A run directory whose last epoch is not saved is not finished: try once more, then say so."""
+        epoch = self.state.epoch
+        if self.run_directory is None or self.saver.newest_saved == epoch or self._save(epoch, verdict):
+            return
+        raise SaveFailedError(
+            f"the epochs are over, but the last one, epoch {epoch}, could not be saved (see the warnings): "
+            "mend the cause and start again, the run goes on from its newest saved epoch"
+        )
 
     def _save(self, epoch: int, verdict: Verdict) -> bool | None:
         if self.manager is None:

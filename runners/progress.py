@@ -37,7 +37,7 @@ class Progress:
     def epoch(
         self, epoch: int, steps: int, metrics: Mapping[str, float], saved: bool | None, secs: float
     ) -> None:
-        """What an epoch brought."""
+        """What an epoch brought; `secs` it took with its save."""
         words = [f"epoch {epoch}", f"step {steps}"]
         words += [f"{name} {value:.4g}" for name, value in sorted(metrics.items())]
         words += {True: ["saved"], False: ["NOT saved"], None: []}[saved]

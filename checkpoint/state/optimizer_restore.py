@@ -78,6 +78,9 @@ def _members(
     return members
 
 
+_SCHEDULERS_OPTIONS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
+
+
 class _Load:
     """The plan for one optimizer whose parameters are matched."""
 
@@ -128,7 +131,23 @@ class _Load:
             index, _, key = spec.name[len(groups_prefix(self.blob)) :].partition(".")
             keyed.setdefault(index, []).append((key, spec))
         live = self.optimizer.param_groups
+        self._check_kind({key for found in keyed.values() for key, _ in found})
         return [self._entries(keyed.get(str(n), ()), group, trees) for n, group in enumerate(live)]
+
+    def _check_kind(self, stored: set[str]) -> None:
+        """Refuse the state of another kind of optimizer.
+
+        Another version of torch has options more, or options fewer; schedulers add their own. Only
+        another kind both lacks options of this one and brings options that it does not have.
+        """
+        here = set(self.optimizer.defaults)
+        known = {key for group in self.optimizer.param_groups for key in group}
+        lacking, foreign = sorted(here - stored), sorted(stored - known - set(_SCHEDULERS_OPTIONS))
+        if lacking and foreign:
+            self.draft.unlike(
+                f"{self.blob} is a {type(self.optimizer).__name__} here; the checkpoint has the options "
+                f"{', '.join(foreign)} and lacks {', '.join(lacking)}: it is of another kind of optimizer"
+            )
 
     def _state(self, trees: Mapping[str, Builder]) -> dict[str, dict[str, Builder]]:
         prefix = state_prefix(self.blob)

@@ -129,8 +129,8 @@ class Moody:
 
 def test_a_state_dict_that_raises(tmp_path: Path) -> None:
     """The blob, its type and what it raised are named; the epochs before are kept."""
-    with noted() as said:
-        assert Trial({"moody": Moody()}).train(tmp_path / "run").committed == 0
+    with noted() as said, pytest.raises(SaveFailedError, match="the last one, epoch 2, could not be saved"):
+        Trial({"moody": Moody()}).train(tmp_path / "run")
     assert all("blob 'moody' (Moody) raised RuntimeError: not in the mood" in text for text in said)
     assert newest_try(tmp_path / "run", 0).exists()
 
@@ -194,7 +194,8 @@ def test_a_member_of_the_set_that_is_deleted(tmp_path: Path) -> None:
         del ctx.workspace.parent["step"]
 
     trial = Trial(init=lambda ws: ws.update(step=0), epochs=1, epoch=epoch)
-    with pytest.warns(SaveWarning, match="'step' of the checkpoint set is gone"):
+    gone = pytest.warns(SaveWarning, match="'step' of the checkpoint set is gone")
+    with gone, pytest.raises(SaveFailedError, match="the last one, epoch 1"):
         trial.train(tmp_path / "run")
 
 
