@@ -112,6 +112,7 @@ class Life:
         self._restore_streams()
         if not verdict.stop:
             verdict = self._loop(verdict)
+        self.saver.settle(self.session)
         run_tail(self)
         return self._finish(verdict)
 
@@ -234,6 +235,8 @@ class Life:
         self.session.run(self.job.setup_group)
         bind_blobs(self.job, self.session, before_setup=False)
         self.session.after_setup()
+        if self.manager is not None:
+            self.manager.engine.prepare(self.session)
         self._warn_of_bare_ddp()
 
     def _warn_of_bare_ddp(self) -> None:
@@ -337,6 +340,7 @@ class Life:
         self.journal.create(self.job, self.plan.best, self.session)
         try:
             self.saver.save(self.session, Position(epoch), self._facts(Verdict()))
+            self.saver.settle(self.session)
         finally:
             if not within_train:
                 ledger.close()
@@ -357,6 +361,7 @@ class Life:
 
     def _failed(self, error: BaseException) -> None:
         """Note the failure; tasks for after a failure run only in a run that began."""
+        self.saver.drain(self.session)
         self.journal.failed(error, self.state)
         code = error.exit_code if isinstance(error, RelayError) else 1
         if self._began:
@@ -366,6 +371,7 @@ class Life:
         try:
             drop_wrappers()
             if self.manager is not None:
+                self.manager.engine.wait()
                 self.manager.engine.ledger.close()
         finally:
             self.session.end()
