@@ -173,7 +173,9 @@ class Engine:
 
     def _acknowledged(self, session: Session | None, stats: NodeStats) -> None:
         self._stats["checkpoint_save"] = stats
-        if self.keep_last is not None and session is not None:  # rank 0 may find out here that another job has the directory
+        if (
+            self.keep_last is not None and session is not None
+        ):  # rank 0 may find out here that another job has the directory
             decide(session.peers, "save: retention", self._retain)
 
     def prepare(self, session: Session) -> None:
