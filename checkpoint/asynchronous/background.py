@@ -103,10 +103,11 @@ class Background:
 
     def wait(self) -> None:
         """Return when nothing is in flight; outcomes are kept. Talks to nobody."""
-        flight, self._flight = self._flight, None
+        flight = self._flight
         if flight is None:
             return
         flight.join()
+        self._flight = None
         if flight.stage is not None:
             flight.stage.release()
             self.blocking.update(piece.blob for piece in flight.stage.changed)
@@ -129,8 +130,13 @@ class _Flight:
         self._thread: threading.Thread | None = None
 
     def start(self, ended: Callable[[Outcome], None]) -> None:
-        self._thread = threading.Thread(target=self._run, args=(ended,), name="torchrelay save", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(ended,), name="torchrelay save", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads in this process, but the others are on their way
+            self._run(ended)
+        else:
+            self._thread = thread
 
     def join(self) -> None:
         if self._thread is not None:
