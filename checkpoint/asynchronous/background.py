@@ -11,7 +11,7 @@ from torchrelay.checkpoint.asynchronous import gate
 from torchrelay.checkpoint.asynchronous.arena import Arena
 from torchrelay.checkpoint.asynchronous.estimate import free_share, likely_bytes
 from torchrelay.checkpoint.asynchronous.samples import Verify
-from torchrelay.checkpoint.asynchronous.stage import Stage, bytes_to_stage, stage
+from torchrelay.checkpoint.asynchronous.stage import Stage, bytes_to_stage, stage, tensors_of
 from torchrelay.checkpoint.planning.assignments import Plan
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.save import Clock, SaveJob, carry_out
@@ -77,8 +77,9 @@ class Background:
         flight = _Flight(job, plan, clock)
         try:
             with clock.spent("stage"):
-                if self._reserve(session, bytes_to_stage(job.states, plan)):
-                    flight.stage, states = stage(job.states, plan, self._arena, self.verify, self.blocking)
+                pieces = [tensors_of(state, plan) for state in job.states]
+                if self._reserve(session, bytes_to_stage(pieces)):
+                    flight.stage, states = stage(job.states, pieces, self._arena, self.verify, self.blocking)
                     flight.job = replace(job, states=states)
                     flight.stage.close_gate(_owners(job, flight.stage))
         except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,24 +123,34 @@ class Stage:
             handle.remove()
 
 
-def bytes_to_stage(states: Sequence[NodeState], plan: Plan) -> int:
-    """What all pieces of the hosted nodes take in the arena."""
-    return sum(room(one.nbytes) for state in states for one in _tensors(state, plan))
+def tensors_of(state: NodeState, plan: Plan) -> list[Assignment]:
+    """What a hosted node writes of tensors."""
+    return [one for one in plan.assignments(state.rank) if one.leaf.kind == "tensor"]
+
+
+def bytes_to_stage(pieces: Iterable[Sequence[Assignment]]) -> int:
+    """What the pieces of all hosted nodes take in the arena."""
+    return sum(room(one.nbytes) for part in pieces for one in part)
 
 
 def stage(
-    states: Sequence[NodeState], plan: Plan, arena: Arena, verify: Verify, blocking: Collection[str]
+    states: Sequence[NodeState],
+    pieces: Sequence[Sequence[Assignment]],
+    arena: Arena,
+    verify: Verify,
+    blocking: Collection[str],
 ) -> tuple[Stage, tuple[StagedState, ...]]:
     """Copy what must be copied now, and prepare the late copies; leaves of `blocking` blobs are early.
 
-    The arena has room for everything. Raises BlobError for what cannot be stored.
+    `pieces` are those of each state; the arena has room for them. Raises BlobError for what cannot be
+    stored.
     """
     copies = Stage(verify)
     staged = []
-    for state in states:
+    for state, part in zip(states, pieces, strict=True):
         late = late_leaves(state.objects)
         views: dict[str, memoryview] = {}
-        for one in _tensors(state, plan):
+        for one in part:
             find = late.get(one.leaf.name) if one.leaf.blob not in blocking else None
             views[one.leaf.name] = _stage_one(copies, state, one, arena.take(one.nbytes), find)
         staged.append(_staged(state, views))
@@ -164,10 +174,6 @@ def _stage_one(
             )
         )
     return memory_of(target)
-
-
-def _tensors(state: NodeState, plan: Plan) -> list[Assignment]:
-    return [one for one in plan.assignments(state.rank) if one.leaf.kind == "tensor"]
 
 
 def _staged(state: NodeState, views: Mapping[str, memoryview]) -> StagedState:
