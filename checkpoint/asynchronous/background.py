@@ -188,6 +188,8 @@ def background_of(asynchronous: bool, staging_limit: int | None, verify: str) ->
         raise UsageError(f"asynchronous is {asynchronous!r:.80}; it is True or False")
     if staging_limit is not None and (type(staging_limit) is not int or staging_limit < 0):
         raise UsageError(f"staging_limit is {staging_limit!r:.80}; it is a number of bytes, or None")
+    if staging_limit is not None and not asynchronous:
+        raise UsageError("staging_limit is for asynchronous saves: give asynchronous=True too")
     if verify not in ("samples", "full"):
         raise UsageError(f"verify_staging is {verify!r:.80}; it is 'samples' or 'full'")
     return Background(staging_limit, "full" if verify == "full" else "samples") if asynchronous else None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from torchrelay import (
 )
 from torchrelay import Job as RelayJob
 from torchrelay.checkpoint import save as saving
+from torchrelay.checkpoint.asynchronous import background
 from torchrelay.checkpoint.asynchronous.background import Background
 from torchrelay.checkpoint.asynchronous.copying import Copier
 from torchrelay.errors import SaveFailedError, StorageError, UsageError
@@ -181,7 +184,7 @@ def test_a_write_behind_the_gate_fails_the_save_and_makes_its_blob_blocking(
 ) -> None:
     """Who writes parameters without the gate is named; from then on that blob is copied in time."""
     begun: list[frozenset[str]] = []
-    begin, copy, written = Background.begin, Copier.copy_late, threading.Event()
+    begin, copy_late, written = Background.begin, Copier.copy_late, threading.Event()
 
     def noted(self: Background, *given: Any) -> None:
         self.wait()
@@ -191,7 +194,7 @@ def test_a_write_behind_the_gate_fails_the_save_and_makes_its_blob_blocking(
     def after_the_write(*given: Any) -> None:
         if len(begun) == 3:  # epochs 0, 1, 2
             assert written.wait(30)
-        copy(*given)
+        copy_late(*given)
 
     monkeypatch.setattr(Background, "begin", noted)
     monkeypatch.setattr(Copier, "copy_late", after_the_write)
@@ -214,12 +217,12 @@ def test_a_write_behind_the_gate_fails_the_save_and_makes_its_blob_blocking(
 
 def test_before_mutation_makes_such_a_write_safe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same write after ctx.before_mutation() neither fails nor tears."""
-    copy = Copier.copy_late
+    copy_late = Copier.copy_late
     slow = threading.Event()
 
     def slowly(*given: Any) -> None:
         slow.wait(0.1)
-        copy(*given)
+        copy_late(*given)
 
     monkeypatch.setattr(Copier, "copy_late", slowly)
 
@@ -240,6 +243,39 @@ def test_options_that_cannot_be_are_refused(tmp_path: Path, option: str, value: 
         CheckpointManager(tmp_path, "trainer_0", **{option: value})
     with pytest.raises(UsageError, match=f"{option} belongs to a run directory"):
         JobRunner(RelayJob(), MultiNodeCheckpointManager(tmp_path), **{option: value})
+
+
+def test_a_staging_limit_without_asynchronous_saves_is_refused(tmp_path: Path) -> None:
+    """It would have no effect."""
+    with pytest.raises(UsageError, match="asynchronous=True"):
+        JobRunner(RelayJob(), tmp_path, staging_limit=1 << 30)
+
+
+def test_objects_can_be_copied_in_flight_and_keep_no_hooks(tmp_path: Path) -> None:
+    """A module with the gate before its load_state_dict can be deep-copied; after the run it has no gate."""
+    trainee = Trainee(3)
+    guarded: list[int] = []
+
+    def note(ctx: Any, trainee: Trainee) -> None:
+        guarded.append(len(copy.deepcopy(trainee.model)._load_state_dict_pre_hooks))
+
+    train(tmp_path / "run", 2, asynchronous=True, trainee=trainee, before_step=note)
+    assert 1 in guarded
+    parts = [trainee.optimizer._optimizer_load_state_dict_pre_hooks]
+    parts += [part._load_state_dict_pre_hooks for part in trainee.model.modules()]
+    assert not any(parts)
+
+
+def test_without_threads_saves_are_made_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the process gets no thread any more, the save happens in the one that there is."""
+
+    class NoMore(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(background, "threading", SimpleNamespace(Thread=NoMore, Event=threading.Event))
+    truth = train(tmp_path / "run", 2, asynchronous=True)
+    assert {epoch: torn(tmp_path / "run", epoch, truth[epoch]) for epoch in truth} == {1: [], 2: []}
 
 
 def test_a_save_by_hand_is_committed_when_it_returns(tmp_path: Path) -> None:
