@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from torchrelay.checkpoint.members import RNG_BLOB, Member, scopes_of
+from torchrelay.checkpoint.planning.assignments import Assignment
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, LeafSpec, Role, spec_of
 from torchrelay.errors import SaveFailedError
@@ -31,6 +32,13 @@ class NodeState:
     def rank(self) -> int:
         """The node's number in plans and manifests."""
         return self.place.rank
+
+    def piece(self, assignment: Assignment) -> torch.Tensor | memoryview:
+        """What this node writes of a tensor: all of it, or a range of its elements, flat."""
+        tensor = self.leaves[assignment.leaf.name].content
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{assignment.leaf.name} is a value")
+        return tensor if assignment.whole else tensor.reshape(-1)[assignment.first : assignment.last]
 
 
 def capture(

@@ -6,10 +6,11 @@ Every verb is called by all processes of the session in the same order.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from torchrelay.checkpoint.asynchronous.background import Background, Outcome
 from torchrelay.checkpoint.boundary import NodeState, capture
 from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.disk.manifest import Manifest
@@ -39,10 +40,18 @@ from torchrelay.metadata.stats import NodeStats
 
 
 class Engine:
-    """Saves and loads. `ledger` is the directory's log; `keep_last` epochs are kept, None keeps all."""
+    """Saves and loads. `ledger` is the directory's log; `keep_last` epochs are kept, None keeps all.
+
+    With a `background`, saves of a run go on in it after `save` has returned; see `settle`.
+    """
 
     def __init__(
-        self, prefix: str | Path, *, keep_last: int | None = None, takeover_secs: float = 15.0
+        self,
+        prefix: str | Path,
+        *,
+        keep_last: int | None = None,
+        takeover_secs: float = 15.0,
+        background: Background | None = None,
     ) -> None:
         if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
             raise UsageError(
@@ -51,6 +60,7 @@ class Engine:
         self.storage = LocalStorage(local_directory(prefix, "the checkpoint prefix"))
         self.ledger = Ledger(self.storage, takeover_secs)
         self.keep_last = keep_last
+        self.background = background
         self.stored_names: dict[str, str] = {}
         self._members: dict[str, dict[str, Member]] | None = None
         self._demoted: set[str] = set()
@@ -126,9 +136,13 @@ class Engine:
     def save(self, session: Session, position: Position, facts: Facts) -> None:
         """Save all nodes at a position; returns once it is committed and acknowledged.
 
+        With a background, within a run, it returns once nothing that the training does can reach what is
+        saved; an earlier save is waited for first, and `settle` tells what became of either.
+
         Raises SaveFailedError, StorageError or BlobError on all processes alike; nothing is committed
         then. FencedError when another job has taken the directory over.
         """
+        self.wait()
         if self.ledger.holding is None:
             self.ledger.open(session.peers)
         holding = self.ledger.required_holding()
@@ -152,9 +166,38 @@ class Engine:
             demoted = self._replicas.run(job, self._forced())
             self._demote(demoted, say=session.peers.rank == 0)
             plan = make_plan(job.with_rank_scope(self._demoted), self._exchange)
-        self._stats["checkpoint_save"] = carry_out(job, plan, clock)
-        if self.keep_last is not None:  # rank 0 may find out here that another job has the directory
+        if self.background is not None and self.ledger.in_run:
+            self.background.begin(session, job, plan, clock)
+            return
+        self._acknowledged(session, carry_out(job, plan, clock))
+
+    def _acknowledged(self, session: Session | None, stats: NodeStats) -> None:
+        self._stats["checkpoint_save"] = stats
+        if (
+            self.keep_last is not None and session is not None
+        ):  # rank 0 may find out here that another job has the directory
             decide(session.peers, "save: retention", self._retain)
+
+    def prepare(self, session: Session) -> None:
+        """Get the memory for asynchronous saves, when the blobs exist and nothing was trained yet."""
+        if self.background is not None:
+            self.background.prepare(session)
+
+    def wait(self) -> None:
+        """Return when no save is in flight. Talks to nobody and raises nothing of it."""
+        if self.background is not None:
+            self.background.wait()
+
+    def settle(self, session: Session | None) -> Iterator[Outcome]:
+        """Wait for the save in flight; what became of it, and of earlier ones nobody asked about.
+
+        Without a session it talks to nobody, so nothing is retired.
+        """
+        self.wait()
+        for outcome in self.background.take_outcomes() if self.background is not None else []:
+            if outcome.stats is not None:
+                self._acknowledged(session, outcome.stats)
+            yield outcome
 
     def _capture(self, session: Session) -> tuple[NodeState, ...]:
         members = self._members or {}
@@ -230,6 +273,7 @@ class Engine:
 
     def load(self, session: Session, target: Target) -> None:
         """Load a proved position; random states wait in `take_streams` for the runner to restore them."""
+        self.wait()
         job = LoadJob(self.storage, session, target.manifest, self._stored, self._members or {})
         self._streams, self._stats["checkpoint_load"] = load_all(job)
 
@@ -243,6 +287,7 @@ class Engine:
 
         With `strict=False` names that the epoch lacks are ignored.
         """
+        self.wait()
         entry = self.ledger.find_or_none(session.peers, epoch)
         if entry is None:
             return False

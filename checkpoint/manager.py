@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchrelay.checkpoint.asynchronous.samples import Verify
 from torchrelay.checkpoint.manager_base import Manager
 from torchrelay.errors import UsageError
 from torchrelay.jobs.names import check_node_name
@@ -22,8 +23,19 @@ class CheckpointManager(Manager):
         *,
         keep_last: int | None = None,
         takeover_secs: float = 15.0,
+        asynchronous: bool = False,
+        staging_limit: int | None = None,
+        verify_staging: Verify = "samples",
     ) -> None:
-        super().__init__(db_prefix, metadata_handler, keep_last=keep_last, takeover_secs=takeover_secs)
+        super().__init__(
+            db_prefix,
+            metadata_handler,
+            keep_last=keep_last,
+            takeover_secs=takeover_secs,
+            asynchronous=asynchronous,
+            staging_limit=staging_limit,
+            verify_staging=verify_staging,
+        )
         self.node_name = check_node_name(node_name)
 
     def stored_name(self, node: str) -> str:

@@ -5,9 +5,11 @@ Those verbs that do work return a group for `session.run`; the others answer at 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from torchrelay.checkpoint.asynchronous.background import Outcome, background_of
+from torchrelay.checkpoint.asynchronous.samples import Verify
 from torchrelay.checkpoint.engine import Engine
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.position import Position
@@ -29,6 +31,11 @@ class Manager:
     `db_prefix` is the directory of the checkpoints. `keep_last` epochs are kept (None: all of
     them). A manager may be used for several runs, one after another; the nodes it was first
     initialised with stay the same.
+
+    `asynchronous=True`: within a run a save returns when nothing can reach what it saves any more, and
+    is written and committed behind the training, one at a time. Then `staging_limit` bytes per process
+    are staged at most (None: half of its share of the free memory), and `verify_staging` says how much
+    of what was copied behind the training is compared: "samples", or "full".
     """
 
     def __init__(
@@ -38,14 +45,27 @@ class Manager:
         *,
         keep_last: int | None = None,
         takeover_secs: float = 15.0,
+        asynchronous: bool = False,
+        staging_limit: int | None = None,
+        verify_staging: Verify = "samples",
     ) -> None:
         self.db_prefix = str(db_prefix)
         self.metadata_handler = metadata_handler
-        self.engine = Engine(db_prefix, keep_last=keep_last, takeover_secs=takeover_secs)
+        self.engine = Engine(
+            db_prefix,
+            keep_last=keep_last,
+            takeover_secs=takeover_secs,
+            background=background_of(asynchronous, staging_limit, verify_staging),
+        )
         self._nodes: tuple[str, ...] | None = None
         self._path_prefix: str | None = None
         self._path_type: str | None = None
         self._facts = Facts()
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether saves of a run go on behind the training."""
+        return self.engine.background is not None
 
     # Who
 
@@ -126,7 +146,10 @@ class Manager:
         self._facts = facts
 
     def save(self, epoch: int) -> Work:
-        """Save all nodes as `epoch`; the group ends when the epoch is committed and acknowledged."""
+        """Save all nodes as `epoch`; the group ends when the epoch is committed and acknowledged.
+
+        Of an asynchronous manager in a run it ends before: `settle` tells whether it was committed.
+        """
         position = Position(epoch)
         return SessionGroup(f"checkpoint save {position}", lambda session: self._save(session, position))
 
@@ -139,6 +162,10 @@ class Manager:
         finally:
             if not in_run:
                 ledger.close()
+
+    def settle(self, session: Session | None) -> Iterator[Outcome]:
+        """Wait for the save in flight, if there is one, and tell what became of it; see `Engine.settle`."""
+        return self.engine.settle(session)
 
     def load(self, epoch: int, path_prefix: str | None = None, path_type: str | None = None) -> Work:
         """Load an epoch of the current branch into the nodes' workspaces, verified, all or nothing.

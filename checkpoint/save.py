@@ -77,6 +77,8 @@ class SaveJob:
     """Whose directory this is, and on which branch."""
     commit: Callable[[Entry], None]
     """Appends the commit record; called on rank 0 only."""
+    written: Callable[[], None] = lambda: None
+    """Called when the hosted nodes are on the disk; what it raises fails the save of all processes."""
 
     def with_rank_scope(self, names: set[str]) -> SaveJob:
         """The same, with these leaves owned by each node."""
@@ -158,6 +160,7 @@ def _write_all(job: SaveJob, plan: Plan, try_name: str, clock: Clock) -> list[li
     def write() -> list[dict[str, Any]]:
         rows = [_write_node(job, plan, try_name, state, dict(clock.secs)) for state in job.states]
         job.storage.sync_dir(f"{DATA}/{try_name}")
+        job.written()
         return rows
 
     return together(job.peers, "save: write", write, deadline_secs=_patience_secs(job, plan))
@@ -199,17 +202,16 @@ def _contents(state: NodeState, assignments: Sequence[Assignment]) -> tuple[list
         if isinstance(leaf.content, Value):
             values[leaf.name] = leaf.content.json
         else:
-            entries.append(_entry(assignment, leaf.content))
+            entries.append(_entry(assignment, state.piece(assignment)))
     return entries, values
 
 
-def _entry(assignment: Assignment, tensor: torch.Tensor) -> ShardEntry:
+def _entry(assignment: Assignment, piece: torch.Tensor | memoryview) -> ShardEntry:
     spec = assignment.leaf
     key: Key = Whole(spec.name)
     if not assignment.whole:
         key = Flat(spec.name, assignment.first, assignment.last)
-        tensor = tensor.reshape(-1)[assignment.first : assignment.last]
-    return ShardEntry(key, str(spec.dtype), spec.shape, tensor)
+    return ShardEntry(key, str(spec.dtype), spec.shape, piece)
 
 
 def _json(leaf: Leaf) -> Any:

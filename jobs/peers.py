@@ -29,6 +29,9 @@ class Peers(Protocol):
         Raises DeadlineError naming the late ranks and the topic, PeerError when the store is lost.
         """
 
+    def apart(self) -> Peers:
+        """The same processes on a line of their own, for another thread; all call this in the same order."""
+
 
 class Solo:
     """The peers of a session with a single process: everybody is present."""
@@ -39,6 +42,10 @@ class Solo:
     def exchange(self, topic: str, value: Json, *, deadline_secs: float | None = None) -> list[Json]:
         """Return the only value there is."""
         return [value]
+
+    def apart(self) -> Solo:
+        """Return itself: nobody else is on the line."""
+        return self
 
 
 def together(

@@ -221,7 +221,7 @@ class Context:
         Optimizer steps and all writes of torchrelay do this by themselves; call it before your own
         writes to registered tensors behind their back (`.data`, numpy views, custom kernels).
         """
-        gate = self.workspace.gate
+        gate = self.session.workspace(self.node).gate
         if gate is not None:
             gate()
 

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torchrelay.checkpoint.asynchronous.samples import Verify
 from torchrelay.checkpoint.manager_base import Manager
 from torchrelay.checkpoint.multi_node import MultiNodeCheckpointManager
 from torchrelay.checkpoint.upload import UploadTaskGroupBuilder
@@ -40,6 +41,9 @@ class JobRunner:
     only warns). `save_initial=False` leaves epoch 0, the state after `init`, out. `keep_last` keeps so
     many of the newest epochs (None keeps all).
 
+    `asynchronous=True` writes and commits epochs behind the training; whether one was saved is known, and
+    the metadata handler told, at the next boundary. `staging_limit` and `verify_staging` are the manager's.
+
     Jobs, managers and sessions may be used again; one train runs at a time in a process.
     """
 
@@ -56,6 +60,9 @@ class JobRunner:
         keep_last: int | None = None,
         max_failed_saves: int | None = None,
         agree_every: int = 1,
+        asynchronous: bool | None = None,
+        staging_limit: int | None = None,
+        verify_staging: Verify | None = None,
     ) -> None:
         if not isinstance(job, Job):
             raise UsageError(f"job is {job!r:.80}; give a torchrelay.Job")
@@ -69,7 +76,15 @@ class JobRunner:
             if isinstance(where, (str, Path))
             else None
         )
-        self.manager = self._manager(where, keep_last)
+        given = {
+            "keep_last": keep_last,
+            "asynchronous": asynchronous,
+            "staging_limit": staging_limit,
+            "verify_staging": verify_staging,
+        }
+        self.manager = self._manager(
+            where, {name: value for name, value in given.items() if value is not None}
+        )
         self._plan = Plan(
             resume=resume,
             best=_check_best(best),
@@ -78,19 +93,18 @@ class JobRunner:
             agree_every=_check_count(agree_every, "agree_every"),
         )
 
-    def _manager(self, where: str | Path | Manager | None, keep_last: int | None) -> Manager | None:
+    def _manager(self, where: str | Path | Manager | None, options: dict[str, Any]) -> Manager | None:
+        """The user's manager, or that of the run directory, which alone takes options from here."""
         if self.run_directory is None:
-            if keep_last is not None:
-                raise UsageError(
-                    "keep_last belongs to a run directory; give it to the manager as keep_last=..."
-                )
+            for name in options:
+                raise UsageError(f"{name} belongs to a run directory; give it to the manager as {name}=...")
             if where is not None and not isinstance(where, Manager):
                 raise UsageError(f"where is a run directory (path) or a checkpoint manager, not {where!r}")
             return where
         return MultiNodeCheckpointManager(
             self.run_directory.checkpoints,
             metadata_handler=FileMetadataHandler(self.run_directory.path),
-            keep_last=keep_last,
+            **options,
         )
 
     def _max_failed_saves(self, wanted: int | None) -> int | None:

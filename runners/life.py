@@ -118,6 +118,7 @@ class Life:
         self._restore_streams()
         if not verdict.stop:
             verdict = self._loop(verdict)
+            self.saver.settle(self.session)
             self._secure_last_epoch(verdict)
         run_tail(self)
         return self._finish(verdict)
@@ -241,6 +242,8 @@ class Life:
         self.session.run(self.job.setup_group)
         bind_blobs(self.job, self.session, before_setup=False)
         self.session.after_setup()
+        if self.manager is not None:
+            self.manager.engine.prepare(self.session)
         self._warn_of_bare_ddp()
 
     def _warn_of_bare_ddp(self) -> None:
@@ -326,7 +329,11 @@ class Life:
     def _secure_last_epoch(self, verdict: Verdict) -> None:
         """A run directory whose last epoch is not saved is not finished: try once more, then say so."""
         epoch = self.state.epoch
-        if self.run_directory is None or self.saver.newest_saved == epoch or self._save(epoch, verdict):
+        if self.run_directory is None or self.saver.newest_saved == epoch:
+            return
+        self._save(epoch, verdict)
+        self.saver.settle(self.session)
+        if self.saver.newest_saved == epoch:
             return
         raise SaveFailedError(
             f"the epochs are over, but the last one, epoch {epoch}, could not be saved (see the warnings): "
@@ -358,6 +365,7 @@ class Life:
         self.journal.create(self.job, self.plan.best, self.session)
         try:
             self.saver.save(self.session, Position(epoch), self._facts(Verdict()))
+            self.saver.settle(self.session)
         finally:
             if not within_train:
                 ledger.close()
@@ -378,6 +386,7 @@ class Life:
 
     def _failed(self, error: BaseException) -> None:
         """Note the failure; tasks for after a failure run only in a run that began."""
+        self.saver.drain(self.session)
         self.journal.failed(error, self.state)
         if self._began:
             self.session.run_on_failure(self.job.exit_group, exit_code_of(error))
@@ -386,6 +395,7 @@ class Life:
         try:
             drop_wrappers()
             if self.manager is not None:
+                self.manager.engine.wait()
                 self.manager.engine.ledger.close()
         finally:
             self.session.end()

@@ -31,11 +31,16 @@ class Saver:
         self.failed_in_a_row = 0
         self.newest_saved: int | None = None
 
-    def save(self, session: SessionBase, position: Position, facts: Facts) -> bool:
-        """Save, tell the handler, report the times. Returns whether the position is saved."""
+    def save(self, session: SessionBase, position: Position, facts: Facts) -> bool | None:
+        """Save, tell the handler, report the times. Returns whether the position is saved.
+
+        None where that is not known yet: an asynchronous save is in flight until `settle`. What became
+        of the one before is told first.
+        """
         manager = self.manager
         if manager is None:
             return False
+        self.settle(session)
         try:
             if not self._accessible(session, manager):
                 self.journal.warn(
@@ -44,17 +49,45 @@ class Saver:
                 return False
             manager.note(facts)
             session.run(manager.save(position.epoch))
-        except (FencedError, PeerError):
-            raise
         except Exception as error:
-            if position == Position(0) and isinstance(error, UsageError):
-                raise
-            self._count_failure(position, error)
+            self._failed(position, error)
             return False
+        if manager.asynchronous:
+            return None
+        self._saved(session, manager, position)
+        return True
+
+    def settle(self, session: SessionBase) -> None:
+        """Wait for the save in flight and treat its outcome as that of any save; all processes together."""
+        if self.manager is None:
+            return
+        for outcome in self.manager.settle(session):
+            if outcome.error is not None:
+                self._failed(outcome.position, outcome.error)
+            else:
+                self._saved(session, self.manager, outcome.position)
+
+    def drain(self, session: SessionBase) -> None:
+        """Wait for the save in flight after a failure of the run: without the others, and it only warns."""
+        if self.manager is None:
+            return
+        for outcome in self.manager.settle(None):
+            if outcome.error is not None:
+                self.journal.save_failed(outcome.position, outcome.error, self.failed_in_a_row + 1)
+            else:
+                self._saved(session, self.manager, outcome.position)
+
+    def _failed(self, position: Position, error: Exception) -> None:
+        if isinstance(error, (FencedError, PeerError)):
+            raise error
+        if position == Position(0) and isinstance(error, UsageError):
+            raise error
+        self._count_failure(position, error)
+
+    def _saved(self, session: SessionBase, manager: Manager, position: Position) -> None:
         self.failed_in_a_row = 0
         self.newest_saved = position.epoch
         self._tell(session, manager, position)
-        return True
 
     def _accessible(self, session: SessionBase, manager: Manager) -> bool:
         return bool(decide(session.peers, "cp_accessible", lambda: manager.cp_accessible(None)))

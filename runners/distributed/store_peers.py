@@ -43,6 +43,7 @@ class StorePeers:
         self._store = store
         self._deadline_secs = deadline_secs
         self._round = 0
+        self._lines = 0
 
     def exchange(self, topic: str, value: Json, *, deadline_secs: float | None = None) -> list[Json]:
         """Post `value` about `topic`; return the values of all ranks in rank order.
@@ -61,6 +62,18 @@ class StorePeers:
         self._forget()
         self._check(topic, entries, deadline.secs)
         return [entry["value"] for entry in entries]
+
+    def apart(self) -> StorePeers:
+        """The same ranks over a connection and below keys of their own, for another thread."""
+        self._lines += 1
+        return StorePeers(
+            self._store.clone(f"line-{self._lines}"),
+            self.rank,
+            self.size,
+            deadline_secs=self._deadline_secs,
+            name_of=self.name_of,
+            failure=self.failure,
+        )
 
     def leave(self) -> None:
         """Say that this rank comes to no further round, so that nobody waits for it."""

@@ -1,0 +1,76 @@
+"""Which leaves may be copied behind the next step: what only a known optimizer writes.
+
+Module buffers change in forward, averages and counters whenever the program likes; parameters and
+state tensors of stock optimizers change in `step` alone, and before that stands the gate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from torchrelay.checkpoint.state.flatten import parameter_names
+from torchrelay.checkpoint.state.optimizer_leaves import parameters, state_prefix
+
+Find = Callable[[], Any]
+"""Finds the tensor again, as its owner holds it now."""
+
+
+def late_leaves(objects: Mapping[str, Any]) -> dict[str, Find]:
+    """The leaves of a node that only registered stock optimizers write, and how to find each again.
+
+    Left out is what is written elsewhere than in a step that passes the hooks of `torch.optim`:
+    parameters that step inside of backward or in CUDA graphs (`capturable`), inference tensors,
+    subclasses of Tensor, and all parameters that an unknown optimizer holds too.
+    """
+    optimizers = {name: value for name, value in objects.items() if isinstance(value, Optimizer)}
+    names = parameter_names(objects)
+    foreign = {
+        id(one) for other in optimizers.values() if not waits_at_the_gate(other) for one in parameters(other)
+    }
+    found: dict[str, Find] = {}
+    for blob, optimizer in optimizers.items():
+        for parameter in parameters(optimizer):
+            if id(parameter) in foreign or not _plain(parameter):
+                continue
+            found[names[id(parameter)]] = partial(_itself, parameter)
+            prefix = f"{state_prefix(blob)}{names[id(parameter)]}."
+            found.update(_state(optimizer, parameter, prefix))
+    return found
+
+
+def waits_at_the_gate(optimizer: Optimizer) -> bool:
+    """Whether every step of this optimizer passes the pre-step hooks, and nothing else of it writes."""
+    stock = type(optimizer).__module__.startswith("torch.optim.")
+    graphs = any(group.get("capturable") for group in optimizer.param_groups)
+    hooked = getattr(type(optimizer).step, "hooked", False)
+    in_backward = any(getattr(one, "_post_accumulate_grad_hooks", None) for one in parameters(optimizer))
+    return stock and bool(hooked) and not graphs and not in_backward
+
+
+def _state(optimizer: Optimizer, parameter: torch.Tensor, prefix: str) -> Iterator[tuple[str, Find]]:
+    for key, value in optimizer.state.get(parameter, {}).items():
+        if isinstance(value, torch.Tensor) and _plain(value):
+            yield f"{prefix}{key}", partial(_state_of, optimizer, parameter, key)
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a tensor is its content, in order."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return plain and tensor.is_contiguous() and not tensor.is_inference() and not _lazy(tensor)
+
+
+def _lazy(tensor: torch.Tensor) -> bool:
+    return tensor.is_conj() or tensor.is_neg() or tensor.is_meta or tensor.is_quantized
+
+
+def _itself(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter
+
+
+def _state_of(optimizer: Optimizer, parameter: torch.Tensor, key: str) -> Any:
+    return optimizer.state.get(parameter, {}).get(key)

@@ -1,0 +1,43 @@
+"""Digests of tensors where they lie, to see later whether somebody wrote there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+import xxhash
+
+from torchrelay.checkpoint.disk.dtypes import memory_of
+
+Verify = Literal["samples", "full"]
+"""How much of a tensor that is copied late is hashed: four stretches of 16 KiB, or all of it."""
+
+SAMPLE_BYTES = 64 << 10
+"""Up to this size a copy is as cheap as a digest: such tensors are never copied late."""
+STRETCHES = 4
+
+
+def digest(tensor: torch.Tensor, verify: Verify) -> int:
+    """The xxh3-128 of a contiguous tensor's memory, or of evenly spread stretches of it."""
+    hashed = xxhash.xxh3_128()
+    if tensor.device.type == "cpu":
+        view = memory_of(tensor)
+        for first, last in stretches(len(view), verify):
+            hashed.update(view[first:last])
+    else:  # only what is hashed leaves the device
+        flat = tensor.detach().reshape(-1).view(torch.uint8)
+        for first, last in stretches(flat.numel(), verify):
+            hashed.update(memory_of(flat[first:last].cpu()))
+    return hashed.intdigest()
+
+
+def stretches(nbytes: int, verify: Verify) -> Iterator[tuple[int, int]]:
+    """Where the stretches lie: the first and the last bytes are always among them."""
+    size = SAMPLE_BYTES // STRETCHES
+    if verify == "full" or nbytes <= SAMPLE_BYTES:
+        yield 0, nbytes
+        return
+    for index in range(STRETCHES):
+        first = (nbytes - size) * index // (STRETCHES - 1)
+        yield first, first + size

@@ -1,0 +1,180 @@
+"""One save's copies: early ones made at once, late ones behind the training, compared at the gate."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torchrelay.checkpoint.asynchronous import gate
+from torchrelay.checkpoint.asynchronous.arena import Arena, room
+from torchrelay.checkpoint.asynchronous.copying import Copier
+from torchrelay.checkpoint.asynchronous.late import Find, late_leaves
+from torchrelay.checkpoint.asynchronous.samples import SAMPLE_BYTES, Verify, digest
+from torchrelay.checkpoint.boundary import NodeState
+from torchrelay.checkpoint.disk.dtypes import memory_of
+from torchrelay.checkpoint.planning.assignments import Assignment, Plan
+from torchrelay.errors import SaveFailedError
+
+
+@dataclass(frozen=True)
+class StagedState(NodeState):
+    """A node whose pieces lie in staging memory, from where they are written."""
+
+    staged: Mapping[str, memoryview] = field(default_factory=dict)
+
+    def piece(self, assignment: Assignment) -> torch.Tensor | memoryview:
+        """The staged copy of what this node writes of a leaf."""
+        staged = self.staged.get(assignment.leaf.name)
+        return super().piece(assignment) if staged is None else staged
+
+
+@dataclass(frozen=True)
+class LatePiece:
+    """A piece on its way: what it is copied from and to, and what it was at the boundary."""
+
+    name: str
+    blob: str
+    source: torch.Tensor
+    target: torch.Tensor
+    owner: torch.Tensor
+    address: int
+    find: Find
+    digest: int
+
+    @property
+    def moved(self) -> bool:
+        """Whether the owner holds other memory than at the boundary."""
+        now = self.find()
+        same = isinstance(now, torch.Tensor) and now.data_ptr() == self.address
+        return not same or now.nbytes != self.owner.nbytes
+
+    def changed(self, verify: Verify) -> bool:
+        """Whether the source is another tensor than at the boundary, or has other bytes."""
+        return self.moved or digest(self.source, verify) != self.digest
+
+
+class Stage:
+    """The copies of the hosted nodes' pieces. Made by `stage`; `copy` runs in the background."""
+
+    def __init__(self, verify: Verify) -> None:
+        self.verify = verify
+        self.late: list[LatePiece] = []
+        self.changed: tuple[LatePiece, ...] = ()
+        self.failure: BaseException | None = None
+        self.copier = Copier()
+        self._handles: list[Any] = []
+        self._copied = threading.Event()
+        self._passing = threading.Lock()
+        self._passed = False
+
+    def close_gate(self, objects: Collection[Any]) -> None:
+        """From now on, whoever is going to write waits. At the boundary, last."""
+        self.copier.begin({piece.source.device for piece in self.late if piece.source.is_cuda})
+        self._handles = gate.guard(objects)
+        gate.close(self)
+
+    def copy(self) -> None:
+        """Make the late copies; whoever waits at the gate goes on after that, also when this raises."""
+        try:
+            for piece in self.late:
+                if piece.moved:  # its memory may be gone; the gate will say so
+                    continue
+                self.copier.copy_late(piece.target, piece.source)
+            self.copier.end()
+        except BaseException as error:
+            self.failure = error
+            raise
+        finally:
+            self._copied.set()
+
+    def pass_gate(self) -> None:
+        """Wait for the copies and compare the sources with what they were. By any thread, more than once."""
+        with self._passing:
+            if self._passed:
+                return
+            self._copied.wait()
+            self.copier.let_compute_wait()
+            if self.failure is None:
+                self.changed = tuple(piece for piece in self.late if piece.changed(self.verify))
+            self._passed = True
+            gate.open_for(self)
+
+    def check(self) -> None:
+        """Raise SaveFailedError, naming them, for sources that were written while they were copied."""
+        self.pass_gate()
+        if self.changed:
+            names = ", ".join(repr(piece.name) for piece in self.changed[:8])
+            more = f" and {len(self.changed) - 8} more" if len(self.changed) > 8 else ""
+            raise SaveFailedError(
+                f"{names}{more} changed while being copied behind the training: something else than a "
+                "registered optimizer wrote there. Call ctx.before_mutation() before such writes; from now "
+                "on these blobs are copied before the training goes on"
+            )
+
+    def release(self) -> None:
+        """Take the gate away from the objects; not from within one of their hooks."""
+        gate.open_for(self)
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
+
+
+def tensors_of(state: NodeState, plan: Plan) -> list[Assignment]:
+    """What a hosted node writes of tensors."""
+    return [one for one in plan.assignments(state.rank) if one.leaf.kind == "tensor"]
+
+
+def bytes_to_stage(pieces: Iterable[Sequence[Assignment]]) -> int:
+    """What the pieces of all hosted nodes take in the arena."""
+    return sum(room(one.nbytes) for part in pieces for one in part)
+
+
+def stage(
+    states: Sequence[NodeState],
+    pieces: Sequence[Sequence[Assignment]],
+    arena: Arena,
+    verify: Verify,
+    blocking: Collection[str],
+) -> tuple[Stage, tuple[StagedState, ...]]:
+    """Copy what must be copied now, and prepare the late copies; leaves of `blocking` blobs are early.
+
+    `pieces` are those of each state; the arena has room for them. Raises BlobError for what cannot be
+    stored.
+    """
+    copies = Stage(verify)
+    staged = []
+    for state, part in zip(states, pieces, strict=True):
+        late = late_leaves(state.objects)
+        views: dict[str, memoryview] = {}
+        for one in part:
+            find = late.get(one.leaf.name) if one.leaf.blob not in blocking else None
+            views[one.leaf.name] = _stage_one(copies, state, one, arena.take(one.nbytes), find)
+        staged.append(_staged(state, views))
+    return copies, tuple(staged)
+
+
+def _stage_one(
+    copies: Stage, state: NodeState, one: Assignment, target: torch.Tensor, find: Find | None
+) -> memoryview:
+    source = state.piece(one)
+    if not isinstance(source, torch.Tensor):
+        raise TypeError(f"{one.leaf.name} is staged already")
+    if find is None or one.nbytes <= SAMPLE_BYTES:
+        copies.copier.copy_now(target, source, one.leaf.name)
+    else:
+        owner = find()
+        found = digest(source, copies.verify)
+        copies.late.append(
+            LatePiece(
+                one.leaf.name, one.leaf.blob, source, target, owner.detach(), owner.data_ptr(), find, found
+            )
+        )
+    return memory_of(target)
+
+
+def _staged(state: NodeState, views: Mapping[str, memoryview]) -> StagedState:
+    return StagedState(state.place, state.leaves, state.specs, state.scopes, state.objects, views)

@@ -1,0 +1,121 @@
+"""What asynchronous saves hold is what was there at the boundary, bit by bit, whatever runs behind them."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from tear_job import Trainee, torn, train
+from torchrun import REPOSITORY, torchrun
+
+from torchrelay import open_checkpoint
+from torchrelay.checkpoint.asynchronous.copying import Copier
+from torchrelay.checkpoint.asynchronous.stage import Stage
+
+EPOCHS = 4
+PATIENCE_SECS = 0.2
+
+
+class HeldUp:
+    """Late copies that each wait until a step was made, or for so long that a step must be held."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stepped = threading.Event()
+        self.copies = 0
+        copy = Copier.copy_late
+
+        def held_up(copier: Copier, target: torch.Tensor, source: torch.Tensor) -> None:
+            self.stepped.clear()
+            self.stepped.wait(PATIENCE_SECS)
+            self.copies += 1
+            copy(copier, target, source)
+
+        monkeypatch.setattr(Copier, "copy_late", held_up)
+
+    def after_step(self, ctx: object, trainee: object) -> None:
+        self.stepped.set()
+
+
+def test_a_step_without_the_gate_tears_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test below can fail: with the guard taken out, fused steps reach what is being copied."""
+    monkeypatch.setattr(Stage, "pass_gate", lambda self: None)
+    held = HeldUp(monkeypatch)
+    truth = train(tmp_path / "run", 3, asynchronous=True, after_step=held.after_step)
+    assert held.copies > 0
+    damage = {name for epoch in (1, 2) for name in torn(tmp_path / "run", epoch, truth[epoch])}
+    assert {"model.3.weight", "optimizer.state.model.3.weight.exp_avg"} & damage
+    assert not any(name.startswith("average.") or "running" in name for name in damage)
+
+
+@pytest.mark.parametrize("verify", ["samples", "full"])
+def test_with_the_gate_no_epoch_is_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: str) -> None:
+    """Fused AdamW, batch norm and an average by hand: every epoch holds what was there at its boundary."""
+    held = HeldUp(monkeypatch)
+    truth = train(tmp_path / "run", 3, asynchronous=True, verify_staging=verify, after_step=held.after_step)
+    assert held.copies >= 6
+    assert {epoch: torn(tmp_path / "run", epoch, truth[epoch]) for epoch in truth} == {1: [], 2: [], 3: []}
+
+
+def test_no_epoch_is_torn_at_natural_speed(tmp_path: Path) -> None:
+    """Thirty saves, each with a fused step right behind it."""
+    truth = train(tmp_path / "run", 30, asynchronous=True, keep_last=None)
+    assert [epoch for epoch in truth if torn(tmp_path / "run", epoch, truth[epoch])] == []
+
+
+def test_resume_from_every_asynchronous_epoch_is_bit_identical(tmp_path: Path) -> None:
+    """New objects from another seed come to the same states from each epoch, 0 included."""
+    whole = train(tmp_path / "whole", EPOCHS, asynchronous=True)
+    for epoch in range(EPOCHS):
+        run = shutil.copytree(tmp_path / "whole", tmp_path / f"from {epoch}")
+        again = train(run, EPOCHS, seed=50 + epoch, asynchronous=True, resume_from_epoch=epoch)
+        assert sorted(again) == list(range(epoch + 1, EPOCHS + 1))
+        for later, content in again.items():
+            assert all(torch.equal(content[name], whole[later][name]) for name in whole[later])
+
+
+def test_asynchronous_and_synchronous_runs_write_the_same_bytes(tmp_path: Path) -> None:
+    """Only when an epoch is written differs: every blob of every epoch has the same digest."""
+    for name, asynchronous in (("sync", False), ("async", True)):
+        train(tmp_path / name, 2, asynchronous=asynchronous)
+    for epoch in range(3):
+        digests = [
+            {blob: info.digest for blob, info in open_checkpoint(tmp_path / name, epoch=epoch).blobs.items()}
+            for name in ("sync", "async")
+        ]
+        assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 20])
+def test_beyond_the_staging_limit_saves_are_blocking_and_exact(tmp_path: Path, limit: int) -> None:
+    """What does not fit into staging memory is written before the training goes on."""
+    truth = train(tmp_path / "run", 2, asynchronous=True, staging_limit=limit)
+    assert {epoch: torn(tmp_path / "run", epoch, truth[epoch]) for epoch in truth} == {1: [], 2: []}
+
+
+def test_load_state_dict_waits_for_the_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading other weights right after a boundary neither tears the epoch nor fails it."""
+    held = HeldUp(monkeypatch)
+    other = Trainee(9)
+
+    def load(ctx: object, trainee: Trainee) -> None:
+        trainee.model.load_state_dict(other.model.state_dict())
+        held.stepped.set()
+
+    truth = train(tmp_path / "run", 3, asynchronous=True, before_step=load)
+    assert held.copies > 0
+    assert {epoch: torn(tmp_path / "run", epoch, truth[epoch]) for epoch in truth} == {1: [], 2: [], 3: []}
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_two_ranks_resume_from_every_asynchronous_epoch(tmp_path: Path) -> None:
+    """On two ranks, which each write a share: nothing torn, and every resume comes to the same states."""
+    program = REPOSITORY / "tests/programs/asynchronous_resume.py"
+    places = (str(REPOSITORY / name) for name in ("src", "tests/helpers", "scripts/trials"))
+    env = {"PYTHONPATH": ":".join(places)}
+    done = torchrun(program, str(tmp_path), ranks=2, cwd=tmp_path, env=env)
+    assert done.rc == 0, str(done)
+    assert (tmp_path / "rank-0").read_text() == (tmp_path / "rank-1").read_text() == "exact\n"
