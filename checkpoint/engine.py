@@ -19,9 +19,9 @@ from torchrelay.checkpoint.ledger import Ledger, Target
 from torchrelay.checkpoint.load import LoadJob, load_all
 from torchrelay.checkpoint.load_blobs import load_some
 from torchrelay.checkpoint.local_storage import LocalStorage
+from torchrelay.checkpoint.log.keeping import Keeping
 from torchrelay.checkpoint.log.live import Entry
-from torchrelay.checkpoint.log.retention import keep_last as keep_last_policy
-from torchrelay.checkpoint.log.sweep import delete_orphans, sweep
+from torchrelay.checkpoint.log.sweep import delete_orphans
 from torchrelay.checkpoint.members import Member, members_of, newcomers
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.replicas import ReplicaCheck
@@ -39,18 +39,20 @@ from torchrelay.metadata.stats import NodeStats
 
 
 class Engine:
-    """Saves and loads. `ledger` is the directory's log; `keep_last` epochs are kept, None keeps all."""
+    """Saves and loads. `ledger` is the directory's log, `keeping` says which epochs stay."""
 
     def __init__(
-        self, prefix: str | Path, *, keep_last: int | None = None, takeover_secs: float = 15.0
+        self,
+        prefix: str | Path,
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_optimizer_last: int | None = None,
+        takeover_secs: float = 15.0,
     ) -> None:
-        if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
-            raise UsageError(
-                f"keep_last is {keep_last!r}; it is a whole number from 1 (None keeps all epochs)"
-            )
+        self.keeping = Keeping(keep_last, keep_every, keep_optimizer_last)
         self.storage = LocalStorage(local_directory(prefix, "the checkpoint prefix"))
         self.ledger = Ledger(self.storage, takeover_secs)
-        self.keep_last = keep_last
         self.stored_names: dict[str, str] = {}
         self._members: dict[str, dict[str, Member]] | None = None
         self._demoted: set[str] = set()
@@ -153,7 +155,7 @@ class Engine:
             self._demote(demoted, say=session.peers.rank == 0)
             plan = make_plan(job.with_rank_scope(self._demoted), self._exchange)
         self._stats["checkpoint_save"] = carry_out(job, plan, clock)
-        if self.keep_last is not None:  # rank 0 may find out here that another job has the directory
+        if not self.keeping.everything:  # rank 0 may find out here that another job has the directory
             decide(session.peers, "save: retention", self._retain)
 
     def _capture(self, session: Session) -> tuple[NodeState, ...]:
@@ -215,10 +217,10 @@ class Engine:
     def _retain(self) -> None:
         """Retire what the policy gives up; a failure to delete warns and is tried again. Rank 0 only."""
         writer = self.ledger.writer
-        if self.keep_last is None or writer is None:
+        if writer is None:
             return
         try:
-            sweep(writer, keep_last_policy(self.keep_last))
+            self.keeping.carry_out(writer)
         except StorageError as error:
             warnings.warn(f"old epochs could not be deleted: {error}", stacklevel=2)
 

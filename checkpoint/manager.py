@@ -21,9 +21,18 @@ class CheckpointManager(Manager):
         metadata_handler: MetadataHandler | None = None,
         *,
         keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_optimizer_last: int | None = None,
         takeover_secs: float = 15.0,
     ) -> None:
-        super().__init__(db_prefix, metadata_handler, keep_last=keep_last, takeover_secs=takeover_secs)
+        super().__init__(
+            db_prefix,
+            metadata_handler,
+            keep_last=keep_last,
+            keep_every=keep_every,
+            keep_optimizer_last=keep_optimizer_last,
+            takeover_secs=takeover_secs,
+        )
         self.node_name = check_node_name(node_name)
 
     def stored_name(self, node: str) -> str:

@@ -26,8 +26,9 @@ Work = TaskGroup | SessionGroup
 class Manager:
     """Base of the managers; use CheckpointManager or MultiNodeCheckpointManager.
 
-    `db_prefix` is the directory of the checkpoints. `keep_last` epochs are kept (None: all of
-    them). A manager may be used for several runs, one after another; the nodes it was first
+    `db_prefix` is the directory of the checkpoints. `keep_last` epochs are kept, and every
+    `keep_every`-th one (None of both: all of them); only the newest `keep_optimizer_last` of these keep
+    their optimizer, the others can be loaded but not resumed from. A manager may be used for several runs, one after another; the nodes it was first
     initialised with stay the same.
     """
 
@@ -37,11 +38,19 @@ class Manager:
         metadata_handler: MetadataHandler | None = None,
         *,
         keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_optimizer_last: int | None = None,
         takeover_secs: float = 15.0,
     ) -> None:
         self.db_prefix = str(db_prefix)
         self.metadata_handler = metadata_handler
-        self.engine = Engine(db_prefix, keep_last=keep_last, takeover_secs=takeover_secs)
+        self.engine = Engine(
+            db_prefix,
+            keep_last=keep_last,
+            keep_every=keep_every,
+            keep_optimizer_last=keep_optimizer_last,
+            takeover_secs=takeover_secs,
+        )
         self._nodes: tuple[str, ...] | None = None
         self._path_prefix: str | None = None
         self._path_type: str | None = None

@@ -38,6 +38,7 @@ class JobRunner:
     kept as an abandoned branch). `best=(metric, "max" or "min")` says which epoch `"best"` names.
     `max_failed_saves` saves that fail in a row end the run (3 for run directories; a bare manager
     only warns). `save_initial=False` leaves epoch 0, the state after `init`, out.
+    `keep_last`, `keep_every` and `keep_optimizer_last` are those of the managers.
 
     Jobs, managers and sessions may be used again; one train runs at a time in a process.
     """
@@ -53,6 +54,8 @@ class JobRunner:
         best: tuple[str, str] | None = ("val/acc", "max"),
         save_initial: bool = True,
         keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_optimizer_last: int | None = None,
         max_failed_saves: int | None = None,
         agree_every: int = 1,
     ) -> None:
@@ -68,7 +71,9 @@ class JobRunner:
             if isinstance(where, (str, Path))
             else None
         )
-        self.manager = self._manager(where, keep_last)
+        self.manager = self._manager(
+            where, keep_last=keep_last, keep_every=keep_every, keep_optimizer_last=keep_optimizer_last
+        )
         self._plan = Plan(
             resume=resume,
             best=_check_best(best),
@@ -77,19 +82,20 @@ class JobRunner:
             agree_every=_check_count(agree_every, "agree_every"),
         )
 
-    def _manager(self, where: str | Path | Manager | None, keep_last: int | None) -> Manager | None:
+    def _manager(self, where: str | Path | Manager | None, **keeping: int | None) -> Manager | None:
         if self.run_directory is None:
-            if keep_last is not None:
-                raise UsageError(
-                    "keep_last belongs to a run directory; give it to the manager as keep_last=..."
-                )
+            for name, count in keeping.items():
+                if count is not None:
+                    raise UsageError(
+                        f"{name} belongs to a run directory; give it to the manager as {name}=..."
+                    )
             if where is not None and not isinstance(where, Manager):
                 raise UsageError(f"where is a run directory (path) or a checkpoint manager, not {where!r}")
             return where
         return MultiNodeCheckpointManager(
             self.run_directory.checkpoints,
             metadata_handler=FileMetadataHandler(self.run_directory.path),
-            keep_last=keep_last,
+            **keeping,
         )
 
     def _max_failed_saves(self, wanted: int | None) -> int | None:
