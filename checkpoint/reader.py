@@ -167,8 +167,8 @@ class Checkpoint:
         """Load tensors by name or glob (`model.encoder`, `model.*.weight`, `trainer_1:rng.torch`).
 
         Tied names give one tensor. `dtype` converts floating-point tensors only: all of them, or by
-        pattern of their new names, `{"encoder.*": torch.bfloat16}`, the first that fits. With `strict` a pattern
-        that matches nothing is an error.
+        pattern of their new names, `{"encoder.*": torch.bfloat16}`, the first that fits. With `strict` a
+        pattern that matches nothing is an error.
         """
         chosen = choose(self.manifest, patterns, "tensor", strict=strict)
         places = dict(chosen)

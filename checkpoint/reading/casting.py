@@ -17,9 +17,7 @@ def checked_cast(dtype: Cast) -> Cast:
     """The same; raises UsageError for anything that is no floating-point type."""
     for one in dtype.values() if isinstance(dtype, Mapping) else [] if dtype is None else [dtype]:
         if not isinstance(one, torch.dtype) or not one.is_floating_point:
-            raise UsageError(
-                f"dtype={one!r}: give a floating-point type of torch, such as torch.bfloat16"
-            )
+            raise UsageError(f"dtype={one!r}: give a floating-point type of torch, such as torch.bfloat16")
     return dtype
 
 

@@ -54,12 +54,12 @@ class TensorHandle:
 
     def read_box(self, box: list[Interval]) -> torch.Tensor:
         """One half-open interval per dimension, verified. Raises as `read` does."""
+        return read_box(self.fill, self.shape, box, self.dtype, self._element.itemsize)
 
-        def fill(start: int, stop: int, memory: memoryview) -> None:
-            self._reader.read_range(self.name, start, stop, memory, self._node)
-
+    def fill(self, start: int, stop: int, memory: memoryview) -> None:
+        """Fill 1-D memory with its bytes [start, stop), row-major, verified. Raises as `read` does."""
         with self._guard():
-            return read_box(fill, self.shape, box, self.dtype, self._element.itemsize)
+            self._reader.read_range(self.name, start, stop, memory, self._node)
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         """A part by integers and slices, as of a tensor; only whole blocks that hold it are read."""

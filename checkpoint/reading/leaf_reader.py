@@ -92,7 +92,9 @@ class LeafReader:
             begin = place.piece.first * spec.item_bytes
             first, last = max(start, begin), min(stop, place.piece.last * spec.item_bytes)
             if first < last:
-                piece = ReadRequest(place.key, first - begin, last - begin, target[first - start : last - start])
+                piece = ReadRequest(
+                    place.key, first - begin, last - begin, target[first - start : last - start]
+                )
                 seen_twice(lambda place=place, piece=piece: place.header.read_many([piece]))  # type: ignore[misc]
 
     def value_json(self, leaf: str, node: str | None = None) -> Json:

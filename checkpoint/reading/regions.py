@@ -29,12 +29,12 @@ def read_box(
     fresh = torch.empty((*extents, itemsize), dtype=torch.uint8)
     if fresh.numel():
         _fill(fill, fresh, (*shape, itemsize), (*box, (0, itemsize)), 0)
-    return fresh.reshape(-1).view(dtype).reshape(extents) if fresh.numel() else torch.empty(extents, dtype=dtype)
+    return (
+        fresh.reshape(-1).view(dtype).reshape(extents) if fresh.numel() else torch.empty(extents, dtype=dtype)
+    )
 
 
-def _fill(
-    fill: Fill, out: torch.Tensor, shape: Sequence[int], box: Sequence[Interval], base: int
-) -> None:
+def _fill(fill: Fill, out: torch.Tensor, shape: Sequence[int], box: Sequence[Interval], base: int) -> None:
     """Fill contiguous bytes; `base` is where the tensor of `shape` begins."""
     row = math.prod(shape[1:])
     start, stop = box[0]

@@ -41,9 +41,7 @@ def test_s14_a_tensor_has_as_many_blocks_as_its_bytes_need(tmp_path: Path, eleme
 def test_s14_many_tensors_are_cut_into_parts_of_a_size() -> None:
     """1234 tensors at 32 to a file are 39 parts; a tensor larger than a part has one for itself."""
     identity = ShardIdentity("job", Position(1), "node", "main", "e00000001-abcdef")
-    entries = [
-        ShardEntry(Whole(f"t{i:04d}"), "float32", (8,), memoryview(bytes(32))) for i in range(1234)
-    ]
+    entries = [ShardEntry(Whole(f"t{i:04d}"), "float32", (8,), memoryview(bytes(32))) for i in range(1234)]
     parts = cut(identity, entries, {}, {}, ShardLimits(data_bytes=32 * 32 + 1, header_bytes=1 << 20))
     assert len(parts) == 39
     large = ShardEntry(Whole("large"), "float32", (1000,), memoryview(bytes(4000)))
