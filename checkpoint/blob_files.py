@@ -40,8 +40,9 @@ def save_blobs(
     """Save blobs into one file, which any reader of safetensors opens too.
 
     Blobs are tensors, modules, optimizers, objects with `state_dict`, or JSON-like values.
-    `rename={"ema": "model"}` stores blobs under other names. `dtype` converts floating-point tensors (all, or by
-    pattern, `{"model.*": torch.bfloat16}`, the first that fits), but not those of optimizers and other objects with state, whose numbers must stay what they are. The
+    `rename={"ema": "model"}` stores blobs under other names. `dtype` converts floating-point tensors (all,
+    or by pattern, `{"model.*": torch.bfloat16}`, the first that fits), but not those of optimizers and
+    other objects with state, whose numbers must stay what they are. The
     file appears whole and durable or not at all; it replaces another only with `overwrite`.
     Raises UsageError (a name taken, used twice or unfit), BlobError with the path inside the blob, or
     StorageError.

@@ -28,7 +28,7 @@ from torchrelay.checkpoint.replicas import ReplicaCheck
 from torchrelay.checkpoint.save import Clock, SaveJob, carry_out, make_plan
 from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.kinds import check_recreatable
-from torchrelay.errors import StorageError, UsageError
+from torchrelay.errors import StorageError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.directories import local_directory
 from torchrelay.jobs.peers import decide, together

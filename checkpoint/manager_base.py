@@ -28,8 +28,9 @@ class Manager:
 
     `db_prefix` is the directory of the checkpoints. `keep_last` epochs are kept, and every
     `keep_every`-th one (None of both: all of them); only the newest `keep_optimizer_last` of these keep
-    their optimizer, the others can be loaded but not resumed from. A manager may be used for several runs, one after another; the nodes it was first
-    initialised with stay the same.
+    their optimizer, the others can be loaded but not resumed from. A
+    manager may be used for several runs, one after another; the nodes it was first initialised with stay
+    the same.
     """
 
     def __init__(

@@ -18,8 +18,8 @@ from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.reading.blob_info import Blobs, LeafInfo, leaf_info
-from torchrelay.checkpoint.reading.epoch_choice import wanted
 from torchrelay.checkpoint.reading.casting import Cast, checked_cast
+from torchrelay.checkpoint.reading.epoch_choice import wanted
 from torchrelay.checkpoint.reading.handle import TensorHandle
 from torchrelay.checkpoint.reading.leaf_reader import LeafReader
 from torchrelay.checkpoint.reading.loading import (

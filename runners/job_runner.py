@@ -95,7 +95,9 @@ class JobRunner:
         return MultiNodeCheckpointManager(
             self.run_directory.checkpoints,
             metadata_handler=FileMetadataHandler(self.run_directory.path),
-            **keeping,
+            keep_last=keeping["keep_last"],
+            keep_every=keeping["keep_every"],
+            keep_optimizer_last=keeping["keep_optimizer_last"],
         )
 
     def _max_failed_saves(self, wanted: int | None) -> int | None:

@@ -50,7 +50,7 @@ class Outgoing:
 
 @dataclass(frozen=True)
 class Content:
-    """What is exported: by the names outside. `ties` are further names of a tensor; `left_out` stays behind."""
+    """What is exported, by the names outside. `ties` are further names of tensors; `left_out` stays."""
 
     tensors: Mapping[str, Outgoing]
     values: Mapping[str, Any]

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchrelay.checkpoint.disk.dtypes import by_name, logical_name
 from torchrelay.checkpoint.interop.content import Incoming
@@ -23,9 +24,9 @@ T = TypeVar("T")
 def write_dcp(directory: Path, content: Mapping[str, Any]) -> None:
     """Let DCP save a flat state dict into an empty directory; raises StorageError."""
     # More threads than one hide errors of the disk: a save would seem to have worked.
-    writer = dcp.FileSystemWriter(directory, thread_count=1, sync_files=True)
+    writer = FileSystemWriter(directory, thread_count=1, sync_files=True)
     try:
-        _alone(lambda: dcp.save(dict(content), storage_writer=writer, no_dist=True))
+        _alone(lambda: save(dict(content), storage_writer=writer, no_dist=True))
     except Exception as error:
         raise StorageError(f"DCP could not write {directory}: {_reason(error)}") from error
 
@@ -52,7 +53,7 @@ def read_dcp(directory: Path, scratch: Path, *, trust: bool) -> Incoming:
 
 
 def _read(directory: Path, scratch: Path) -> dict[str, Any]:
-    reader = dcp.FileSystemReader(directory)
+    reader = FileSystemReader(directory)
     metadata = reader.read_metadata()
     shapes = {
         name: (by_name(logical_name(one.properties.dtype)), tuple(one.size))

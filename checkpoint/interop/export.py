@@ -15,7 +15,7 @@ from torchrelay.checkpoint.interop.huggingface import write_huggingface
 from torchrelay.checkpoint.interop.publishing import check_free, publish
 from torchrelay.checkpoint.interop.safetensors_files import write_safetensors
 from torchrelay.checkpoint.interop.scratch import mapped_tensors
-from torchrelay.checkpoint.interop.torch_files import write_torch_file
+from torchrelay.checkpoint.interop.torch_files import check_savable, write_torch_file
 from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.checkpoint.reading.casting import Cast
 from torchrelay.errors import UsageError
@@ -85,6 +85,7 @@ def _mapped(content: Content, at: Path) -> dict[str, Any]:
     """Everything as a mapping, tensors in a nameless file beside the target."""
     shapes = {name: (tensor.element, tensor.shape) for name, tensor in content.tensors.items()}
     tensors = mapped_tensors(at.parent, shapes)
+    check_savable(tensors)
     for name, tensor in content.tensors.items():
         memory, at_byte = memory_of(tensors[name]), 0
         for piece in tensor.pieces():

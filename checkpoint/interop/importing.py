@@ -59,8 +59,8 @@ def import_checkpoint(
     """Make a directory of checkpoints with one epoch, 0, of what a foreign checkpoint holds.
 
     `format` is `torch`, `dcp`, `safetensors` or `hf` (see `export_checkpoint`). Tensors at the top of
-    the source become leaves of `blob`; with None the first part of their names is their blob. The epoch is for
-    `open_checkpoint`: no run resumes from it. Files of `torch.save` are read by torch's restricted
+    the source become leaves of `blob`; with None the first part of their names is their blob. The epoch is
+    for `open_checkpoint`: no run resumes from it. Files of `torch.save` are read by torch's restricted
     unpickler; DCP's metadata are not, so they need `trust=True`. Memory stays bounded: sources are
     mapped. `prefix` must be new or empty; it appears whole or not at all.
     Raises UsageError, BlobError for what cannot be stored, FormatError or DamagedError for a source that
@@ -156,5 +156,5 @@ def _commit(storage: LocalStorage, log: LogWriter, manifest: Manifest) -> None:
             sha256(data),
             groups=manifest.groups,
             resumable=False,
-        )  # fmt: skip
+        )
     )

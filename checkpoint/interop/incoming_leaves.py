@@ -81,14 +81,18 @@ def _tied(leaves: list[Leaf]) -> list[Leaf]:
     found = []
     for leaf in leaves:
         content = leaf.content
-        if isinstance(content, torch.Tensor) and leaf.alias_of is None and content.numel():
-            if content.layout is torch.strided and not content.is_quantized and not content.is_meta:
-                place = (content.data_ptr(), content.dtype, content.shape, content.stride())
-                kept = first.setdefault(place, leaf.name)
-                if kept != leaf.name:
-                    leaf = Leaf(leaf.name, leaf.blob, leaf.role, leaf.group, content, kept)  # noqa: PLW2901
+        if isinstance(content, torch.Tensor) and leaf.alias_of is None and _dense(content):
+            place = (content.data_ptr(), content.dtype, content.shape, content.stride())
+            kept = first.setdefault(place, leaf.name)
+            if kept != leaf.name:
+                leaf = Leaf(leaf.name, leaf.blob, leaf.role, leaf.group, content, kept)  # noqa: PLW2901
         found.append(leaf)
     return found
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
+    return plain and tensor.numel() > 0
 
 
 def _checked(leaves: list[Leaf], owners: Mapping[str, None]) -> list[Leaf]:
@@ -97,6 +101,8 @@ def _checked(leaves: list[Leaf], owners: Mapping[str, None]) -> list[Leaf]:
     check_blob_names(owners)
     seen: set[str] = set()
     for leaf in leaves:
+        if not all(leaf.name.split(".")) and leaf.name != leaf.blob:
+            raise UsageError(f"a tensor or value of {leaf.blob!r} would be called {leaf.name!r}: rename it")
         if leaf.name in seen:
             raise UsageError(f"two tensors or values would be called {leaf.name!r}: choose another blob name")
         seen.add(leaf.name)

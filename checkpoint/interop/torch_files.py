@@ -8,6 +8,7 @@ stored this way: only what comes from elsewhere, or goes there because somebody 
 
 from __future__ import annotations
 
+import errno
 import io
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from torchrelay.errors import FormatError, StorageError, UsageError
+from torchrelay.errors import BlobError, FormatError, StorageError, UsageError
 
 
 def read_torch_file(path: Path) -> Any:
@@ -30,9 +31,9 @@ def read_torch_file(path: Path) -> Any:
         )
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=_mappable(path))
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
     except Exception as error:  # a hostile file can make the unpickler raise anything
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # EINVAL: torch seeks where nothing is
+            raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
         reason = " ".join(str(error).split())[:200]
         raise FormatError(
             f"{path} is no file of torch.save that can be read without running its code: {reason}"
@@ -46,6 +47,19 @@ def write_torch_file(path: Path, content: Mapping[str, Any]) -> None:
             torch.save(dict(content), file)
     except (OSError, RuntimeError) as error:
         raise StorageError(f"cannot write {path}: {error}") from error
+
+
+def check_savable(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse, by BlobError with its name, a tensor whose element type torch cannot write or read."""
+    known: set[torch.dtype] = set()
+    for name, tensor in tensors.items():
+        if tensor.dtype in known:
+            continue
+        try:
+            torch.load(saved_bytes(torch.empty(0, dtype=tensor.dtype)), weights_only=True)
+        except Exception as error:  # KeyError, RuntimeError, UnpicklingError: it depends on the type
+            raise BlobError(f"{name}: torch cannot save tensors of {tensor.dtype}: leave it out") from error
+        known.add(tensor.dtype)
 
 
 def saved_bytes(value: Any) -> io.BytesIO:

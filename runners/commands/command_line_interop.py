@@ -21,7 +21,9 @@ _NAMED = 5
 def add_export(add: Add) -> None:
     """Define `export`."""
     parser = add("export", "write an epoch in another format, verified on the way", export)
-    parser.add_argument("run", metavar="RUN[@EPOCH]", help="a run, @7, @best or @7,branch=0 (default: @last)")
+    parser.add_argument(
+        "source", metavar="RUN[@EPOCH]", help="a run, @7, @best or @7,branch=0 (default: @last)"
+    )
     parser.add_argument("--to", choices=FORMATS, required=True, help="the format; hf and dcp are directories")
     parser.add_argument("-o", "--output", metavar="PATH", required=True, help="what to write; must be new")
     parser.add_argument(
@@ -53,7 +55,7 @@ def export(chosen: argparse.Namespace, output: Output) -> int:
     """Write one epoch and say what was written and what was left out."""
     from torchrelay.checkpoint.interop.export import export_checkpoint
 
-    run, epoch = split_epoch(chosen.run)
+    run, epoch = split_epoch(chosen.source)
     done = export_checkpoint(
         run, chosen.output, epoch, to=chosen.to, blobs=chosen.blobs, prefix=chosen.prefix,
         dtype=_dtype(chosen.dtype), shard_bytes=chosen.shard_bytes, overwrite=chosen.overwrite,

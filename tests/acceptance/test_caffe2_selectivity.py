@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 
 from torchrelay import (
     Job,
