@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -16,18 +18,24 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torchrelay.checkpoint.disk.dtypes import by_name, logical_name
 from torchrelay.checkpoint.interop.content import Incoming
 from torchrelay.checkpoint.interop.scratch import mapped_tensors
-from torchrelay.errors import FormatError, RelayError, StorageError, UsageError
+from torchrelay.errors import BlobError, FormatError, RelayError, StorageError, UsageError
 
 T = TypeVar("T")
 
 
 def write_dcp(directory: Path, content: Mapping[str, Any]) -> None:
-    """Let DCP save a flat state dict into an empty directory; raises StorageError."""
+    """Let DCP save a flat state dict into an empty directory.
+
+    Raises BlobError for element types whose size DCP cannot tell, StorageError for what it met.
+    """
+    for name, value in content.items():
+        if isinstance(value, torch.Tensor):
+            _check_sized(name, value.dtype)
     # More threads than one hide errors of the disk: a save would seem to have worked.
     writer = FileSystemWriter(directory, thread_count=1, sync_files=True)
     try:
         _alone(lambda: save(dict(content), storage_writer=writer, no_dist=True))
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         raise StorageError(f"DCP could not write {directory}: {_reason(error)}") from error
 
 
@@ -48,7 +56,7 @@ def read_dcp(directory: Path, scratch: Path, *, trust: bool) -> Incoming:
         return Incoming(_alone(lambda: _read(directory, scratch)))
     except RelayError:
         raise
-    except Exception as error:  # a damaged pickle can raise anything
+    except (Exception, CheckpointException) as error:  # a damaged pickle can raise anything
         raise FormatError(f"{directory} cannot be read by DCP: {_reason(error)}") from error
 
 
@@ -89,6 +97,14 @@ def _replace(tree: Any, paths: Mapping[str, tuple[Any, ...]], tensors: Mapping[s
         node[last] = tensor
 
 
+def _check_sized(name: str, dtype: torch.dtype) -> None:
+    try:
+        if dtype is not torch.bool:
+            (torch.finfo if dtype.is_floating_point or dtype.is_complex else torch.iinfo)(dtype)
+    except (TypeError, RuntimeError, NotImplementedError) as error:
+        raise BlobError(f"{name}: DCP cannot save tensors of {dtype}: leave it out") from error
+
+
 def _alone(work: Callable[[], T]) -> T:
     """DCP says at every call that it runs in one process, which is what we ask for."""
     with warnings.catch_warnings():
@@ -97,4 +113,6 @@ def _alone(work: Callable[[], T]) -> T:
 
 
 def _reason(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    """The last line: that of the failure itself, where DCP puts the ranks' tracebacks into one text."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1] if lines else 'no reason given'}"[:300]
