@@ -11,7 +11,7 @@ from pathlib import Path
 from torchrelay.checkpoint.blob_file import LEAVES, local_path, seal
 from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.disk.names import Key, Whole
-from torchrelay.checkpoint.disk.shard import ShardEntry, ShardIdentity
+from torchrelay.checkpoint.disk.shard import Part, ShardEntry, ShardIdentity, header_bytes, no_digests
 from torchrelay.checkpoint.disk.shard_parts import ShardLimits, cut
 from torchrelay.checkpoint.disk.shard_writer import write_part
 from torchrelay.checkpoint.local_storage import LocalStorage
@@ -31,15 +31,26 @@ def write_blob_file(where: str | os.PathLike[str], leaves: Sequence[Leaf], *, ov
     path = local_path(where)
     if path.exists() and not (overwrite and path.is_file()):
         raise UsageError(_taken(path))
-    parts = cut(_IDENTITY, _entries(leaves), _values(leaves), _aliases(leaves), _ONE_FILE)
-    if len(parts) > 1:
-        raise BlobError(f"{len(leaves)} leaves are too many for the one file {path}: save fewer in each")
+    part = _part(leaves)
     storage = LocalStorage(path.parent)
     storage.mkdir("")
     with _temporary(storage, path) as temporary:
-        write_part(storage, temporary.name, parts[0])
+        write_part(storage, temporary.name, part)
         _publish(temporary, path, overwrite)
     storage.sync_dir("")
+
+
+def file_bytes(leaves: Sequence[Leaf]) -> int:
+    """How long the file of these leaves is; their content is not looked at."""
+    part = _part(leaves)
+    return len(header_bytes(part, no_digests(part))) + part.data_bytes
+
+
+def _part(leaves: Sequence[Leaf]) -> Part:
+    parts = cut(_IDENTITY, _entries(leaves), _values(leaves), _aliases(leaves), _ONE_FILE)
+    if len(parts) > 1:
+        raise BlobError(f"{len(leaves)} leaves are too many for one file: save fewer in each")
+    return parts[0]
 
 
 def _entries(leaves: Sequence[Leaf]) -> list[ShardEntry]:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from torchrelay.checkpoint.blob_file import BlobFile, open_blob_file
-from torchrelay.checkpoint.blob_file_writing import write_blob_file
+from torchrelay.checkpoint.blob_file_writing import file_bytes, write_blob_file
+from torchrelay.checkpoint.reading.casting import Cast, cast, checked_cast
 from torchrelay.checkpoint.reading.lookup import nearest
 from torchrelay.checkpoint.reading.patterns import Rename, matches, renamed_all
 from torchrelay.checkpoint.state.flatten import leaves_of
@@ -33,27 +34,40 @@ def save_blobs(
     blobs: Mapping[str, Any],
     *,
     rename: Rename | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: Cast = None,
     overwrite: bool = False,
 ) -> None:
     """Save blobs into one file, which any reader of safetensors opens too.
 
     Blobs are tensors, modules, optimizers, objects with `state_dict`, or JSON-like values.
-    `rename={"ema": "model"}` stores blobs under other names. `dtype` converts floating-point tensors,
-    but not those of optimizers and other objects with state, whose numbers must stay what they are. The
+    `rename={"ema": "model"}` stores blobs under other names. `dtype` converts floating-point tensors (all,
+    or by pattern, `{"model.*": torch.bfloat16}`, the first that fits), but not those of optimizers and
+    other objects with state, whose numbers must stay what they are. The
     file appears whole and durable or not at all; it replaces another only with `overwrite`.
     Raises UsageError (a name taken, used twice or unfit), BlobError with the path inside the blob, or
     StorageError.
     """
+    write_blob_file(url, _leaves(blobs, rename, dtype), overwrite=overwrite)
+
+
+def estimate_bytes(blobs: Mapping[str, Any], *, rename: Rename | None = None, dtype: Cast = None) -> int:
+    """The size in bytes that the file of `save_blobs` with these arguments has; raises as it does."""
+    leaves = _leaves(blobs, rename, dtype, meta=True)
+    return file_bytes(leaves)
+
+
+def _leaves(
+    blobs: Mapping[str, Any], rename: Rename | None, dtype: Cast, *, meta: bool = False
+) -> list[Leaf]:
     if not isinstance(blobs, Mapping) or not blobs:
         raise UsageError(f'give the blobs by name, save_blobs(url, {{"model": model}}), not {blobs!r}')
     named = {new: blobs[old] for new, old in renamed_all(blobs, rename).items()}
     check_blob_names(named)
     leaves = leaves_of(named)
-    if dtype is not None:
-        kinds = {blob: kind_of(value) for blob, value in named.items()}
-        leaves = [_converted(leaf, kinds[leaf.blob], _floating(dtype)) for leaf in leaves]
-    write_blob_file(url, leaves, overwrite=overwrite)
+    if checked_cast(dtype) is None:
+        return leaves
+    kinds = {blob: kind_of(value) for blob, value in named.items()}
+    return [_converted(leaf, kinds[leaf.blob], dtype, meta=meta) for leaf in leaves]
 
 
 def load_blobs(
@@ -161,17 +175,11 @@ def _alone(spec: LeafSpec, blob: str) -> LeafSpec:
     return replace(spec, blob=blob, role=Role.TENSOR if spec.kind == "tensor" else Role.VALUE)
 
 
-def _floating(dtype: torch.dtype) -> torch.dtype:
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise UsageError(f"dtype={dtype!r}: give a floating-point type of torch, such as torch.bfloat16")
-    return dtype
-
-
-def _converted(leaf: Leaf, kind: Kind, dtype: torch.dtype) -> Leaf:
+def _converted(leaf: Leaf, kind: Kind, dtype: Cast, *, meta: bool) -> Leaf:
     content = leaf.content
-    if kind not in _CONVERTIBLE or not isinstance(content, torch.Tensor) or not content.is_floating_point():
+    if kind not in _CONVERTIBLE or not isinstance(content, torch.Tensor):
         return leaf
-    return replace(leaf, content=content.to(dtype))
+    return replace(leaf, content=cast(content.to("meta") if meta else content, leaf.name, dtype))
 
 
 def _placed(value: Any, device: str | torch.device | None) -> Any:

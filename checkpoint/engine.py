@@ -20,16 +20,16 @@ from torchrelay.checkpoint.ledger import Ledger, Target
 from torchrelay.checkpoint.load import LoadJob, load_all
 from torchrelay.checkpoint.load_blobs import load_some
 from torchrelay.checkpoint.local_storage import LocalStorage
+from torchrelay.checkpoint.log.keeping import Keeping
 from torchrelay.checkpoint.log.live import Entry
-from torchrelay.checkpoint.log.retention import keep_last as keep_last_policy
-from torchrelay.checkpoint.log.sweep import delete_orphans, sweep
+from torchrelay.checkpoint.log.sweep import delete_orphans
 from torchrelay.checkpoint.members import Member, members_of, newcomers
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.replicas import ReplicaCheck
 from torchrelay.checkpoint.save import Clock, SaveJob, carry_out, make_plan
 from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.kinds import check_recreatable
-from torchrelay.errors import StorageError, UsageError
+from torchrelay.errors import StorageError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.directories import local_directory
 from torchrelay.jobs.peers import decide, together
@@ -40,7 +40,7 @@ from torchrelay.metadata.stats import NodeStats
 
 
 class Engine:
-    """Saves and loads. `ledger` is the directory's log; `keep_last` epochs are kept, None keeps all.
+    """Saves and loads. `ledger` is the directory's log, `keeping` says which epochs stay.
 
     With a `background`, saves of a run go on in it after `save` has returned; see `settle`.
     """
@@ -50,16 +50,14 @@ class Engine:
         prefix: str | Path,
         *,
         keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_optimizer_last: int | None = None,
         takeover_secs: float = 15.0,
         background: Background | None = None,
     ) -> None:
-        if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
-            raise UsageError(
-                f"keep_last is {keep_last!r}; it is a whole number from 1 (None keeps all epochs)"
-            )
+        self.keeping = Keeping(keep_last, keep_every, keep_optimizer_last)
         self.storage = LocalStorage(local_directory(prefix, "the checkpoint prefix"))
         self.ledger = Ledger(self.storage, takeover_secs)
-        self.keep_last = keep_last
         self.background = background
         self.stored_names: dict[str, str] = {}
         self._members: dict[str, dict[str, Member]] | None = None
@@ -173,9 +171,8 @@ class Engine:
 
     def _acknowledged(self, session: Session | None, stats: NodeStats) -> None:
         self._stats["checkpoint_save"] = stats
-        if (
-            self.keep_last is not None and session is not None
-        ):  # rank 0 may find out here that another job has the directory
+        if session is not None and not self.keeping.everything:
+            # rank 0 may find out here that another job has the directory
             decide(session.peers, "save: retention", self._retain)
 
     def prepare(self, session: Session) -> None:
@@ -258,10 +255,10 @@ class Engine:
     def _retain(self) -> None:
         """Retire what the policy gives up; a failure to delete warns and is tried again. Rank 0 only."""
         writer = self.ledger.writer
-        if self.keep_last is None or writer is None:
+        if writer is None:
             return
         try:
-            sweep(writer, keep_last_policy(self.keep_last))
+            self.keeping.carry_out(writer)
         except StorageError as error:
             warnings.warn(f"old epochs could not be deleted: {error}", stacklevel=2)
 

@@ -33,6 +33,7 @@ from torchrelay.errors import (
     RelayError,
     StorageError,
     UnknownEpochError,
+    UsageError,
 )
 from torchrelay.jobs.peers import Peers, decide
 
@@ -235,8 +236,17 @@ class Ledger:
     # Proving
 
     def prove(self, peers: Peers, epoch: int) -> Target:
-        """Prove exactly this epoch of the current branch; raises DamagedError, never falls back."""
+        """Prove exactly this epoch of the current branch; raises DamagedError, never falls back.
+
+        UsageError for an epoch that lost its optimizer to retention.
+        """
         entry = self.find(peers, epoch)
+        if not entry.resumable:
+            raise UsageError(
+                f"epoch {epoch} in {self.storage.url} cannot be resumed from: retention removed a part of it "
+                f"(left: {', '.join(entry.groups)}); choose a newer one. What is left is loaded by "
+                "open_checkpoint or by name, and keep_optimizer_last says how many epochs stay whole"
+            )
         if self._proved is not None and self._proved.entry == entry:
             return self._proved
         proof = prove_together(peers, self.storage, entry)

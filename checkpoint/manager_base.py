@@ -28,9 +28,10 @@ Work = TaskGroup | SessionGroup
 class Manager:
     """Base of the managers; use CheckpointManager or MultiNodeCheckpointManager.
 
-    `db_prefix` is the directory of the checkpoints. `keep_last` epochs are kept (None: all of
-    them). A manager may be used for several runs, one after another; the nodes it was first
-    initialised with stay the same.
+    `db_prefix` is the directory of the checkpoints. `keep_last` epochs are kept, and every
+    `keep_every`-th one (None of both: all of them); only the newest `keep_optimizer_last` of these keep
+    their optimizer, the others can be loaded but not resumed from. A manager may be used for several
+    runs, one after another; the nodes it was first initialised with stay the same.
 
     `asynchronous=True`: within a run a save returns when nothing can reach what it saves any more, and
     is written and committed behind the training, one at a time. Then `staging_limit` bytes per process
@@ -44,6 +45,8 @@ class Manager:
         metadata_handler: MetadataHandler | None = None,
         *,
         keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_optimizer_last: int | None = None,
         takeover_secs: float = 15.0,
         asynchronous: bool = False,
         staging_limit: int | None = None,
@@ -54,6 +57,8 @@ class Manager:
         self.engine = Engine(
             db_prefix,
             keep_last=keep_last,
+            keep_every=keep_every,
+            keep_optimizer_last=keep_optimizer_last,
             takeover_secs=takeover_secs,
             background=background_of(asynchronous, staging_limit, verify_staging),
         )

@@ -18,10 +18,19 @@ from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.reading.blob_info import Blobs, LeafInfo, leaf_info
+from torchrelay.checkpoint.reading.casting import Cast, checked_cast
 from torchrelay.checkpoint.reading.epoch_choice import wanted
+from torchrelay.checkpoint.reading.handle import TensorHandle
 from torchrelay.checkpoint.reading.leaf_reader import LeafReader
-from torchrelay.checkpoint.reading.loading import LoadResult, Nodes, load_objects, load_tensors, load_value
-from torchrelay.checkpoint.reading.lookup import split_name
+from torchrelay.checkpoint.reading.loading import (
+    LoadResult,
+    Nodes,
+    check_kept,
+    load_objects,
+    load_tensors,
+    load_value,
+)
+from torchrelay.checkpoint.reading.lookup import find_row, holder_of, split_name
 from torchrelay.checkpoint.reading.opening import Best, Place, place_of, proved_entry, read_log
 from torchrelay.checkpoint.reading.patterns import Rename, choose, renamed_all
 from torchrelay.checkpoint.reading.proof import Proof
@@ -131,19 +140,35 @@ class Checkpoint:
             )
         return result.costing(self._storage.bytes_read - before)
 
+    def __getitem__(self, name: str) -> TensorHandle:
+        """A tensor that is read when it is asked for, whole or in part: `ckpt["model.weight"][10:20]`.
+
+        `trainer_1:name` is a node's own. Raises UsageError for a name that is no tensor.
+        """
+        if not isinstance(name, str):
+            raise UsageError(f"a tensor is asked for by its name, not by {name!r:.60}")
+        node, leaf = split_name(name, self.manifest.world.names)
+        row = find_row(self.manifest, leaf, node)
+        if self.manifest.leaves[row].kind != "tensor":
+            raise UsageError(f"{name!r} is a value, not a tensor: ask for value({name!r})")
+        holder_of(self.manifest, row, node)  # says which node to ask for
+        check_kept(self._reader, self.entry, [leaf])
+        return TensorHandle(self._reader, leaf, node, self._naming_damage)
+
     def load_tensors(
         self,
         patterns: str | Sequence[str],
         *,
         rename: Rename | None = None,
         device: str | torch.device | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: Cast = None,
         strict: bool = True,
     ) -> dict[str, torch.Tensor]:
         """Load tensors by name or glob (`model.encoder`, `model.*.weight`, `trainer_1:rng.torch`).
 
-        Tied names give one tensor. `dtype` converts floating-point tensors only. With `strict` a pattern
-        that matches nothing is an error.
+        Tied names give one tensor. `dtype` converts floating-point tensors only: all of them, or by
+        pattern of their new names, `{"encoder.*": torch.bfloat16}`, the first that fits. With `strict` a
+        pattern that matches nothing is an error.
         """
         chosen = choose(self.manifest, patterns, "tensor", strict=strict)
         places = dict(chosen)
@@ -154,7 +179,7 @@ class Checkpoint:
         names = renamed_all(places, rename)
         wanted_names = {new: (name, places[name]) for new, name in names.items()}
         with self._naming_damage():
-            return load_tensors(self._reader, self.entry, wanted_names, device, dtype)
+            return load_tensors(self._reader, self.entry, wanted_names, device, checked_cast(dtype))
 
     def value(self, name: str) -> Any:
         """A value, such as `total` or, where every node has its own, `trainer_1:total`."""

@@ -38,8 +38,8 @@ class JobRunner:
     provable epoch, `must` refuses to start without one, `never` begins anew (older epochs are
     kept as an abandoned branch). `best=(metric, "max" or "min")` says which epoch `"best"` names.
     `max_failed_saves` saves that fail in a row end the run (3 for run directories; a bare manager
-    only warns). `save_initial=False` leaves epoch 0, the state after `init`, out. `keep_last` keeps so
-    many of the newest epochs (None keeps all).
+    only warns). `save_initial=False` leaves epoch 0, the state after `init`, out.
+    `keep_last`, `keep_every` and `keep_optimizer_last` are those of the managers.
 
     `asynchronous=True` writes and commits epochs behind the training; whether one was saved is known, and
     the metadata handler told, at the next boundary. `staging_limit` and `verify_staging` are the manager's.
@@ -58,6 +58,8 @@ class JobRunner:
         best: tuple[str, str] | None = ("val/acc", "max"),
         save_initial: bool = True,
         keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_optimizer_last: int | None = None,
         max_failed_saves: int | None = None,
         agree_every: int = 1,
         asynchronous: bool | None = None,
@@ -78,6 +80,8 @@ class JobRunner:
         )
         given = {
             "keep_last": keep_last,
+            "keep_every": keep_every,
+            "keep_optimizer_last": keep_optimizer_last,
             "asynchronous": asynchronous,
             "staging_limit": staging_limit,
             "verify_staging": verify_staging,

@@ -17,6 +17,9 @@ MAX_FUNCTION_LINES = 60
 FORBIDDEN_MODULES = {"pickle", "dill", "cloudpickle", "shelve", "marshal"}
 """They run code that a file chooses."""
 FORBIDDEN_CALLS = {"eval", "exec", "torch.save", "torch.load", "yaml.load", "yaml.unsafe_load"}
+TORCH_FILES = "checkpoint/interop/torch_files.py"
+"""The one file that may call torch.save and torch.load: it reads other people's files, through the restricted
+unpickler alone, and writes what is asked for in torch's format. Nothing of ours is stored that way."""
 FORBIDDEN_ENDINGS = ("_object", "_object_list")
 """Collectives that pickle, such as all_gather_object and broadcast_object_list."""
 COLLECTIVES = {"all_gather", "gather", "broadcast", "scatter", "send", "recv"}
@@ -101,8 +104,25 @@ def test_the_rules_allow_what_is_fine() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 def test_nothing_runs_code_from_files_or_messages(path: Path) -> None:
-    """No pickle, torch.save, torch.load, object collectives, eval, exec, yaml.load, no relative imports."""
-    assert not list(violations(parsed(path)))
+    """No pickle, torch.save, torch.load, object collectives, eval, exec, yaml.load, no relative imports.
+
+    Exactly one file is exempt, from torch.save and torch.load alone.
+    """
+    found = list(violations(parsed(path)))
+    if path == ROOT / TORCH_FILES:
+        found = [one for one in found if not one.endswith((": torch.save()", ": torch.load()"))]
+    assert not found
+
+
+def test_torch_files_are_read_by_the_restricted_unpickler() -> None:
+    """Every torch.load of the exempt file says weights_only=True, and it exists."""
+    calls = [node for node in ast.walk(parsed(ROOT / TORCH_FILES)) if isinstance(node, ast.Call)]
+    loads = [call for call in calls if dotted(call.func) == "torch.load"]
+    assert loads
+    for call in loads:
+        said = {one.arg: one.value for one in call.keywords}
+        assert isinstance(said["weights_only"], ast.Constant)
+        assert said["weights_only"].value is True
 
 
 def undocumented(tree: ast.Module) -> Iterator[str]:

@@ -80,6 +80,23 @@ class LeafReader:
             header, requests = by_file[path]
             seen_twice(lambda header=header, requests=requests: header.read_many(requests))  # type: ignore[misc]
 
+    def read_range(
+        self, leaf: str, start: int, stop: int, destination: memoryview, node: str | None = None
+    ) -> None:
+        """Fill `destination` with bytes [start, stop) of a tensor, from the blocks that hold them alone."""
+        spec = self.spec(leaf, node)
+        target = destination.cast("B")
+        if spec.kind != "tensor" or not 0 <= start <= stop <= spec.nbytes or len(target) != stop - start:
+            raise UsageError(f"{leaf!r} ({spec.nbytes} bytes, {spec.kind}) has no bytes {start} to {stop}")
+        for place in self._places(leaf, node):
+            begin = place.piece.first * spec.item_bytes
+            first, last = max(start, begin), min(stop, place.piece.last * spec.item_bytes)
+            if first < last:
+                piece = ReadRequest(
+                    place.key, first - begin, last - begin, target[first - start : last - start]
+                )
+                seen_twice(lambda place=place, piece=piece: place.header.read_many([piece]))  # type: ignore[misc]
+
     def value_json(self, leaf: str, node: str | None = None) -> Json:
         """A value in its typed form."""
         row = find_row(self.manifest, leaf, node)

@@ -13,6 +13,7 @@ from torchrelay.checkpoint.disk.dtypes import by_name, memory_of, torch_dtype
 from torchrelay.checkpoint.disk.manifest import LeafRow
 from torchrelay.checkpoint.disk.value_decoding import references
 from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.reading.casting import Cast, cast
 from torchrelay.checkpoint.reading.leaf_reader import LeafRead, LeafReader
 from torchrelay.checkpoint.reading.lookup import find_row, holder_of, nearest
 from torchrelay.checkpoint.reading.patterns import Chosen, Rename, renamed, renamed_all
@@ -82,7 +83,7 @@ def load_tensors(
     entry: Entry,
     wanted: Mapping[str, Chosen],
     device: str | torch.device | None,
-    dtype: torch.dtype | None,
+    dtype: Cast,
 ) -> dict[str, torch.Tensor]:
     """Read tensors, by their new names; names of one stored tensor get one tensor."""
     check_kept(reader, entry, [name for name, _ in wanted.values()])
@@ -97,7 +98,8 @@ def load_tensors(
             fresh[place] = torch.empty(leaf.shape, dtype=torch_dtype(by_name(leaf.dtype or "")), device="cpu")
             reads.append(LeafRead(name, memory_of(fresh[place]), node))
     reader.read_many(reads)
-    placed = {place: _placed(tensor, device, dtype) for place, tensor in fresh.items()}
+    names = {place: new for new, place in reversed(places.items())}
+    placed = {place: cast(tensor, names[place], dtype).to(device=device) for place, tensor in fresh.items()}
     return {new: placed[place] for new, place in places.items()}
 
 
@@ -228,9 +230,3 @@ def _read_bytes(reader: LeafReader, reads: Sequence[LeafRead], *, live: bool) ->
         raise PartiallyLoadedError(
             f"reading failed after objects had changed: {error}; load them again before you use them"
         ) from error
-
-
-def _placed(
-    tensor: torch.Tensor, device: str | torch.device | None, dtype: torch.dtype | None
-) -> torch.Tensor:
-    return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)

@@ -1,4 +1,6 @@
-"""The command line: looks at runs and checkpoints. It changes nothing and imports no torch.
+"""The command line: looks at runs and checkpoints, copies them out and in. It changes no run.
+
+Only `export` and `import` need torch, and import it when they run.
 
 Exit codes are those of `torchrelay.errors`; a user's mistake is one line on stderr, no traceback.
 """
@@ -8,16 +10,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torchrelay
 from torchrelay.errors import RelayError, StorageError
+from torchrelay.runners.commands.command_line_interop import add_export, add_import
 from torchrelay.runners.commands.command_line_ls import ls
 from torchrelay.runners.commands.command_line_output import Output, printable
 from torchrelay.runners.commands.command_line_show import show
 from torchrelay.runners.commands.command_line_verify import verify
 
 _INTERRUPTED = 130  # what a shell calls a process that Ctrl-C ended
-_DESCRIPTION = "Look at the runs and checkpoints of torchrelay: nothing is changed, no torch is needed."
+_DESCRIPTION = "Look at the runs and checkpoints of torchrelay, copy them out and in; no run is changed."
 _PLACE = "a run directory, or a directory of checkpoints"
 _CODES = "exit codes: 0 done, 2 usage or unknown run, 5 damaged or unreadable; more in torchrelay/errors.py"
 
@@ -51,6 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_ls(verbs)
     _add_show(verbs)
     _add_verify(verbs)
+    add_export(partial(_verb, verbs))
+    add_import(partial(_verb, verbs))
     return parser
 
 

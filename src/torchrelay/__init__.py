@@ -24,6 +24,7 @@ _HOMES = {
     "Context": "runners.context",
     "Counter": "jobs.counter",
     "DatasetReader": "jobs.readers",
+    "DcpReader": "checkpoint.interop.dcp_reader",
     "DistributedSession": "runners.distributed_session",
     "EpochLoader": "jobs.epoch_loader",
     "FileMetadataHandler": "metadata.file_handler",
@@ -48,7 +49,10 @@ _HOMES = {
     "data_parallel": "jobs.data_parallel",
     "early_stopping": "jobs.stop",
     "epoch_limiter": "jobs.stop",
+    "estimate_bytes": "checkpoint.blob_files",
+    "export_checkpoint": "checkpoint.interop.export",
     "final_output": "jobs.output",
+    "import_checkpoint": "checkpoint.interop.importing",
     "init": "runners.start",
     "load_blobs": "checkpoint.blob_files",
     "max_epochs": "jobs.stop",
@@ -60,7 +64,14 @@ _HOMES = {
 }
 
 if TYPE_CHECKING:
-    from torchrelay.checkpoint.blob_files import load_blobs as load_blobs, save_blobs as save_blobs
+    from torchrelay.checkpoint.blob_files import (
+        estimate_bytes as estimate_bytes,
+        load_blobs as load_blobs,
+        save_blobs as save_blobs,
+    )
+    from torchrelay.checkpoint.interop.dcp_reader import DcpReader as DcpReader
+    from torchrelay.checkpoint.interop.export import export_checkpoint as export_checkpoint
+    from torchrelay.checkpoint.interop.importing import import_checkpoint as import_checkpoint
     from torchrelay.checkpoint.manager import CheckpointManager as CheckpointManager
     from torchrelay.checkpoint.multi_node import MultiNodeCheckpointManager as MultiNodeCheckpointManager
     from torchrelay.checkpoint.reader import open_checkpoint as open_checkpoint

@@ -1,0 +1,76 @@
+"""The one place that touches torch's own files, which are pickles.
+
+Reading goes through torch's restricted unpickler alone (`weights_only=True`), which makes tensors and
+plain containers and calls nothing that a file names. Writing runs no code of a file. Nothing of ours is
+stored this way: only what comes from elsewhere, or goes there because somebody asked for it.
+`tests/test_rules.py` allows these calls in this file and nowhere else.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchrelay.errors import BlobError, FormatError, StorageError, UsageError
+
+
+def read_torch_file(path: Path) -> Any:
+    """What a file of `torch.save` holds; tensors stay in the mapped file until they are used.
+
+    Raises UsageError where there is no file, FormatError for a file that is none of torch's or holds
+    other objects than tensors, numbers, texts and containers, StorageError when it cannot be read.
+    """
+    if not path.is_file():
+        raise UsageError(
+            f"{path} is {'no file' if path.exists() else 'not there'}: give a file of torch.save"
+        )
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=_mappable(path))
+    except Exception as error:  # a hostile file can make the unpickler raise anything
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # EINVAL: torch seeks where nothing is
+            raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+        reason = " ".join(str(error).split())[:200]
+        raise FormatError(
+            f"{path} is no file of torch.save that can be read without running its code: {reason}"
+        ) from error
+
+
+def write_torch_file(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a file that `torch.load(path, weights_only=True)` reads; raises StorageError."""
+    try:
+        with path.open("xb") as file:
+            torch.save(dict(content), file)
+    except (OSError, RuntimeError) as error:
+        raise StorageError(f"cannot write {path}: {error}") from error
+
+
+def check_savable(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse, by BlobError with its name, a tensor whose element type torch cannot write or read."""
+    known: set[torch.dtype] = set()
+    for name, tensor in tensors.items():
+        if tensor.dtype in known:
+            continue
+        try:
+            torch.load(saved_bytes(torch.empty(0, dtype=tensor.dtype)), weights_only=True)
+        except Exception as error:  # KeyError, RuntimeError, UnpicklingError: it depends on the type
+            raise BlobError(f"{name}: torch cannot save tensors of {tensor.dtype}: leave it out") from error
+        known.add(tensor.dtype)
+
+
+def saved_bytes(value: Any) -> io.BytesIO:
+    """A value as `torch.save` writes it, which is what DCP's load planner takes."""
+    memory = io.BytesIO()
+    torch.save(value, memory)
+    memory.seek(0)
+    return memory
+
+
+def _mappable(path: Path) -> bool:
+    """Files of torch before 1.6 are no archives and cannot be mapped."""
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"

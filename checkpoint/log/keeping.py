@@ -1,0 +1,88 @@
+"""Which epochs and which of their files a run keeps: what users say of retention, in one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.log.changes import protected
+from torchrelay.checkpoint.log.live import Entry, Key, Retirement
+from torchrelay.checkpoint.log.log_writer import LogWriter
+from torchrelay.checkpoint.log.retention import RetentionPolicy, keep_all, keep_every
+from torchrelay.checkpoint.log.sweep import sweep
+from torchrelay.errors import UsageError
+
+OPTIMIZER = "optim"
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """`last` newest epochs and every `every`-th one are kept; None of both keeps all.
+
+    Of the epochs that are kept only the newest `optimizer_last` keep their optimizer's files: an older
+    one cannot be resumed from any more, everything else of it is loadable as before. Marked epochs keep
+    all. Raises UsageError for anything but whole numbers from 1.
+    """
+
+    last: int | None = None
+    every: int | None = None
+    optimizer_last: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, count in (
+            ("keep_last", self.last),
+            ("keep_every", self.every),
+            ("keep_optimizer_last", self.optimizer_last),
+        ):
+            if count is not None and (type(count) is not int or count < 1):
+                raise UsageError(f"{name} is {count!r}; it is a whole number from 1 (None keeps all epochs)")
+
+    @property
+    def everything(self) -> bool:
+        """Whether nothing is ever given up."""
+        return self.last is None and self.every is None and self.optimizer_last is None
+
+    @property
+    def policy(self) -> RetentionPolicy:
+        """What is kept of the line, whole or without its optimizer."""
+        if self.last is None:
+            return keep_all() if self.every is None else keep_every(self.every)
+        newest: RetentionPolicy = _NewestHealthy(self.last)
+        return newest if self.every is None else newest | keep_every(self.every)
+
+    def carry_out(self, writer: LogWriter) -> None:
+        """Retire and delete; raises as `sweep` does."""
+        if self.optimizer_last is not None:
+            count = self.optimizer_last
+            writer.retire(lambda view: optimizers_to_retire(view, count))
+        sweep(writer, self.policy)
+
+
+@dataclass(frozen=True)
+class _NewestHealthy(RetentionPolicy):
+    """The newest epochs that are not damaged, those included that lost their optimizer on purpose."""
+
+    count: int
+
+    def keep(self, line: tuple[Entry, ...]) -> frozenset[Key]:
+        return frozenset(entry.key for entry in [one for one in line if one.healthy][-self.count :])
+
+
+def optimizers_to_retire(view: LogView, count: int) -> tuple[Retirement, ...]:
+    """The optimizer groups of whole epochs older than the newest `count` that can be resumed from.
+
+    Left alone are marked and damaged epochs, epochs whose files another one needs, epochs that have no
+    other files, and those of abandoned branches.
+    """
+    line = [entry for entry in view.line() if entry.position.boundary]
+    resumable = [entry for entry in line if entry.healthy and entry.resumable]
+    spared = protected(view.state) | {entry.key for entry in resumable[-count:]}
+    needed = {name for entry in view.entries for name in entry.needs}
+    return tuple(
+        Retirement(entry.try_name, (OPTIMIZER,))
+        for entry in resumable
+        if entry.key not in spared
+        and entry.try_name not in needed
+        and OPTIMIZER in entry.groups
+        and len(entry.groups) > 1
+    )

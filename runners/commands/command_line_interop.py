@@ -1,0 +1,113 @@
+"""`torchrelay export` and `torchrelay import`: epochs to other formats, and other formats to an epoch.
+
+torch is imported when a verb runs, not before: `--help` stays quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torchrelay.errors import UsageError
+from torchrelay.runners.commands.command_line_output import Output, human_bytes
+
+FORMATS = ("safetensors", "hf", "torch", "dcp")
+Add = Callable[[str, str, Callable[[argparse.Namespace, Output], int]], argparse.ArgumentParser]
+_NAMED = 5
+
+
+def add_export(add: Add) -> None:
+    """Define `export`."""
+    parser = add("export", "write an epoch in another format, verified on the way", export)
+    parser.add_argument(
+        "source", metavar="RUN[@EPOCH]", help="a run, @7, @best or @7,branch=0 (default: @last)"
+    )
+    parser.add_argument("--to", choices=FORMATS, required=True, help="the format; hf and dcp are directories")
+    parser.add_argument("-o", "--output", metavar="PATH", required=True, help="what to write; must be new")
+    parser.add_argument(
+        "--blobs", metavar="PATTERN", action="append", help="only these: model, 'model.*.bias'"
+    )
+    parser.add_argument("--prefix", metavar="TEXT", default="", help="take this off names, such as model.")
+    parser.add_argument("--dtype", metavar="TYPE", help="convert floating-point tensors, such as bfloat16")
+    parser.add_argument(
+        "--shard-bytes", metavar="N", type=int, default=5_000_000_000, help="of each file of hf"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace a file; directories never are")
+
+
+def add_import(add: Add) -> None:
+    """Define `import`."""
+    parser = add("import", "make a directory of checkpoints of what another format holds", import_)
+    parser.add_argument("path", metavar="PATH", help="a file or directory")
+    parser.add_argument("--from", dest="format", choices=FORMATS, required=True, help="its format")
+    parser.add_argument("-o", "--output", metavar="PREFIX", required=True, help="the new directory")
+    names = parser.add_mutually_exclusive_group()
+    names.add_argument("--blob", metavar="NAME", default="model", help="what top-level tensors belong to")
+    names.add_argument("--split-names", action="store_true", help="the first part of a name is its blob")
+    parser.add_argument(
+        "--i-trust-this", action="store_true", help="read the pickles of DCP, which can run any code"
+    )
+
+
+def export(chosen: argparse.Namespace, output: Output) -> int:
+    """Write one epoch and say what was written and what was left out."""
+    from torchrelay.checkpoint.interop.export import export_checkpoint
+
+    run, epoch = split_epoch(chosen.source)
+    done = export_checkpoint(
+        run, chosen.output, epoch, to=chosen.to, blobs=chosen.blobs, prefix=chosen.prefix,
+        dtype=_dtype(chosen.dtype), shard_bytes=chosen.shard_bytes, overwrite=chosen.overwrite,
+    )  # fmt: skip
+    if output.json:
+        output.value(
+            {
+                "path": str(done.path),
+                "tensors": done.tensors,
+                "values": done.values,
+                "bytes": done.bytes,
+                "left_out": list(done.left_out),
+            }
+        )
+        return 0
+    output.line(f"{done.tensors} tensors ({human_bytes(done.bytes)}), {done.values} values in {done.path}")
+    if done.left_out:
+        more = ", ..." if len(done.left_out) > _NAMED else ""
+        output.notice(f"left out: {', '.join(done.left_out[:_NAMED])}{more} ({len(done.left_out)} in all)")
+    return 0
+
+
+def import_(chosen: argparse.Namespace, output: Output) -> int:
+    """Make an epoch and say what it has."""
+    from torchrelay.checkpoint.interop.importing import import_checkpoint
+
+    blob = None if chosen.split_names else chosen.blob
+    done = import_checkpoint(
+        chosen.path, chosen.output, format=chosen.format, blob=blob, trust=chosen.i_trust_this
+    )
+    if output.json:
+        output.value(
+            {"path": str(done.path), "tensors": done.tensors, "values": done.values, "bytes": done.bytes}
+        )
+    else:
+        size = human_bytes(done.bytes)
+        output.line(f"{done.tensors} tensors ({size}), {done.values} values: epoch 0 of {done.path}")
+    return 0
+
+
+def split_epoch(text: str) -> tuple[str, str]:
+    """`runs/a@7` as path and epoch; a path that exists as it stands is one, whatever is in its name."""
+    path, at, epoch = text.rpartition("@")
+    return (path, epoch) if at and not Path(text).exists() else (text, "last")
+
+
+def _dtype(name: str | None) -> Any:
+    if name is None:
+        return None
+    import torch
+
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise UsageError(f"--dtype {name}: torch has no such type; give bfloat16, float16, float32, ...")
+    return found
