@@ -25,6 +25,7 @@ from torchrelay.checkpoint.log.sweep import delete_orphans, sweep
 from torchrelay.checkpoint.members import Member, members_of, newcomers
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.replicas import ReplicaCheck
+from torchrelay.checkpoint.reuse import Reuse
 from torchrelay.checkpoint.save import Clock, SaveJob, carry_out, make_plan
 from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.kinds import check_recreatable
@@ -39,10 +40,18 @@ from torchrelay.metadata.stats import NodeStats
 
 
 class Engine:
-    """Saves and loads. `ledger` is the directory's log; `keep_last` epochs are kept, None keeps all."""
+    """Saves and loads. `ledger` is the directory's log; `keep_last` epochs are kept, None keeps all.
+
+    `reuse`: leaves with the bytes of the epoch before are referenced instead of written again.
+    """
 
     def __init__(
-        self, prefix: str | Path, *, keep_last: int | None = None, takeover_secs: float = 15.0
+        self,
+        prefix: str | Path,
+        *,
+        keep_last: int | None = None,
+        takeover_secs: float = 15.0,
+        reuse: bool = True,
     ) -> None:
         if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
             raise UsageError(
@@ -56,6 +65,7 @@ class Engine:
         self._demoted: set[str] = set()
         self._exchange = SpecExchange()
         self._replicas = ReplicaCheck()
+        self._reuse = Reuse(self.storage, self.ledger.view) if reuse else None
         self._streams: dict[str, RandomStreams] = {}
         self._stats: dict[str, NodeStats] = {}
         self._told_late: set[str] = set()
@@ -66,6 +76,8 @@ class Engine:
         """Serve the job of this name; None stands for the name of the directory."""
         self.ledger.job_name = job_name
         self._replicas = ReplicaCheck()
+        if self._reuse is not None:
+            self._reuse.forget()
 
     def reading_from(self, prefix: str) -> Engine:
         """A copy that reads another directory."""
@@ -147,6 +159,7 @@ class Engine:
             facts,
             holding,
             self._commit,
+            self._reuse,
         )
         with clock.spent("plan"):
             demoted = self._replicas.run(job, self._forced())
@@ -232,6 +245,8 @@ class Engine:
         """Load a proved position; random states wait in `take_streams` for the runner to restore them."""
         job = LoadJob(self.storage, session, target.manifest, self._stored, self._members or {})
         self._streams, self._stats["checkpoint_load"] = load_all(job)
+        if self._reuse is not None:
+            self._reuse.loaded(target.manifest)
 
     def take_streams(self) -> dict[str, RandomStreams]:
         """The random states that the last load found, by hosted node."""
@@ -280,7 +295,7 @@ def _stored_blobs(manifest: Manifest, node: str) -> list[str]:
     """The blobs that a node of this name had, or, for a node that is new, those that all nodes share."""
     number = manifest.world.number.get(node)
     found: dict[str, None] = {}
-    for leaf in manifest.leaves:
+    for leaf in sorted(manifest.leaves, key=lambda leaf: leaf.name):  # referenced ones stand at the end
         mine = number in manifest.nodes_of(leaf) if number is not None else leaf.scope == "replicated"
         if mine and leaf.role != "rng":
             found[leaf.blob] = None

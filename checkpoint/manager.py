@@ -22,8 +22,11 @@ class CheckpointManager(Manager):
         *,
         keep_last: int | None = None,
         takeover_secs: float = 15.0,
+        reuse: bool = True,
     ) -> None:
-        super().__init__(db_prefix, metadata_handler, keep_last=keep_last, takeover_secs=takeover_secs)
+        super().__init__(
+            db_prefix, metadata_handler, keep_last=keep_last, takeover_secs=takeover_secs, reuse=reuse
+        )
         self.node_name = check_node_name(node_name)
 
     def stored_name(self, node: str) -> str:

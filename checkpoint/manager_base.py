@@ -27,8 +27,9 @@ class Manager:
     """Base of the managers; use CheckpointManager or MultiNodeCheckpointManager.
 
     `db_prefix` is the directory of the checkpoints. `keep_last` epochs are kept (None: all of
-    them). A manager may be used for several runs, one after another; the nodes it was first
-    initialised with stay the same.
+    them). With `reuse` tensors that have not changed since the epoch before are referenced there
+    instead of written again; `reuse=False` makes every epoch stand alone. A manager may be used for
+    several runs, one after another; the nodes it was first initialised with stay the same.
     """
 
     def __init__(
@@ -38,10 +39,11 @@ class Manager:
         *,
         keep_last: int | None = None,
         takeover_secs: float = 15.0,
+        reuse: bool = True,
     ) -> None:
         self.db_prefix = str(db_prefix)
         self.metadata_handler = metadata_handler
-        self.engine = Engine(db_prefix, keep_last=keep_last, takeover_secs=takeover_secs)
+        self.engine = Engine(db_prefix, keep_last=keep_last, takeover_secs=takeover_secs, reuse=reuse)
         self._nodes: tuple[str, ...] | None = None
         self._path_prefix: str | None = None
         self._path_type: str | None = None

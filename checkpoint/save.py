@@ -21,7 +21,6 @@ from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.disk.canonical import sha256
 from torchrelay.checkpoint.disk.manifest import ShardRow
-from torchrelay.checkpoint.disk.names import Flat, Key, Whole
 from torchrelay.checkpoint.disk.shard import ShardEntry, ShardIdentity
 from torchrelay.checkpoint.disk.shard_writer import ShardReport, write_shard
 from torchrelay.checkpoint.facts import Facts
@@ -31,6 +30,7 @@ from torchrelay.checkpoint.planning.assignments import Assignment, Plan
 from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_of
 from torchrelay.checkpoint.planning.plan import plan_classes
 from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.reuse import Reuse
 from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.leaf import Leaf, Value
 from torchrelay.checkpoint.storage import Storage
@@ -77,6 +77,8 @@ class SaveJob:
     """Whose directory this is, and on which branch."""
     commit: Callable[[Entry], None]
     """Appends the commit record; called on rank 0 only."""
+    reuse: Reuse | None = None
+    """Finds what need not be written again; None writes all."""
 
     def with_rank_scope(self, names: set[str]) -> SaveJob:
         """The same, with these leaves owned by each node."""
@@ -93,7 +95,11 @@ class SaveJob:
 def make_plan(job: SaveJob, exchange: SpecExchange) -> Plan:
     """Compute all owners alone, from the leaves of all nodes; the processes compare only its hash."""
     classes, scopes = exchange.classes(job.peers, job.states, [str(place) for place in job.places])
-    plan = plan_classes(classes, scopes=scopes, hosts=[place.host_index for place in job.places])
+    hosts = [place.host_index for place in job.places]
+    plan = plan_classes(classes, scopes=scopes, hosts=hosts)
+    if job.reuse is not None:
+        unchanged = job.reuse.choose(job, plan, patience_secs(_largest_share(job, plan)))
+        plan = plan_classes(classes, scopes=scopes, hosts=hosts, referenced=unchanged)
     hashes = job.peers.exchange("save: plan", plan.hash)
     odd = [rank for rank, one in enumerate(hashes) if one != hashes[0]]
     if odd:
@@ -117,6 +123,8 @@ def carry_out(job: SaveJob, plan: Plan, clock: Clock) -> NodeStats:
         raise
     begin = time.monotonic()
     decide(job.peers, "save: commit", lambda: _commit(job, plan, try_name, rows))
+    if job.reuse is not None:
+        job.reuse.committed(try_name)
     rows[0]["secs"]["commit"] = time.monotonic() - begin  # the first node is the coordinator's
     stats = NodeStats(_times(job, row) for row in rows)
     if job.peers.rank == 0:
@@ -160,13 +168,14 @@ def _write_all(job: SaveJob, plan: Plan, try_name: str, clock: Clock) -> list[li
         job.storage.sync_dir(f"{DATA}/{try_name}")
         return rows
 
-    return together(job.peers, "save: write", write, deadline_secs=_patience_secs(job, plan))
+    deadline_secs = patience_secs(_largest_share(job, plan))
+    return together(job.peers, "save: write", write, deadline_secs=deadline_secs)
 
 
-def _patience_secs(job: SaveJob, plan: Plan) -> float:
-    """How long the slowest node may take: what a very slow disk needs for the largest share."""
+def _largest_share(job: SaveJob, plan: Plan) -> int:
+    """The bytes of the node that has most to write."""
     shares = (sum(part.nbytes for part in plan.assignments(place.rank)) for place in job.places)
-    return patience_secs(max(shares, default=0))
+    return max(shares, default=0)
 
 
 def patience_secs(nbytes: int) -> float:
@@ -181,35 +190,38 @@ def _write_node(
     shards: list[dict[str, Any]] = []
     for group, assignments in plan.files(state.rank).items():
         identity = ShardIdentity(job.holding.job, job.position, state.place.name, group, try_name)
-        entries, values = _contents(state, assignments)
+        entries, values = _contents(job, state, assignments)
         for part, report in enumerate(
             write_shard(job.storage, f"{DATA}/{try_name}", identity, entries, values=values), 1
         ):
             shards.append(asdict(_shard_row(state.rank, group, part, report)))
+            if job.reuse is not None:
+                job.reuse.wrote(state.rank, assignments, report)
             for phase in ("hash", "write", "fsync"):
                 secs[phase] += getattr(report.seconds, phase)
     inline = {a.leaf.name: _json(state.leaves[a.leaf.name]) for a in plan.assignments(state.rank) if a.inline}
     return {"node": state.place.name, "rank": state.rank, "shards": shards, "values": inline, "secs": secs}
 
 
-def _contents(state: NodeState, assignments: Sequence[Assignment]) -> tuple[list[ShardEntry], dict[str, Any]]:
+def _contents(
+    job: SaveJob, state: NodeState, assignments: Sequence[Assignment]
+) -> tuple[list[ShardEntry], dict[str, Any]]:
     entries, values = [], {}
     for assignment in assignments:
         leaf = state.leaves[assignment.leaf.name]
         if isinstance(leaf.content, Value):
             values[leaf.name] = leaf.content.json
         else:
-            entries.append(_entry(assignment, leaf.content))
+            digests = None if job.reuse is None else job.reuse.digests(state.rank, assignment)
+            entries.append(_entry(assignment, leaf.content, digests))
     return entries, values
 
 
-def _entry(assignment: Assignment, tensor: torch.Tensor) -> ShardEntry:
+def _entry(assignment: Assignment, tensor: torch.Tensor, digests: bytes | None) -> ShardEntry:
     spec = assignment.leaf
-    key: Key = Whole(spec.name)
     if not assignment.whole:
-        key = Flat(spec.name, assignment.first, assignment.last)
         tensor = tensor.reshape(-1)[assignment.first : assignment.last]
-    return ShardEntry(key, str(spec.dtype), spec.shape, tensor)
+    return ShardEntry(assignment.key, str(spec.dtype), spec.shape, tensor, digests)
 
 
 def _json(leaf: Leaf) -> Any:
@@ -248,6 +260,8 @@ def _write_manifest(job: SaveJob, plan: Plan, try_name: str, rows: list[dict[str
         {name: value for row in rows for name, value in row["values"].items()},
         job.facts,
     )
+    if job.reuse is not None:
+        manifest = job.reuse.completed(manifest)
     data = manifest_disk.encode(manifest)
     _write_file(job.storage, f"{DATA}/{try_name}/manifest.json", data)
     job.storage.sync_dir(f"{DATA}/{try_name}")

@@ -37,7 +37,8 @@ class JobRunner:
     provable epoch, `must` refuses to start without one, `never` begins anew (older epochs are
     kept as an abandoned branch). `best=(metric, "max" or "min")` says which epoch `"best"` names.
     `max_failed_saves` saves that fail in a row end the run (3 for run directories; a bare manager
-    only warns). `save_initial=False` leaves epoch 0, the state after `init`, out.
+    only warns). `reuse=False` writes every epoch whole (else tensors that did not change since the
+    epoch before are referenced there). `save_initial=False` leaves epoch 0, the state after `init`, out.
 
     Jobs, managers and sessions may be used again; one train runs at a time in a process.
     """
@@ -55,6 +56,7 @@ class JobRunner:
         keep_last: int | None = None,
         max_failed_saves: int | None = None,
         agree_every: int = 1,
+        reuse: bool | None = None,
     ) -> None:
         if not isinstance(job, Job):
             raise UsageError(f"job is {job!r:.80}; give a torchrelay.Job")
@@ -68,7 +70,7 @@ class JobRunner:
             if isinstance(where, (str, Path))
             else None
         )
-        self.manager = self._manager(where, keep_last)
+        self.manager = self._manager(where, keep_last, reuse)
         self._plan = Plan(
             resume=resume,
             best=_check_best(best),
@@ -77,12 +79,15 @@ class JobRunner:
             agree_every=_check_count(agree_every, "agree_every"),
         )
 
-    def _manager(self, where: str | Path | Manager | None, keep_last: int | None) -> Manager | None:
+    def _manager(
+        self, where: str | Path | Manager | None, keep_last: int | None, reuse: bool | None
+    ) -> Manager | None:
         if self.run_directory is None:
-            if keep_last is not None:
-                raise UsageError(
-                    "keep_last belongs to a run directory; give it to the manager as keep_last=..."
-                )
+            for name, given in (("keep_last", keep_last), ("reuse", reuse)):
+                if given is not None:
+                    raise UsageError(
+                        f"{name} belongs to a run directory; give it to the manager as {name}=..."
+                    )
             if where is not None and not isinstance(where, Manager):
                 raise UsageError(f"where is a run directory (path) or a checkpoint manager, not {where!r}")
             return where
@@ -90,6 +95,7 @@ class JobRunner:
             self.run_directory.checkpoints,
             metadata_handler=FileMetadataHandler(self.run_directory.path),
             keep_last=keep_last,
+            reuse=reuse is not False,
         )
 
     def _max_failed_saves(self, wanted: int | None) -> int | None:
