@@ -57,6 +57,8 @@ class Engine:
             raise UsageError(
                 f"keep_last is {keep_last!r}; it is a whole number from 1 (None keeps all epochs)"
             )
+        if type(reuse) is not bool:
+            raise UsageError(f"reuse is {reuse!r:.80}; it is True or False")
         self.storage = LocalStorage(local_directory(prefix, "the checkpoint prefix"))
         self.ledger = Ledger(self.storage, takeover_secs)
         self.keep_last = keep_last

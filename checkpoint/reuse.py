@@ -17,10 +17,12 @@ from torchrelay.checkpoint.disk.names import format_key
 from torchrelay.checkpoint.disk.shard_writer import ShardReport
 from torchrelay.checkpoint.known import Known, KnownPiece, changed_files, compare, known_of
 from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.log.retention import kept_with
 from torchrelay.checkpoint.planning.assignments import Assignment, Plan
 from torchrelay.checkpoint.planning.compose import blob_rows
 from torchrelay.checkpoint.planning.references import with_references
 from torchrelay.checkpoint.planning.reuse import (
+    EarlierTry,
     comparable,
     in_bits,
     of_bits,
@@ -150,7 +152,10 @@ class Reuse:
             for name in same_leaves(plan, base.world[1], manifest) - changed
             if all(manifest.leaves[row].source in tries for row in manifest.rows[name])
         }
-        return in_bits(within_limits(manifest, names, self._sizes(manifest)), order)
+        known = {
+            name: EarlierTry(nbytes, kept_with(view, name)) for name, nbytes in self._sizes(manifest).items()
+        }
+        return in_bits(within_limits(manifest, names, known), order)
 
     def _sizes(self, manifest: Manifest) -> dict[str, int]:
         """The data bytes of each try of a manifest, as far as they can be found out."""

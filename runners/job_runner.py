@@ -95,7 +95,7 @@ class JobRunner:
             self.run_directory.checkpoints,
             metadata_handler=FileMetadataHandler(self.run_directory.path),
             keep_last=keep_last,
-            reuse=reuse is not False,
+            reuse=True if reuse is None else reuse,
         )
 
     def _max_failed_saves(self, wanted: int | None) -> int | None:

@@ -3,7 +3,8 @@
 Whether their bytes are unchanged others have found out; here it is whether the epoch on disk has the
 same leaves for the same nodes, and whether a reference is worth what it keeps:
 
-    at most 8 earlier tries                       each must be read and proved with the epoch
+    at most 8 earlier tries                       each must be read and proved with the epoch; those
+                                                  that retention keeps along with them count too
     at least half of a try's bytes still used     else a try is kept for the sake of a few
     at least 4 KiB used of a file                 less than what its header takes
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
 from torchrelay.checkpoint.planning.assignments import Plan, PlannedLeaf, elements
@@ -77,41 +79,52 @@ def _stated(*of_leaf: object) -> list[object]:
     return [str(one) for one in of_leaf]
 
 
-def within_limits(manifest: Manifest, names: Collection[str], written: Mapping[str, int]) -> frozenset[str]:
+@dataclass(frozen=True)
+class EarlierTry:
+    """What counts for the limits: its data bytes, and the tries that stay as long as it is needed."""
+
+    nbytes: int
+    kept_with: frozenset[str]
+
+
+def within_limits(
+    manifest: Manifest, names: Collection[str], tries: Mapping[str, EarlierTry]
+) -> frozenset[str]:
     """Those of the unchanged leaves `names` that are worth a reference.
 
-    `written` has the data bytes of each try; leaves of a try that it lacks are written again.
+    Leaves in a try that `tries` does not know are written again.
     """
     kept = frozenset(names)
     while True:
-        fewer = _worth_it(manifest, kept, written)
+        fewer = _worth_it(manifest, kept, tries)
         if fewer == kept:
             return kept
         kept = fewer
 
 
-def _worth_it(manifest: Manifest, names: frozenset[str], written: Mapping[str, int]) -> frozenset[str]:
+def _worth_it(manifest: Manifest, names: frozenset[str], known: Mapping[str, EarlierTry]) -> frozenset[str]:
     by_file: Counter[_Holder] = Counter()
     for name in names:
         for holder, nbytes in _stored(manifest, name):
             by_file[holder] += nbytes
-    by_try: Counter[int] = Counter()
+    by_try: Counter[str] = Counter()
     for (source, _, _), nbytes in by_file.items():
-        by_try[source] += nbytes
-    enough = {
-        source: used
-        for source, used in by_try.items()
-        if manifest.tries[source] in written and used * 2 >= written[manifest.tries[source]]
-    }
-    largest = sorted(enough, key=lambda source: (-enough[source], manifest.tries[source]))
-    tries = set(largest[:MAX_EARLIER_TRIES])
-    files = {holder for holder, nbytes in by_file.items() if nbytes >= MIN_FILE_BYTES and holder[0] in tries}
-    return frozenset(name for name in names if _keeps(manifest, name, tries, files))
+        by_try[manifest.tries[source]] += nbytes
+    enough = {one: used for one, used in by_try.items() if one in known and used * 2 >= known[one].nbytes}
+    tries: set[str] = set()
+    along: frozenset[str] = frozenset()
+    for one in sorted(enough, key=lambda one: (-enough[one], one)):
+        if len(along | known[one].kept_with) <= MAX_EARLIER_TRIES:
+            tries.add(one)
+            along |= known[one].kept_with
+    sources = {number for number, one in enumerate(manifest.tries) if one in tries}
+    files = {holder for holder, used in by_file.items() if used >= MIN_FILE_BYTES and holder[0] in sources}
+    return frozenset(name for name in names if _keeps(manifest, name, sources, files))
 
 
-def _keeps(manifest: Manifest, name: str, tries: Collection[int], files: Collection[_Holder]) -> bool:
+def _keeps(manifest: Manifest, name: str, sources: Collection[int], files: Collection[_Holder]) -> bool:
     holders = [holder for holder, _ in _stored(manifest, name)]
-    return all(holder[0] in tries for holder in holders) and any(holder in files for holder in holders)
+    return all(holder[0] in sources for holder in holders) and any(holder in files for holder in holders)
 
 
 def _stored(manifest: Manifest, name: str) -> Iterator[tuple[_Holder, int]]:
