@@ -6,7 +6,7 @@ all of it. After a load they are found in the headers of its files.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -139,7 +139,3 @@ def _compare_blocks(flat: torch.Tensor, piece: KnownPiece, block: int) -> tuple[
             return False, bytes(found) if stop >= len(flat) else None
         start, stop = stop, stop + MANY_BLOCKS * block
     return True, bytes(found)
-
-
-Hashed = Mapping[tuple[int, str, int, int], bytes]
-"""(rank, leaf, first, last) to the digests of what is in memory."""

@@ -7,9 +7,9 @@ reference, and tells all. Where processes do not know the same epoch all of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.disk.manifest import BlobRow, Manifest
@@ -98,8 +98,10 @@ class Reuse:
         )
         if any(one is None or one[0] != told[0][0] for one in told):
             return frozenset()
-        changed = frozenset[str]().union(*(of_bits(bits, order) for _, bits in told))
-        chosen = decide(job.peers, "save: references", lambda: self._chosen(job, plan, order, changed))
+        unchanged = set(order).difference(*(of_bits(bits, order) for _, bits in told))
+        if not unchanged:
+            return frozenset()
+        chosen = decide(job.peers, "save: references", lambda: self._chosen(plan, order, unchanged))
         self._current.referenced = of_bits(chosen, order)
         self._current.blobs = blob_rows(plan)
         return self._current.referenced
@@ -136,7 +138,7 @@ class Reuse:
                 self._current.hashed[piece.rank, piece.leaf, piece.first, piece.last] = digests
         return changed
 
-    def _chosen(self, job: SaveJob, plan: Plan, order: Sequence[str], changed: frozenset[str]) -> str:
+    def _chosen(self, plan: Plan, order: Sequence[str], unchanged: Collection[str]) -> str:
         """What of the unchanged leaves to refer to, as bits. Rank 0 only."""
         base, view = self._base, self._view()
         if base is None or base.manifest is None:
@@ -149,7 +151,7 @@ class Reuse:
         tries = {number for number, name in enumerate(manifest.tries) if name not in bad}
         names = {
             name
-            for name in same_leaves(plan, base.world[1], manifest) - changed
+            for name in same_leaves(plan, base.world[1], manifest, unchanged)
             if all(manifest.leaves[row].source in tries for row in manifest.rows[name])
         }
         known = {
@@ -204,6 +206,6 @@ class Reuse:
         self._current = _Current()
 
 
-def _world_of(job: Any) -> _World:
+def _world_of(job: SaveJob) -> _World:
     names = tuple(place.name for place in job.places)
     return job.peers.size, names, tuple(state.rank for state in job.states)

@@ -36,15 +36,18 @@ def _is_comparable(planned: PlannedLeaf) -> bool:
     return stored and leaf.role.value != "rng" and planned.scope in _SCOPES
 
 
-def same_leaves(plan: Plan, nodes: Sequence[str], manifest: Manifest) -> frozenset[str]:
-    """The names whose leaves (type, shape, role, scope, nodes) an epoch has exactly as the plan has them.
+def same_leaves(
+    plan: Plan, nodes: Sequence[str], manifest: Manifest, among: Collection[str]
+) -> frozenset[str]:
+    """Those of the names `among` whose leaves an epoch has exactly as the plan has them.
 
-    `nodes` are the names of the plan's nodes. A leaf that all nodes of both share is the same, however
-    many nodes there are.
+    That is: type, shape, role, scope and nodes; `nodes` are the names of the plan's nodes. A leaf that
+    all nodes of both share is the same, however many nodes there are.
     """
     planned: dict[str, list[PlannedLeaf]] = {}
     for one in plan.rows:
-        planned.setdefault(one.leaf.name, []).append(one)
+        if one.leaf.name in among:
+            planned.setdefault(one.leaf.name, []).append(one)
     return frozenset(
         name
         for name, rows in planned.items()
