@@ -98,7 +98,7 @@ def make_plan(job: SaveJob, exchange: SpecExchange) -> Plan:
     hosts = [place.host_index for place in job.places]
     plan = plan_classes(classes, scopes=scopes, hosts=hosts)
     if job.reuse is not None:
-        unchanged = job.reuse.choose(job, plan, patience_secs(_largest_share(job, plan)))
+        unchanged = job.reuse.choose(job, plan, _patience_secs(job, plan))
         plan = plan_classes(classes, scopes=scopes, hosts=hosts, referenced=unchanged)
     hashes = job.peers.exchange("save: plan", plan.hash)
     odd = [rank for rank, one in enumerate(hashes) if one != hashes[0]]
@@ -168,14 +168,13 @@ def _write_all(job: SaveJob, plan: Plan, try_name: str, clock: Clock) -> list[li
         job.storage.sync_dir(f"{DATA}/{try_name}")
         return rows
 
-    deadline_secs = patience_secs(_largest_share(job, plan))
-    return together(job.peers, "save: write", write, deadline_secs=deadline_secs)
+    return together(job.peers, "save: write", write, deadline_secs=_patience_secs(job, plan))
 
 
-def _largest_share(job: SaveJob, plan: Plan) -> int:
-    """The bytes of the node that has most to write."""
+def _patience_secs(job: SaveJob, plan: Plan) -> float:
+    """How long the slowest node may take: what a very slow disk needs for the largest share."""
     shares = (sum(part.nbytes for part in plan.assignments(place.rank)) for place in job.places)
-    return max(shares, default=0)
+    return patience_secs(max(shares, default=0))
 
 
 def patience_secs(nbytes: int) -> float:
