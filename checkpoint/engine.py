@@ -26,10 +26,11 @@ from torchrelay.checkpoint.log.sweep import delete_orphans
 from torchrelay.checkpoint.members import Member, members_of, newcomers
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.replicas import ReplicaCheck
+from torchrelay.checkpoint.reuse import Reuse
 from torchrelay.checkpoint.save import Clock, SaveJob, carry_out, make_plan
 from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.kinds import check_recreatable
-from torchrelay.errors import StorageError
+from torchrelay.errors import StorageError, UsageError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.directories import local_directory
 from torchrelay.jobs.peers import decide, together
@@ -43,6 +44,7 @@ class Engine:
     """Saves and loads. `ledger` is the directory's log, `keeping` says which epochs stay.
 
     With a `background`, saves of a run go on in it after `save` has returned; see `settle`.
+    `reuse`: leaves with the bytes of the epoch before are referenced instead of written again.
     """
 
     def __init__(
@@ -54,8 +56,11 @@ class Engine:
         keep_optimizer_last: int | None = None,
         takeover_secs: float = 15.0,
         background: Background | None = None,
+        reuse: bool = False,
     ) -> None:
         self.keeping = Keeping(keep_last, keep_every, keep_optimizer_last)
+        if type(reuse) is not bool:
+            raise UsageError(f"reuse is {reuse!r:.80}; it is True or False")
         self.storage = LocalStorage(local_directory(prefix, "the checkpoint prefix"))
         self.ledger = Ledger(self.storage, takeover_secs)
         self.background = background
@@ -64,6 +69,7 @@ class Engine:
         self._demoted: set[str] = set()
         self._exchange = SpecExchange()
         self._replicas = ReplicaCheck()
+        self._reuse = Reuse(self.storage, self.ledger.view) if reuse else None
         self._streams: dict[str, RandomStreams] = {}
         self._stats: dict[str, NodeStats] = {}
         self._told_late: set[str] = set()
@@ -74,6 +80,8 @@ class Engine:
         """Serve the job of this name; None stands for the name of the directory."""
         self.ledger.job_name = job_name
         self._replicas = ReplicaCheck()
+        if self._reuse is not None:
+            self._reuse.forget()
 
     def reading_from(self, prefix: str) -> Engine:
         """A copy that reads another directory."""
@@ -159,6 +167,7 @@ class Engine:
             facts,
             holding,
             self._commit,
+            reuse=self._reuse,
         )
         with clock.spent("plan"):
             demoted = self._replicas.run(job, self._forced())
@@ -273,6 +282,8 @@ class Engine:
         self.wait()
         job = LoadJob(self.storage, session, target.manifest, self._stored, self._members or {})
         self._streams, self._stats["checkpoint_load"] = load_all(job)
+        if self._reuse is not None:
+            self._reuse.loaded(target.manifest)
 
     def take_streams(self) -> dict[str, RandomStreams]:
         """The random states that the last load found, by hosted node."""
@@ -322,7 +333,7 @@ def _stored_blobs(manifest: Manifest, node: str) -> list[str]:
     """The blobs that a node of this name had, or, for a node that is new, those that all nodes share."""
     number = manifest.world.number.get(node)
     found: dict[str, None] = {}
-    for leaf in manifest.leaves:
+    for leaf in sorted(manifest.leaves, key=lambda leaf: leaf.name):  # referenced ones stand at the end
         mine = number in manifest.nodes_of(leaf) if number is not None else leaf.scope == "replicated"
         if mine and leaf.role != "rng":
             found[leaf.blob] = None

@@ -28,6 +28,7 @@ class CheckpointManager(Manager):
         asynchronous: bool = False,
         staging_limit: int | None = None,
         verify_staging: Verify = "samples",
+        reuse: bool = False,
     ) -> None:
         super().__init__(
             db_prefix,
@@ -39,6 +40,7 @@ class CheckpointManager(Manager):
             asynchronous=asynchronous,
             staging_limit=staging_limit,
             verify_staging=verify_staging,
+            reuse=reuse,
         )
         self.node_name = check_node_name(node_name)
 

@@ -37,6 +37,9 @@ class Manager:
     is written and committed behind the training, one at a time. Then `staging_limit` bytes per process
     are staged at most (None: half of its share of the free memory), and `verify_staging` says how much
     of what was copied behind the training is compared: "samples", or "full".
+
+    With `reuse` tensors that have not changed since the epoch before are referenced there instead of
+    written again, as long as at most 8 older tries and half of each are in use.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Manager:
         asynchronous: bool = False,
         staging_limit: int | None = None,
         verify_staging: Verify = "samples",
+        reuse: bool = False,
     ) -> None:
         self.db_prefix = str(db_prefix)
         self.metadata_handler = metadata_handler
@@ -61,6 +65,7 @@ class Manager:
             keep_optimizer_last=keep_optimizer_last,
             takeover_secs=takeover_secs,
             background=background_of(asynchronous, staging_limit, verify_staging),
+            reuse=reuse,
         )
         self._nodes: tuple[str, ...] | None = None
         self._path_prefix: str | None = None

@@ -21,7 +21,6 @@ from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.disk.canonical import sha256
 from torchrelay.checkpoint.disk.manifest import ShardRow
-from torchrelay.checkpoint.disk.names import Flat, Key, Whole
 from torchrelay.checkpoint.disk.shard import ShardEntry, ShardIdentity
 from torchrelay.checkpoint.disk.shard_writer import ShardReport, write_shard
 from torchrelay.checkpoint.facts import Facts
@@ -31,6 +30,7 @@ from torchrelay.checkpoint.planning.assignments import Assignment, Plan
 from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_of
 from torchrelay.checkpoint.planning.plan import plan_classes
 from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.reuse import Reuse
 from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.leaf import Leaf, Value
 from torchrelay.checkpoint.storage import Storage
@@ -79,6 +79,8 @@ class SaveJob:
     """Appends the commit record; called on rank 0 only."""
     written: Callable[[], None] = lambda: None
     """Called when the hosted nodes are on the disk; what it raises fails the save of all processes."""
+    reuse: Reuse | None = None
+    """Finds what need not be written again; None writes all."""
 
     def with_rank_scope(self, names: set[str]) -> SaveJob:
         """The same, with these leaves owned by each node."""
@@ -95,7 +97,11 @@ class SaveJob:
 def make_plan(job: SaveJob, exchange: SpecExchange) -> Plan:
     """Compute all owners alone, from the leaves of all nodes; the processes compare only its hash."""
     classes, scopes = exchange.classes(job.peers, job.states, [str(place) for place in job.places])
-    plan = plan_classes(classes, scopes=scopes, hosts=[place.host_index for place in job.places])
+    hosts = [place.host_index for place in job.places]
+    plan = plan_classes(classes, scopes=scopes, hosts=hosts)
+    if job.reuse is not None:
+        unchanged = job.reuse.choose(job, plan, _patience_secs(job, plan))
+        plan = plan_classes(classes, scopes=scopes, hosts=hosts, referenced=unchanged)
     hashes = job.peers.exchange("save: plan", plan.hash)
     odd = [rank for rank, one in enumerate(hashes) if one != hashes[0]]
     if odd:
@@ -119,6 +125,8 @@ def carry_out(job: SaveJob, plan: Plan, clock: Clock) -> NodeStats:
         raise
     begin = time.monotonic()
     decide(job.peers, "save: commit", lambda: _commit(job, plan, try_name, rows))
+    if job.reuse is not None:
+        job.reuse.committed(try_name)
     rows[0]["secs"]["commit"] = time.monotonic() - begin  # the first node is the coordinator's
     stats = NodeStats(_times(job, row) for row in rows)
     if job.peers.rank == 0:
@@ -184,34 +192,36 @@ def _write_node(
     shards: list[dict[str, Any]] = []
     for group, assignments in plan.files(state.rank).items():
         identity = ShardIdentity(job.holding.job, job.position, state.place.name, group, try_name)
-        entries, values = _contents(state, assignments)
+        entries, values = _contents(job, state, assignments)
         for part, report in enumerate(
             write_shard(job.storage, f"{DATA}/{try_name}", identity, entries, values=values), 1
         ):
             shards.append(asdict(_shard_row(state.rank, group, part, report)))
+            if job.reuse is not None:
+                job.reuse.wrote(state.rank, assignments, report)
             for phase in ("hash", "write", "fsync"):
                 secs[phase] += getattr(report.seconds, phase)
     inline = {a.leaf.name: _json(state.leaves[a.leaf.name]) for a in plan.assignments(state.rank) if a.inline}
     return {"node": state.place.name, "rank": state.rank, "shards": shards, "values": inline, "secs": secs}
 
 
-def _contents(state: NodeState, assignments: Sequence[Assignment]) -> tuple[list[ShardEntry], dict[str, Any]]:
+def _contents(
+    job: SaveJob, state: NodeState, assignments: Sequence[Assignment]
+) -> tuple[list[ShardEntry], dict[str, Any]]:
     entries, values = [], {}
     for assignment in assignments:
         leaf = state.leaves[assignment.leaf.name]
         if isinstance(leaf.content, Value):
             values[leaf.name] = leaf.content.json
         else:
-            entries.append(_entry(assignment, state.piece(assignment)))
+            digests = None if job.reuse is None else job.reuse.digests(state.rank, assignment)
+            entries.append(_entry(assignment, state.piece(assignment), digests))
     return entries, values
 
 
-def _entry(assignment: Assignment, piece: torch.Tensor | memoryview) -> ShardEntry:
+def _entry(assignment: Assignment, piece: torch.Tensor | memoryview, digests: bytes | None) -> ShardEntry:
     spec = assignment.leaf
-    key: Key = Whole(spec.name)
-    if not assignment.whole:
-        key = Flat(spec.name, assignment.first, assignment.last)
-    return ShardEntry(key, str(spec.dtype), spec.shape, piece)
+    return ShardEntry(assignment.key, str(spec.dtype), spec.shape, piece, digests)
 
 
 def _json(leaf: Leaf) -> Any:
@@ -250,6 +260,8 @@ def _write_manifest(job: SaveJob, plan: Plan, try_name: str, rows: list[dict[str
         {name: value for row in rows for name, value in row["values"].items()},
         job.facts,
     )
+    if job.reuse is not None:
+        manifest = job.reuse.completed(manifest)
     data = manifest_disk.encode(manifest)
     _write_file(job.storage, f"{DATA}/{try_name}/manifest.json", data)
     job.storage.sync_dir(f"{DATA}/{try_name}")

@@ -39,7 +39,7 @@ class JobRunner:
     kept as an abandoned branch). `best=(metric, "max" or "min")` says which epoch `"best"` names.
     `max_failed_saves` saves that fail in a row end the run (3 for run directories; a bare manager
     only warns). `save_initial=False` leaves epoch 0, the state after `init`, out.
-    `keep_last`, `keep_every` and `keep_optimizer_last` are those of the managers.
+    `keep_last`, `keep_every`, `keep_optimizer_last` and `reuse` are those of the managers.
 
     `asynchronous=True` writes and commits epochs behind the training; whether one was saved is known, and
     the metadata handler told, at the next boundary. `staging_limit` and `verify_staging` are the manager's.
@@ -65,6 +65,7 @@ class JobRunner:
         asynchronous: bool | None = None,
         staging_limit: int | None = None,
         verify_staging: Verify | None = None,
+        reuse: bool | None = None,
     ) -> None:
         if not isinstance(job, Job):
             raise UsageError(f"job is {job!r:.80}; give a torchrelay.Job")
@@ -85,6 +86,7 @@ class JobRunner:
             "asynchronous": asynchronous,
             "staging_limit": staging_limit,
             "verify_staging": verify_staging,
+            "reuse": reuse,
         }
         self.manager = self._manager(
             where, {name: value for name, value in given.items() if value is not None}

@@ -120,6 +120,15 @@ def read(storage: Storage, entry: Entry) -> Manifest:
     return manifest
 
 
+def read_of_try(storage: Storage, try_name: str) -> Manifest:
+    """Read a try's own manifest, which nothing proves: for hints only."""
+    path = manifest_path(try_name)
+    size = storage.stat(path)
+    if size is None or size > LIMIT_BYTES:
+        raise DamagedError(f"{path} is {'missing' if size is None else 'too large'}")
+    return decode(storage.read_range(path, 0, size), what=path)
+
+
 class _Numbers:
     """Gives every distinct item a number, in order of first use."""
 

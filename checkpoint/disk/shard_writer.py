@@ -21,6 +21,9 @@ PIECE = 8 * BLOCK
 GATHER = BLOCK
 """Entries below this size are copied together into writes of about this size."""
 
+Digests = bytes
+"""Of the blocks of one entry, one after another."""
+
 
 @dataclass
 class Seconds:
@@ -45,7 +48,7 @@ class ShardReport:
     """One written file: what a manifest needs to know, and where the time went.
 
     `header_bytes` counts all bytes before the data (the length field and the padding too), and
-    `header_sha256` is of exactly these; `keys` are in stored order.
+    `header_sha256` is of exactly these; `keys` are in stored order, `digests` those of their blocks.
     """
 
     path: str
@@ -53,6 +56,7 @@ class ShardReport:
     header_bytes: int
     header_sha256: str
     keys: tuple[str, ...] = ()
+    digests: tuple[Digests, ...] = field(default=(), compare=False)
     seconds: Seconds = field(default_factory=Seconds, compare=False)
 
 
@@ -92,7 +96,7 @@ def write_part(storage: Storage, path: str, part: Part) -> ShardReport:
     except FileExistsError:
         raise StorageError(f"{path} exists already: a try is written once; begin a new try") from None
     try:
-        header = _fill(handle, part, seconds)
+        header, digests = _fill(handle, part, seconds)
         with seconds.spent("fsync"):
             handle.sync_file()
             handle.close()
@@ -103,32 +107,34 @@ def write_part(storage: Storage, path: str, part: Part) -> ShardReport:
             storage.delete(path)
         raise
     keys = tuple(format_key(entry.key) for entry in part.entries)
-    return ShardReport(path, len(header) + part.data_bytes, len(header), sha256(header), keys, seconds)
+    nbytes = len(header) + part.data_bytes
+    return ShardReport(path, nbytes, len(header), sha256(header), keys, tuple(digests), seconds)
 
 
-def _fill(handle: WriteHandle, part: Part, seconds: Seconds) -> bytes:
+def _fill(handle: WriteHandle, part: Part, seconds: Seconds) -> tuple[bytes, list[bytes]]:
     reserved = len(header_bytes(part, no_digests(part)))
     with seconds.spent("write"):
         handle.preallocate(reserved + part.data_bytes)
     sink = _Gatherer(handle, reserved, seconds)
-    digests = b"".join(_write_entry(entry, sink) for entry in part.entries)
+    digests = [_write_entry(entry, sink) for entry in part.entries]
     sink.flush()
-    header = header_bytes(part, digests)
+    header = header_bytes(part, b"".join(digests))
     if len(header) != reserved:
         raise StorageError(f"{handle.path}: the header takes {len(header)} bytes, {reserved} were reserved")
     with seconds.spent("write"):
         handle.write_at(0, memoryview(header))
-    return header
+    return header, digests
 
 
 def _write_entry(entry: ShardEntry, sink: _Gatherer) -> bytes:
     view, found = _bytes_of(entry), bytearray()
     for start in range(0, len(view), PIECE):
         piece = view[start : start + PIECE]
-        with sink.seconds.spent("hash"):
-            found += block_digests(piece)
+        if entry.digests is None:
+            with sink.seconds.spent("hash"):
+                found += block_digests(piece)
         sink.append(piece)
-    return bytes(found)
+    return bytes(found) if entry.digests is None else entry.digests
 
 
 def _bytes_of(entry: ShardEntry) -> memoryview:

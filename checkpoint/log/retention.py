@@ -90,6 +90,11 @@ def to_retire(
     return tuple(Retirement(entry.try_name) for entry in view.entries if entry.try_name not in needed)
 
 
+def kept_with(view: LogView, try_name: str) -> frozenset[str]:
+    """What stays as long as this try is needed: itself, the tries its entry refers to, and so on."""
+    return frozenset(_needed(view, {try_name}))
+
+
 def _needed(view: LogView, kept: set[str]) -> set[str]:
     """The kept tries, what their entries refer to, what those refer to, and so on."""
     entries = {entry.try_name: entry for entry in view.entries}

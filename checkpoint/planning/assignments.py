@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.disk.layouts import Layout, Split
 from torchrelay.checkpoint.disk.manifest import VALUE_LIMIT_BYTES
+from torchrelay.checkpoint.disk.names import Flat, Key, Whole
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.state.leaf import LeafSpec
@@ -37,6 +38,11 @@ class Assignment:
     def whole(self) -> bool:
         """Whether the node writes all of the leaf."""
         return self.last - self.first == elements(self.leaf)
+
+    @property
+    def key(self) -> Key:
+        """The name under which a shard holds it."""
+        return Whole(self.leaf.name) if self.whole else Flat(self.leaf.name, self.first, self.last)
 
     @property
     def nbytes(self) -> int:

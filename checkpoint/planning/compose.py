@@ -73,6 +73,11 @@ def compose(
     )
 
 
+def blob_rows(plan: Plan) -> tuple[BlobRow, ...]:
+    """The blobs of a plan, as its leaves tell of them."""
+    return _blobs(plan, ())
+
+
 def _leaf(planned: PlannedLeaf) -> LeafRow:
     leaf = planned.leaf
     return LeafRow(

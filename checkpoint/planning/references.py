@@ -9,14 +9,17 @@ from torchrelay.checkpoint.disk.layouts import Cut, Layout, PerNode, Replicated,
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest, ShardRow
 
 
-def with_references(manifest: Manifest, earlier: Manifest, names: Collection[str]) -> Manifest:
+def with_references(
+    manifest: Manifest, earlier: Manifest, names: Collection[str], *, for_all: bool = False
+) -> Manifest:
     """The manifest with the leaves `names` as `earlier` has them, planned with `referenced=names`.
 
     Whole leaves are referenced, wherever their bytes are (in tries, too, that `earlier` itself refers
     to), with the shard rows that hold them. An alias needs its target among the names or in the
-    manifest.
+    manifest. `for_all`: what all nodes of `earlier` share, all nodes of the new manifest have.
     """
-    merging = _Merging(manifest, earlier, sorted(row for name in names for row in earlier.rows[name]))
+    rows = sorted(row for name in names for row in earlier.rows[name])
+    merging = _Merging(manifest, earlier, rows, for_all=for_all)
     return merging.merged()
 
 
@@ -36,7 +39,8 @@ def restricted(split: Split, nodes: tuple[int, ...], rows: Mapping[int, int]) ->
 class _Merging:
     """Brings rows of an earlier manifest under the numbers of a new one."""
 
-    def __init__(self, manifest: Manifest, earlier: Manifest, rows: list[int]) -> None:
+    def __init__(self, manifest: Manifest, earlier: Manifest, rows: list[int], *, for_all: bool) -> None:
+        self.for_all = for_all
         self.new = manifest
         self.old = earlier
         self.rows = {row: len(manifest.leaves) + index for index, row in enumerate(rows)}
@@ -69,9 +73,19 @@ class _Merging:
 
     def _layout(self, layout: Layout) -> Layout:
         nodes = tuple(self._node(node) for node in layout.nodes)
-        if isinstance(layout, Split):
-            return restricted(layout, nodes, self.rows)
-        return Replicated(nodes) if isinstance(layout, Replicated) else PerNode(nodes)
+        if isinstance(layout, PerNode):
+            return PerNode(nodes)
+        more = self._newcomers(layout, nodes)
+        if isinstance(layout, Replicated):
+            return Replicated(nodes + more)
+        split = restricted(layout, nodes, self.rows)
+        return Split(nodes + more, split.items, split.cuts + split.cuts[-1:] * len(more))
+
+    def _newcomers(self, layout: Layout, nodes: tuple[int, ...]) -> tuple[int, ...]:
+        """The new nodes that have what all had before; they hold no bytes of it."""
+        if not self.for_all or not set(range(len(self.old.world.nodes))) <= set(layout.nodes):
+            return ()
+        return tuple(node for node in range(len(self.new.world.nodes)) if node not in nodes)
 
     def _needed(self) -> Iterator[ShardRow]:
         stored = [row for row in self.rows if row not in self.old.values]

@@ -34,7 +34,7 @@ def test_a_large_load_is_waited_for_as_a_large_save_is(
         job = Job("large", blobs={"weight": torch.zeros(10_000)})
         job.epoch(lambda ctx: None)
         job.stop_when(max_epochs(epochs))
-        runner = JobRunner(job, tmp_path / "run")
+        runner = JobRunner(job, tmp_path / "run", reuse=False)
         runner.train(last := session())
     assert runner.load_blobs_from_checkpoints(["weight"], 1, last)
     for topic in ("save: write", "load: read", "partial load: read"):

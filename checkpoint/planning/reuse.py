@@ -1,0 +1,159 @@
+"""Which leaves a new epoch may refer to instead of writing them again. Pure.
+
+Whether their bytes are unchanged others have found out; here it is whether the epoch on disk has the
+same leaves for the same nodes, and whether a reference is worth what it keeps:
+
+    at most 8 earlier tries                       each must be read and proved with the epoch; those
+                                                  that retention keeps along with them count too
+    at least half of a try's bytes still used     else a try is kept for the sake of a few
+    at least 4 KiB used of a file                 less than what its header takes
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
+from torchrelay.checkpoint.planning.assignments import Plan, PlannedLeaf, elements
+
+MAX_EARLIER_TRIES = 8
+MIN_FILE_BYTES = 4096
+_SCOPES = ("replicated", "rank")
+_Holder = tuple[int, int, str]
+
+
+def comparable(plan: Plan) -> tuple[str, ...]:
+    """The names of the leaves whose bytes are looked at, in order: tensors that are stored."""
+    return tuple(sorted({planned.leaf.name for planned in plan.rows if _is_comparable(planned)}))
+
+
+def _is_comparable(planned: PlannedLeaf) -> bool:
+    """Random states are written always: whoever resumes needs them, and they are small."""
+    leaf = planned.leaf
+    stored = leaf.kind == "tensor" and leaf.alias_of is None and leaf.nbytes > 0
+    return stored and leaf.role.value != "rng" and planned.scope in _SCOPES
+
+
+def same_leaves(
+    plan: Plan, nodes: Sequence[str], manifest: Manifest, among: Collection[str]
+) -> frozenset[str]:
+    """Those of the names `among` whose leaves an epoch has exactly as the plan has them.
+
+    That is: type, shape, role, scope and nodes; `nodes` are the names of the plan's nodes. A leaf that
+    all nodes of both share is the same, however many nodes there are.
+    """
+    planned: dict[str, list[PlannedLeaf]] = {}
+    for one in plan.rows:
+        if one.leaf.name in among:
+            planned.setdefault(one.leaf.name, []).append(one)
+    return frozenset(
+        name
+        for name, rows in planned.items()
+        if all(map(_is_comparable, rows)) and _alike(plan, rows, nodes, manifest)
+    )
+
+
+def _alike(plan: Plan, rows: Sequence[PlannedLeaf], nodes: Sequence[str], manifest: Manifest) -> bool:
+    old = [manifest.leaves[row] for row in manifest.rows.get(rows[0].leaf.name, ())]
+    if sorted(map(_of_plan, rows)) != sorted(map(_of_manifest, old)):
+        return False
+    if len(rows) == 1 and rows[0].scope == "replicated":
+        world, known = set(range(len(nodes))), set(range(len(manifest.world.nodes)))
+        if set(plan.layouts[rows[0].layout].nodes) == world and known <= set(manifest.nodes_of(old[0])):
+            return True
+    new_sets = sorted(sorted(nodes[n] for n in plan.layouts[one.layout].nodes) for one in rows)
+    return new_sets == sorted(sorted(manifest.world.names[n] for n in manifest.nodes_of(one)) for one in old)
+
+
+def _of_plan(one: PlannedLeaf) -> list[object]:
+    leaf = one.leaf
+    return _stated(leaf.blob, leaf.group, leaf.role.value, leaf.dtype, leaf.shape, one.scope, elements(leaf))
+
+
+def _of_manifest(leaf: LeafRow) -> list[object]:
+    if leaf.alias_of is not None:
+        return []
+    return _stated(leaf.blob, leaf.group, leaf.role, leaf.dtype, leaf.shape, leaf.scope, leaf.elements)
+
+
+def _stated(*of_leaf: object) -> list[object]:
+    return [str(one) for one in of_leaf]
+
+
+@dataclass(frozen=True)
+class EarlierTry:
+    """What counts for the limits: its data bytes, and the tries that stay as long as it is needed."""
+
+    nbytes: int
+    kept_with: frozenset[str]
+
+
+def within_limits(
+    manifest: Manifest, names: Collection[str], tries: Mapping[str, EarlierTry]
+) -> frozenset[str]:
+    """Those of the unchanged leaves `names` that are worth a reference.
+
+    Leaves in a try that `tries` does not know are written again.
+    """
+    kept = frozenset(names)
+    while True:
+        fewer = _worth_it(manifest, kept, tries)
+        if fewer == kept:
+            return kept
+        kept = fewer
+
+
+def _worth_it(manifest: Manifest, names: frozenset[str], known: Mapping[str, EarlierTry]) -> frozenset[str]:
+    by_file: Counter[_Holder] = Counter()
+    for name in names:
+        for holder, nbytes in _stored(manifest, name):
+            by_file[holder] += nbytes
+    by_try: Counter[str] = Counter()
+    for (source, _, _), nbytes in by_file.items():
+        by_try[manifest.tries[source]] += nbytes
+    enough = {one: used for one, used in by_try.items() if one in known and used * 2 >= known[one].nbytes}
+    tries: set[str] = set()
+    along: frozenset[str] = frozenset()
+    for one in sorted(enough, key=lambda one: (-enough[one], one)):
+        if len(along | known[one].kept_with) <= MAX_EARLIER_TRIES:
+            tries.add(one)
+            along |= known[one].kept_with
+    sources = {number for number, one in enumerate(manifest.tries) if one in tries}
+    files = {holder for holder, used in by_file.items() if used >= MIN_FILE_BYTES and holder[0] in sources}
+    return frozenset(name for name in names if _keeps(manifest, name, sources, files))
+
+
+def _keeps(manifest: Manifest, name: str, sources: Collection[int], files: Collection[_Holder]) -> bool:
+    holders = [holder for holder, _ in _stored(manifest, name)]
+    return all(holder[0] in sources for holder in holders) and any(holder in files for holder in holders)
+
+
+def _stored(manifest: Manifest, name: str) -> Iterator[tuple[_Holder, int]]:
+    """The files that hold a leaf, and how many bytes of it."""
+    for row in manifest.rows[name]:
+        leaf = manifest.leaves[row]
+        for piece in manifest.layouts[leaf.layout].pieces(row, leaf.elements):
+            yield (leaf.source, piece.node, leaf.group), (piece.last - piece.first) * leaf.item_bytes
+
+
+def own_bytes(manifest: Manifest) -> int:
+    """The data bytes that a try itself wrote, headers aside."""
+    return sum(shard.nbytes - shard.header_bytes for shard in manifest.shards if shard.source == 0)
+
+
+def in_bits(names: Collection[str], order: Sequence[str]) -> str:
+    """Which names in `order` are among `names`: one bit each, as hex."""
+    bits = bytearray(-(-len(order) // 8))
+    for index, name in enumerate(order):
+        if name in names:
+            bits[index // 8] |= 1 << index % 8
+    return bits.hex()
+
+
+def of_bits(bits: str, order: Sequence[str]) -> frozenset[str]:
+    """The names that `in_bits` has put into these bits."""
+    data = bytes.fromhex(bits)
+    names = order[: 8 * len(data)]
+    return frozenset(name for index, name in enumerate(names) if data[index // 8] >> index % 8 & 1)

@@ -1,0 +1,211 @@
+"""Saving only what has changed: leaves with the bytes of the last epoch are referenced, not written again.
+
+Every process compares what it knows of the epoch on disk with its memory, block by block, and tells
+which leaves differ: a bit each. Of the others rank 0 chooses those that are the same leaves and worth a
+reference, and tells all. Where processes do not know the same epoch all of them write everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from torchrelay.checkpoint.disk import manifest_disk
+from torchrelay.checkpoint.disk.manifest import BlobRow, Manifest
+from torchrelay.checkpoint.disk.names import format_key
+from torchrelay.checkpoint.disk.shard_writer import ShardReport
+from torchrelay.checkpoint.known import Known, KnownPiece, changed_files, compare, known_of
+from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.log.retention import kept_with
+from torchrelay.checkpoint.planning.assignments import Assignment, Plan
+from torchrelay.checkpoint.planning.compose import blob_rows
+from torchrelay.checkpoint.planning.references import with_references
+from torchrelay.checkpoint.planning.reuse import (
+    EarlierTry,
+    comparable,
+    in_bits,
+    of_bits,
+    own_bytes,
+    same_leaves,
+    within_limits,
+)
+from torchrelay.checkpoint.state.leaf import Value
+from torchrelay.checkpoint.storage import Storage
+from torchrelay.errors import RelayError
+from torchrelay.jobs.peers import decide, together
+
+if TYPE_CHECKING:
+    from torchrelay.checkpoint.save import SaveJob
+
+_World = tuple[int, tuple[str, ...], tuple[int, ...]]
+"""Processes, names of all nodes, ranks of the hosted ones: who answers for which pieces."""
+
+
+@dataclass(frozen=True)
+class _Base:
+    """The epoch that a save is compared with. Only rank 0 needs the manifest."""
+
+    try_name: str
+    world: _World
+    known: Known
+    manifest: Manifest | None
+
+
+@dataclass
+class _Current:
+    """What is known of the save that is going on."""
+
+    world: _World = (0, (), ())
+    referenced: frozenset[str] = frozenset()
+    blobs: tuple[BlobRow, ...] = ()
+    hashed: dict[tuple[int, str, int, int], bytes] = field(default_factory=dict)
+    """(rank, leaf, first, last) to the digests of what is in memory."""
+    written: list[KnownPiece] = field(default_factory=list)
+    manifest: Manifest | None = None
+
+
+class Reuse:
+    """Remembers what the newest epoch holds, save after save; one per engine.
+
+    `view` gives the log as it is now; it is asked on rank 0 only.
+    """
+
+    def __init__(self, storage: Storage, view: Callable[[], LogView]) -> None:
+        self._storage = storage
+        self._view = view
+        self._loaded: Manifest | None = None
+        self._base: _Base | None = None
+        self._current = _Current()
+        self._written: dict[str, int] = {}
+
+    def forget(self) -> None:
+        """Know no epoch: the next save writes everything."""
+        self._loaded, self._base = None, None
+
+    def loaded(self, manifest: Manifest) -> None:
+        """Memory has what this epoch has; its files tell the rest when it is needed."""
+        self._loaded, self._base = manifest, None
+
+    # Before the plan
+
+    def choose(self, job: SaveJob, plan: Plan, deadline_secs: float) -> frozenset[str]:
+        """The leaves that need not be written; all processes get the same. `plan` writes all leaves."""
+        self._current = _Current(world=_world_of(job))
+        order = comparable(plan)
+        told = together(
+            job.peers, "save: changed leaves", lambda: self._look(job, order), deadline_secs=deadline_secs
+        )
+        if any(one is None or one[0] != told[0][0] for one in told):
+            return frozenset()
+        unchanged = set(order).difference(*(of_bits(bits, order) for _, bits in told))
+        if not unchanged:
+            return frozenset()
+        chosen = decide(job.peers, "save: references", lambda: self._chosen(plan, order, unchanged))
+        self._current.referenced = of_bits(chosen, order)
+        self._current.blobs = blob_rows(plan)
+        return self._current.referenced
+
+    def _look(self, job: SaveJob, order: Sequence[str]) -> list[str] | None:
+        """The try that this process compares with, and which leaves differ from it; None without one."""
+        base = self._base = self._base_of(job)
+        if base is None:
+            return None
+        return [base.try_name, in_bits(self._changed(job, base.known), order)]
+
+    def _base_of(self, job: SaveJob) -> _Base | None:
+        world = self._current.world
+        if self._loaded is not None:
+            manifest, self._loaded = self._loaded, None
+            known = known_of(self._storage, manifest, world[1], world[2])
+            return _Base(manifest.tries[0], world, known, manifest)
+        return self._base if self._base is not None and self._base.world == world else None
+
+    def _changed(self, job: SaveJob, known: Known) -> set[str]:
+        """The leaves of which a piece is not as it was, or not where it was."""
+        leaves = {state.rank: state.leaves for state in job.states}
+        gone = changed_files(self._storage, known.pieces)
+        changed = set(known.lost)
+        for piece in known.pieces:
+            leaf = leaves[piece.rank].get(piece.leaf)
+            if leaf is None or isinstance(leaf.content, Value) or piece.path in gone:
+                changed.add(piece.leaf)
+                continue
+            same, digests = compare(leaf.content, piece)
+            if not same:
+                changed.add(piece.leaf)
+            if digests is not None:
+                self._current.hashed[piece.rank, piece.leaf, piece.first, piece.last] = digests
+        return changed
+
+    def _chosen(self, plan: Plan, order: Sequence[str], unchanged: Collection[str]) -> str:
+        """What of the unchanged leaves to refer to, as bits. Rank 0 only."""
+        base, view = self._base, self._view()
+        if base is None or base.manifest is None:
+            return ""
+        seen = {entry.try_name for entry in view.line() if entry.healthy and entry.resumable}
+        if base.try_name not in seen:
+            return ""
+        manifest = base.manifest
+        bad = {entry.try_name for entry in view.entries if not entry.healthy}
+        tries = {number for number, name in enumerate(manifest.tries) if name not in bad}
+        names = {
+            name
+            for name in same_leaves(plan, base.world[1], manifest, unchanged)
+            if all(manifest.leaves[row].source in tries for row in manifest.rows[name])
+        }
+        known = {
+            name: EarlierTry(nbytes, kept_with(view, name)) for name, nbytes in self._sizes(manifest).items()
+        }
+        return in_bits(within_limits(manifest, names, known), order)
+
+    def _sizes(self, manifest: Manifest) -> dict[str, int]:
+        """The data bytes of each try of a manifest, as far as they can be found out."""
+        self._written[manifest.tries[0]] = own_bytes(manifest)
+        for name in manifest.tries:
+            if name not in self._written:
+                try:
+                    self._written[name] = own_bytes(manifest_disk.read_of_try(self._storage, name))
+                except (RelayError, OSError):
+                    continue
+        self._written = {name: self._written[name] for name in manifest.tries if name in self._written}
+        return self._written
+
+    # While writing
+
+    def digests(self, rank: int, assignment: Assignment) -> bytes | None:
+        """The digests of what a node writes, where they are known already."""
+        return self._current.hashed.get((rank, assignment.leaf.name, assignment.first, assignment.last))
+
+    def wrote(self, rank: int, assignments: Sequence[Assignment], report: ShardReport) -> None:
+        """Remember what a node has written into one file."""
+        by_key = {format_key(one.key): one for one in assignments}
+        for key, digests in zip(report.keys, report.digests, strict=True):
+            one = by_key[key]
+            if one.leaf.role.value != "rng":
+                self._current.written.append(
+                    KnownPiece(rank, one.leaf.name, one.first, one.last, digests, report.path, report.bytes)
+                )
+
+    def completed(self, manifest: Manifest) -> Manifest:
+        """The manifest of what was written, with what it refers to. Rank 0 only."""
+        current, base = self._current, self._base
+        if current.referenced and base is not None and base.manifest is not None:
+            manifest = replace(manifest, blobs=current.blobs)
+            manifest = with_references(manifest, base.manifest, current.referenced, for_all=True)
+        current.manifest = manifest
+        return manifest
+
+    def committed(self, try_name: str) -> None:
+        """The save is real: the next one is compared with it."""
+        current = self._current
+        kept = self._base.known.pieces if self._base is not None else ()
+        pieces = [piece for piece in kept if piece.leaf in current.referenced]
+        known = Known((*pieces, *current.written))
+        self._base = _Base(try_name, current.world, known, current.manifest)
+        self._current = _Current()
+
+
+def _world_of(job: SaveJob) -> _World:
+    names = tuple(place.name for place in job.places)
+    return job.peers.size, names, tuple(state.rank for state in job.states)
