@@ -163,7 +163,7 @@ def train_with(run: Path, epochs: int, changes: dict, *, at: int, act) -> None:
     job = frozen_job(changes)
     job.epoch(lambda ctx: act() if ctx.epoch == at else None)
     job.stop_when(max_epochs(epochs))
-    JobRunner(job, run).train(LocalSession())
+    JobRunner(job, run, reuse=True).train(LocalSession())
 
 
 def test_the_command_proves_epochs_that_refer_to_others(tmp_path: Path, capsys) -> None:

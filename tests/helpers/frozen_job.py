@@ -62,7 +62,7 @@ def train(run: Path, epochs: int, changes: Changes, *, nodes: int = 1, **how: An
     job.stop_when(max_epochs(epochs))
     resume = {"resume_from_epoch": how.pop("resume_from_epoch", None)}
     with LocalSession([f"trainer_{rank}" for rank in range(nodes)]) as session:
-        JobRunner(job, run, **how).train(session, **resume)
+        JobRunner(job, run, **{"reuse": True, **how}).train(session, **resume)
 
 
 def check_epoch(run: Path, epoch: int, changes: Changes, nodes: int = 1) -> None:

@@ -33,7 +33,7 @@ def main() -> None:
     elif kill:
         job.epoch(lambda ctx: None)
     job.stop_when(max_epochs(epochs))
-    JobRunner(job, run).train(session)
+    JobRunner(job, run, reuse=True).train(session)
 
 
 if __name__ == "__main__":
