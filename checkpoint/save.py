@@ -22,8 +22,10 @@ from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.disk.canonical import sha256
 from torchrelay.checkpoint.disk.manifest import ShardRow
 from torchrelay.checkpoint.disk.names import Flat, Key, Whole
+from torchrelay.checkpoint.disk.parts import box_key
 from torchrelay.checkpoint.disk.shard import ShardEntry, ShardIdentity
 from torchrelay.checkpoint.disk.shard_writer import ShardReport, write_shard
+from torchrelay.checkpoint.disk.windows import place_of
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.ledger import Holding
 from torchrelay.checkpoint.log.live import Entry
@@ -32,6 +34,7 @@ from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_o
 from torchrelay.checkpoint.planning.plan import plan_classes
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.spec_exchange import SpecExchange
+from torchrelay.checkpoint.state.dtensors import local_of
 from torchrelay.checkpoint.state.leaf import Leaf, Value
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import PeerError, SaveFailedError, StorageError
@@ -199,12 +202,16 @@ def _contents(state: NodeState, assignments: Sequence[Assignment]) -> tuple[list
         if isinstance(leaf.content, Value):
             values[leaf.name] = leaf.content.json
         else:
-            entries.append(_entry(assignment, leaf.content))
+            entries.append(_entry(assignment, leaf.content, state.rank))
     return entries, values
 
 
-def _entry(assignment: Assignment, tensor: torch.Tensor) -> ShardEntry:
+def _entry(assignment: Assignment, tensor: torch.Tensor, node: int) -> ShardEntry:
     spec = assignment.leaf
+    if assignment.box is not None and spec.sharding is not None:
+        place = place_of(spec.sharding.local_intervals(spec.shape, node), assignment.box)
+        part = local_of(tensor)[tuple(slice(*side) for side in place)]
+        return ShardEntry(box_key(spec.name, spec.shape, assignment.box), str(spec.dtype), spec.shape, part)
     key: Key = Whole(spec.name)
     if not assignment.whole:
         key = Flat(spec.name, assignment.first, assignment.last)

@@ -145,6 +145,26 @@ def _contiguous_from(outer: Bounds, inner: Bounds) -> int:
     return split
 
 
+def range_boxes(shape: Sequence[int], first: int, last: int) -> Iterator[Bounds]:
+    """The boxes, in order, that elements [first, last) of a tensor in row-major order consist of."""
+    if first >= last:
+        return
+    if not shape:
+        yield ()
+        return
+    row = math.prod(shape[1:])
+    (start, head), (stop, tail) = divmod(first, row), divmod(last, row)
+    if start == stop:
+        yield from (((start, start + 1), *box) for box in range_boxes(shape[1:], head, tail))
+        return
+    if head:
+        yield from (((start, start + 1), *box) for box in range_boxes(shape[1:], head, row))
+        start += 1
+    if start < stop:
+        yield ((start, stop), *whole(shape[1:]))
+    yield from (((stop, stop + 1), *box) for box in range_boxes(shape[1:], 0, tail))
+
+
 def uncovered(shape: Sequence[int], boxes: Sequence[Bounds]) -> str | None:
     """Prove that boxes cover a shape exactly once; None, or what is wrong in words.
 

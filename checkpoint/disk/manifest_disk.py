@@ -4,7 +4,8 @@
     world    {nodes, others, hosts, host_of}
     facts    {metrics, stop, total_steps, elapsed_secs, seed, run, over}
     classes  node sets, packed
-    layouts  {kind, class} and, where replicas are split, {items, cut_items, cut_elements}
+    layouts  {kind, class} and, where replicas are split, {items, cut_items, cut_elements},
+             of sharded leaves {mesh, placements, rule}
     blobs    {name, kind, scope}
     leaves   {name, blob, kind, role, dtype, shape, bytes, scope, group, layout, alias_of, try}
     shards   {node, group, part, bytes, header_bytes, try} and header_sha256: base64 of all, joined
@@ -25,6 +26,7 @@ from torchrelay.checkpoint.disk.fields import Fields
 from torchrelay.checkpoint.disk.layouts import Cut, Layout, PerNode, Replicated, Split
 from torchrelay.checkpoint.disk.manifest import BlobRow, LeafRow, Manifest, ShardRow, World
 from torchrelay.checkpoint.disk.manifest_check import check
+from torchrelay.checkpoint.disk.mesh import RULE, Mesh, placements_json, placements_of
 from torchrelay.checkpoint.disk.paths import manifest_path, shard_path
 from torchrelay.checkpoint.disk.runs import pack_names, pack_numbers, unpack_names, unpack_numbers
 from torchrelay.checkpoint.facts import Facts
@@ -242,6 +244,10 @@ def _layout_json(layout: Layout, classes: _Numbers) -> Json:
         return {"kind": "node", "class": number}
     if isinstance(layout, Replicated):
         return {"kind": "replicated", "class": number}
+    if isinstance(layout, Mesh):
+        placements = placements_json(layout.placements)
+        mesh = list(layout.extents)
+        return {"kind": "mesh", "class": number, "mesh": mesh, "placements": placements, "rule": RULE}
     return {
         "kind": "replicated",
         "class": number,
@@ -253,7 +259,7 @@ def _layout_json(layout: Layout, classes: _Numbers) -> Json:
 
 def _layout(fields: Fields, classes: Sequence[tuple[int, ...]]) -> Layout:
     kind = fields.text("kind")
-    if kind not in ("node", "replicated"):
+    if kind not in ("node", "replicated", "mesh"):
         raise FormatError(
             f"{fields.what} has a layout of kind {kind!r}, which this version does not read: "
             "use the version of torchrelay that wrote it, or a newer one"
@@ -264,6 +270,8 @@ def _layout(fields: Fields, classes: Sequence[tuple[int, ...]]) -> Layout:
     nodes = classes[number]
     if kind == "node":
         return PerNode(nodes)
+    if kind == "mesh":
+        return _mesh(fields, nodes)
     return _split(fields, nodes) if "items" in fields.values else Replicated(nodes)
 
 
@@ -275,6 +283,20 @@ def _split(fields: Fields, nodes: tuple[int, ...]) -> Split:
     if len(cut_items) != len(cut_elements):
         raise fields.wrong("cut_elements")
     return Split(nodes, items, tuple(map(Cut, cut_items, cut_elements)))
+
+
+def _mesh(fields: Fields, nodes: tuple[int, ...]) -> Mesh:
+    if (rule := fields.integer("rule")) != RULE:
+        raise FormatError(
+            f"{fields.what} has a mesh whose replicas share the writing by rule {rule}, which this version "
+            "does not know: use the version of torchrelay that wrote it, or a newer one"
+        )
+    extents, placements = fields.items("mesh"), placements_of(fields.values.get("placements"))
+    if not all(type(extent) is int and extent > 0 for extent in extents):
+        raise fields.wrong("mesh")
+    if placements is None or len(placements) != len(extents):
+        raise fields.wrong("placements")
+    return Mesh(nodes, tuple(extents), placements)
 
 
 def _blobs_json(blobs: Sequence[BlobRow], words: _Numbers) -> Json:
