@@ -43,17 +43,20 @@ def test_replicas_share_the_writing():
     """Replicas of a large box write equal rows of it; small leaves go to different replicas."""
     mesh = Mesh(tuple(range(8)), (4, 2), (Replicated(), Sharded(1)))
     assert mesh.stored_by(5, "w", (1024, 512), 4) == (((512, 768), (256, 512)),)
-    owners = {mesh.stored_by(rank, f"w{n}", (4, 4), 4) != () and rank for n in range(50) for rank in range(8)}
-    assert owners - {False} == set(range(8)) - {0} | {0} - {False} or len(owners) == 8
+    owners = {
+        rank for n in range(50) for rank in range(8) if mesh.stored_by(rank, f"w{n}", (4, 4), 4)
+    }
+    assert owners == set(range(8))
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_any_mesh_reads_what_any_mesh_wrote(seed, monkeypatch):
     """500 random pairs of meshes, plain tensors among them, reload bit for bit, in any memory for slabs."""
     rng = random.Random(seed)
-    monkeypatch.setattr(scatter, "SLAB_BYTES", rng.choice([64, 4096, 16 << 20]))
+    large = seed % 2 == 0
+    monkeypatch.setattr(scatter, "SLAB_BYTES", (1 << 20) if large else 64)
     for _ in range(5):
-        shapes = {f"m.{n}": random_shape(rng) for n in range(10)}
+        shapes = {f"m.{n}": random_shape(rng, large=large) for n in range(10)}
         wholes = {
             name: torch.randint(0, 1 << 30, shape).to(rng.choice(DTYPES)) for name, shape in shapes.items()
         }

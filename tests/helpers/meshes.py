@@ -49,9 +49,9 @@ def _placement(rng: random.Random, dims: int) -> Placement:
     return Sharded(rng.randrange(dims), rng.choice([1, 1, 1, 2, 3]))
 
 
-def random_shape(rng: random.Random) -> tuple[int, ...]:
-    """From 0 to 3 dimensions; uneven ones, empty ones, and some of more than a block."""
-    if rng.random() < 0.05:
+def random_shape(rng: random.Random, *, large: bool = False) -> tuple[int, ...]:
+    """From 0 to 3 dimensions; uneven ones, empty ones, and if `large` some of more than a block."""
+    if large and rng.random() < 0.05:
         return (rng.choice([700, 1031]), rng.choice([1024, 999]))
     return tuple(rng.choice([0, 1, 2, 3, 5, 7, 8, 12]) for _ in range(rng.randint(0, 3)))
 
