@@ -43,9 +43,7 @@ def test_replicas_share_the_writing():
     """Replicas of a large box write equal rows of it; small leaves go to different replicas."""
     mesh = Mesh(tuple(range(8)), (4, 2), (Replicated(), Sharded(1)))
     assert mesh.stored_by(5, "w", (1024, 512), 4) == (((512, 768), (256, 512)),)
-    owners = {
-        rank for n in range(50) for rank in range(8) if mesh.stored_by(rank, f"w{n}", (4, 4), 4)
-    }
+    owners = {rank for n in range(50) for rank in range(8) if mesh.stored_by(rank, f"w{n}", (4, 4), 4)}
     assert owners == set(range(8))
 
 
