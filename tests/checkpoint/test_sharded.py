@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,13 +14,15 @@ from meshes import Saved, load, local_part, random_mesh, random_shape, target
 
 from torchrelay.checkpoint.disk import boxes
 from torchrelay.checkpoint.disk.boxes import Replicated, Sharded
+from torchrelay.checkpoint.disk.manifest import Manifest
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.planning.assignments import NodeClass
 from torchrelay.checkpoint.planning.plan import plan_classes
 from torchrelay.checkpoint.reading import scatter
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
-from torchrelay.errors import DamagedError, SaveFailedError
+from torchrelay.errors import DamagedError, FormatError, SaveFailedError
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 DTYPES = [torch.float32, torch.bfloat16, torch.complex128, torch.bool, torch.int64]
 
 
@@ -126,3 +130,38 @@ def test_a_mesh_must_be_complete():
     one, other = spec(Mesh((0, 1), (2,), (Sharded(0),))), spec(Mesh((0, 1), (2,), (Sharded(1),)))
     with pytest.raises(SaveFailedError, match=r"'m.w' is sharded over ranks \[0, 1\], but rank 1"):
         plan_classes([NodeClass((0,), (one,)), NodeClass((1,), (other,))])
+
+
+def test_the_frozen_boxes_and_manifest_are_still_written(monkeypatch):
+    """Today's rule gives the committed boxes, today's writer the committed manifest, and readers read it."""
+    monkeypatch.syspath_prepend(str(GOLDEN))
+    import make_mesh
+
+    assert make_mesh.box_rows() == json.loads((GOLDEN / "stored_boxes.json").read_text())
+    data = (GOLDEN / "manifest_mesh_v1.json").read_bytes()
+    assert make_mesh.manifest().encode() == data
+    assert Manifest.decode(data).encode() == data
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error"),
+    [
+        ("rule", 2, FormatError),
+        ("mesh", [2, 3], DamagedError),
+        ("mesh", [2, 0], DamagedError),
+        ("mesh", ["2", 2], DamagedError),
+        ("placements", [[0, 2]], DamagedError),
+        ("placements", [[2, 1], [0, 1]], DamagedError),
+        ("placements", [[-1, 1], [0, 1]], DamagedError),
+        ("placements", [[0, 0], [0, 1]], DamagedError),
+        ("placements", [[0, 1 << 40], [0, 1]], DamagedError),
+        ("placements", [[0, 1, 1], [0, 1]], DamagedError),
+        ("placements", None, DamagedError),
+    ],
+)
+def test_meshes_that_no_writer_wrote_are_refused(key, value, error):
+    """An unknown rule is another version; what does not fit is damage, and costs nothing to find."""
+    raw = json.loads((GOLDEN / "manifest_mesh_v1.json").read_bytes())
+    raw["layouts"][0][key] = value
+    with pytest.raises(error):
+        Manifest.decode(json.dumps(raw).encode())
