@@ -13,7 +13,7 @@ from torchrelay.checkpoint.disk.layouts import Cut, Layout, PerNode, Split
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest, World
 from torchrelay.checkpoint.disk.mesh import MAX_SPLIT_FACTOR, Mesh
 from torchrelay.checkpoint.disk.names import GROUP, NODE, check_try
-from torchrelay.checkpoint.disk.parts import parts_of
+from torchrelay.checkpoint.disk.parts import alike, parts_of
 from torchrelay.checkpoint.position import MAX_EPOCH
 from torchrelay.errors import DamagedError
 
@@ -200,19 +200,20 @@ def _check_shards(manifest: Manifest, demand: Demand) -> None:
 
 def _check_presence(manifest: Manifest, demand: Demand) -> None:
     """Everything that must be stored has a file to be in."""
-    seen: set[tuple[int, int, str]] = set()
+    seen: set[tuple[object, ...]] = set()
     for row, leaf in enumerate(manifest.leaves):
         if leaf.alias_of is not None or row in manifest.values:
             continue
         layout = manifest.layouts[leaf.layout]
-        whole = not layout.split
-        if whole and (leaf.layout, leaf.source, leaf.group) in seen:
+        form = alike(layout, leaf)
+        place = (leaf.layout, leaf.source, leaf.group, form)
+        if place in seen:
             continue
         for node, _ in parts_of(layout, row, leaf):
             there = (leaf.source, node, leaf.group) in manifest.files
             demand(there, f"the shard of node {node} that holds {leaf.name} is missing")
-        if whole:
-            seen.add((leaf.layout, leaf.source, leaf.group))
+        if form is not None:
+            seen.add(place)
 
 
 def _within(numbers: Iterable[int], limit: int) -> bool:

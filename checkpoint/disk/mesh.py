@@ -86,6 +86,10 @@ class Mesh:
             for box in self.stored_by(node, name, shape, item_bytes):
                 yield node, box
 
+    def alike(self, name: str, shape: Sequence[int], item_bytes: int) -> tuple[object, ...]:
+        """Equal for leaves that the same nodes store in the same boxes."""
+        return (tuple(shape), item_bytes, _owner(name, self.replicas) if self.replicas > 1 else 0)
+
     def _share(self, box: Bounds, replica: int, name: str, item_bytes: int) -> Bounds | None:
         if self.replicas == 1:
             return box

@@ -33,6 +33,13 @@ def parts_held(layout: Layout, node: int, row: int, leaf: LeafRow) -> tuple[Key,
     return () if piece is None else (_piece_key(leaf, piece),)
 
 
+def alike(layout: Layout, leaf: LeafRow) -> tuple[object, ...] | None:
+    """Equal for leaves of one layout that lie in the same files; None where every leaf differs."""
+    if isinstance(layout, Mesh):
+        return layout.alike(leaf.name, leaf.shape, leaf.item_bytes)
+    return None if layout.split else ()
+
+
 def box_key(name: str, shape: tuple[int, ...], box: Bounds) -> Key:
     """The key of a box: the name alone when it is all of the leaf."""
     return Whole(name) if box == whole(shape) else Box(name, box)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest, ShardRow
 from torchrelay.checkpoint.disk.names import format_key
-from torchrelay.checkpoint.disk.parts import parts_held, parts_of
+from torchrelay.checkpoint.disk.parts import alike, parts_held, parts_of
 from torchrelay.checkpoint.disk.paths import position_of, shard_path
 from torchrelay.checkpoint.disk.shard import ShardIdentity
 from torchrelay.checkpoint.disk.shard_reader import ShardExpectation, ShardHeader, read_header
@@ -122,14 +122,15 @@ class ShardSet:
 def holders_of(manifest: Manifest, rows: Sequence[int]) -> Iterator[Holder]:
     """Whose files hold the bytes of leaf rows, each once; rows of values in the manifest need none."""
     seen: set[Holder] = set()
-    layouts: set[tuple[int, int, str]] = set()
+    layouts: set[tuple[object, ...]] = set()
     for row in rows:
         leaf = manifest.leaves[row]
         layout = manifest.layouts[leaf.layout]
-        place = (leaf.layout, leaf.source, leaf.group)
+        form = alike(layout, leaf)
+        place = (leaf.layout, leaf.source, leaf.group, form)
         if leaf.alias_of is not None or row in manifest.values or place in layouts:
             continue
-        if not layout.split:
+        if form is not None:
             layouts.add(place)
         for node, _ in parts_of(layout, row, leaf):
             holder = (leaf.source, node, leaf.group)

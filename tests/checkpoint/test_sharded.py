@@ -19,7 +19,8 @@ from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.planning.assignments import NodeClass
 from torchrelay.checkpoint.planning.plan import plan_classes
 from torchrelay.checkpoint.reading import scatter
-from torchrelay.checkpoint.state.leaf import LeafSpec, Role
+from torchrelay.checkpoint.replicas import shared_parts
+from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role
 from torchrelay.errors import DamagedError, FormatError, SaveFailedError
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -165,3 +166,17 @@ def test_meshes_that_no_writer_wrote_are_refused(key, value, error):
     raw["layouts"][0][key] = value
     with pytest.raises(error):
         Manifest.decode(json.dumps(raw).encode())
+
+
+def test_replicas_of_a_box_are_compared_and_named_by_it():
+    """Places that hold the same box have a leaf of the same name to compare; lone boxes have none."""
+    mesh = Mesh((0, 1, 2, 3), (2, 2), (Replicated(), Sharded(0)))
+    whole = torch.arange(64.0).reshape(8, 8)
+    seen = []
+    for node in range(4):
+        leaf = Leaf("m.w", "m", Role.PARAMETER, "main", local_part(whole, mesh, node))
+        (part,) = shared_parts({"m.w": leaf}, [spec(mesh)], node)
+        seen.append((part.name, part.content[0, 0].item()))
+    assert seen == [("m.w [0:4,0:8]", 0.0), ("m.w [4:8,0:8]", 32.0)] * 2
+    alone = Mesh((0, 1), (2,), (Sharded(0),))
+    assert shared_parts({"m.w": leaf}, [spec(alone)], 1) == []
