@@ -58,6 +58,11 @@ def _entries(leaves: Sequence[Leaf]) -> list[ShardEntry]:
     for leaf in leaves:
         if not isinstance(leaf.content, Value) and leaf.alias_of is None:
             spec = spec_of(leaf)
+            if spec.sharding is not None:
+                raise BlobError(
+                    f"{leaf.name} is a sharded tensor (DTensor), and one process writes the file: give "
+                    "full_tensor() of it, or ctx.full_state_dict(module)"
+                )
             found.append(ShardEntry(Whole(leaf.name), str(spec.dtype), spec.shape, leaf.content))
     return found
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from torchrelay.checkpoint.disk.windows import place_of
 from torchrelay.checkpoint.members import RNG_BLOB, Member, scopes_of
 from torchrelay.checkpoint.planning.assignments import Assignment
+from torchrelay.checkpoint.state.dtensors import local_of
 from torchrelay.checkpoint.state.flatten import leaves_of
-from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, LeafSpec, Role, spec_of
+from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, LeafSpec, Role, Value, spec_of
 from torchrelay.errors import SaveFailedError
 from torchrelay.jobs.places import NodePlace
 from torchrelay.jobs.random_streams import RandomStreams
@@ -34,10 +36,13 @@ class NodeState:
         return self.place.rank
 
     def piece(self, assignment: Assignment) -> torch.Tensor | memoryview:
-        """What this node writes of a tensor: all of it, or a range of its elements, flat."""
-        tensor = self.leaves[assignment.leaf.name].content
+        """What this node writes of a tensor: all of it, a flat range of elements, or a box of its shard."""
+        spec, tensor = assignment.leaf, self.leaves[assignment.leaf.name].content
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{assignment.leaf.name} is a value")
+            raise TypeError(f"{spec.name} is a value")
+        if assignment.box is not None and spec.sharding is not None:
+            place = place_of(spec.sharding.local_intervals(spec.shape, self.rank), assignment.box)
+            return local_of(tensor)[tuple(slice(*side) for side in place)]
         return tensor if assignment.whole else tensor.reshape(-1)[assignment.first : assignment.last]
 
 
@@ -58,12 +63,31 @@ def capture(
         )
     objects = {name: workspace[name] for name in members}
     leaves = [*leaves_of(objects), *random_leaves(session.streams(place.name))]
+    specs = tuple(spec_of(leaf) for leaf in leaves)
+    for leaf, spec in zip(leaves, specs, strict=True):
+        _check_local(leaf, spec, place)
     return NodeState(
         replace(place, name=stored_name),
         {leaf.name: leaf for leaf in leaves},
-        tuple(spec_of(leaf) for leaf in leaves),
+        specs,
         scopes_of(leaves, members, objects, demoted),
         objects,
+    )
+
+
+def _check_local(leaf: Leaf, spec: LeafSpec, place: NodePlace) -> None:
+    """Every rank computes from placements alone what the others have: it must be so."""
+    if spec.sharding is None or isinstance(leaf.content, Value):
+        return
+    expected = spec.sharding.local_shape(spec.shape, place.rank)
+    local = local_of(leaf.content)
+    if tuple(local.shape) == expected or (expected is None and local.numel() == 0):
+        return
+    wanted = "none, for it is not in the mesh" if expected is None else f"{list(expected)}"
+    raise SaveFailedError(
+        f"the local part of {leaf.name!r} on rank {place.rank} has shape {list(local.shape)}; by its "
+        f"placements it has {wanted}: make the tensor with distribute_tensor or fully_shard, on a mesh of "
+        "the job's ranks"
     )
 
 

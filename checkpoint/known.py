@@ -14,7 +14,10 @@ from torchrelay.checkpoint.disk import dtypes
 from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, block_count, block_digests
 from torchrelay.checkpoint.disk.layouts import Piece
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
-from torchrelay.checkpoint.reading.shard_set import Holder, ShardSet, key_of
+from torchrelay.checkpoint.disk.mesh import Mesh
+from torchrelay.checkpoint.disk.names import format_key
+from torchrelay.checkpoint.disk.parts import piece_key
+from torchrelay.checkpoint.reading.shard_set import Holder, ShardSet
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import RelayError
 
@@ -77,6 +80,8 @@ def _pieces_of(manifest: Manifest, nodes: Iterable[int]) -> Iterator[tuple[LeafR
     for row, leaf in enumerate(manifest.leaves):
         if leaf.kind == "tensor" and leaf.alias_of is None and leaf.role != "rng":
             layout = manifest.layouts[leaf.layout]
+            if isinstance(layout, Mesh):  # shards are never referenced
+                continue
             for number in numbers:
                 piece = layout.held_by(number, row, leaf.elements)
                 if piece is not None:
@@ -101,7 +106,7 @@ class _Headers:
         except (RelayError, OSError):
             self._broken.add(holder)
             return None
-        key = key_of(leaf, piece)
+        key = format_key(piece_key(leaf, piece))
         for header, row in zip(files.headers, self._manifest.files[holder], strict=True):
             if key in header.entries:
                 return bytes(header.entries[key].digests), header.path, row.nbytes

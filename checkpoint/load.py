@@ -11,6 +11,7 @@ from typing import Any
 
 from torchrelay.checkpoint.disk.dtypes import memory_of
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
+from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.members import RNG_BLOB, Member
 from torchrelay.checkpoint.reading.leaf_reader import LeafRead, LeafReader
@@ -92,7 +93,7 @@ def _prepare(job: LoadJob, reader: LeafReader, place: NodePlace) -> _NodeLoad:
         # Names that nobody registered are made anew: their tensors may have another shape by now.
         objects = {name: entry.value for name, entry in entries.items() if entry.blob is not None}
         objects = {name: objects[name] for name in objects if name in members and name not in assigned.kept}
-        specs = {name: spec_of_row(row) for name, row in assigned.rows.items()}
+        specs = {name: spec_of_row(row, job.manifest) for name, row in assigned.rows.items()}
         found = restoration(objects, specs, assigned.values, kept=assigned.kept)
     return _NodeLoad(place, stored, assigned, found, clock)
 
@@ -103,7 +104,7 @@ def _read_all(job: LoadJob, reader: LeafReader, loads: Sequence[_NodeLoad]) -> N
         for load in loads:
             with load.clock.spent("read"):
                 reads = [
-                    LeafRead(read.leaf, memory_of(read.memory()), node_of(job, load.stored))
+                    LeafRead(read.leaf, memory_of(read.memory()), node_of(job, load.stored), read.target)
                     for read in load.restoration.reads
                 ]
                 changed = changed or bool(reads)
@@ -154,9 +155,10 @@ def _times(job: LoadJob, load: _NodeLoad) -> dict[str, Any]:
     return {"node": load.stored, "path": path, "bytes": load.bytes, "secs": load.clock.secs}
 
 
-def spec_of_row(row: LeafRow) -> LeafSpec:
+def spec_of_row(row: LeafRow, manifest: Manifest) -> LeafSpec:
     """A stored leaf as planning and checks know it."""
+    layout = manifest.layouts[row.layout]
     return LeafSpec(
         row.name, row.blob, Role(row.role), row.group, "tensor" if row.kind == "tensor" else "value",
-        row.dtype, row.shape, row.nbytes, row.alias_of,
+        row.dtype, row.shape, row.nbytes, row.alias_of, layout if isinstance(layout, Mesh) else None,
     )  # fmt: skip

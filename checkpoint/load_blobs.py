@@ -118,7 +118,7 @@ def _plan(
     for leaf in leaves:
         row = find_row(reader.manifest, leaf, node)
         holder_of(reader.manifest, row, node)
-        specs[leaf] = spec_of_row(reader.manifest.leaves[row])
+        specs[leaf] = spec_of_row(reader.manifest.leaves[row], reader.manifest)
         if specs[leaf].kind == "value":
             values[leaf] = reader.value_json(leaf, node)
     owner = next(iter(specs.values())).blob
@@ -135,7 +135,7 @@ def _open_files(reader: LeafReader, plan: Wanted) -> None:
 
 def _read(reader: LeafReader, plans: Sequence[Wanted]) -> None:
     reads = [
-        LeafRead(read.leaf, memory_of(read.memory()), plan.node)
+        LeafRead(read.leaf, memory_of(read.memory()), plan.node, read.target)
         for plan in plans
         for read in plan.restoration.reads
     ]

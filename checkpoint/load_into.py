@@ -148,7 +148,7 @@ class FileSource:
         self.file.fill((stored[read.leaf], fresh) for read, fresh in staged)
         with torch.no_grad():
             for read, fresh in staged:
-                read.memory().copy_(fresh)
+                _put(read, fresh)
         plan.finish()
         loaded = tuple(name for name in specs if name not in plan.unexpected)
         return LoadResult(loaded, plan.missing, plan.unexpected, sum(read.spec.nbytes for read in plan.reads))
@@ -182,4 +182,15 @@ def _blob_of(name: str, objects: Mapping[str, Any]) -> str | None:
 
 def _beside(read: Read) -> torch.Tensor:
     """Where to read first: live memory is written once everything has come."""
+    if read.target is not None:
+        return Read(read.leaf, read.spec).memory()
     return read.memory() if read.destination is None else torch.empty_like(read.destination)
+
+
+def _put(read: Read, whole: torch.Tensor) -> None:
+    if read.target is None:
+        read.memory().copy_(whole)
+        return
+    for window in read.target.windows:
+        part = whole[tuple(slice(*side) for side in window.box)]
+        read.memory()[tuple(slice(*side) for side in window.place)].copy_(part)

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from torchrelay.checkpoint.state.leaf import Leaf, Role
+from torchrelay.checkpoint.state.dtensors import is_sharded
+from torchrelay.checkpoint.state.leaf import Leaf, Role, Value
 from torchrelay.jobs.blobs import Reshard, Scope
 from torchrelay.jobs.names import RANDOM_STATES, check_blob_names
 from torchrelay.jobs.workspace import Entry, Origin, Workspace
@@ -69,6 +70,8 @@ def scopes_of(
 def _scope(leaf: Leaf, member: Member | None, value: Any, demoted: set[str]) -> str:
     if member is None or leaf.role is Role.RNG:
         return Scope.RANK.value
+    if not isinstance(leaf.content, Value) and is_sharded(leaf.content):
+        return Scope.SHARDED.value  # whatever was said of its blob: a part is no value of its own
     if member.scope is not None:
         return member.scope.value
     if leaf.name in demoted or member.placed or is_foreign_loader(value):

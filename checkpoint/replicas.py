@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchrelay.checkpoint.boundary import NodeState
+from torchrelay.checkpoint.disk.boxes import describe
 from torchrelay.checkpoint.planning.compare import (
     compare_replicas,
     digests_of,
@@ -17,7 +19,8 @@ from torchrelay.checkpoint.planning.compare import (
     mode_at,
 )
 from torchrelay.checkpoint.save import SaveJob
-from torchrelay.checkpoint.state.leaf import Leaf, Role
+from torchrelay.checkpoint.state.dtensors import local_of
+from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value
 from torchrelay.errors import SaveFailedError
 from torchrelay.jobs.data_parallel import wraps
 
@@ -38,16 +41,21 @@ class ReplicaCheck:
         if len(job.places) == 1:
             return frozenset()
         mode = mode_at(job.position.epoch, first=self._first)
+        shards = {state.rank: shared_parts(state.leaves, state.specs, state.rank) for state in job.states}
         strict = {
             leaf.name
             for state in job.states
             for leaf in state.leaves.values()
             if fails_when_different(leaf, forced)
         }
+        strict.update(leaf.name for parts in shards.values() for leaf in parts)
         verdict = compare_replicas(
             job.peers,
             "save: replicas",
-            lambda: {state.rank: digests_of(self._compared(state), mode) for state in job.states},
+            lambda: {
+                state.rank: digests_of([*self._compared(state), *shards[state.rank]], mode)
+                for state in job.states
+            },
             strict,
         )
         if verdict.failures:
@@ -73,6 +81,20 @@ class ReplicaCheck:
             wrapper = module if isinstance(module, DistributedDataParallel) else wraps(module)
             self._broadcasts[id(module)] = wrapper is not None and bool(wrapper.broadcast_buffers)
         return self._broadcasts[id(module)]
+
+
+def shared_parts(leaves: Mapping[str, Leaf], specs: Sequence[LeafSpec], node: int) -> list[Leaf]:
+    """A node's parts of sharded leaves that other places of the mesh hold too, named by their first box."""
+    found = []
+    for spec in specs:
+        mesh, leaf = spec.sharding, leaves[spec.name]
+        if mesh is None or mesh.replicas == 1 or node not in mesh.place or isinstance(leaf.content, Value):
+            continue
+        first = tuple(side[0] for side in mesh.local_intervals(spec.shape, node) if side)
+        if spec.alias_of is None and len(first) == len(spec.shape):
+            name = f"{spec.name} {describe(first)}"
+            found.append(replace(leaf, name=name, content=local_of(leaf.content)))
+    return found
 
 
 def _told(job: SaveJob, failures: Mapping[str, tuple[int, ...]]) -> str:

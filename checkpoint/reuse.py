@@ -175,6 +175,8 @@ class Reuse:
 
     def digests(self, rank: int, assignment: Assignment) -> bytes | None:
         """The digests of what a node writes, where they are known already."""
+        if assignment.box is not None:
+            return None
         return self._current.hashed.get((rank, assignment.leaf.name, assignment.first, assignment.last))
 
     def wrote(self, rank: int, assignments: Sequence[Assignment], report: ShardReport) -> None:
@@ -182,7 +184,7 @@ class Reuse:
         by_key = {format_key(one.key): one for one in assignments}
         for key, digests in zip(report.keys, report.digests, strict=True):
             one = by_key[key]
-            if one.leaf.role.value != "rng":
+            if one.leaf.role.value != "rng" and one.box is None:
                 self._current.written.append(
                     KnownPiece(rank, one.leaf.name, one.first, one.last, digests, report.path, report.bytes)
                 )

@@ -13,6 +13,7 @@ from typing import Any
 
 from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.disk import canonical
+from torchrelay.checkpoint.disk.mesh import Mesh, placements_json, placements_of
 from torchrelay.checkpoint.planning.assignments import NodeClass, identity
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.errors import SaveFailedError
@@ -72,13 +73,33 @@ def _digest(specs: Sequence[LeafSpec], scopes: Mapping[str, str]) -> str:
 
 def _to_json(digest: str, described: Described) -> dict[str, Any]:
     specs, scopes = described
-    rows = [{**asdict(spec), "role": spec.role.value, "shape": list(spec.shape)} for spec in specs]
+    rows = [
+        {**asdict(spec), "role": spec.role.value, "shape": list(spec.shape), "sharding": _mesh_json(spec)}
+        for spec in specs
+    ]
     return {"digest": digest, "specs": rows, "scopes": dict(scopes)}
+
+
+def _mesh_json(spec: LeafSpec) -> Any:
+    mesh = spec.sharding
+    return mesh and [list(mesh.nodes), list(mesh.extents), placements_json(mesh.placements)]
+
+
+def _mesh(json: Any) -> Mesh | None:
+    return json and Mesh(tuple(json[0]), tuple(json[1]), placements_of(json[2]) or ())
 
 
 def _from_json(one: Mapping[str, Any]) -> Described:
     specs = tuple(
-        LeafSpec(**{**row, "role": Role(row["role"]), "shape": tuple(row["shape"])}) for row in one["specs"]
+        LeafSpec(
+            **{
+                **row,
+                "role": Role(row["role"]),
+                "shape": tuple(row["shape"]),
+                "sharding": _mesh(row["sharding"]),
+            }
+        )
+        for row in one["specs"]
     )
     return specs, one["scopes"]
 

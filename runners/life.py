@@ -19,7 +19,6 @@ from torchrelay.checkpoint.manager_base import Manager
 from torchrelay.checkpoint.position import Position
 from torchrelay.errors import (
     PartiallyLoadedError,
-    SaveFailedError,
     StorageError,
     UsageError,
     exit_code_of,
@@ -119,7 +118,8 @@ class Life:
         if not verdict.stop:
             verdict = self._loop(verdict)
             self.saver.settle(self.session)
-            self._secure_last_epoch(verdict)
+            if self.run_directory is not None:
+                self.saver.secure(self.session, Position(self.state.epoch), self._facts(verdict))
         run_tail(self)
         return self._finish(verdict)
 
@@ -325,20 +325,6 @@ class Life:
             saved = self._save(epoch, verdict)
             self.journal.epoch_done(self.state, metrics, saved, verdict)
         return verdict
-
-    def _secure_last_epoch(self, verdict: Verdict) -> None:
-        """A run directory whose last epoch is not saved is not finished: try once more, then say so."""
-        epoch = self.state.epoch
-        if self.run_directory is None or self.saver.newest_saved == epoch:
-            return
-        self._save(epoch, verdict)
-        self.saver.settle(self.session)
-        if self.saver.newest_saved == epoch:
-            return
-        raise SaveFailedError(
-            f"the epochs are over, but the last one, epoch {epoch}, could not be saved (see the warnings): "
-            "mend the cause and start again, the run goes on from its newest saved epoch"
-        )
 
     def _save(self, epoch: int, verdict: Verdict) -> bool | None:
         if self.manager is None:

@@ -67,6 +67,18 @@ class Saver:
             else:
                 self._saved(session, self.manager, outcome.position)
 
+    def secure(self, session: SessionBase, last: Position, facts: Facts) -> None:
+        """A run directory whose last epoch is not saved is not finished: try once more, then say so."""
+        if self.newest_saved == last.epoch:
+            return
+        self.save(session, last, facts)
+        self.settle(session)
+        if self.newest_saved != last.epoch:
+            raise SaveFailedError(
+                f"the epochs are over, but the last one, epoch {last}, could not be saved (see the warnings): "
+                "mend the cause and start again, the run goes on from its newest saved epoch"
+            )
+
     def drain(self, session: SessionBase) -> None:
         """Wait for the save in flight after a failure of the run: without the others, and it only warns."""
         if self.manager is None:

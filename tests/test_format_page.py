@@ -16,6 +16,7 @@ from torchrelay.checkpoint.disk import (
     manifest,
     manifest_check,
     manifest_disk,
+    mesh,
     runs,
     sealed,
     shard,
@@ -122,8 +123,10 @@ def test_manifest_tables() -> None:
         assert set(frozen[table]) <= set(code(told[table])), table
     assert set(frozen["facts"]) <= set(code(told["facts"]))
     assert {one.name for one in fields(Facts)} - {"run_id"} | {"run"} == set(frozen["facts"])
-    kinds = {code(row[0])[0] for row in rows("Manifest", 1)}
-    assert kinds == {layout["kind"] for layout in frozen["layouts"]}
+    kinds = {code(row[0])[0]: code(row[1]) for row in rows("Manifest", 1)}
+    meshes = json.loads((GOLDEN / "manifest_mesh_v1.json").read_bytes())["layouts"]
+    assert set(kinds) == {layout["kind"] for layout in [*frozen["layouts"], *meshes]}
+    assert {"kind", *kinds["mesh"]} == set(meshes[0])
 
 
 def test_roles_and_scopes() -> None:
@@ -183,6 +186,9 @@ def test_names_of_files() -> None:
         ("64 GiB of data and 50,000,000 bytes of header",
          shard_parts.ShardLimits(64 << 30, 50_000_000) == shard_parts.DEFAULT_LIMITS),
         ("above 100,000,000 bytes", shard_header.LENGTH_LIMIT == 100_000_000),
+        ("multiply to more than 65536", mesh.MAX_SPLIT_FACTOR == 65536),
+        ("box of at least 1 MiB", mesh.SPLIT_BYTES == MIB),
+        ("**Rule 1**", mesh.RULE == 1),
         ("of at most 64 MiB", manifest_disk.LIMIT_BYTES == 64 * MIB),
         ("a file of at most\n16 MiB", sealed.LIMIT_BYTES == 16 * MIB),
         ("| base file | 256 MiB |", record.BASE_LIMIT_BYTES == 256 * MIB),

@@ -16,6 +16,7 @@ from torchrelay.checkpoint.asynchronous.late import Find, late_leaves
 from torchrelay.checkpoint.asynchronous.samples import SAMPLE_BYTES, Verify, digest
 from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.disk.dtypes import memory_of
+from torchrelay.checkpoint.disk.names import format_key
 from torchrelay.checkpoint.planning.assignments import Assignment, Plan
 from torchrelay.errors import SaveFailedError
 
@@ -25,10 +26,11 @@ class StagedState(NodeState):
     """A node whose pieces lie in staging memory, from where they are written."""
 
     staged: Mapping[str, memoryview] = field(default_factory=dict)
+    """By the key under which a shard holds the piece."""
 
     def piece(self, assignment: Assignment) -> torch.Tensor | memoryview:
         """The staged copy of what this node writes of a leaf."""
-        staged = self.staged.get(assignment.leaf.name)
+        staged = self.staged.get(format_key(assignment.key))
         return super().piece(assignment) if staged is None else staged
 
 
@@ -152,7 +154,7 @@ def stage(
         views: dict[str, memoryview] = {}
         for one in part:
             find = late.get(one.leaf.name) if one.leaf.blob not in blocking else None
-            views[one.leaf.name] = _stage_one(copies, state, one, arena.take(one.nbytes), find)
+            views[format_key(one.key)] = _stage_one(copies, state, one, arena.take(one.nbytes), find)
         staged.append(_staged(state, views))
     return copies, tuple(staged)
 

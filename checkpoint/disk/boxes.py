@@ -111,6 +111,12 @@ def whole(shape: Sequence[int]) -> Bounds:
     return tuple((0, size) for size in shape)
 
 
+def intersect(one: Bounds, other: Bounds) -> Bounds | None:
+    """What two boxes share; None if that is nothing."""
+    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return shared if all(start < stop for start, stop in shared) else None
+
+
 def runs(outer: Bounds, inner: Bounds) -> Iterator[Interval]:
     """Where `inner`, a box within `outer`, lies in the row-major elements of `outer`.
 
@@ -137,6 +143,26 @@ def _contiguous_from(outer: Bounds, inner: Bounds) -> int:
         if inner[split] != outer[split]:
             return split
     return split
+
+
+def range_boxes(shape: Sequence[int], first: int, last: int) -> Iterator[Bounds]:
+    """The boxes, in order, that elements [first, last) of a tensor in row-major order consist of."""
+    if first >= last:
+        return
+    if not shape:
+        yield ()
+        return
+    row = math.prod(shape[1:])
+    (start, head), (stop, tail) = divmod(first, row), divmod(last, row)
+    if start == stop:
+        yield from (((start, start + 1), *box) for box in range_boxes(shape[1:], head, tail))
+        return
+    if head:
+        yield from (((start, start + 1), *box) for box in range_boxes(shape[1:], head, row))
+        start += 1
+    if start < stop:
+        yield ((start, stop), *whole(shape[1:]))
+    yield from (((stop, stop + 1), *box) for box in range_boxes(shape[1:], 0, tail))
 
 
 def uncovered(shape: Sequence[int], boxes: Sequence[Bounds]) -> str | None:

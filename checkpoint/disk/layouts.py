@@ -3,10 +3,11 @@
     Split      one byte string of leaves, alike on all its nodes, cut between them
     Replicated alike on all its nodes, written whole by the first
     PerNode    a value of its own on every node
+    Mesh       sharded over a grid of nodes (`mesh`)
 
 On disk `Split` and `Replicated` have kind `replicated` (with and without cut points), `PerNode` has
-kind `node`. The kinds `mesh` and `boxes` are reserved for sharded tensors. Cut points are stored, so
-reading needs no planning code. Nodes are indexes into the manifest's node table, leaves are row numbers.
+kind `node`, `Mesh` kind `mesh`. The kind `boxes` is reserved. Cut points are stored, so reading needs
+no planning code. Nodes are indexes into the manifest's node table, leaves are row numbers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+
+from torchrelay.checkpoint.disk.mesh import Mesh
 
 
 @dataclass(frozen=True, order=True)
@@ -140,4 +143,4 @@ class Split:
         return Piece(self.nodes[share], first, last)
 
 
-Layout = Replicated | PerNode | Split
+Layout = Replicated | PerNode | Split | Mesh

@@ -14,6 +14,7 @@ from math import prod
 from typing import Any
 
 from torchrelay.checkpoint.disk.layouts import Layout, Split
+from torchrelay.checkpoint.disk.parts import parts_held
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.position import Position
 
@@ -176,7 +177,7 @@ class Manifest:
             layout = self.layouts[number]
             near = rows & set(layout.items_of(node)) if isinstance(layout, Split) else rows
             for row in sorted(near):
-                if layout.held_by(node, row, self.leaves[row].elements) is not None:
+                if parts_held(layout, node, row, self.leaves[row]):
                     yield row
 
     @cached_property

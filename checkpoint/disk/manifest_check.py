@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 from torchrelay.checkpoint.disk import dtypes
+from torchrelay.checkpoint.disk.boxes import Sharded
 from torchrelay.checkpoint.disk.layouts import Cut, Layout, PerNode, Split
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest, World
+from torchrelay.checkpoint.disk.mesh import MAX_SPLIT_FACTOR, Mesh
 from torchrelay.checkpoint.disk.names import GROUP, NODE, check_try
+from torchrelay.checkpoint.disk.parts import alike, parts_of
 from torchrelay.checkpoint.position import MAX_EPOCH
 from torchrelay.errors import DamagedError
 
@@ -18,6 +22,7 @@ SCOPES = ("replicated", "sharded", "rank", "host")
 LARGEST = 2**53 - 1
 """Sizes above are not canonical JSON; no product of a shape may pass it either."""
 _MAX_NAME = 4096
+_MAX_MESH_DIMS = 32
 _MAX_HEADER_BYTES = 100_000_008
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -79,6 +84,8 @@ def _check_layout(manifest: Manifest, layout: Layout, number: int, demand: Deman
     nodes = layout.nodes
     demand(bool(nodes) and len(set(nodes)) == len(nodes), f"layout {number} has a node twice, or none")
     demand(_within(nodes, len(manifest.world.names)), f"layout {number} has nodes that are not there")
+    if isinstance(layout, Mesh):
+        _check_mesh(layout, number, demand)
     if not isinstance(layout, Split):
         return
     items, cuts = layout.items, layout.cuts
@@ -102,6 +109,19 @@ def _check_layout(manifest: Manifest, layout: Layout, number: int, demand: Deman
         demand(manifest.leaves[row].layout == number, f"{manifest.leaves[row].name} is split by two layouts")
 
 
+def _check_mesh(mesh: Mesh, number: int, demand: Demand) -> None:
+    demand(
+        len(mesh.extents) <= _MAX_MESH_DIMS
+        and math.prod(mesh.extents) == len(mesh.nodes)
+        and len(mesh.placements) == len(mesh.extents),
+        f"layout {number}: a mesh of {list(mesh.extents)} does not have {len(mesh.nodes)} nodes",
+    )
+    splits = [one for one in mesh.placements if isinstance(one, Sharded)]
+    possible = all(one.dim >= 0 and one.split_factor >= 1 for one in splits)
+    factor = math.prod(one.split_factor for one in splits)
+    demand(possible and factor <= MAX_SPLIT_FACTOR, f"layout {number} has impossible placements")
+
+
 def _check_leaf(manifest: Manifest, row: int, leaf: LeafRow, demand: Demand) -> None:
     name = leaf.name
     demand(_is_name(name), f"{name!r:.80} is no leaf name")
@@ -115,6 +135,10 @@ def _check_leaf(manifest: Manifest, row: int, leaf: LeafRow, demand: Demand) -> 
     demand(per_node == (leaf.scope in ("rank", "host")), f"{name} of scope {leaf.scope} has another layout")
     if isinstance(layout, Split):
         demand(row in layout.index and leaf.kind == "tensor", f"{name} is not among the leaves of its layout")
+    if isinstance(layout, Mesh):
+        fits = leaf.kind == "tensor" and leaf.scope == "sharded"
+        dims = [one.dim for one in layout.placements if isinstance(one, Sharded)]
+        demand(fits and max(dims, default=-1) < len(leaf.shape), f"{leaf.name} cannot be sharded so")
     if leaf.kind == "tensor":
         _check_size(leaf, demand)
     else:
@@ -176,19 +200,20 @@ def _check_shards(manifest: Manifest, demand: Demand) -> None:
 
 def _check_presence(manifest: Manifest, demand: Demand) -> None:
     """Everything that must be stored has a file to be in."""
-    seen: set[tuple[int, int, str]] = set()
+    seen: set[tuple[object, ...]] = set()
     for row, leaf in enumerate(manifest.leaves):
         if leaf.alias_of is not None or row in manifest.values:
             continue
         layout = manifest.layouts[leaf.layout]
-        whole = not isinstance(layout, Split)
-        if whole and (leaf.layout, leaf.source, leaf.group) in seen:
+        form = alike(layout, leaf)
+        place = (leaf.layout, leaf.source, leaf.group, form)
+        if place in seen:
             continue
-        for piece in layout.pieces(row, leaf.elements):
-            there = (leaf.source, piece.node, leaf.group) in manifest.files
-            demand(there, f"the shard of node {piece.node} that holds {leaf.name} is missing")
-        if whole:
-            seen.add((leaf.layout, leaf.source, leaf.group))
+        for node, _ in parts_of(layout, row, leaf):
+            there = (leaf.source, node, leaf.group) in manifest.files
+            demand(there, f"the shard of node {node} that holds {leaf.name} is missing")
+        if form is not None:
+            seen.add(place)
 
 
 def _within(numbers: Iterable[int], limit: int) -> bool:

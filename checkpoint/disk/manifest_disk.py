@@ -4,7 +4,8 @@
     world    {nodes, others, hosts, host_of}
     facts    {metrics, stop, total_steps, elapsed_secs, seed, run, over}
     classes  node sets, packed
-    layouts  {kind, class} and, where replicas are split, {items, cut_items, cut_elements}
+    layouts  {kind, class} and, where replicas are split, {items, cut_items, cut_elements},
+             of sharded leaves {mesh, placements, rule}
     blobs    {name, kind, scope}
     leaves   {name, blob, kind, role, dtype, shape, bytes, scope, group, layout, alias_of, try}
     shards   {node, group, part, bytes, header_bytes, try} and header_sha256: base64 of all, joined
@@ -22,7 +23,7 @@ from typing import Any, TypeVar
 
 from torchrelay.checkpoint.disk import canonical, values, version
 from torchrelay.checkpoint.disk.fields import Fields
-from torchrelay.checkpoint.disk.layouts import Cut, Layout, PerNode, Replicated, Split
+from torchrelay.checkpoint.disk.layouts_disk import layout_json, layout_of
 from torchrelay.checkpoint.disk.manifest import BlobRow, LeafRow, Manifest, ShardRow, World
 from torchrelay.checkpoint.disk.manifest_check import check
 from torchrelay.checkpoint.disk.paths import manifest_path
@@ -31,7 +32,7 @@ from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.storage import Storage
-from torchrelay.errors import DamagedError, FormatError
+from torchrelay.errors import DamagedError
 
 Json = Any
 T = TypeVar("T")
@@ -46,7 +47,7 @@ def encode(manifest: Manifest) -> bytes:
     """The bytes of `manifest.json`; raises DamagedError for a manifest that no reader would accept."""
     check(manifest, "the new manifest")
     words, classes = _Numbers(), _Numbers()
-    layouts = [_layout_json(layout, classes) for layout in manifest.layouts]
+    layouts = [layout_json(layout, classes.of(layout.nodes)) for layout in manifest.layouts]
     known = {
         "format": version.stamp(),
         "job": {"uuid": manifest.job_uuid, "name": manifest.job_name},
@@ -90,7 +91,7 @@ def decode(data: bytes, *, what: str = "manifest.json") -> Manifest:
         world=_world(fields.fields("world")),
         blobs=_blobs(_Columns(fields.fields("blobs"), words)),
         leaves=_leaves(_Columns(fields.fields("leaves"), words)),
-        layouts=fields.each("layouts", lambda one: _layout(one, classes)),
+        layouts=fields.each("layouts", lambda one: layout_of(one, classes)),
         shards=_shards(_Columns(fields.fields("shards"), words)),
         plan_hash=fields.text("plan"),
         values=_by_row(fields.items("values"), fields, "values"),
@@ -236,47 +237,6 @@ def _facts(fields: Fields) -> Facts:
         run_id=fields.optional("run", fields.text),
         over=fields.flag("over"),
     )
-
-
-def _layout_json(layout: Layout, classes: _Numbers) -> Json:
-    number = classes.of(layout.nodes)
-    if isinstance(layout, PerNode):
-        return {"kind": "node", "class": number}
-    if isinstance(layout, Replicated):
-        return {"kind": "replicated", "class": number}
-    return {
-        "kind": "replicated",
-        "class": number,
-        "items": pack_numbers(layout.items),
-        "cut_items": pack_numbers([cut.item for cut in layout.cuts]),
-        "cut_elements": pack_numbers([cut.element for cut in layout.cuts]),
-    }
-
-
-def _layout(fields: Fields, classes: Sequence[tuple[int, ...]]) -> Layout:
-    kind = fields.text("kind")
-    if kind not in ("node", "replicated"):
-        raise FormatError(
-            f"{fields.what} has a layout of kind {kind!r}, which this version does not read: "
-            "use the version of torchrelay that wrote it, or a newer one"
-        )
-    number = fields.integer("class")
-    if number >= len(classes):
-        raise fields.wrong("class")
-    nodes = classes[number]
-    if kind == "node":
-        return PerNode(nodes)
-    return _split(fields, nodes) if "items" in fields.values else Replicated(nodes)
-
-
-def _split(fields: Fields, nodes: tuple[int, ...]) -> Split:
-    def numbers(key: str) -> tuple[int, ...]:
-        return unpack_numbers(fields.items(key), f"{fields.what} ({key})")
-
-    items, cut_items, cut_elements = numbers("items"), numbers("cut_items"), numbers("cut_elements")
-    if len(cut_items) != len(cut_elements):
-        raise fields.wrong("cut_elements")
-    return Split(nodes, items, tuple(map(Cut, cut_items, cut_elements)))
 
 
 def _blobs_json(blobs: Sequence[BlobRow], words: _Numbers) -> Json:

@@ -8,9 +8,12 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
+from torchrelay.checkpoint.disk.boxes import Bounds, volume
 from torchrelay.checkpoint.disk.layouts import Layout, Split
 from torchrelay.checkpoint.disk.manifest import VALUE_LIMIT_BYTES
+from torchrelay.checkpoint.disk.mesh import Mesh, placements_json
 from torchrelay.checkpoint.disk.names import Flat, Key, Whole
+from torchrelay.checkpoint.disk.parts import box_key
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.state.leaf import LeafSpec
@@ -33,6 +36,8 @@ class Assignment:
     last: int
     inline: bool = False
     """A small replicated value: it goes into the manifest, not into a shard."""
+    box: Bounds | None = None
+    """The part of a sharded leaf; `first` and `last` then only count its elements."""
 
     @property
     def whole(self) -> bool:
@@ -42,6 +47,8 @@ class Assignment:
     @property
     def key(self) -> Key:
         """The name under which a shard holds it."""
+        if self.box is not None:
+            return box_key(self.leaf.name, self.leaf.shape, self.box)
         return Whole(self.leaf.name) if self.whole else Flat(self.leaf.name, self.first, self.last)
 
     @property
@@ -79,9 +86,12 @@ class Plan:
         found = []
         for row in self._rows_of(node):
             planned = self.rows[row]
-            size = elements(planned.leaf)
-            piece = self.layouts[planned.layout].held_by(node, row, size)
-            if piece is not None and planned.leaf.alias_of is None:
+            layout = self.layouts[planned.layout]
+            if planned.leaf.alias_of is not None:
+                continue
+            if isinstance(layout, Mesh):
+                found += _boxes(planned.leaf, layout, node)
+            elif (piece := layout.held_by(node, row, elements(planned.leaf))) is not None:
                 found.append(Assignment(planned.leaf, piece.first, piece.last, planned.inline))
         return tuple(found)
 
@@ -102,6 +112,17 @@ class Plan:
         return sorted({*self._unsplit, *split})
 
 
+def _boxes(leaf: LeafSpec, mesh: Mesh, node: int) -> list[Assignment]:
+    boxes = mesh.stored_by(node, leaf.name, leaf.shape, item_bytes(leaf))
+    return [Assignment(leaf, 0, volume(box), box=box) for box in boxes]
+
+
+def item_bytes(leaf: LeafSpec) -> int:
+    """Bytes of one element of a tensor."""
+    count = elements(leaf)
+    return leaf.nbytes // count if count else 1
+
+
 def elements(leaf: LeafSpec) -> int:
     """The number of elements of a tensor; a value counts as one."""
     return prod(leaf.shape) if leaf.kind == "tensor" else 1
@@ -111,7 +132,11 @@ def identity(leaf: LeafSpec) -> list[object]:
     """What makes leaves of two nodes the same leaf. The size of a value may differ between them."""
     size = leaf.nbytes if leaf.kind == "tensor" else 0
     place = [leaf.name, leaf.blob, leaf.group, leaf.alias_of]
-    return [*place, leaf.kind, leaf.role.value, leaf.dtype, list(leaf.shape), size]
+    described: list[object] = [*place, leaf.kind, leaf.role.value, leaf.dtype, list(leaf.shape), size]
+    mesh = leaf.sharding
+    if mesh is None:
+        return described
+    return [*described, list(mesh.nodes), list(mesh.extents), placements_json(mesh.placements)]
 
 
 def sorted_leaves(leaves: Iterable[LeafSpec]) -> list[LeafSpec]:

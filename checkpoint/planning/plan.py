@@ -4,7 +4,8 @@ Only parameters and optimizer tensors are split between the nodes that replicate
 differ between replicas by design, and values are small. Split leaves form one byte string per replica
 set and group (item size descending, then name), so that a parameter and its optimizer state are spread
 over all replicas. Other replicated leaves are written whole by the first replica, `rank` leaves by
-their node, `host` leaves by the lowest rank of each host that has them.
+their node, `host` leaves by the lowest rank of each host that has them. Sharded leaves lie on their mesh,
+whose rule says who stores which box.
 
 Nodes may have different leaves (pipeline stages): a plan is made for node classes, and a replica set is
 every node whose class has an identical leaf.
@@ -24,11 +25,12 @@ from torchrelay.checkpoint.planning.assignments import (
     NodeClass,
     Plan,
     PlannedLeaf,
-    elements,
     identity,
+    item_bytes,
     sorted_leaves,
 )
 from torchrelay.checkpoint.planning.cuts import CUT_BYTES, cuts_between
+from torchrelay.checkpoint.planning.sharded import joined
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.state.leaf import LeafSpec
@@ -55,7 +57,7 @@ class Question:
 
     def scope_of(self, leaf: LeafSpec) -> str:
         """The scope of a leaf."""
-        return self.scopes.get(leaf.name, "replicated")
+        return "sharded" if leaf.sharding is not None else self.scopes.get(leaf.name, "replicated")
 
 
 def plan_replicas(
@@ -126,7 +128,9 @@ def _make(question: Question, key: str) -> Plan:
     strings: dict[tuple[tuple[int, ...], str], list[int]] = {}
     for row, (leaf, nodes) in enumerate(held):
         scope = question.scope_of(leaf)
-        if scope == "replicated" and _splits(leaf):
+        if leaf.sharding is not None:
+            numbers[row] = layouts.number(leaf.sharding)
+        elif scope == "replicated" and _splits(leaf):
             strings.setdefault((nodes, leaf.group), []).append(row)
         else:
             numbers[row] = layouts.number(_unsplit_layout(scope, nodes, question.hosts))
@@ -151,7 +155,7 @@ def _holders(
         for leaf in node_class.leaves:
             if leaf.name not in referenced:
                 found.setdefault(canonical.dumps(identity(leaf)), (leaf, []))[1].extend(node_class.nodes)
-    held = [(leaf, tuple(sorted(nodes))) for leaf, nodes in found.values()]
+    held = joined([(leaf, tuple(sorted(nodes))) for leaf, nodes in found.values()])
     return sorted(held, key=lambda pair: (pair[0].name, pair[1]))
 
 
@@ -175,16 +179,11 @@ def _lowest_of_hosts(nodes: tuple[int, ...], hosts: Sequence[int] | None) -> tup
 
 
 def _split_layout(nodes: tuple[int, ...], members: list[int], rows: Sequence[LeafSpec], cut: int) -> Split:
-    order = sorted(members, key=lambda row: (-_item_bytes(rows[row]), rows[row].name))
+    order = sorted(members, key=lambda row: (-item_bytes(rows[row]), rows[row].name))
     cuts = cuts_between(
-        [rows[row].nbytes for row in order], [_item_bytes(rows[row]) for row in order], len(nodes), cut
+        [rows[row].nbytes for row in order], [item_bytes(rows[row]) for row in order], len(nodes), cut
     )
     return Split(nodes, tuple(order), cuts)
-
-
-def _item_bytes(leaf: LeafSpec) -> int:
-    count = elements(leaf)
-    return leaf.nbytes // count if count else 1
 
 
 class _Layouts:

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 from torchrelay.checkpoint.disk.layouts import Cut, Layout, PerNode, Replicated, Split
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest, ShardRow
+from torchrelay.checkpoint.disk.mesh import Mesh
+from torchrelay.checkpoint.disk.parts import parts_of
 
 
 def with_references(
@@ -75,6 +77,8 @@ class _Merging:
         nodes = tuple(self._node(node) for node in layout.nodes)
         if isinstance(layout, PerNode):
             return PerNode(nodes)
+        if isinstance(layout, Mesh):
+            return replace(layout, nodes=nodes)
         more = self._newcomers(layout, nodes)
         if isinstance(layout, Replicated):
             return Replicated(nodes + more)
@@ -90,10 +94,10 @@ class _Merging:
     def _needed(self) -> Iterator[ShardRow]:
         stored = [row for row in self.rows if row not in self.old.values]
         holders = {
-            (leaf.source, piece.node, leaf.group): None
+            (leaf.source, node, leaf.group): None
             for row in stored
             if (leaf := self.old.leaves[row]).alias_of is None
-            for piece in self.old.layouts[leaf.layout].pieces(row, leaf.elements)
+            for node, _ in parts_of(self.old.layouts[leaf.layout], row, leaf)
         }
         for holder in holders:
             yield from self.old.files[holder]

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
+from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.planning.assignments import Plan, PlannedLeaf, elements
 
 MAX_EARLIER_TRIES = 8
@@ -30,9 +31,9 @@ def comparable(plan: Plan) -> tuple[str, ...]:
 
 
 def _is_comparable(planned: PlannedLeaf) -> bool:
-    """Random states are written always: whoever resumes needs them, and they are small."""
+    """Random states are written always: whoever resumes needs them, and they are small. Shards are, too."""
     leaf = planned.leaf
-    stored = leaf.kind == "tensor" and leaf.alias_of is None and leaf.nbytes > 0
+    stored = leaf.kind == "tensor" and leaf.alias_of is None and leaf.nbytes > 0 and leaf.sharding is None
     return stored and leaf.role.value != "rng" and planned.scope in _SCOPES
 
 
@@ -131,10 +132,11 @@ def _keeps(manifest: Manifest, name: str, sources: Collection[int], files: Colle
 
 
 def _stored(manifest: Manifest, name: str) -> Iterator[tuple[_Holder, int]]:
-    """The files that hold a leaf, and how many bytes of it."""
+    """The files that hold a leaf, and how many bytes of it; shards are not referenced."""
     for row in manifest.rows[name]:
         leaf = manifest.leaves[row]
-        for piece in manifest.layouts[leaf.layout].pieces(row, leaf.elements):
+        layout = manifest.layouts[leaf.layout]
+        for piece in () if isinstance(layout, Mesh) else layout.pieces(row, leaf.elements):
             yield (leaf.source, piece.node, leaf.group), (piece.last - piece.first) * leaf.item_bytes
 
 

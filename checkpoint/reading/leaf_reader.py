@@ -1,25 +1,30 @@
 """Verified bytes of leaves, from whatever files and pieces they lie in.
 
 Requests are sorted by file and offset; neighbouring small ones are read together and large ones go
-straight into their destination, so at most 16 MiB of memory is used beyond the destinations.
+straight into their destination, so at most 16 MiB of memory is used beyond the destinations; boxes of
+sharded leaves that are no run of bytes take up to 32 MiB more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import xxhash
 
 from torchrelay.checkpoint.disk import values
-from torchrelay.checkpoint.disk.layouts import Piece
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
-from torchrelay.checkpoint.disk.shard_header import StoredEntry
+from torchrelay.checkpoint.disk.mesh import Mesh
+from torchrelay.checkpoint.disk.names import Flat, Key, format_key
+from torchrelay.checkpoint.disk.parts import parts_of
 from torchrelay.checkpoint.disk.shard_reader import ReadRequest, ShardHeader
+from torchrelay.checkpoint.disk.windows import Target, whole_target
+from torchrelay.checkpoint.reading.box_reader import BoxPlan, BoxRead
 from torchrelay.checkpoint.reading.lookup import find_row, holder_of
 from torchrelay.checkpoint.reading.proof import seen_twice
-from torchrelay.checkpoint.reading.shard_set import ShardSet, key_of
+from torchrelay.checkpoint.reading.shard_set import ShardSet
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import UsageError
 
@@ -28,25 +33,27 @@ Json = Any
 
 @dataclass(frozen=True)
 class LeafRead:
-    """All bytes of a leaf, as `node` has it, into 1-D memory of exactly that size."""
+    """All bytes of a leaf, as `node` has it, into 1-D memory of exactly that size.
+
+    With a `target` the memory is that of a tensor which holds only some boxes of the leaf.
+    """
 
     leaf: str
     destination: memoryview
     node: str | None = None
+    target: Target | None = None
 
 
 @dataclass(frozen=True)
 class _Place:
     """Where a piece is stored."""
 
-    leaf: LeafRow
-    piece: Piece
+    key: Key
     header: ShardHeader
-    key: str
 
     @property
-    def entry(self) -> StoredEntry:
-        return self.header.entries[self.key]
+    def text(self) -> str:
+        return format_key(self.key)
 
 
 class LeafReader:
@@ -72,13 +79,19 @@ class LeafReader:
         StorageError for what the storage has.
         """
         by_file: dict[str, tuple[ShardHeader, list[ReadRequest]]] = {}
+        boxes: list[BoxRead] = []
+        found: list[tuple[ShardHeader, ReadRequest]] = []
         for read in reads:
-            for place, destination in self._requests(read):
-                _, requests = by_file.setdefault(place.header.path, (place.header, []))
-                requests.append(ReadRequest(place.key, 0, len(destination), destination))
+            if read.target is None and not self._sharded(read):
+                found += self._requests(read)
+            else:
+                boxes.append(self._boxes(read))
+        plan = BoxPlan(boxes, self._header)
+        for header, request in [*found, *plan.straight]:
+            by_file.setdefault(header.path, (header, []))[1].append(request)
         for path in sorted(by_file):
-            header, requests = by_file[path]
-            seen_twice(lambda header=header, requests=requests: header.read_many(requests))  # type: ignore[misc]
+            _read_twice(*by_file[path])
+        plan.read_slabs(_read_twice)
 
     def read_range(
         self, leaf: str, start: int, stop: int, destination: memoryview, node: str | None = None
@@ -88,12 +101,19 @@ class LeafReader:
         target = destination.cast("B")
         if spec.kind != "tensor" or not 0 <= start <= stop <= spec.nbytes or len(target) != stop - start:
             raise UsageError(f"{leaf!r} ({spec.nbytes} bytes, {spec.kind}) has no bytes {start} to {stop}")
+        if self._sharded(LeafRead(leaf, destination, node)):
+            whole = bytearray(spec.nbytes)  # its bytes lie in boxes, not in this order
+            self.read_into(leaf, memoryview(whole), node)
+            target[:] = memoryview(whole)[start:stop]
+            return
         for place in self._places(leaf, node):
-            begin = place.piece.first * spec.item_bytes
-            first, last = max(start, begin), min(stop, place.piece.last * spec.item_bytes)
+            key = place.key
+            begin, end = (key.start, key.stop) if isinstance(key, Flat) else (0, spec.elements)
+            begin, end = begin * spec.item_bytes, end * spec.item_bytes
+            first, last = max(start, begin), min(stop, end)
             if first < last:
                 piece = ReadRequest(
-                    place.key, first - begin, last - begin, target[first - start : last - start]
+                    place.text, first - begin, last - begin, target[first - start : last - start]
                 )
                 seen_twice(lambda place=place, piece=piece: place.header.read_many([piece]))  # type: ignore[misc]
 
@@ -106,10 +126,8 @@ class LeafReader:
         if found.kind != "value":
             raise UsageError(f"{leaf!r} is a tensor, not a value: load it with load_tensors")
         owner = holder_of(self.manifest, row, node)
-        piece = self._pieces(row, owner)[0]
-        return seen_twice(lambda: self.shards.open((found.source, piece.node, found.group))).values[
-            found.name
-        ]
+        number, _ = self._parts(row, owner)[0]
+        return seen_twice(lambda: self.shards.open((found.source, number, found.group))).values[found.name]
 
     def value(self, leaf: str, node: str | None = None) -> Any:
         """A value as the user had it; raises DamagedError if it refers to tensors beside it."""
@@ -119,35 +137,58 @@ class LeafReader:
         """A digest (hex) of a tensor's bytes, from the headers alone.
 
         It depends on the bytes and not on how many nodes wrote them: xxh3-128 over the digests of the
-        leaf's blocks, which cuts never divide. Values have none.
+        leaf's blocks, which cuts never divide. That of a sharded tensor depends on its boxes too. Values
+        have none.
         """
         hashed = xxhash.xxh3_128()
         for place in self._places(leaf, node):
-            hashed.update(place.entry.digests)
+            hashed.update(place.header.entries[place.text].digests)
         return str(hashed.hexdigest())
 
-    def _requests(self, read: LeafRead) -> list[tuple[_Place, memoryview]]:
+    def _requests(self, read: LeafRead) -> list[tuple[ShardHeader, ReadRequest]]:
         spec = self.spec(read.leaf, read.node)
-        target = read.destination.cast("B")
-        if spec.kind != "tensor" or len(target) != spec.nbytes:
-            raise UsageError(
-                f"{read.leaf!r} ({spec.nbytes} bytes, {spec.kind}) cannot fill {len(target)} bytes"
-            )
-        width = spec.item_bytes
-        places = self._places(read.leaf, read.node)
-        return [(one, target[one.piece.first * width : one.piece.last * width]) for one in places]
+        memory = _memory(spec, read, spec.elements)
+        found = []
+        for place in self._places(read.leaf, read.node):
+            part = memory
+            if isinstance(place.key, Flat):
+                part = memory[place.key.start * spec.item_bytes : place.key.stop * spec.item_bytes]
+            found.append((place.header, ReadRequest(place.text, 0, len(part), part)))
+        return found
+
+    def _sharded(self, read: LeafRead) -> bool:
+        return isinstance(self.manifest.layouts[self.spec(read.leaf, read.node).layout], Mesh)
+
+    def _boxes(self, read: LeafRead) -> BoxRead:
+        row = find_row(self.manifest, read.leaf, read.node)
+        spec = self.manifest.leaves[row]
+        target = read.target or whole_target(spec.shape)
+        memory = _memory(spec, read, prod(target.shape))
+        parts = self._parts(row, holder_of(self.manifest, row, read.node))
+        return BoxRead(spec, tuple(parts), target, memory)
 
     def _places(self, leaf: str, node: str | None) -> list[_Place]:
         row = find_row(self.manifest, leaf, node)
         found = self.manifest.leaves[row]
-        return [self._place(found, piece) for piece in self._pieces(row, holder_of(self.manifest, row, node))]
+        parts = self._parts(row, holder_of(self.manifest, row, node))
+        return [_Place(key, self._header(found, number, format_key(key))) for number, key in parts]
 
-    def _pieces(self, row: int, owner: int | None) -> list[Piece]:
+    def _parts(self, row: int, owner: int | None) -> list[tuple[int, Key]]:
         leaf = self.manifest.leaves[row]
-        pieces = self.manifest.layouts[leaf.layout].pieces(row, leaf.elements)
-        return [piece for piece in pieces if owner is None or piece.node == owner]
+        parts = parts_of(self.manifest.layouts[leaf.layout], row, leaf)
+        return [part for part in parts if owner is None or part[0] == owner]
 
-    def _place(self, leaf: LeafRow, piece: Piece) -> _Place:
-        files = seen_twice(lambda: self.shards.open((leaf.source, piece.node, leaf.group)))
-        key = key_of(leaf, piece)
-        return _Place(leaf, piece, files.with_key(key), key)
+    def _header(self, leaf: LeafRow, node: int, key: str) -> ShardHeader:
+        return seen_twice(lambda: self.shards.open((leaf.source, node, leaf.group))).with_key(key)
+
+
+def _memory(spec: LeafRow, read: LeafRead, elements: int) -> memoryview:
+    memory = read.destination.cast("B")
+    size = elements * spec.item_bytes
+    if spec.kind != "tensor" or len(memory) != size:
+        raise UsageError(f"{read.leaf!r} ({size} bytes, {spec.kind}) cannot fill {len(memory)} bytes")
+    return memory
+
+
+def _read_twice(header: ShardHeader, requests: list[ReadRequest]) -> None:
+    seen_twice(lambda: header.read_many(requests))

@@ -10,7 +10,8 @@ import torch
 
 from torchrelay.checkpoint.disk import values
 from torchrelay.checkpoint.disk.dtypes import by_name, memory_of, torch_dtype
-from torchrelay.checkpoint.disk.manifest import LeafRow
+from torchrelay.checkpoint.disk.manifest import Manifest
+from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.disk.value_decoding import references
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.reading.casting import Cast, cast
@@ -147,7 +148,7 @@ def _find(
         holder_of(manifest, row, node)  # says which node to ask for, before anything changes
         source = first.setdefault(manifest.leaves[row].name, new)
         blob = _blob_of(new, objects) or declared.blob
-        found[new] = _Found(_spec(manifest.leaves[row], new, blob, source), stored, node)
+        found[new] = _Found(_spec(manifest, row, new, blob, source), stored, node)
     return found
 
 
@@ -177,8 +178,10 @@ def _blob_of(name: str, objects: Mapping[str, Any]) -> str | None:
     return next((blob for blob in objects if name == blob or name.startswith(f"{blob}.")), None)
 
 
-def _spec(row: LeafRow, name: str, blob: str, source: str) -> LeafSpec:
+def _spec(manifest: Manifest, number: int, name: str, blob: str, source: str) -> LeafSpec:
     """A stored leaf by its new name; `source` is the first of the names that share its bytes."""
+    row = manifest.leaves[number]
+    layout = manifest.layouts[row.layout]
     alias = None if source == name else source
     return LeafSpec(
         name=name,
@@ -190,6 +193,7 @@ def _spec(row: LeafRow, name: str, blob: str, source: str) -> LeafSpec:
         shape=row.shape,
         nbytes=row.nbytes,
         alias_of=alias,
+        sharding=layout if isinstance(layout, Mesh) else None,
     )
 
 
@@ -214,7 +218,7 @@ def _read(reader: LeafReader, plan: Restoration, found: Mapping[str, _Found], *,
             staged.append((read.destination, torch.empty_like(memory)))
             memory = staged[-1][1]
         one = found[read.leaf]
-        reads.append(LeafRead(one.stored, memory_of(memory), one.node))
+        reads.append(LeafRead(one.stored, memory_of(memory), one.node, read.target))
     _read_bytes(reader, reads, live=not atomic and any(read.destination is not None for read in plan.reads))
     with torch.no_grad():
         for live, fresh in staged:

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrelay.checkpoint.disk.layouts import Piece
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest, ShardRow
-from torchrelay.checkpoint.disk.names import Flat, Key, Whole, format_key
+from torchrelay.checkpoint.disk.names import format_key
+from torchrelay.checkpoint.disk.parts import alike, parts_held, parts_of
 from torchrelay.checkpoint.disk.paths import position_of, shard_path
 from torchrelay.checkpoint.disk.shard import ShardIdentity
 from torchrelay.checkpoint.disk.shard_reader import ShardExpectation, ShardHeader, read_header
@@ -111,35 +111,29 @@ class ShardSet:
         values: set[str] = set()
         for row in self.manifest.stored_rows(*holder):
             leaf = self.manifest.leaves[row]
-            piece = self.manifest.layouts[leaf.layout].held_by(holder[1], row, leaf.elements)
             if leaf.kind == "value":
                 values.add(leaf.name)
-            elif piece is not None:
-                tensors[key_of(leaf, piece)] = leaf
+                continue
+            for key in parts_held(self.manifest.layouts[leaf.layout], holder[1], row, leaf):
+                tensors[format_key(key)] = leaf
         return tensors, values
-
-
-def key_of(leaf: LeafRow, piece: Piece) -> str:
-    """The key of a piece: the name alone when it is all of the leaf."""
-    whole = piece.last - piece.first == leaf.elements
-    key: Key = Whole(leaf.name) if whole else Flat(leaf.name, piece.first, piece.last)
-    return format_key(key)
 
 
 def holders_of(manifest: Manifest, rows: Sequence[int]) -> Iterator[Holder]:
     """Whose files hold the bytes of leaf rows, each once; rows of values in the manifest need none."""
     seen: set[Holder] = set()
-    layouts: set[tuple[int, int, str]] = set()
+    layouts: set[tuple[object, ...]] = set()
     for row in rows:
         leaf = manifest.leaves[row]
         layout = manifest.layouts[leaf.layout]
-        place = (leaf.layout, leaf.source, leaf.group)
+        form = alike(layout, leaf)
+        place = (leaf.layout, leaf.source, leaf.group, form)
         if leaf.alias_of is not None or row in manifest.values or place in layouts:
             continue
-        if not layout.split:
+        if form is not None:
             layouts.add(place)
-        for piece in layout.pieces(row, leaf.elements):
-            holder = (leaf.source, piece.node, leaf.group)
+        for node, _ in parts_of(layout, row, leaf):
+            holder = (leaf.source, node, leaf.group)
             if holder not in seen:
                 seen.add(holder)
                 yield holder

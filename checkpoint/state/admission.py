@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from torchrelay.checkpoint.disk.dtypes import check_dense, logical_dtype
-from torchrelay.checkpoint.state.leaf import is_sharded
+from torchrelay.checkpoint.state.dtensors import is_sharded
 from torchrelay.errors import BlobError
 
 _PLAIN = (torch.Tensor, nn.Parameter)

@@ -7,12 +7,13 @@ need, without the content). Names are never split: what a blob's tree looked lik
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchrelay.checkpoint.disk.dtypes import logical_dtype
-from torchrelay.errors import BlobError
+from torchrelay.checkpoint.disk.mesh import Mesh
+from torchrelay.checkpoint.state.dtensors import is_sharded, sharding_of
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +80,8 @@ class LeafSpec:
     """What is known of a leaf without its content.
 
     `dtype` is torch's name (`bfloat16`, see `dtypes`), None for values; `shape` is () for values; `nbytes`
-    the logical size, also where an alias stores nothing.
+    the logical size, also where an alias stores nothing. Of a sharded tensor dtype, shape and bytes are
+    those of the whole, and `sharding` says who has which part.
     """
 
     name: str
@@ -91,29 +93,21 @@ class LeafSpec:
     shape: tuple[int, ...]
     nbytes: int
     alias_of: str | None = None
+    sharding: Mesh | None = None
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}" if self.kind == "tensor" else "value"
 
 
 def spec_of(leaf: Leaf) -> LeafSpec:
-    """Describe a leaf; raises BlobError for sharded tensors and dtypes that have no stored form."""
+    """Describe a leaf; raises BlobError for placements and dtypes that have no stored form."""
     content = leaf.content
     if isinstance(content, Value):
         return _spec(leaf, "value", None, (), content.nbytes)
-    if is_sharded(content):
-        raise BlobError(
-            f"{leaf.name!r} is a sharded tensor (DTensor), which cannot be saved yet:"
-            f" register it as a whole, for example content.full_tensor(), or keep blob {leaf.blob!r} out"
-        )
     element = logical_dtype(content.dtype, leaf.name)
     shape = tuple(content.shape)
-    return _spec(leaf, "tensor", element.name, shape, element.nbytes(shape))
-
-
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether this is a DTensor; asks without importing torch's DTensor machinery."""
-    return any(base.__name__ == "DTensor" for base in type(tensor).__mro__)
+    spec = _spec(leaf, "tensor", element.name, shape, element.nbytes(shape))
+    return replace(spec, sharding=sharding_of(content, leaf.name)) if is_sharded(content) else spec
 
 
 def _spec(

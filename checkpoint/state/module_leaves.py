@@ -18,6 +18,7 @@ from torch import nn
 from torchrelay.checkpoint.state.admission import admitted_in_place
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Role
 from torchrelay.checkpoint.state.stateful_leaves import entry_leaves
+from torchrelay.errors import BlobError
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,9 +61,27 @@ def own_leaf(name: str, blob: str, role: Role, tensor: torch.Tensor, first_names
 
 
 def named_parameters(blob: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of a module with their leaf names; tied ones under each name."""
+    """The parameters of a module with their leaf names; tied ones under each name.
+
+    FSDP2 modules show their shards from here on, not what a forward pass gathered. Raises BlobError
+    for FSDP1.
+    """
+    _show_shards(blob, module)
     for key, parameter in module.named_parameters(remove_duplicate=False):
         yield f"{blob}.{canonical_name(module, key)}", parameter
+
+
+def _show_shards(blob: str, module: nn.Module) -> None:
+    for part in module.modules():
+        kinds = {kind.__name__ for kind in type(part).__mro__}
+        if "FullyShardedDataParallel" in kinds:
+            raise BlobError(
+                f"blob {blob!r} is wrapped by FullyShardedDataParallel (FSDP1), whose flat parameters are no "
+                "tensors of the module: use fully_shard (FSDP2), or register an object whose state_dict and "
+                "load_state_dict use get_state_dict and set_state_dict of torch.distributed.checkpoint"
+            )
+        if "FSDPModule" in kinds:
+            part.reshard()  # type: ignore[operator]
 
 
 def canonical_name(module: nn.Module, key: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from torchrelay.checkpoint.state.dtensors import is_sharded
 from torchrelay.checkpoint.state.leaf import LeafSpec
 from torchrelay.checkpoint.state.optimizer_leaves import (
     PARAMS,
@@ -158,7 +159,7 @@ class _Load:
                 keyed.setdefault(owner, []).append((rest[len(owner) + 1 :], spec))
         live = self.optimizer.state
         return {
-            owner: self._entries(found, live.get(self.members[owner], {}), trees)
+            owner: self._entries(found, live.get(self.members[owner], {}), trees, self.members[owner])
             for owner, found in keyed.items()
         }
 
@@ -174,17 +175,26 @@ class _Load:
         return rest[:end] if end > 0 else None
 
     def _entries(
-        self, found: Iterable[tuple[str, LeafSpec]], live: Mapping[str, Any], trees: Mapping[str, Builder]
+        self,
+        found: Iterable[tuple[str, LeafSpec]],
+        live: Mapping[str, Any],
+        trees: Mapping[str, Builder],
+        owner: torch.Tensor | None = None,
     ) -> dict[str, Builder]:
-        return {key: self._entry(spec, live.get(key), trees) for key, spec in found}
+        return {key: self._entry(spec, live.get(key), trees, owner) for key, spec in found}
 
-    def _entry(self, spec: LeafSpec, live: Any, trees: Mapping[str, Builder]) -> Builder:
+    def _entry(
+        self, spec: LeafSpec, live: Any, trees: Mapping[str, Builder], owner: torch.Tensor | None
+    ) -> Builder:
         self.draft.take(spec.name)
         if spec.kind == "value":
             return trees[spec.name]
         if isinstance(live, torch.Tensor) and same_form(spec, live):
             self.draft.into(self.blob, spec, live)
             return lambda device: live
+        if owner is not None and is_sharded(owner) and _of_its_parts(spec, owner):
+            made = self.draft.fresh_like(spec, owner)
+            return lambda device: made
         read = self.draft.fresh(spec)
         home = live.device if isinstance(live, torch.Tensor) else None
         return lambda device: read.memory().to(home or device or "cpu")
@@ -218,6 +228,11 @@ class _Load:
             kept.clear()
             kept.update(built)
             self.optimizer.state[parameter] = kept
+
+
+def _of_its_parts(spec: LeafSpec, parameter: torch.Tensor) -> bool:
+    """Whether state of a sharded parameter is sharded too, and not one value for all of it."""
+    return spec.sharding is not None or (spec.shape == tuple(parameter.shape) and spec.shape != ())
 
 
 def _steps_on_cpu(group: Mapping[str, Any]) -> bool:

@@ -16,7 +16,9 @@ import torch
 from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.disk.dtypes import by_name, torch_dtype
 from torchrelay.checkpoint.disk.values import decode
-from torchrelay.checkpoint.state.leaf import LeafSpec, is_sharded
+from torchrelay.checkpoint.disk.windows import Target
+from torchrelay.checkpoint.state.dtensors import empty_like, is_sharded, local_of, target_of
+from torchrelay.checkpoint.state.leaf import LeafSpec
 from torchrelay.errors import BlobError, DamagedError
 
 _NEAREST_FOR = 20
@@ -24,15 +26,23 @@ _NEAREST_FOR = 20
 
 
 class Read:
-    """One tensor to be read whole: the stored leaf `leaf`, into `memory()`.
+    """One tensor to be read: the stored leaf `leaf`, into `memory()`.
 
     `destination` is memory of a live object, written in place; None means that `memory()` is fresh.
+    With a `target` the memory takes only these boxes of the leaf, without it the whole.
     """
 
-    def __init__(self, leaf: str, spec: LeafSpec, destination: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        leaf: str,
+        spec: LeafSpec,
+        destination: torch.Tensor | None = None,
+        target: Target | None = None,
+    ) -> None:
         self.leaf = leaf
         self.spec = spec
         self.destination = destination
+        self.target = target
 
     def memory(self) -> torch.Tensor:
         """The contiguous CPU tensor to fill; fresh memory is allocated at the first call."""
@@ -40,7 +50,8 @@ class Read:
             return self.destination
         if not hasattr(self, "_fresh"):
             element = by_name(self.spec.dtype or "")
-            self._fresh = torch.empty(self.spec.shape, dtype=torch_dtype(element), device="cpu")
+            shape = self.spec.shape if self.target is None else self.target.shape
+            self._fresh = torch.empty(shape, dtype=torch_dtype(element), device="cpu")
         return self._fresh
 
 
@@ -141,10 +152,12 @@ class Draft:
         elif id(live) not in self._read_into:
             self._read_into.add(id(live))
             self._live.setdefault(source, live)
-            read = Read(source, spec, _own_memory(live))
+            local = local_of(live)
+            target = target_of(live, spec.name) if is_sharded(live) else None
+            read = Read(source, spec, _own_memory(local), target)
             self.reads.append(read)
             if read.destination is None:
-                self.steps.append((blob, lambda: _copy(live, read)))
+                self.steps.append((blob, lambda: _copy(local, read)))
 
     def fresh(self, spec: LeafSpec) -> Read:
         """Read a leaf into fresh memory, the same for all its names."""
@@ -153,6 +166,13 @@ class Draft:
             self._fresh[source] = Read(source, spec)
             self.reads.append(self._fresh[source])
         return self._fresh[source]
+
+    def fresh_like(self, spec: LeafSpec, model: torch.Tensor) -> torch.Tensor:
+        """Read a leaf into a new DTensor on the mesh of the DTensor `model`."""
+        dtype = torch_dtype(by_name(spec.dtype or ""))
+        found = empty_like(model, spec.shape, dtype, spec.sharding)
+        self.into(spec.blob, spec, found)
+        return found
 
     def live(self, spec: LeafSpec) -> torch.Tensor | None:
         """The live tensor that a leaf, or the leaf it is an alias of, is read into."""
@@ -189,13 +209,10 @@ class Draft:
         return self.values[_source(spec)]
 
     def _fits(self, spec: LeafSpec, live: torch.Tensor) -> bool:
-        if is_sharded(live):
-            self.unlike(f"{spec.name} is a sharded tensor (DTensor) here; these cannot be loaded yet")
-        elif not same_form(spec, live):
+        if not same_form(spec, live):
             self.unlike(f"{spec.name} is {form(live)} here, {spec} in the checkpoint")
-        else:
-            return True
-        return False
+            return False
+        return True
 
 
 def same_form(spec: LeafSpec, live: torch.Tensor) -> bool:

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from leaf_store import load, save
 from torch import nn
 
+from torchrelay.checkpoint.disk.boxes import Sharded
+from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.state.flatten import leaves_of, parameter_names
 from torchrelay.checkpoint.state.leaf import Leaf, Role, spec_of
 from torchrelay.errors import BlobError
@@ -221,12 +223,15 @@ def test_state_of_a_removed_parameter_is_refused():
         leaves_of({"o": optimizer})
 
 
-def test_sharded_tensors_are_refused_by_spec(gloo):
-    """A DTensor is listed and refused with its name when it is described."""
+def test_sharded_tensors_are_described_whole(gloo):
+    """The spec of a DTensor has the shape of the whole, and says who has which part; Partial has none."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
-    sharded = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [Shard(0)])
-    (leaf,) = leaves_of({"x": sharded})
-    with pytest.raises(BlobError, match=r"'x' is a sharded tensor.*full_tensor"):
+    mesh = init_device_mesh("cpu", (1,))
+    (leaf,) = leaves_of({"x": distribute_tensor(torch.ones(2, 3), mesh, [Shard(-1)])})
+    spec = spec_of(leaf)
+    assert (spec.shape, spec.nbytes, spec.sharding) == ((2, 3), 24, Mesh((0,), (1,), (Sharded(1),)))
+    (leaf,) = leaves_of({"x": DTensor.from_local(torch.ones(2), mesh, [Partial()])})
+    with pytest.raises(BlobError, match=r"'x' is a DTensor with placement P.*redistribute"):
         spec_of(leaf)

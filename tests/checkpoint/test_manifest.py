@@ -136,8 +136,8 @@ def test_1000_blobs_on_10000_nodes_take_less_than_2_mb():
 
 
 def test_a_layout_of_a_kind_that_is_reserved_is_refused_by_format():
-    """`mesh`, `boxes` and what comes after them are errors that say so, not damage."""
-    for kind in ("mesh", "boxes", "spiral"):
+    """`boxes` and what comes after it are errors that say so, not damage."""
+    for kind in ("boxes", "spiral"):
         with pytest.raises(FormatError, match=kind):
             Manifest.decode(changed(["layouts", 0, "kind"], kind))
 

@@ -1,0 +1,52 @@
+"""Parts: under which keys, in whose files, the bytes of a leaf lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torchrelay.checkpoint.disk.boxes import Bounds, whole
+from torchrelay.checkpoint.disk.layouts import Layout, Piece
+from torchrelay.checkpoint.disk.mesh import Mesh
+from torchrelay.checkpoint.disk.names import Box, Flat, Key, Whole
+
+if TYPE_CHECKING:
+    from torchrelay.checkpoint.disk.manifest import LeafRow
+
+
+def parts_of(layout: Layout, row: int, leaf: LeafRow) -> Iterator[tuple[int, Key]]:
+    """All stored parts of a leaf, with their nodes; a value is one whole part."""
+    if isinstance(layout, Mesh):
+        for node, box in layout.stored(leaf.name, leaf.shape, leaf.item_bytes):
+            yield node, box_key(leaf.name, leaf.shape, box)
+    else:
+        for piece in layout.pieces(row, leaf.elements):
+            yield piece.node, piece_key(leaf, piece)
+
+
+def parts_held(layout: Layout, node: int, row: int, leaf: LeafRow) -> tuple[Key, ...]:
+    """The parts of a leaf that one node stores."""
+    if isinstance(layout, Mesh):
+        held = layout.stored_by(node, leaf.name, leaf.shape, leaf.item_bytes)
+        return tuple(box_key(leaf.name, leaf.shape, box) for box in held)
+    piece = layout.held_by(node, row, leaf.elements)
+    return () if piece is None else (piece_key(leaf, piece),)
+
+
+def alike(layout: Layout, leaf: LeafRow) -> tuple[object, ...] | None:
+    """Equal for leaves of one layout that lie in the same files; None where every leaf differs."""
+    if isinstance(layout, Mesh):
+        return layout.alike(leaf.name, leaf.shape, leaf.item_bytes)
+    return None if layout.split else ()
+
+
+def box_key(name: str, shape: tuple[int, ...], box: Bounds) -> Key:
+    """The key of a box: the name alone when it is all of the leaf."""
+    return Whole(name) if box == whole(shape) else Box(name, box)
+
+
+def piece_key(leaf: LeafRow, piece: Piece) -> Key:
+    """The key of a range of elements: the name alone when it is all of the leaf."""
+    if piece.last - piece.first == leaf.elements:
+        return Whole(leaf.name)
+    return Flat(leaf.name, piece.first, piece.last)

@@ -1,0 +1,60 @@
+"""Sharded leaves in a plan: meshes of one leaf become one, and every place of a mesh must be there. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torchrelay.checkpoint.disk.boxes import Replicated
+from torchrelay.checkpoint.disk.mesh import Mesh
+from torchrelay.errors import SaveFailedError
+
+if TYPE_CHECKING:
+    from torchrelay.checkpoint.state.leaf import LeafSpec
+
+Held = tuple["LeafSpec", tuple[int, ...]]
+"""A leaf and the nodes that have it."""
+
+
+def joined(held: Sequence[Held]) -> list[Held]:
+    """Leaves of one name and form that lie on several sub-meshes are replicas: one leaf on one mesh.
+
+    The joined mesh has the sub-meshes, by their first nodes, along a new first dimension. Raises
+    SaveFailedError, naming the leaf, where a node of a mesh does not have it, or sub-meshes overlap.
+    """
+    found: list[Held] = []
+    alike: dict[LeafSpec, list[Held]] = {}
+    for leaf, nodes in held:
+        if leaf.sharding is None:
+            found.append((leaf, nodes))
+            continue
+        _check_complete(leaf, leaf.sharding, nodes)
+        apart = replace(leaf, sharding=replace(leaf.sharding, nodes=()))
+        alike.setdefault(apart, []).append((leaf, nodes))
+    return found + [_joined(group) for group in alike.values()]
+
+
+def _joined(group: Sequence[Held]) -> Held:
+    meshes = sorted((leaf.sharding for leaf, _ in group if leaf.sharding), key=lambda mesh: min(mesh.nodes))
+    leaf, nodes = group[0]
+    if len(meshes) == 1:
+        return leaf, nodes
+    places = tuple(node for mesh in meshes for node in mesh.nodes)
+    if len(set(places)) != len(places):
+        raise SaveFailedError(
+            f"{leaf.name!r} is sharded over meshes that overlap ({', '.join(str(m.nodes) for m in meshes)}): "
+            "build its device mesh alike on all ranks"
+        )
+    extents = (len(meshes), *meshes[0].extents)
+    whole = Mesh(places, extents, (Replicated(), *meshes[0].placements))
+    return replace(leaf, sharding=whole), tuple(sorted({node for _, some in group for node in some}))
+
+
+def _check_complete(leaf: LeafSpec, mesh: Mesh, nodes: Sequence[int]) -> None:
+    if absent := sorted(set(mesh.nodes) - set(nodes)):
+        raise SaveFailedError(
+            f"{leaf.name!r} is sharded over ranks {list(mesh.nodes)}, but rank "
+            f"{', '.join(map(str, absent))} has no such leaf, or has it placed otherwise: build it with the "
+            "same device mesh and placements on all ranks of the mesh"
+        )

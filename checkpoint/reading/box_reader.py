@@ -1,0 +1,137 @@
+"""Boxes of leaves into tensors that hold only a part of them, from whatever parts are stored.
+
+What is not one run of bytes on both sides goes through memory of at most 32 MiB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from torchrelay.checkpoint.disk.boxes import intersect, range_boxes, uncovered, whole
+from torchrelay.checkpoint.disk.manifest import LeafRow
+from torchrelay.checkpoint.disk.names import Box, Flat, Key, format_key
+from torchrelay.checkpoint.disk.shard_reader import ReadRequest, ShardHeader
+from torchrelay.checkpoint.disk.windows import Target
+from torchrelay.checkpoint.reading.scatter import SLAB_BYTES, Copy, Slab
+from torchrelay.errors import DamagedError
+
+Open = Callable[[LeafRow, int, str], ShardHeader]
+"""The header of the file of a node that holds a leaf's key."""
+
+
+@dataclass(frozen=True)
+class BoxRead:
+    """A leaf, its stored parts, and where boxes of it belong in the memory of a tensor."""
+
+    leaf: LeafRow
+    parts: tuple[tuple[int, Key], ...]
+    target: Target
+    destination: memoryview
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A slab that is to be read, and the memory that it is put into."""
+
+    header: ShardHeader
+    slab: Slab
+    destination: memoryview
+    item_bytes: int
+
+
+class BoxPlan:
+    """What to read for some boxes; `straight` goes right into its destinations, by file."""
+
+    def __init__(self, reads: Iterable[BoxRead], opened: Open) -> None:
+        self.straight: list[tuple[ShardHeader, ReadRequest]] = []
+        self._slabs: list[_Placed] = []
+        for read in reads:
+            self._add(read, opened)
+
+    def read_slabs(self, read_many: Callable[[ShardHeader, list[ReadRequest]], None]) -> None:
+        """Read all slabs in the order of the files and put them into place, batch by batch."""
+        order = sorted(self._slabs, key=lambda one: (one.header.path, _start(one)))
+        for header, batch in _batches(order):
+            scratch = [memoryview(bytearray(one.slab.nbytes(one.item_bytes))) for one in batch]
+            requests = [
+                ReadRequest(one.slab.copy.key, _first(one), _first(one) + len(data), data)
+                for one, data in zip(batch, scratch, strict=True)
+            ]
+            read_many(header, requests)
+            for one, data in zip(batch, scratch, strict=True):
+                one.slab.put(data, one.destination, one.item_bytes)
+
+    def _add(self, read: BoxRead, opened: Open) -> None:
+        width = read.leaf.item_bytes
+        copies = [(node, copy) for node, key in read.parts for copy in _copies(read, key)]
+        if problem := uncovered(read.target.shape, [copy.place for _, copy in copies]):
+            raise DamagedError(f"the stored parts of {read.leaf.name!r} do not make it up: {problem}")
+        run: tuple[ShardHeader, str, int, int, int] | None = None
+        for node, copy in copies:
+            header = opened(read.leaf, node, copy.key)
+            if (straight := copy.straight) is None:
+                self._slabs += [_Placed(header, slab, read.destination, width) for slab in copy.slabs(width)]
+                continue
+            (start, stop), at = straight
+            if run and (run[0], run[1], run[3], run[4] + run[3] - run[2]) == (header, copy.key, start, at):
+                run = (header, copy.key, run[2], stop, run[4])
+                continue
+            self._go(run, read)
+            run = (header, copy.key, start, stop, at)
+        self._go(run, read)
+
+    def _go(self, run: tuple[ShardHeader, str, int, int, int] | None, read: BoxRead) -> None:
+        if run is not None:
+            header, key, start, stop, at = run
+            width = read.leaf.item_bytes
+            memory = read.destination[at * width : (at + stop - start) * width]
+            self.straight.append((header, ReadRequest(key, start * width, stop * width, memory)))
+
+
+def _copies(read: BoxRead, key: Key) -> Iterator[Copy]:
+    """What of a stored part belongs into the target."""
+    shape = read.leaf.shape
+    if isinstance(key, Flat):
+        sources = list(range_boxes(shape, key.start, key.stop))
+    else:
+        sources = [key.intervals if isinstance(key, Box) else whole(shape)]
+    text, first = format_key(key), 0
+    for source in sources:
+        for window in read.target.windows:
+            part = intersect(source, window.box)
+            if part is not None:
+                moved = zip(part, window.box, window.place, strict=True)
+                place = tuple((a - low + at, b - low + at) for (a, b), (low, _), (at, _) in moved)
+                yield Copy(text, source, first, part, place, read.target.shape)
+        first += _count(source)
+
+
+def _count(source: tuple[tuple[int, int], ...]) -> int:
+    count = 1
+    for start, stop in source:
+        count *= stop - start
+    return count
+
+
+def _first(one: _Placed) -> int:
+    return one.slab.elements[0] * one.item_bytes
+
+
+def _start(one: _Placed) -> int:
+    return one.header.entries[one.slab.copy.key].start + _first(one)
+
+
+def _batches(order: list[_Placed]) -> Iterator[tuple[ShardHeader, list[_Placed]]]:
+    """Slabs of one file that together take at most twice the memory of one."""
+    batch: list[_Placed] = []
+    size = 0
+    for one in order:
+        nbytes = one.slab.nbytes(one.item_bytes)
+        if batch and (one.header is not batch[0].header or size + nbytes > 2 * SLAB_BYTES):
+            yield batch[0].header, batch
+            batch, size = [], 0
+        batch.append(one)
+        size += nbytes
+    if batch:
+        yield batch[0].header, batch

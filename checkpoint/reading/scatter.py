@@ -1,0 +1,108 @@
+"""Copies of boxes between a stored entry and a destination: which bytes to read, and where they go.
+
+A box that is one run of bytes on both sides is read straight into its destination. Any other is read in
+slabs, each the bytes from the slab's first to its last element, and put into place from there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torchrelay.checkpoint.disk.boxes import Bounds, Interval, runs, volume, whole
+from torchrelay.checkpoint.disk.digest import BLOCK
+
+SLAB_BYTES = 16 << 20
+"""A slab takes at most so much memory, or one element."""
+_DENSE = 2
+"""A slab larger than two blocks holds at least one wanted byte in so many."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The box `part` of a leaf, from an entry that holds `source`, into the box `place` of a tensor.
+
+    The entry has the elements of `source` in row-major order from its element `first` on.
+    """
+
+    key: str
+    source: Bounds
+    first: int
+    part: Bounds
+    place: Bounds
+    shape: tuple[int, ...]
+
+    @property
+    def straight(self) -> tuple[Interval, int] | None:
+        """The elements of the entry and where they begin in the destination, if both are one run."""
+        stored = list(itertools.islice(runs(self.source, self.part), 2))
+        placed = list(itertools.islice(runs(whole(self.shape), self.place), 2))
+        if len(stored) != 1 or len(placed) != 1:
+            return None
+        (start, stop), (at, _) = stored[0], placed[0]
+        return (self.first + start, self.first + stop), at
+
+    def slabs(self, item_bytes: int) -> Iterator[Slab]:
+        """Boxes of the part that can be read each with one range."""
+        pending = [self.part]
+        while pending:
+            box = pending.pop()
+            start, stop = _hull(self.source, box)
+            if _fits(box, stop - start, item_bytes):
+                yield Slab(self, box, (self.first + start, self.first + stop))
+            else:
+                pending += reversed(_halves(box))
+
+
+@dataclass(frozen=True)
+class Slab:
+    """A box of a copy and the elements of the entry from its first to its last one."""
+
+    copy: Copy
+    box: Bounds
+    elements: Interval
+
+    def nbytes(self, item_bytes: int) -> int:
+        """Bytes to read."""
+        return (self.elements[1] - self.elements[0]) * item_bytes
+
+    def put(self, data: memoryview, destination: memoryview, item_bytes: int) -> None:
+        """Copy the box out of its bytes `data` into its place in the bytes of the destination."""
+        import torch
+
+        words = next(size for size in (8, 4, 2, 1) if item_bytes % size == 0)
+        kind = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[words]
+        many = item_bytes // words
+        extents = [stop - start for start, stop in self.copy.source]
+        strides = [many * math.prod(extents[dim + 1 :]) for dim in range(len(extents))]
+        size = [stop - start for start, stop in self.box]
+        source = torch.frombuffer(data, dtype=kind).as_strided([*size, many], [*strides, 1])
+        target = torch.frombuffer(destination, dtype=kind).reshape([*self.copy.shape, many])
+        moved = zip(self.box, self.copy.part, self.copy.place, strict=True)
+        place = tuple(slice(a - low + at, b - low + at) for (a, b), (low, _), (at, _) in moved)
+        target[place].copy_(source)
+
+
+def _hull(outer: Bounds, box: Bounds) -> Interval:
+    """From the first to beyond the last element of a box within the elements of `outer`."""
+    start = stop = 0
+    for (low, high), (a, b) in zip(outer, box, strict=True):
+        start = start * (high - low) + a - low
+        stop = stop * (high - low) + b - 1 - low
+    return start, stop + 1
+
+
+def _fits(box: Bounds, elements: int, item_bytes: int) -> bool:
+    if volume(box) == 1:
+        return True
+    dense = elements * item_bytes <= 2 * BLOCK or volume(box) * _DENSE >= elements
+    return dense and elements * item_bytes <= SLAB_BYTES
+
+
+def _halves(box: Bounds) -> list[Bounds]:
+    dim = next(dim for dim, (start, stop) in enumerate(box) if stop - start > 1)
+    start, stop = box[dim]
+    middle = (start + stop) // 2
+    return [(*box[:dim], side, *box[dim + 1 :]) for side in ((start, middle), (middle, stop))]

@@ -1,0 +1,120 @@
+"""DTensors seen as leaves: their sharding, their local parts, and new ones like others."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from torchrelay.checkpoint.disk.boxes import Placement, Replicated, Sharded
+from torchrelay.checkpoint.disk.mesh import MAX_SPLIT_FACTOR, Mesh, intervals_at
+from torchrelay.checkpoint.disk.windows import Target, local_target
+from torchrelay.errors import BlobError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.tensor import DTensor
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether this is a DTensor; asks without importing torch's DTensor machinery."""
+    return any(base.__name__ == "DTensor" for base in type(tensor).__mro__)
+
+
+def sharding_of(tensor: torch.Tensor, name: str) -> Mesh:
+    """The mesh of a DTensor, by global ranks; raises BlobError naming a placement that has no parts."""
+    mesh = _dtensor(tensor).device_mesh
+    nodes = tuple(int(rank) for rank in mesh.mesh.flatten().tolist())
+    return Mesh(nodes, tuple(mesh.shape), _placements(tensor, name))
+
+
+def target_of(tensor: torch.Tensor, name: str) -> Target:
+    """What of the whole the local tensor of a DTensor holds; nothing on a rank outside of the mesh.
+
+    Raises BlobError where the local tensor has another shape than its placements give it.
+    """
+    coordinate = _dtensor(tensor).device_mesh.get_coordinate()
+    local = tuple(local_of(tensor).shape)
+    if coordinate is None:
+        return Target(local, ())
+    extents = tuple(_dtensor(tensor).device_mesh.shape)
+    placements = _placements(tensor, name)
+    found = local_target(intervals_at(tuple(tensor.shape), extents, placements, tuple(coordinate)))
+    if found.shape != local:
+        raise BlobError(
+            f"the local part of {name!r} has shape {list(local)}, by its placements it has "
+            f"{list(found.shape)}: make the tensor with distribute_tensor or fully_shard"
+        )
+    return found
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The local part of a DTensor, sharing its memory; a plain tensor is its own part."""
+    return _dtensor(tensor.detach()).to_local() if is_sharded(tensor) else tensor
+
+
+def empty_like(model: torch.Tensor, spec_shape: tuple[int, ...], dtype: torch.dtype, stored: Any) -> DTensor:
+    """A new DTensor on the mesh of `model`, without content.
+
+    It is placed as it was when it was saved, if that was on such a mesh; else as `model`, if it has
+    its shape; else every rank holds all of it.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor, Replicate
+
+    like = _dtensor(model)
+    mesh = like.device_mesh
+    if isinstance(stored, Mesh) and stored.extents == tuple(mesh.shape) and _torch_placements(stored):
+        placements = _torch_placements(stored)
+    elif tuple(model.shape) == spec_shape:
+        placements = list(like.placements)
+    else:
+        placements = [Replicate() for _ in like.placements]
+    coordinate = mesh.get_coordinate()
+    described = _described(placements, len(spec_shape), "")
+    extents = tuple(mesh.shape)
+    shape: tuple[int, ...] = (0,)
+    if coordinate is not None:
+        shape = local_target(intervals_at(spec_shape, extents, described, tuple(coordinate))).shape
+    local = torch.empty(shape, dtype=dtype, device=local_of(model).device)
+    whole = torch.empty(spec_shape, device="meta")
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def _torch_placements(stored: Mesh) -> list[Any]:
+    """Torch's own placements; empty where it has no public form for one."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    if any(isinstance(one, Sharded) and one.split_factor > 1 for one in stored.placements):
+        return []
+    return [Shard(one.dim) if isinstance(one, Sharded) else Replicate() for one in stored.placements]
+
+
+def _dtensor(tensor: Any) -> Any:
+    return tensor
+
+
+def _placements(tensor: torch.Tensor, name: str) -> tuple[Placement, ...]:
+    return _described(_dtensor(tensor).placements, tensor.dim(), name)
+
+
+def _described(placements: Any, dims: int, name: str) -> tuple[Placement, ...]:
+    found = tuple(_placement(one, dims, name) for one in placements)
+    strides = math.prod(one.split_factor for one in found if isinstance(one, Sharded))
+    if strides > MAX_SPLIT_FACTOR:
+        raise BlobError(
+            f"{name!r} is cut into {strides} strides: redistribute it to Shard or Replicate first"
+        )
+    return found
+
+
+def _placement(placement: Any, dims: int, name: str) -> Placement:
+    if placement.is_replicate():
+        return Replicated()
+    if placement.is_partial() or not hasattr(placement, "dim"):
+        raise BlobError(
+            f"{name!r} is a DTensor with placement {placement}, whose parts are not parts of the content: "
+            "redistribute it to Shard or Replicate first"
+        )
+    return Sharded(placement.dim % dims, int(getattr(placement, "split_factor", 1)))

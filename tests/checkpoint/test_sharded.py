@@ -1,0 +1,182 @@
+"""Sharded leaves: what meshes store is the tensor, and any mesh reads what any mesh wrote."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from meshes import Saved, load, local_part, random_mesh, random_shape, target
+
+from torchrelay.checkpoint.disk import boxes
+from torchrelay.checkpoint.disk.boxes import Replicated, Sharded
+from torchrelay.checkpoint.disk.manifest import Manifest
+from torchrelay.checkpoint.disk.mesh import Mesh
+from torchrelay.checkpoint.planning.assignments import NodeClass
+from torchrelay.checkpoint.planning.plan import plan_classes
+from torchrelay.checkpoint.reading import scatter
+from torchrelay.checkpoint.replicas import shared_parts
+from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role
+from torchrelay.errors import DamagedError, FormatError, SaveFailedError
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+DTYPES = [torch.float32, torch.bfloat16, torch.complex128, torch.bool, torch.int64]
+
+
+def world_of(*meshes: Mesh | None) -> int:
+    return max((max(mesh.nodes) + 1 for mesh in meshes if mesh is not None), default=3)
+
+
+def test_stored_boxes_cover_a_tensor_exactly_once():
+    """On 3,000 random meshes, whatever the element size: no hole, no overlap, everyone within his part."""
+    rng = random.Random(0)
+    for _ in range(3000):
+        shape = random_shape(rng)
+        mesh, item = random_mesh(rng, shape), rng.choice([1, 4, 1 << 20])
+        stored = list(mesh.stored("name", shape, item))
+        assert boxes.uncovered(shape, [box for _, box in stored]) is None
+        for node, box in stored:
+            own = [window.box for window in target(mesh, shape, node).windows]
+            assert any(boxes.intersect(one, box) == box for one in own)
+
+
+def test_replicas_share_the_writing():
+    """Replicas of a large box write equal rows of it; small leaves go to different replicas."""
+    mesh = Mesh(tuple(range(8)), (4, 2), (Replicated(), Sharded(1)))
+    assert mesh.stored_by(5, "w", (1024, 512), 4) == (((512, 768), (256, 512)),)
+    owners = {rank for n in range(50) for rank in range(8) if mesh.stored_by(rank, f"w{n}", (4, 4), 4)}
+    assert owners == set(range(8))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_any_mesh_reads_what_any_mesh_wrote(seed, monkeypatch):
+    """500 random pairs of meshes, plain tensors among them, reload bit for bit, in any memory for slabs."""
+    rng = random.Random(seed)
+    large = seed % 2 == 0
+    monkeypatch.setattr(scatter, "SLAB_BYTES", (1 << 20) if large else 64)
+    for _ in range(5):
+        shapes = {f"m.{n}": random_shape(rng, large=large) for n in range(10)}
+        wholes = {
+            name: torch.randint(0, 1 << 30, shape).to(rng.choice(DTYPES)) for name, shape in shapes.items()
+        }
+        meshes = {
+            name: None if rng.random() < 0.1 else random_mesh(rng, shape) for name, shape in shapes.items()
+        }
+        reader = Saved(wholes, meshes, world_of(*meshes.values())).run()
+        for name, whole in wholes.items():
+            assert torch.equal(load(reader, name, whole, None), whole)
+            other = random_mesh(rng, whole.shape)
+            for node in other.nodes:
+                found = load(reader, name, whole, target(other, whole.shape, node))
+                assert torch.equal(found, local_part(whole, other, node)), (meshes[name], other, whole.shape)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 4), max_size=3), st.data())
+def test_a_range_is_its_boxes(shape, data):
+    """The boxes of a range of elements are these elements, in order."""
+    count = boxes.volume(boxes.whole(shape))
+    first, last = sorted(data.draw(st.tuples(st.integers(0, count), st.integers(0, count))))
+    space = torch.arange(count).reshape(shape)
+    found = [
+        n
+        for box in boxes.range_boxes(shape, first, last)
+        for n in space[tuple(slice(*side) for side in box)].flatten().tolist()
+    ]
+    assert found == list(range(first, last))
+
+
+def test_a_column_is_read_without_the_whole():
+    """A narrow part of wide rows does not read what lies between, beyond blocks."""
+    whole = torch.arange(16 << 18, dtype=torch.float32).reshape(16, 1 << 18)
+    saved = Saved({"m": whole}, {"m": Mesh((0,), (1,), (Replicated(),))}, 1)
+    reader = saved.run()
+    mesh = Mesh(tuple(range(64)), (64,), (Sharded(1),))
+    before = saved.storage.bytes_read
+    assert torch.equal(load(reader, "m", whole, target(mesh, whole.shape, 3)), local_part(whole, mesh, 3))
+    assert saved.storage.bytes_read - before <= whole.nbytes * 1.1 + 8192
+
+
+def test_damage_in_a_box_is_found():
+    """A changed byte of a stored box fails whatever load needs it."""
+    whole = torch.arange(64.0).reshape(8, 8)
+    saved = Saved({"m": whole}, {"m": Mesh((0, 1), (2,), (Sharded(1),))}, 2)
+    reader = saved.run()
+    path = max(saved.storage.files)
+    saved.storage.files[path][-1] ^= 1
+    with pytest.raises(DamagedError, match="not what was saved"):
+        load(reader, "m", whole, None)
+    other = Mesh((0, 1), (2,), (Sharded(1),))
+    assert torch.equal(load(reader, "m", whole, target(other, (8, 8), 0)), whole[:, :4])
+
+
+def spec(mesh: Mesh) -> LeafSpec:
+    return LeafSpec("m.w", "m", Role.PARAMETER, "main", "tensor", "float32", (8, 8), 256, None, mesh)
+
+
+def test_sub_meshes_of_one_leaf_are_replicas():
+    """A leaf that lies on several sub-meshes is one leaf: its replicas are one more mesh dimension."""
+    rows = [NodeClass((a, b), (spec(Mesh((a, b), (2,), (Sharded(0),))),)) for a, b in ((0, 1), (2, 3))]
+    plan = plan_classes(rows)
+    assert plan.layouts == (Mesh((0, 1, 2, 3), (2, 2), (Replicated(), Sharded(0))),)
+    assert [len(plan.assignments(node)) for node in range(4)].count(1) == 2
+
+
+def test_a_mesh_must_be_complete():
+    """A rank of the mesh that lacks the leaf, or has it placed otherwise, fails the save by name."""
+    one, other = spec(Mesh((0, 1), (2,), (Sharded(0),))), spec(Mesh((0, 1), (2,), (Sharded(1),)))
+    with pytest.raises(SaveFailedError, match=r"'m.w' is sharded over ranks \[0, 1\], but rank 1"):
+        plan_classes([NodeClass((0,), (one,)), NodeClass((1,), (other,))])
+
+
+def test_the_frozen_boxes_and_manifest_are_still_written(monkeypatch):
+    """Today's rule gives the committed boxes, today's writer the committed manifest, and readers read it."""
+    monkeypatch.syspath_prepend(str(GOLDEN))
+    import make_mesh
+
+    assert make_mesh.box_rows() == json.loads((GOLDEN / "stored_boxes.json").read_text())
+    data = (GOLDEN / "manifest_mesh_v1.json").read_bytes()
+    assert make_mesh.manifest().encode() == data
+    assert Manifest.decode(data).encode() == data
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error"),
+    [
+        ("rule", 2, FormatError),
+        ("mesh", [2, 3], DamagedError),
+        ("mesh", [2, 0], DamagedError),
+        ("mesh", ["2", 2], DamagedError),
+        ("placements", [[0, 2]], DamagedError),
+        ("placements", [[2, 1], [0, 1]], DamagedError),
+        ("placements", [[-1, 1], [0, 1]], DamagedError),
+        ("placements", [[0, 0], [0, 1]], DamagedError),
+        ("placements", [[0, 1 << 40], [0, 1]], DamagedError),
+        ("placements", [[0, 1, 1], [0, 1]], DamagedError),
+        ("placements", None, DamagedError),
+    ],
+)
+def test_meshes_that_no_writer_wrote_are_refused(key, value, error):
+    """An unknown rule is another version; what does not fit is damage, and costs nothing to find."""
+    raw = json.loads((GOLDEN / "manifest_mesh_v1.json").read_bytes())
+    raw["layouts"][0][key] = value
+    with pytest.raises(error):
+        Manifest.decode(json.dumps(raw).encode())
+
+
+def test_replicas_of_a_box_are_compared_and_named_by_it():
+    """Places that hold the same box have a leaf of the same name to compare; lone boxes have none."""
+    mesh = Mesh((0, 1, 2, 3), (2, 2), (Replicated(), Sharded(0)))
+    whole = torch.arange(64.0).reshape(8, 8)
+    seen = []
+    for node in range(4):
+        leaf = Leaf("m.w", "m", Role.PARAMETER, "main", local_part(whole, mesh, node))
+        (part,) = shared_parts({"m.w": leaf}, [spec(mesh)], node)
+        seen.append((part.name, part.content[0, 0].item()))
+    assert seen == [("m.w [0:4,0:8]", 0.0), ("m.w [4:8,0:8]", 32.0)] * 2
+    alone = Mesh((0, 1), (2,), (Sharded(0),))
+    assert shared_parts({"m.w": leaf}, [spec(alone)], 1) == []

@@ -1,0 +1,102 @@
+"""DTensors of real modules and optimizers, on a mesh of one rank, as leaves and back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from torchrelay.checkpoint.blob_file import open_blob_file
+from torchrelay.checkpoint.blob_files import load_blobs, save_blobs
+from torchrelay.checkpoint.disk.boxes import Replicated, Sharded
+from torchrelay.checkpoint.disk.mesh import Mesh
+from torchrelay.checkpoint.load_into import FileSource
+from torchrelay.checkpoint.state.dtensors import empty_like, target_of
+from torchrelay.checkpoint.state.flatten import leaves_of
+from torchrelay.checkpoint.state.leaf import spec_of
+from torchrelay.errors import BlobError
+
+
+@pytest.fixture(autouse=True)
+def gloo(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def fsdp():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    fully_shard(model[0])
+    fully_shard(model)
+    return model
+
+
+def test_a_module_that_was_just_evaluated_shows_its_shards():
+    """After a forward pass without backward FSDP2 still holds gathered parameters; leaves are the shards."""
+    model = fsdp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    expected = [leaf.name for leaf in leaves_of({"model": model, "optimizer": optimizer})]
+    with torch.no_grad():
+        model(torch.ones(2, 3))
+    leaves = leaves_of({"model": model, "optimizer": optimizer})
+    assert [leaf.name for leaf in leaves] == expected
+    sharded = [leaf.name for leaf in leaves if isinstance(leaf.content, DTensor)]
+    assert len(sharded) == 4 * 3
+    assert not [name for name in sharded if ".param." in name]
+    assert not [leaf.name for leaf in leaves if leaf.name.endswith(".step") and leaf.name in sharded]
+
+
+def test_fsdp1_is_refused_with_the_way_out():
+    """Flat parameters are not saved under names that nobody could load."""
+    model = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
+    with pytest.raises(BlobError, match=r"blob 'model' is wrapped by FullyShardedDataParallel.*fully_shard"):
+        leaves_of({"model": model})
+
+
+def test_a_blob_file_takes_no_shards(tmp_path):
+    """One process writes the file, so it would lack what the others hold."""
+    with pytest.raises(BlobError, match=r"weight is a sharded tensor.*full_tensor"):
+        save_blobs(tmp_path / "file", {"model": fsdp()})
+
+
+def test_a_blob_file_is_read_into_shards(tmp_path):
+    """A file of whole tensors loads into FSDP2 in place."""
+    plain, model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), fsdp()
+    save_blobs(tmp_path / "file", {"model": plain})
+    FileSource(open_blob_file(tmp_path / "file")).load({"model": model}, strict=True, rename=None)
+    for name, tensor in load_blobs(tmp_path / "file", "model", prefix="model.").items():
+        assert torch.equal(model.state_dict()[name].full_tensor(), tensor)
+
+
+def test_new_state_is_placed_as_saved_or_as_its_parameter_or_whole():
+    """Saved placements hold on an equal mesh; else those of the parameter, where the shapes are one."""
+    mesh = init_device_mesh("cpu", (1, 1))
+    model = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0), Replicate()])
+    saved = Mesh((0,), (1, 1), (Replicated(), Sharded(1)))
+    placed = {
+        "saved": empty_like(model, (4, 2), torch.float32, saved),
+        "parameter": empty_like(model, (4, 2), torch.float32, Mesh((0,), (1,), (Sharded(1),))),
+        "whole": empty_like(model, (4, 1), torch.float32, None),
+    }
+    assert {name: one.placements for name, one in placed.items()} == {
+        "saved": (Replicate(), Shard(1)),
+        "parameter": (Shard(0), Replicate()),
+        "whole": (Replicate(), Replicate()),
+    }
+    assert [tuple(one.shape) for one in placed.values()] == [(4, 2), (4, 2), (4, 1)]
+
+
+def test_a_local_part_of_another_shape_is_refused():
+    """What placements say of a tensor must be so before anything is planned by it."""
+    mesh = init_device_mesh("cpu", (1,))
+    wrong = DTensor.from_local(torch.ones(3), mesh, [Shard(0)], run_check=False, shape=(4,), stride=(1,))
+    (leaf,) = leaves_of({"x": wrong})
+    assert spec_of(leaf).shape == (4,)
+    with pytest.raises(BlobError, match=r"the local part of 'x' has shape \[3\], .* it has \[4\]"):
+        target_of(wrong, "x")

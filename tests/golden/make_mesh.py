@@ -1,0 +1,83 @@
+"""Makes `manifest_mesh_v1.json` and `stored_boxes.json`: sharded leaves, frozen.
+
+The manifest has a leaf on a mesh, one on two sub-meshes, and an alias; the table says who stores which
+boxes of a leaf by rule 1. To change either is to change the format.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from torchrelay.checkpoint.disk.boxes import Placement, Replicated, Sharded
+from torchrelay.checkpoint.disk.manifest import Manifest, ShardRow
+from torchrelay.checkpoint.disk.mesh import Mesh, placements_json
+from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.planning.assignments import NodeClass
+from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_of
+from torchrelay.checkpoint.planning.plan import plan_classes
+from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.state.leaf import LeafSpec, Role
+from torchrelay.jobs.places import NodePlace
+
+HERE = Path(__file__).parent
+R = Replicated()
+CASES: list[tuple[tuple[int, ...], tuple[Placement, ...], tuple[int, ...], int]] = [
+    ((4,), (Sharded(0),), (10, 3), 4),
+    ((4,), (Sharded(0),), (2,), 4),
+    ((2, 2), (Sharded(0, 2), Sharded(0)), (10, 3), 4),
+    ((2, 2), (R, Sharded(1)), (6, 4), 4),
+    ((2, 2), (R, Sharded(1)), (1025, 1024), 4),
+    ((3,), (R,), (1, 1 << 20), 8),
+    ((2, 2, 2), (R, Sharded(0), Sharded(1)), (7, 5, 3), 2),
+    ((2,), (R,), (), 8),
+    ((2,), (Sharded(0),), (0, 4), 8),
+]
+
+
+def box_rows() -> list[dict[str, Any]]:
+    """Who stores which boxes."""
+    rows = []
+    for number, (extents, placements, shape, item_bytes) in enumerate(CASES):
+        name = f"model.w{number}"
+        mesh = Mesh(tuple(range(math.prod(extents))), extents, placements)
+        stored = [[node, [list(side) for side in box]] for node, box in mesh.stored(name, shape, item_bytes)]
+        rows.append(
+            {
+                "name": name, "shape": list(shape), "item_bytes": item_bytes, "mesh": list(extents),
+                "placements": placements_json(placements), "stored": stored,
+            }
+        )  # fmt: skip
+    return rows
+
+
+def _leaf(name: str, mesh: Mesh, alias: str | None = None) -> LeafSpec:
+    return LeafSpec(name, "model", Role.PARAMETER, "main", "tensor", "float32", (10, 3), 120, alias, mesh)
+
+
+def manifest() -> Manifest:
+    """Four nodes: `model.all` over all of them, `model.pair` over two pairs."""
+    grid = Mesh((0, 1, 2, 3), (2, 2), (Sharded(0, 2), Sharded(0)))
+    classes = [
+        NodeClass(
+            pair,
+            (
+                _leaf("model.all", grid),
+                _leaf("model.tied", grid, "model.all"),
+                _leaf("model.pair", Mesh(pair, (2,), (Sharded(1),))),
+            ),
+        )
+        for pair in ((0, 1), (2, 3))
+    ]
+    places = [NodePlace(f"trainer_{rank}", rank, 4, "gpu0", 0) for rank in range(4)]
+    identity = TryIdentity("0" * 32, "golden", Position(1), 0, 0, "e00000001-0123456789ab")
+    shards = [ShardRow(node, "main", 1, 9000 + node, 4096, f"{node:02x}" * 32) for node in range(4)]
+    return compose(plan_classes(classes), identity, world_of(places), shards, {}, Facts())
+
+
+if __name__ == "__main__":
+    (HERE / "manifest_mesh_v1.json").write_bytes(manifest().encode())
+    text = ",\n".join(json.dumps(row) for row in box_rows())
+    (HERE / "stored_boxes.json").write_text(f"[\n{text}\n]\n")
