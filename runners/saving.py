@@ -75,7 +75,7 @@ class Saver:
         self.settle(session)
         if self.newest_saved != last.epoch:
             raise SaveFailedError(
-                f"the epochs are over, but the last one, epoch {last}, could not be saved (see the warnings): "
+                f"the epochs are over, but the last one, epoch {last}, could not be saved (see warnings): "
                 "mend the cause and start again, the run goes on from its newest saved epoch"
             )
 
