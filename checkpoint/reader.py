@@ -87,6 +87,11 @@ class Checkpoint:
         return self.entry.position
 
     @property
+    def epoch(self) -> int:
+        """The number of the epoch, also after `epoch="best"` or "last"."""
+        return self.entry.position.epoch
+
+    @property
     def branch(self) -> int:
         """The branch it was committed on."""
         return self.entry.branch

@@ -40,6 +40,8 @@ class JobRunner:
     `max_failed_saves` saves that fail in a row end the run (3 for run directories; a bare manager
     only warns). `save_initial=False` leaves epoch 0, the state after `init`, out.
     `keep_last`, `keep_every`, `keep_optimizer_last` and `reuse` are those of the managers.
+    `upload_task_group_builder` builds the group that sends the last epoch elsewhere; `agree_every` is
+    the number of steps between two looks at whether a rank wants to end the epoch (EpochLoader only).
 
     `asynchronous=True` writes and commits epochs behind the training; whether one was saved is known, and
     the metadata handler told, at the next boundary. `staging_limit` and `verify_staging` are the manager's.

@@ -160,7 +160,7 @@ def test_best_is_by_metric_and_ignores_what_is_no_number(run):
     with pytest.raises(UsageError, match="direction"):
         open_checkpoint(run, "best", best=("val/acc", "largest"))
     (run / "run.json").write_text(json.dumps({"best": ["val/acc", "max"]}))
-    assert open_checkpoint(run, "best").position.epoch == 2
+    assert open_checkpoint(run, "best").epoch == 2
 
 
 def test_places_without_checkpoints_are_refused_by_name(tmp_path):

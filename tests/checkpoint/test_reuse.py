@@ -42,6 +42,22 @@ def test_a_frozen_backbone_is_written_once(tmp_path: Path, nodes: int) -> None:
     assert prove_all(tmp_path) == ["proved"] * 5
 
 
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_asynchronous_saves_refer_too(tmp_path: Path, nodes: int) -> None:
+    """What is unchanged is found at the boundary; behind the training only the rest is written."""
+    train(tmp_path, 4, HEAD, nodes=nodes, asynchronous=True, keep_last=2)
+    for epoch in (3, 4):
+        assert written(tmp_path, epoch) <= 0.15 * written(tmp_path, 0)
+    check_all(tmp_path, [0, 3, 4], HEAD, nodes)
+    assert set(prove_all(tmp_path)) == {"proved"}
+
+
+def test_reuse_is_asked_for(tmp_path: Path) -> None:
+    """Without a word every epoch stands alone."""
+    train(tmp_path, 1, HEAD, reuse=None)
+    assert tries_of(tmp_path, 1)[1:] == ()
+
+
 def test_reuse_can_be_switched_off(tmp_path: Path) -> None:
     """With reuse=False every epoch stands alone."""
     train(tmp_path, 2, HEAD, reuse=False)
