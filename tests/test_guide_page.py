@@ -1,0 +1,60 @@
+"""docs/guide.md is true: its programs and commands run in their order, as they stand."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torchrelay.errors
+
+PAGE = (Path(__file__).resolve().parent.parent / "docs/guide.md").read_text()
+COMMANDS = {
+    "python": [sys.executable],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+    "torchrelay": [sys.executable, "-m", "torchrelay"],
+}
+
+
+def run(folder: Path, line: str) -> str:
+    """Run a command of the page; returns what it printed."""
+    name, *words = shlex.split(line, comments=True)
+    done = subprocess.run(
+        [*COMMANDS[name], *words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        timeout=90, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, f"{line}\n{done.stdout}"
+    return done.stdout
+
+
+@pytest.mark.ranks
+def test_the_page_runs(tmp_path: Path) -> None:
+    """The job trains on two ranks, is finished, rewinds; its best epoch is used elsewhere and verified."""
+    programs = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    lines = re.findall(r"^\$ (.*)$", PAGE, re.MULTILINE)
+    assert len(programs) == 2 and len(lines) == 5
+    (tmp_path / "train.py").write_text(programs[0])
+    assert "epoch 4" in run(tmp_path, lines[0])
+    assert "nothing to do" in run(tmp_path, lines[1])
+    assert "rewinding to epoch 2" in (said := run(tmp_path, lines[2])) and "accuracy" in said
+    (tmp_path / "elsewhere.py").write_text(programs[1])
+    assert "'loader', 'model', 'optimizer', 'rng', 'scheduler']" in run(tmp_path, "python elsewhere.py")
+    assert "abandoned" in run(tmp_path, lines[3])
+    run(tmp_path, lines[4])
+
+
+def test_the_exit_codes_are_those_of_the_errors() -> None:
+    """Every code that the page explains is one that an error has, or success, or an interrupt."""
+    told = {
+        int(code)
+        for code in re.findall(r"\b(\d{1,3}) (?:when|for|after)\b", PAGE.split("How a program ends")[1])
+    }
+    family = {
+        error.exit_code for error in vars(torchrelay.errors).values() if isinstance(error, type)
+    }  # fmt: skip
+    assert told == (family - {75, 93}) | {0, 130}
