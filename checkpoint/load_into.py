@@ -15,9 +15,10 @@ from torchrelay.checkpoint.blob_files import read_blobs
 from torchrelay.checkpoint.reader import Checkpoint, open_checkpoint
 from torchrelay.checkpoint.reading.loading import LoadResult, Nodes
 from torchrelay.checkpoint.reading.lookup import nearest
-from torchrelay.checkpoint.reading.patterns import Rename, is_pattern, matches, renamed, renamed_all
+from torchrelay.checkpoint.reading.patterns import Rename, renamed, renamed_all
 from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec
 from torchrelay.checkpoint.state.restore import Read, restoration
+from torchrelay.checkpoint.wildcards import is_pattern, matches
 from torchrelay.errors import UsageError
 from torchrelay.jobs.blobs import kind_of
 from torchrelay.jobs.workspace import Workspace

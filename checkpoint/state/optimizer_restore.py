@@ -236,6 +236,14 @@ class _Load:
             kept.clear()
             kept.update(built)
             self.optimizer.state[parameter] = kept
+        for name, parameter in self.members.items():
+            if name not in state and parameter in before and self._stays(name):
+                self.optimizer.state[parameter] = before[parameter]
+
+    def _stays(self, name: str) -> bool:
+        """Whether the state of a parameter is among what keeps its content."""
+        prefix = f"{state_prefix(self.blob)}{name}."
+        return any(kept.startswith(prefix) for kept in self.draft.kept)
 
 
 def _of_its_parts(spec: LeafSpec, parameter: torch.Tensor) -> bool:

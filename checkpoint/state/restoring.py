@@ -75,14 +75,24 @@ class Findings:
     unexpected: list[str] = field(default_factory=list)
     unlike: list[str] = field(default_factory=list)
 
-    def check(self, stored: Mapping[str, LeafSpec], *, strict: bool, kept: Collection[str] = ()) -> None:
+    def check(
+        self,
+        stored: Mapping[str, LeafSpec],
+        *,
+        strict: bool,
+        kept: Collection[str] = (),
+        why_absent: Callable[[str], str] = lambda name: "",
+    ) -> None:
         """Raise one BlobError that lists all differences; without `strict` only the unlike ones count."""
         lines = [f"differs: {text}" for text in self.unlike]
         if strict:
             missing = [name for name in self.missing if name not in kept]
             near = missing[:_NEAREST_FOR]
-            lines += [f"not in the checkpoint: {name}{_nearest(name, stored)}" for name in near]
-            lines += [f"not in the checkpoint: {name}" for name in missing[_NEAREST_FOR:]]
+            reasons = {
+                name: f" (the save left it out: {why})" for name in missing if (why := why_absent(name))
+            }
+            hints = {**{name: _nearest(name, stored) for name in near if name not in reasons}, **reasons}
+            lines += [f"not in the checkpoint: {name}{hints.get(name, '')}" for name in missing]
             lines += [f"only in the checkpoint: {name}" for name in self.unexpected]
         if lines:
             raise BlobError(
