@@ -88,8 +88,8 @@ def _show_shards(blob: str, module: nn.Module) -> None:
         if "FullyShardedDataParallel" in kinds:
             raise BlobError(
                 f"blob {blob!r} is wrapped by FullyShardedDataParallel (FSDP1), whose flat parameters are no "
-                "tensors of the module: use fully_shard (FSDP2), or register an object whose state_dict and "
-                "load_state_dict use get_state_dict and set_state_dict of torch.distributed.checkpoint"
+                "tensors of the module: register torchrelay.fsdp_state(module, optimizer) instead of both, "
+                "or use fully_shard (FSDP2)"
             )
         if "FSDPModule" in kinds:
             part.reshard()  # type: ignore[operator]

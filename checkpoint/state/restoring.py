@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -215,7 +215,8 @@ class Draft:
         if spec.role is Role.SUBCLASS:
             return self._wrapper_alike(spec, model)
         if model is not None and is_sharded(model):
-            made = self.fresh_like(spec, model)
+            as_saved = None if tuple(model.shape) == spec.shape else spec.sharding
+            made = self.fresh_like(replace(spec, sharding=as_saved), model)
             return lambda device: made
         read = self.fresh(spec)
         return lambda device: read.memory().to(device or "cpu")
