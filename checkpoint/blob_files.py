@@ -106,7 +106,7 @@ def load_blobs(
     and `[...]` stand for any text. A module comes as its tensors by full name (`model.0.weight`), an
     object with state as what its `state_dict` returned. `rename` gives other names, `prefix` is taken
     off the names that begin with it; not both. `strict` demands that every name is there. Tensors go to
-    `device` (those inside values stay on the CPU).
+    `device` (those inside values stay on the CPU); tied names give one tensor.
     Raises UsageError when a file or name is given twice, two files have what is wanted, or names would
     become one; DamagedError, FormatError or StorageError for what a file holds.
     """
@@ -118,7 +118,11 @@ def load_blobs(
     created: dict[str, Any] = {}
     for file in files:
         created.update(read_blobs(file, [name for name, holder in chosen.items() if holder is file]))
-    return {new: _placed(created[old], device) for new, old in new_names.items()}
+    placed: dict[int, Any] = {}  # names of one tensor get one tensor
+    for value in created.values():
+        if id(value) not in placed:
+            placed[id(value)] = _placed(value, device)
+    return {new: placed[id(created[old])] for new, old in new_names.items()}
 
 
 def _open_all(urls: Url | Sequence[Url]) -> list[BlobFile]:

@@ -19,7 +19,7 @@ from torchrelay.checkpoint.disk.manifest import Manifest
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.planning.assignments import NodeClass
 from torchrelay.checkpoint.planning.plan import plan_classes
-from torchrelay.checkpoint.replicas import shared_parts
+from torchrelay.checkpoint.replicas import lone_parts, shared_parts
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role
 from torchrelay.errors import DamagedError, FormatError, SaveFailedError
 
@@ -166,8 +166,24 @@ def test_replicas_of_a_box_are_compared_and_named_by_it():
     seen = []
     for node in range(4):
         leaf = Leaf("m.w", "m", Role.PARAMETER, "main", local_part(whole, mesh, node))
-        (part,) = shared_parts({"m.w": leaf}, [spec(mesh)], node)
+        (group,) = shared_parts({"m.w": leaf}, [spec(mesh)], node)
+        (part,) = group.leaves
         seen.append((part.name, part.content[0, 0].item()))
     assert seen == [("m.w [0:4,0:8]", 0.0), ("m.w [4:8,0:8]", 32.0)] * 2
     alone = Mesh((0, 1), (2,), (Sharded(0),))
     assert shared_parts({"m.w": leaf}, [spec(alone)], 1) == []
+
+
+def test_parts_on_several_meshes_have_the_names_of_their_place():
+    """Of a leaf on two meshes the nodes at the same place have parts of one name, others never."""
+    whole, names = torch.arange(64.0).reshape(8, 8), []
+    for nodes in ((0, 1), (2, 3)):
+        mesh = Mesh(nodes, (2,), (Sharded(0),))
+        for node in nodes:
+            leaf = Leaf("m.w", "m", Role.PARAMETER, "main", local_part(whole, mesh, node))
+            (group,) = lone_parts({"m.w": leaf}, [spec(mesh)], node)
+            assert group.lone and shared_parts({"m.w": leaf}, [spec(mesh)], node) == []
+            names.append([one.name for one in group.leaves])
+    assert names[0] == names[2] != names[1] == names[3]
+    outside = Mesh((4, 5), (2,), (Sharded(0),))
+    assert lone_parts({"m.w": leaf}, [spec(outside)], 3) == []
