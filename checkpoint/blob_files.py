@@ -17,11 +17,14 @@ from torchrelay.checkpoint.blob_file import BlobFile, open_blob_file
 from torchrelay.checkpoint.blob_file_writing import file_bytes, write_blob_file
 from torchrelay.checkpoint.reading.casting import Cast, cast, checked_cast
 from torchrelay.checkpoint.reading.lookup import nearest
-from torchrelay.checkpoint.reading.patterns import Rename, matches, renamed_all
+from torchrelay.checkpoint.reading.patterns import Rename, renamed_all
+from torchrelay.checkpoint.selecting import check_patterns_used, select
+from torchrelay.checkpoint.selection import Patterns, Selection, selection_of
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role
 from torchrelay.checkpoint.state.restore import restoration
+from torchrelay.checkpoint.wildcards import matches
 from torchrelay.errors import UsageError
 from torchrelay.jobs.names import check_blob_names
 
@@ -36,34 +39,52 @@ def save_blobs(
     rename: Rename | None = None,
     dtype: Cast = None,
     overwrite: bool = False,
+    include: Patterns = None,
+    exclude: Patterns = None,
 ) -> None:
     """Save blobs into one file, which any reader of safetensors opens too.
 
     Blobs are tensors, modules, optimizers, objects with `state_dict`, or JSON-like values.
     `rename={"ema": "model"}` stores blobs under other names. `dtype` converts floating-point tensors (all,
     or by pattern, `{"model.*": torch.bfloat16}`, the first that fits), but not those of optimizers and
-    other objects with state, whose numbers must stay what they are. The
+    other objects with state, whose numbers must stay what they are. `include` and `exclude` choose leaves
+    by patterns of their new names, of which each must mean one; values and objects with state go whole. The
     file appears whole and durable or not at all; it replaces another only with `overwrite`.
     Raises UsageError (a name taken, used twice or unfit), BlobError with the path inside the blob, or
     StorageError.
     """
-    write_blob_file(url, _leaves(blobs, rename, dtype), overwrite=overwrite)
+    chosen = _leaves(blobs, rename, dtype, selection_of(include, exclude))
+    write_blob_file(url, chosen, overwrite=overwrite)
 
 
-def estimate_bytes(blobs: Mapping[str, Any], *, rename: Rename | None = None, dtype: Cast = None) -> int:
+def estimate_bytes(
+    blobs: Mapping[str, Any],
+    *,
+    rename: Rename | None = None,
+    dtype: Cast = None,
+    include: Patterns = None,
+    exclude: Patterns = None,
+) -> int:
     """The size in bytes that the file of `save_blobs` with these arguments has; raises as it does."""
-    leaves = _leaves(blobs, rename, dtype, meta=True)
+    leaves = _leaves(blobs, rename, dtype, selection_of(include, exclude), meta=True)
     return file_bytes(leaves)
 
 
 def _leaves(
-    blobs: Mapping[str, Any], rename: Rename | None, dtype: Cast, *, meta: bool = False
+    blobs: Mapping[str, Any],
+    rename: Rename | None,
+    dtype: Cast,
+    selection: Selection,
+    *,
+    meta: bool = False,
 ) -> list[Leaf]:
     if not isinstance(blobs, Mapping) or not blobs:
         raise UsageError(f'give the blobs by name, save_blobs(url, {{"model": model}}), not {blobs!r}')
     named = {new: blobs[old] for new, old in renamed_all(blobs, rename).items()}
     check_blob_names(named)
-    leaves = leaves_of(named)
+    found = leaves_of(named)
+    check_patterns_used(found, selection)
+    leaves = select(found, named, selection)
     if checked_cast(dtype) is None:
         return leaves
     kinds = {blob: kind_of(value) for blob, value in named.items()}
@@ -85,7 +106,7 @@ def load_blobs(
     and `[...]` stand for any text. A module comes as its tensors by full name (`model.0.weight`), an
     object with state as what its `state_dict` returned. `rename` gives other names, `prefix` is taken
     off the names that begin with it; not both. `strict` demands that every name is there. Tensors go to
-    `device` (those inside values stay on the CPU).
+    `device` (those inside values stay on the CPU); tied names give one tensor.
     Raises UsageError when a file or name is given twice, two files have what is wanted, or names would
     become one; DamagedError, FormatError or StorageError for what a file holds.
     """
@@ -97,7 +118,11 @@ def load_blobs(
     created: dict[str, Any] = {}
     for file in files:
         created.update(read_blobs(file, [name for name, holder in chosen.items() if holder is file]))
-    return {new: _placed(created[old], device) for new, old in new_names.items()}
+    placed: dict[int, Any] = {}  # names of one tensor get one tensor
+    for value in created.values():
+        if id(value) not in placed:
+            placed[id(value)] = _placed(value, device)
+    return {new: placed[id(created[old])] for new, old in new_names.items()}
 
 
 def _open_all(urls: Url | Sequence[Url]) -> list[BlobFile]:

@@ -11,6 +11,8 @@ import torch
 from torchrelay.checkpoint.disk.windows import place_of
 from torchrelay.checkpoint.members import RNG_BLOB, Member, scopes_of
 from torchrelay.checkpoint.planning.assignments import Assignment
+from torchrelay.checkpoint.selecting import select
+from torchrelay.checkpoint.selection import EVERYTHING, Selection
 from torchrelay.checkpoint.state.dtensors import local_of
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, LeafSpec, Role, Value, spec_of
@@ -47,9 +49,16 @@ class NodeState:
 
 
 def capture(
-    session: Session, place: NodePlace, stored_name: str, members: Mapping[str, Member], demoted: set[str]
+    session: Session,
+    place: NodePlace,
+    stored_name: str,
+    members: Mapping[str, Member],
+    demoted: set[str],
+    selection: Selection = EVERYTHING,
 ) -> NodeState:
     """List the leaves of a hosted node, its random states included; tensors are not copied.
+
+    Random states are listed whatever the `selection` says.
 
     Raises BlobError for what cannot be stored (with its path) and SaveFailedError for a name of the
     set that is gone.
@@ -62,7 +71,8 @@ def capture(
             "keep the name, or register it with scope='transient'"
         )
     objects = {name: workspace[name] for name in members}
-    leaves = [*leaves_of(objects), *random_leaves(session.streams(place.name))]
+    chosen = select(leaves_of(objects), objects, selection)
+    leaves = [*chosen, *random_leaves(session.streams(place.name))]
     specs = tuple(spec_of(leaf) for leaf in leaves)
     for leaf, spec in zip(leaves, specs, strict=True):
         _check_local(leaf, spec, place)

@@ -28,7 +28,10 @@ from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.replicas import ReplicaCheck
 from torchrelay.checkpoint.reuse import Reuse
 from torchrelay.checkpoint.save import Clock, SaveJob, carry_out, make_plan
+from torchrelay.checkpoint.selecting import check_remade, used_patterns
+from torchrelay.checkpoint.selection import EVERYTHING, Selection
 from torchrelay.checkpoint.spec_exchange import SpecExchange
+from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.kinds import check_recreatable
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.jobs.blobs import Scope
@@ -44,6 +47,7 @@ class Engine:
     """Saves and loads. `ledger` is the directory's log, `keeping` says which epochs stay.
 
     With a `background`, saves of a run go on in it after `save` has returned; see `settle`.
+    `selection` says which leaves are saved.
     `reuse`: leaves with the bytes of the epoch before are referenced instead of written again.
     """
 
@@ -57,7 +61,9 @@ class Engine:
         takeover_secs: float = 15.0,
         background: Background | None = None,
         reuse: bool = False,
+        selection: Selection = EVERYTHING,
     ) -> None:
+        self.selection = selection
         self.keeping = Keeping(keep_last, keep_every, keep_optimizer_last)
         if type(reuse) is not bool:
             raise UsageError(f"reuse is {reuse!r:.80}; it is True or False")
@@ -73,6 +79,7 @@ class Engine:
         self._streams: dict[str, RandomStreams] = {}
         self._stats: dict[str, NodeStats] = {}
         self._told_late: set[str] = set()
+        self._told_unused = selection.everything
 
     # Whom it serves
 
@@ -85,7 +92,7 @@ class Engine:
 
     def reading_from(self, prefix: str) -> Engine:
         """A copy that reads another directory."""
-        other = Engine(prefix)
+        other = Engine(prefix, selection=self.selection)
         other.stored_names, other._members, other._demoted = self.stored_names, self._members, self._demoted
         return other
 
@@ -114,10 +121,9 @@ class Engine:
                 workspace = session.workspace(place.name)
                 found[place.name] = members_of(workspace)
                 entries = {name: workspace.entries()[name] for name in found[place.name]}
-                check_recreatable(
-                    {name: entry.value for name, entry in entries.items()},
-                    [name for name, entry in entries.items() if entry.blob is not None],
-                )
+                registered = [name for name, entry in entries.items() if entry.blob is not None]
+                check_recreatable({name: entry.value for name, entry in entries.items()}, registered)
+                check_remade(entries, registered, self.selection)
 
         together(session.peers, "checkpoint set", look)
         self._members = found
@@ -131,6 +137,7 @@ class Engine:
             for place in session.local_nodes:
                 registered = members_of(session.workspace(place.name))
                 stored = _stored_blobs(manifest, self._stored(place.name))
+                check_remade(stored, registered, self.selection)
                 found[place.name] = {**{name: Member(name) for name in stored}, **registered}
 
         together(session.peers, "checkpoint set", look)
@@ -158,13 +165,14 @@ class Engine:
         clock = Clock()
         with clock.spent("stage"):
             states = self._capture(session)
+            self._tell_unused(session, states, position)
         job = SaveJob(
             self.storage,
             session.peers,
             self._places(session),
             states,
             position,
-            facts,
+            replace(facts, selection=self.selection),
             holding,
             self._commit,
             reuse=self._reuse,
@@ -213,7 +221,7 @@ class Engine:
             for place in session.local_nodes:
                 self._tell_late(session, place)
                 stored, names = self._stored(place.name), members.get(place.name, {})
-                states.append(capture(session, place, stored, names, self._demoted))
+                states.append(capture(session, place, stored, names, self._demoted, self.selection))
 
         together(session.peers, "save: boundary", look)
         return tuple(states)
@@ -234,6 +242,19 @@ class Engine:
                 f"{', '.join(sorted(names))} differs between nodes and is saved once per node from now on "
                 "(scope rank); register it with scope='rank' to say so yourself",
                 stacklevel=2,
+            )
+
+    def _tell_unused(self, session: Session, states: Sequence[NodeState], position: Position) -> None:
+        """Warn once of patterns that mean no leaf of any node, when optimizers have state."""
+        if self._told_unused or position.epoch == 0:
+            return
+        self._told_unused = True
+        names = {leaf.name for state in states for leaf in leaves_of(state.objects)}
+        used = session.peers.exchange("save: patterns", used_patterns(names, self.selection))
+        unused = [one for one in self.selection.patterns if not any(one in part for part in used)]
+        if unused and session.peers.rank == 0:
+            warnings.warn(
+                f"no leaf matches {', '.join(map(repr, unused))} of include= and exclude=", stacklevel=2
             )
 
     def _tell_late(self, session: Session, place: NodePlace) -> None:
@@ -280,7 +301,9 @@ class Engine:
     def load(self, session: Session, target: Target) -> None:
         """Load a proved position; random states wait in `take_streams` for the runner to restore them."""
         self.wait()
-        job = LoadJob(self.storage, session, target.manifest, self._stored, self._members or {})
+        job = LoadJob(
+            self.storage, session, target.manifest, self._stored, self._members or {}, self.selection
+        )
         self._streams, self._stats["checkpoint_load"] = load_all(job)
         if self._reuse is not None:
             self._reuse.loaded(target.manifest)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchrelay.checkpoint.selection import EVERYTHING, Selection
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -23,3 +25,5 @@ class Facts:
     run_id: str | None = None
     over: bool = False
     """Whether the loop ended here, by the verdicts as they were combined."""
+    selection: Selection = EVERYTHING
+    """Which leaves the save took; the others are not in the epoch."""

@@ -17,6 +17,8 @@ from torchrelay.checkpoint.members import RNG_BLOB, Member
 from torchrelay.checkpoint.reading.leaf_reader import LeafRead, LeafReader
 from torchrelay.checkpoint.reshard import Assigned, assign
 from torchrelay.checkpoint.save import Clock, patience_secs
+from torchrelay.checkpoint.selecting import left_out
+from torchrelay.checkpoint.selection import EVERYTHING, Selection
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.checkpoint.state.restore import Restoration, restoration
 from torchrelay.checkpoint.storage import Storage
@@ -37,6 +39,8 @@ class LoadJob:
     manifest: Manifest
     stored_name: Callable[[str], str]
     members: Mapping[str, Mapping[str, Member]]
+    selection: Selection = EVERYTHING
+    """What the saves of this run take; what they leave out, and the epoch lacks, stays as it is."""
 
 
 @dataclass
@@ -94,7 +98,9 @@ def _prepare(job: LoadJob, reader: LeafReader, place: NodePlace) -> _NodeLoad:
         objects = {name: entry.value for name, entry in entries.items() if entry.blob is not None}
         objects = {name: objects[name] for name in objects if name in members and name not in assigned.kept}
         specs = {name: spec_of_row(row, job.manifest) for name, row in assigned.rows.items()}
-        found = restoration(objects, specs, assigned.values, kept=assigned.kept)
+        absent = left_out(objects, job.selection) - set(specs)
+        why = job.manifest.facts.selection.why_not
+        found = restoration(objects, specs, assigned.values, kept=assigned.kept | absent, why_absent=why)
     return _NodeLoad(place, stored, assigned, found, clock)
 
 

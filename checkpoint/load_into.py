@@ -15,9 +15,10 @@ from torchrelay.checkpoint.blob_files import read_blobs
 from torchrelay.checkpoint.reader import Checkpoint, open_checkpoint
 from torchrelay.checkpoint.reading.loading import LoadResult, Nodes
 from torchrelay.checkpoint.reading.lookup import nearest
-from torchrelay.checkpoint.reading.patterns import Rename, is_pattern, matches, renamed, renamed_all
-from torchrelay.checkpoint.state.leaf import LeafSpec, Role
+from torchrelay.checkpoint.reading.patterns import Rename, renamed, renamed_all
+from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec
 from torchrelay.checkpoint.state.restore import Read, restoration
+from torchrelay.checkpoint.wildcards import is_pattern, matches
 from torchrelay.errors import UsageError
 from torchrelay.jobs.blobs import kind_of
 from torchrelay.jobs.workspace import Workspace
@@ -125,7 +126,7 @@ class FileSource:
         """A blob is a tensor or value if its own name is the leaf that holds all of it."""
         found: dict[str, str] = {}
         for spec in self.file.specs.values():
-            own = spec.name == spec.blob and spec.role is not Role.STATE
+            own = spec.name == spec.blob and spec.role not in NEEDS_OBJECT
             found.setdefault(spec.blob, spec.kind if own else "stateful")
         return found
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torchrelay.checkpoint.asynchronous.samples import Verify
 from torchrelay.checkpoint.manager_base import Manager
+from torchrelay.checkpoint.selection import Patterns
 from torchrelay.errors import UsageError
 from torchrelay.jobs.names import check_node_name
 from torchrelay.metadata.handler import MetadataHandler
@@ -29,6 +30,8 @@ class CheckpointManager(Manager):
         staging_limit: int | None = None,
         verify_staging: Verify = "samples",
         reuse: bool = False,
+        include: Patterns = None,
+        exclude: Patterns = None,
     ) -> None:
         super().__init__(
             db_prefix,
@@ -41,6 +44,8 @@ class CheckpointManager(Manager):
             staging_limit=staging_limit,
             verify_staging=verify_staging,
             reuse=reuse,
+            include=include,
+            exclude=exclude,
         )
         self.node_name = check_node_name(node_name)
 

@@ -13,6 +13,7 @@ from torchrelay.checkpoint.asynchronous.samples import Verify
 from torchrelay.checkpoint.engine import Engine
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.selection import Patterns, selection_of
 from torchrelay.errors import UsageError
 from torchrelay.jobs.group import SessionGroup, TaskGroup
 from torchrelay.jobs.job import Job
@@ -40,6 +41,10 @@ class Manager:
 
     With `reuse` tensors that have not changed since the epoch before are referenced there instead of
     written again, as long as at most 8 older tries and half of each are in use.
+
+    `include` and `exclude` are patterns of leaves (`"debug"`, `"*.inv_freq"`): saved is what the former mean
+    (None: everything) and the latter do not. What is left out stays, after a load, as the program made it;
+    a run that left it out resumes only with the same exception. Random states are always saved.
     """
 
     def __init__(
@@ -55,6 +60,8 @@ class Manager:
         staging_limit: int | None = None,
         verify_staging: Verify = "samples",
         reuse: bool = False,
+        include: Patterns = None,
+        exclude: Patterns = None,
     ) -> None:
         self.db_prefix = str(db_prefix)
         self.metadata_handler = metadata_handler
@@ -66,6 +73,7 @@ class Manager:
             takeover_secs=takeover_secs,
             background=background_of(asynchronous, staging_limit, verify_staging),
             reuse=reuse,
+            selection=selection_of(include, exclude),
         )
         self._nodes: tuple[str, ...] | None = None
         self._path_prefix: str | None = None

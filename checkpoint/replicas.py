@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -11,7 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.disk.boxes import describe
+from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.planning.compare import (
+    Lone,
     compare_replicas,
     digests_of,
     fails_when_different,
@@ -41,22 +44,42 @@ class ReplicaCheck:
         if len(job.places) == 1:
             return frozenset()
         mode = mode_at(job.position.epoch, first=self._first)
-        shards = {state.rank: shared_parts(state.leaves, state.specs, state.rank) for state in job.states}
+        shards = {
+            state.rank: [
+                *shared_parts(state.leaves, state.specs, state.rank),
+                *lone_parts(state.leaves, state.specs, state.rank),
+            ]
+            for state in job.states
+        }
         strict = {
             leaf.name
             for state in job.states
             for leaf in state.leaves.values()
             if fails_when_different(leaf, forced)
         }
-        strict.update(leaf.name for parts in shards.values() for leaf in parts)
+        strict.update(leaf.name for groups in shards.values() for group in groups for leaf in group.leaves)
         verdict = compare_replicas(
             job.peers,
             "save: replicas",
             lambda: {
-                state.rank: digests_of([*self._compared(state), *shards[state.rank]], mode)
+                state.rank: [
+                    digests_of(leaves, mode)
+                    for leaves in (
+                        self._compared(state),
+                        *(group.leaves for group in shards[state.rank] if not group.lone),
+                    )
+                ]
                 for state in job.states
             },
             strict,
+            lone={
+                rank: [
+                    Lone(tuple(leaf.name for leaf in group.leaves), partial(digests_of, group.leaves, mode))
+                    for group in groups
+                    if group.lone
+                ]
+                for rank, groups in shards.items()
+            },
         )
         if verdict.failures:
             raise SaveFailedError(_told(job, verdict.failures))
@@ -83,18 +106,49 @@ class ReplicaCheck:
         return self._broadcasts[id(module)]
 
 
-def shared_parts(leaves: Mapping[str, Leaf], specs: Sequence[LeafSpec], node: int) -> list[Leaf]:
-    """A node's parts of sharded leaves that other places of the mesh hold too, named by their first box."""
-    found = []
-    for spec in specs:
-        mesh, leaf = spec.sharding, leaves[spec.name]
-        if mesh is None or mesh.replicas == 1 or node not in mesh.place or isinstance(leaf.content, Value):
-            continue
+@dataclass(frozen=True)
+class Parts:
+    """A node's parts of leaves on meshes of one sort; `lone` where no other place of its mesh holds them."""
+
+    leaves: tuple[Leaf, ...]
+    lone: bool
+
+
+def shared_parts(leaves: Mapping[str, Leaf], specs: Sequence[LeafSpec], node: int) -> list[Parts]:
+    """A node's parts that other places of the mesh hold too, named by their first box, a group per mesh."""
+    found: dict[object, list[Leaf]] = {}
+    for spec, mesh in _placed(specs, node):
         first = tuple(side[0] for side in mesh.local_intervals(spec.shape, node) if side)
-        if spec.alias_of is None and len(first) == len(spec.shape):
-            name = f"{spec.name} {describe(first)}"
-            found.append(replace(leaf, name=name, content=local_of(leaf.content)))
-    return found
+        if mesh.replicas > 1 and len(first) == len(spec.shape):
+            part = _part(leaves[spec.name], f"{spec.name} {describe(first)}")
+            found.setdefault((mesh.extents, mesh.placements), []).append(part)
+    return [Parts(tuple(group), lone=False) for group in found.values()]
+
+
+def lone_parts(leaves: Mapping[str, Leaf], specs: Sequence[LeafSpec], node: int) -> list[Parts]:
+    """A node's parts that no other place of its mesh holds, named by their place, a group per blob and mesh.
+
+    The same leaf may lie on other sub-meshes of the same form: then its parts there have these names.
+    """
+    found: dict[object, list[Leaf]] = {}
+    for spec, mesh in _placed(specs, node):
+        if mesh.replicas == 1:
+            place = f"{spec.name} (place {mesh.place[node]} of {list(mesh.extents)})"
+            key = (spec.blob, mesh.extents, mesh.placements)
+            found.setdefault(key, []).append(_part(leaves[spec.name], place))
+    return [Parts(tuple(group), lone=True) for group in found.values()]
+
+
+def _placed(specs: Sequence[LeafSpec], node: int) -> Iterator[tuple[LeafSpec, Mesh]]:
+    for spec in specs:
+        if spec.sharding is not None and spec.alias_of is None and node in spec.sharding.place:
+            yield spec, spec.sharding
+
+
+def _part(leaf: Leaf, name: str) -> Leaf:
+    if isinstance(leaf.content, Value):
+        return leaf
+    return replace(leaf, name=name, content=local_of(leaf.content))
 
 
 def _told(job: SaveJob, failures: Mapping[str, tuple[int, ...]]) -> str:

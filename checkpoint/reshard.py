@@ -107,7 +107,7 @@ def _assign_rank_leaf(case: _Case, found: Assigned, refused: dict[str, str], rea
 
 
 def _compute(case: _Case, found: Assigned, reader: LeafReader) -> None:
-    if case.leaf.name != case.leaf.blob or case.leaf.role == "state":
+    if case.leaf.name != case.leaf.blob or case.leaf.role in ("state", "subclass"):
         raise UsageError(
             f"blob {case.leaf.blob!r}: a reshard callable can make tensors and plain values, "
             f"not {case.name!r}; use one of {', '.join(RESHARD_POLICIES)}"

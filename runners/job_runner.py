@@ -11,6 +11,7 @@ from typing import Any
 from torchrelay.checkpoint.asynchronous.samples import Verify
 from torchrelay.checkpoint.manager_base import Manager
 from torchrelay.checkpoint.multi_node import MultiNodeCheckpointManager
+from torchrelay.checkpoint.selection import Patterns
 from torchrelay.checkpoint.upload import UploadTaskGroupBuilder
 from torchrelay.errors import NotAllowedNowError, UsageError
 from torchrelay.jobs.directories import local_directory
@@ -39,7 +40,8 @@ class JobRunner:
     kept as an abandoned branch). `best=(metric, "max" or "min")` says which epoch `"best"` names.
     `max_failed_saves` saves that fail in a row end the run (3 for run directories; a bare manager
     only warns). `save_initial=False` leaves epoch 0, the state after `init`, out.
-    `keep_last`, `keep_every`, `keep_optimizer_last` and `reuse` are those of the managers.
+    `keep_last`, `keep_every`, `keep_optimizer_last`, `reuse`, `include` and `exclude` are those of the
+    managers.
     `upload_task_group_builder` builds the group that sends the last epoch elsewhere; `agree_every` is
     the number of steps between two looks at whether a rank wants to end the epoch (EpochLoader only).
 
@@ -68,6 +70,8 @@ class JobRunner:
         staging_limit: int | None = None,
         verify_staging: Verify | None = None,
         reuse: bool | None = None,
+        include: Patterns = None,
+        exclude: Patterns = None,
     ) -> None:
         if not isinstance(job, Job):
             raise UsageError(f"job is {job!r:.80}; give a torchrelay.Job")
@@ -89,6 +93,8 @@ class JobRunner:
             "staging_limit": staging_limit,
             "verify_staging": verify_staging,
             "reuse": reuse,
+            "include": include,
+            "exclude": exclude,
         }
         self.manager = self._manager(
             where, {name: value for name, value in given.items() if value is not None}

@@ -25,8 +25,11 @@ from torchrelay.checkpoint.disk import (
     value_decoding,
     values,
 )
+from torchrelay.checkpoint.disk.boxes import describe
+from torchrelay.checkpoint.disk.mesh import intervals_at, placements_of
 from torchrelay.checkpoint.disk.names import GROUP, NODE, Whole, format_key
 from torchrelay.checkpoint.disk.paths import DATA
+from torchrelay.checkpoint.disk.windows import local_target
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.log import counter, job_file, log_append, log_reader, record, tail, writer
 from torchrelay.checkpoint.log.live import DAMAGED, HEALTHY, Entry, State
@@ -122,11 +125,24 @@ def test_manifest_tables() -> None:
     for table in ("blobs", "leaves", "shards", "world", "job", "position"):
         assert set(frozen[table]) <= set(code(told[table])), table
     assert set(frozen["facts"]) <= set(code(told["facts"]))
-    assert {one.name for one in fields(Facts)} - {"run_id"} | {"run"} == set(frozen["facts"])
+    optional = {"selection"}
+    assert optional <= set(code(told["facts"]))
+    assert {one.name for one in fields(Facts)} - {"run_id"} - optional | {"run"} == set(frozen["facts"])
     kinds = {code(row[0])[0]: code(row[1]) for row in rows("Manifest", 1)}
     meshes = json.loads((GOLDEN / "manifest_mesh_v1.json").read_bytes())["layouts"]
     assert set(kinds) == {layout["kind"] for layout in [*frozen["layouts"], *meshes]}
     assert {"kind", *kinds["mesh"]} == set(meshes[0])
+
+
+def test_example_boxes() -> None:
+    """The boxes on the page are those that the code computes."""
+    told = rows("Boxes")
+    assert len(told) >= 6
+    for *given, boxes in told:
+        shape, extents, placements, place = (json.loads(code(one)[0]) for one in given)
+        intervals = intervals_at(tuple(shape), tuple(extents), placements_of(placements) or (), tuple(place))
+        found = [describe(window.box) for window in local_target(intervals).windows]
+        assert found == code(boxes)
 
 
 def test_roles_and_scopes() -> None:

@@ -17,7 +17,7 @@ from torchrelay.checkpoint.disk.parts import alike, parts_of
 from torchrelay.checkpoint.position import MAX_EPOCH
 from torchrelay.errors import DamagedError
 
-ROLES = ("parameter", "buffer", "optimizer", "tensor", "value", "state", "rng")
+ROLES = ("parameter", "buffer", "optimizer", "tensor", "value", "state", "subclass", "rng")
 SCOPES = ("replicated", "sharded", "rank", "host")
 LARGEST = 2**53 - 1
 """Sizes above are not canonical JSON; no product of a shape may pass it either."""

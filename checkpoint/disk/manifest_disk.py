@@ -2,7 +2,7 @@
 
     format   job {uuid, name}   position {epoch, step}   branch   generation   tries   plan
     world    {nodes, others, hosts, host_of}
-    facts    {metrics, stop, total_steps, elapsed_secs, seed, run, over}
+    facts    {metrics, stop, total_steps, elapsed_secs, seed, run, over[, selection]}
     classes  node sets, packed
     layouts  {kind, class} and, where replicas are split, {items, cut_items, cut_elements},
              of sharded leaves {mesh, placements, rule}
@@ -31,6 +31,7 @@ from torchrelay.checkpoint.disk.runs import pack_names, pack_numbers, unpack_nam
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.selection import Selection
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import DamagedError
 
@@ -209,12 +210,26 @@ def facts_json(facts: Facts) -> Json:
         "seed": values.encode(facts.seed, "seed"),
         "run": facts.run_id,
         "over": facts.over,
+        **_selection_json(facts.selection),
     }
 
 
 def facts_of(value: Json, what: str) -> Facts:
     """Read what `facts_json` made; raises DamagedError naming `what`."""
     return _facts(Fields(value if isinstance(value, dict) else {}, what))
+
+
+def _selection_json(selection: Selection) -> dict[str, Json]:
+    include = None if selection.include is None else list(selection.include)
+    said = {"include": include, "exclude": list(selection.exclude)}
+    return {} if selection.everything else {"selection": said}
+
+
+def _selection(fields: Fields) -> Selection:
+    if fields.values.get("selection") is None:
+        return Selection()
+    said = fields.fields("selection")
+    return Selection(said.optional("include", said.texts), said.texts("exclude"))
 
 
 def _facts(fields: Fields) -> Facts:
@@ -236,6 +251,7 @@ def _facts(fields: Fields) -> Facts:
         seed=seed,
         run_id=fields.optional("run", fields.text),
         over=fields.flag("over"),
+        selection=_selection(fields),
     )
 
 

@@ -7,8 +7,8 @@
                                            or fails the save where `replicated` was forced
     `rank` and `host` leaves               never
 
-Digests are xxh3-128 of the stored bytes. Little is exchanged: one combined digest per node, and details
-only where these differ.
+Digests are xxh3-128 of the stored bytes. Little is exchanged: a combined digest per node and mesh, and
+details only where these differ.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from torchrelay.checkpoint.disk import canonical, dtypes
+from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Value
 from torchrelay.jobs.peers import Peers, together
 
@@ -94,34 +95,89 @@ def verdict(digests_by_node: Mapping[int, Digests], forced_replicated: Collectio
     )
 
 
+@dataclass(frozen=True)
+class Lone:
+    """Leaves of a node of which it knows no other holder; hashed only if another node has the same names."""
+
+    names: tuple[str, ...]
+    digest: Callable[[], Digests]
+
+
 def compare_replicas(
     peers: Peers,
     topic: str,
-    digest: Callable[[], Mapping[int, Digests]],
+    digest: Callable[[], Mapping[int, Sequence[Digests]]],
     forced_replicated: Collection[str],
     *,
+    lone: Mapping[int, Sequence[Lone]] | None = None,
     deadline_secs: float | None = None,
 ) -> Verdict:
     """Compare the nodes of all processes; every process gets the same verdict.
 
-    `digest` makes the digests of the nodes that this process hosts; where it raises, all raise. The
-    second exchange happens only if the first shows a difference, or nodes with different leaves.
+    `digest` makes the digests of the nodes that this process hosts, in groups: first what any node may
+    have too, then parts of meshes, a group of the same names being the same parts. Where it raises, all
+    raise. A group travels as two digests, of its names and its content; details follow only for groups
+    that show a difference, and one per leaf set where nodes have different leaves in their first group.
     """
-    hosted: dict[int, Digests] = {}
+    hosted: dict[int, list[Digests]] = {}
+    alone = lone or {}
 
-    def look() -> list[list[Any]]:
-        hosted.update(digest())
-        return [[node, *_combined(digests)] for node, digests in sorted(hosted.items())]
+    def look() -> list[Json]:
+        hosted.update({node: list(groups) for node, groups in digest().items()})
+        return [
+            [
+                node,
+                [_combined(one) for one in hosted[node]],
+                [_named(one.names) for one in alone.get(node, ())],
+            ]
+            for node in sorted(hosted)
+        ]
 
     answers = together(peers, topic, look, deadline_secs=deadline_secs)
-    nodes = sorted(tuple(one) for answer in answers for one in answer)
-    asked = _asked(nodes)
+    posted = sorted((one for answer in answers for one in answer), key=lambda one: int(one[0]))
+    groups = [(node, index, *pair) for node, pairs, _ in posted for index, pair in enumerate(pairs)]
+    counts = Counter(names for _, _, lones in posted for names in lones)
+    twins = frozenset(names for names, count in counts.items() if count > 1)
+    if twins:
+        groups += _twins(peers, topic, hosted, alone, twins, deadline_secs)
+    asked = _asked(groups)
     if not asked:
         return Verdict()
-    details = [[node, dict(hosted[node])] for node in sorted(hosted) if node in asked]
+    details = [
+        [node, {name: one for index, group in enumerate(hosted[node]) if (node, index) in asked
+                for name, one in group.items()}]
+        for node in sorted(hosted)
+    ]  # fmt: skip
     answers = peers.exchange(f"{topic}, in detail", details, deadline_secs=deadline_secs)
     by_node = {node: digests for answer in answers for node, digests in answer}
     return verdict(by_node, _everywhere(peers, topic, forced_replicated, deadline_secs))
+
+
+_Group = tuple[int, int, str, str]
+"""A node's group: node, index, digest of the names, digest of the content."""
+
+
+def _twins(
+    peers: Peers,
+    topic: str,
+    hosted: Mapping[int, list[Digests]],
+    alone: Mapping[int, Sequence[Lone]],
+    twins: Collection[str],
+    deadline_secs: float | None,
+) -> list[_Group]:
+    """Hash the lone groups that other nodes have too; they become groups of `hosted`."""
+
+    def look() -> list[Json]:
+        found: list[Json] = []
+        for node, lones in sorted(alone.items()):
+            for one in lones:
+                if _named(one.names) in twins:
+                    hosted[node].append(one.digest())
+                    found.append([node, len(hosted[node]) - 1, *_combined(hosted[node][-1])])
+        return found
+
+    answers = together(peers, f"{topic}, of several meshes", look, deadline_secs=deadline_secs)
+    return [(one[0], one[1], one[2], one[3]) for answer in answers for one in answer]
 
 
 def _everywhere(
@@ -132,25 +188,35 @@ def _everywhere(
     return frozenset(name for answer in answers for name in answer)
 
 
-def _asked(nodes: Sequence[tuple[int, str, str]]) -> frozenset[int]:
-    """The nodes whose details are needed: all of a leaf set with a difference, else one per leaf set."""
-    leaf_sets: dict[str, list[tuple[int, str]]] = {}
-    for node, names, digest in nodes:
-        leaf_sets.setdefault(names, []).append((node, digest))
-    unlike = {names for names, members in leaf_sets.items() if len({digest for _, digest in members}) > 1}
-    if not unlike and len(leaf_sets) < 2:
-        return frozenset()
-    asked: set[int] = set()
-    for names, members in leaf_sets.items():
-        asked.update(node for node, _ in (members if names in unlike else members[:1]))
+def _asked(groups: Sequence[_Group]) -> frozenset[tuple[int, int]]:
+    """The groups whose details are needed: all of one name set with a difference.
+
+    Of first groups with different leaf sets also one per leaf set, for the leaves that these share.
+    """
+    alike: dict[tuple[bool, str], list[_Group]] = {}
+    for one in groups:
+        alike.setdefault((one[1] == 0, one[2]), []).append(one)
+    asked: set[tuple[int, int]] = set()
+    several = sum(first for first, _ in alike) > 1
+    unlike_first = False
+    for (first, _), members in alike.items():
+        if len({content for *_, content in members}) > 1:
+            asked.update((node, index) for node, index, *_ in members)
+            unlike_first = unlike_first or first
+    for (first, _), members in alike.items():
+        if first and (several or unlike_first):
+            asked.add(members[0][:2])
     return frozenset(asked)
 
 
-def _combined(digests: Digests) -> tuple[str, str]:
+def _combined(digests: Digests) -> list[str]:
     """A digest of the names and one of the content."""
     names = sorted(digests)
-    content = "".join(digests[name] for name in names)
-    return _hash(canonical.dumps(names)), _hash(content.encode())
+    return [_named(names), _hash("".join(digests[name] for name in names).encode())]
+
+
+def _named(names: Iterable[str]) -> str:
+    return _hash(canonical.dumps(sorted(names)))
 
 
 def _odd_ones(nodes: Mapping[int, str]) -> tuple[int, ...]:

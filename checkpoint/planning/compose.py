@@ -99,6 +99,6 @@ def _blobs(plan: Plan, said: Sequence[BlobRow]) -> tuple[BlobRow, ...]:
 
 
 def _kind(blob: str, leaves: Sequence[PlannedLeaf]) -> str:
-    """A blob that is a leaf itself is a tensor or a value, unless that leaf is the tree of a state dict."""
+    """A blob that is a leaf itself is a tensor or a value, unless only an object can take that leaf."""
     own = next((planned.leaf for planned in leaves if planned.leaf.name == blob), None)
-    return "stateful" if own is None or own.role.value == "state" else own.kind
+    return "stateful" if own is None or own.role.value in ("state", "subclass") else own.kind

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from torchrelay.checkpoint.reading.patterns import matches
+from torchrelay.checkpoint.wildcards import matches
 from torchrelay.errors import UsageError
 
 Cast = torch.dtype | Mapping[str, torch.dtype] | None

@@ -18,6 +18,7 @@ from torchrelay.checkpoint.reading.casting import Cast, cast
 from torchrelay.checkpoint.reading.leaf_reader import LeafRead, LeafReader
 from torchrelay.checkpoint.reading.lookup import find_row, holder_of, nearest
 from torchrelay.checkpoint.reading.patterns import Chosen, Rename, renamed, renamed_all
+from torchrelay.checkpoint.selection import EVERYTHING
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.checkpoint.state.restore import Restoration, restoration
 from torchrelay.errors import PartiallyLoadedError, RelayError, UsageError
@@ -71,7 +72,10 @@ def load_objects(
     }
     found = _inner_unrenamed(found, json)
     specs = {name: one.spec for name, one in found.items()}
-    plan = restoration(objects, specs, json, strict=strict)
+    why = reader.manifest.facts.selection.why_not
+    if rename is not None:  # patterns are of stored names
+        why = EVERYTHING.why_not
+    plan = restoration(objects, specs, json, strict=strict, why_absent=why)
     _read(reader, plan, found, atomic=atomic)
     plan.finish()
     return LoadResult(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 
 from torchrelay.checkpoint.disk.layouts import PerNode
 from torchrelay.checkpoint.disk.manifest import Manifest
 from torchrelay.checkpoint.reading.lookup import find_row, holder_of, nearest, split_name
+from torchrelay.checkpoint.wildcards import matches
 from torchrelay.errors import UsageError
 
-_WILD = re.compile(r"[*?\[]")
 Rename = Mapping[str, str]
 """Whole names or dotted beginnings of them (`head`), or dotted parts that end with a dot (`encoder.`)."""
 
@@ -37,18 +35,6 @@ def choose(manifest: Manifest, patterns: str | Sequence[str], kind: str, *, stri
             raise UsageError(f"no {kind} matches {pattern!r}{nearest(text, _near(manifest, kind))}")
         found.update(dict.fromkeys((name, node) for name in usable))
     return list(found)
-
-
-def is_pattern(text: str) -> bool:
-    """Whether a text stands for any names that look like it."""
-    return _WILD.search(text) is not None
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern means a leaf."""
-    if is_pattern(pattern):
-        return fnmatchcase(name, pattern)
-    return name == pattern or name.startswith(f"{pattern}.")
 
 
 def renamed(name: str, rename: Rename | None) -> str:

@@ -7,7 +7,8 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from torchrelay.checkpoint.disk.dtypes import check_dense, logical_dtype
-from torchrelay.checkpoint.state.dtensors import is_sharded
+from torchrelay.checkpoint.state.dtensors import is_sharded, local_of
+from torchrelay.checkpoint.state.subclasses import is_typed_memory, is_wrapper, plain
 from torchrelay.errors import BlobError
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -19,23 +20,46 @@ def admitted(tensor: torch.Tensor, name: str) -> torch.Tensor:
     Refused are tensors that are sparse, quantised, nested, on the meta device or not yet initialised,
     subclasses other than Parameter and DTensor, and element types without a stored form.
     """
-    if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
-        raise BlobError(f"{name} is not initialised yet: run one forward pass of the lazy module in setup")
-    if is_sharded(tensor):
-        return tensor.detach()
-    check_dense(tensor, name)
-    if type(tensor) not in _PLAIN:
-        raise BlobError(
-            f"{name} is a {type(tensor).__module__}.{type(tensor).__qualname__}: a tensor subclass would come"
-            " back as a plain tensor; register x.as_subclass(torch.Tensor), or an object with state_dict"
-        )
-    logical_dtype(tensor.dtype, name)
+    _check_parts(tensor, name)
+    if type(tensor) not in _PLAIN and not is_sharded(tensor):
+        raise BlobError(_refusal(tensor, name))
     return tensor.detach()
 
 
+def _check_parts(tensor: torch.Tensor, name: str) -> None:
+    if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+        raise BlobError(f"{name} is not initialised yet: run one forward pass of the lazy module in setup")
+    if is_wrapper(tensor):
+        raise BlobError(_refusal(tensor, name))
+    check_dense(local_of(tensor), f"the local part of {name}" if is_sharded(tensor) else name)
+    logical_dtype(tensor.dtype, name)
+
+
+def _refusal(tensor: torch.Tensor, name: str) -> str:
+    kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+    if is_wrapper(tensor):
+        return (
+            f"{name} is a {kind}, which a load could not build, because no live tensor of its kind stands in "
+            "its place: register an object that holds it and has state_dict and load_state_dict"
+        )
+    if own := sorted(getattr(tensor, "__dict__", None) or ()):
+        return (
+            f"{name} is a {kind} with attributes of its own ({', '.join(own)}), which would be lost: give it "
+            "__tensor_flatten__ and __tensor_unflatten__, or register an object with state_dict"
+        )
+    return (
+        f"{name} is a {kind}: a tensor subclass would come"
+        " back as a plain tensor; register x.as_subclass(torch.Tensor), or an object with state_dict"
+    )
+
+
 def admitted_in_place(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """As `admitted`, for a tensor that a load writes into: its elements must not share memory."""
-    found = admitted(tensor, name)
+    """As `admitted`, for a tensor that a load writes into: its elements must not share memory.
+
+    It stays what it is, so a subclass is admitted that adds only a type to plain memory.
+    """
+    _check_parts(tensor, name)
+    found = plain(tensor) if is_typed_memory(tensor) else admitted(tensor, name)
     if not is_sharded(found) and _repeats(found):
         raise BlobError(f"{name} is expanded, so it cannot be loaded in place: register a clone() of it")
     return found

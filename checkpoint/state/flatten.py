@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
+from torchrelay.checkpoint.state.admission import admitted
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, OPTIM_GROUP, Leaf, Role
-from torchrelay.checkpoint.state.module_leaves import module_leaves, named_parameters, own_leaf
+from torchrelay.checkpoint.state.module_leaves import module_leaves, named_parameters, own_leaves
 from torchrelay.checkpoint.state.optimizer_leaves import optimizer_leaves, orphans
 from torchrelay.checkpoint.state.stateful_leaves import stateful_leaves, tree_leaves
+from torchrelay.checkpoint.state.subclasses import is_wrapper
 from torchrelay.errors import BlobError
 
 
@@ -65,7 +67,9 @@ def _leaves(blob: str, value: Any, names: Mapping[int, str], first_names: dict[i
     elif kind is Kind.STATEFUL:
         yield from stateful_leaves(blob, value, group_of(value))
     elif kind is Kind.TENSOR:
-        yield own_leaf(blob, blob, tensor_role(value), value, first_names)
+        if not is_wrapper(value):
+            admitted(value, blob)  # one that nobody registered is made anew, and would lose its type
+        yield from own_leaves(blob, blob, tensor_role(value), value, first_names)
     else:
         yield from tree_leaves(value, blob, blob)
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchrelay.checkpoint.state.subclasses import is_wrapper
 from torchrelay.errors import BlobError
 from torchrelay.jobs.blobs import is_stateful
 
@@ -54,12 +55,17 @@ def has_stock_state(optimizer: Optimizer) -> bool:
     return stock and stock_load and not hooked
 
 
+def is_recreatable(value: Any) -> bool:
+    """Whether a load can make this without an object to load into."""
+    return kind_of(value) in RECREATABLE and not (isinstance(value, torch.Tensor) and is_wrapper(value))
+
+
 def check_recreatable(objects: Mapping[str, Any], registered: Collection[str]) -> None:
     """Refuse, by BlobError, objects that nobody registered and that no load could make again."""
     lost = [
         f"{name!r} ({type(value).__name__})"
         for name, value in objects.items()
-        if name not in registered and kind_of(value) not in RECREATABLE
+        if name not in registered and not is_recreatable(value)
     ]
     if lost:
         raise BlobError(

@@ -29,7 +29,8 @@ class Role(str, Enum):
     """What a leaf is to its blob.
 
     Only PARAMETER and OPTIMIZER tensors are alike on replicas by construction, so only they are split
-    between them. STATE is the tree of an object with `state_dict`; VALUE any other value.
+    between them. STATE is the tree of an object with `state_dict`, SUBCLASS what a tensor is whose content
+    are inner tensors (see `subclasses`); VALUE any other value.
     """
 
     PARAMETER = "parameter"
@@ -38,10 +39,15 @@ class Role(str, Enum):
     TENSOR = "tensor"
     VALUE = "value"
     STATE = "state"
+    SUBCLASS = "subclass"
     RNG = "rng"
 
     def __str__(self) -> str:
         return self.value
+
+
+NEEDS_OBJECT = (Role.STATE, Role.SUBCLASS)
+"""Roles of a blob's own leaf whose content only a live object can take."""
 
 
 @dataclass(frozen=True)

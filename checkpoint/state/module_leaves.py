@@ -17,7 +17,8 @@ from torch import nn
 
 from torchrelay.checkpoint.state.admission import admitted_in_place
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Role
-from torchrelay.checkpoint.state.stateful_leaves import entry_leaves
+from torchrelay.checkpoint.state.stateful_leaves import entry_leaves, subclass_leaves
+from torchrelay.checkpoint.state.subclasses import is_wrapper
 from torchrelay.errors import BlobError
 
 
@@ -50,14 +51,24 @@ def module_leaves(blob: str, module: nn.Module, first_names: dict[int, str]) -> 
         if entry.role is None:
             yield from entry_leaves(entry.value, entry.name, blob, MAIN_GROUP, Role.TENSOR)
         else:
-            yield own_leaf(entry.name, blob, entry.role, entry.value, first_names)
+            yield from own_leaves(entry.name, blob, entry.role, entry.value, first_names)
 
 
-def own_leaf(name: str, blob: str, role: Role, tensor: torch.Tensor, first_names: dict[int, str]) -> Leaf:
-    """A leaf for a tensor that outlives the listing: the first name owns it, others are aliases."""
-    first = first_names.setdefault(id(tensor), name)
+def own_leaves(
+    name: str, blob: str, role: Role, tensor: torch.Tensor, first_names: dict[int, str]
+) -> Iterator[Leaf]:
+    """The leaf of a tensor that outlives the listing: the first name owns it, others are aliases.
+
+    A wrapper subclass has a leaf for what it is, and one for each inner tensor.
+    """
+    if is_wrapper(tensor):
+        yield from subclass_leaves(
+            name, blob, MAIN_GROUP, tensor, lambda n, inner: own_leaves(n, blob, role, inner, first_names)
+        )
+        return
     content = admitted_in_place(tensor, name)
-    return Leaf(name, blob, role, MAIN_GROUP, content, None if first == name else first)
+    first = first_names.setdefault(id(tensor), name)
+    yield Leaf(name, blob, role, MAIN_GROUP, content, None if first == name else first)
 
 
 def named_parameters(blob: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -77,8 +88,8 @@ def _show_shards(blob: str, module: nn.Module) -> None:
         if "FullyShardedDataParallel" in kinds:
             raise BlobError(
                 f"blob {blob!r} is wrapped by FullyShardedDataParallel (FSDP1), whose flat parameters are no "
-                "tensors of the module: use fully_shard (FSDP2), or register an object whose state_dict and "
-                "load_state_dict use get_state_dict and set_state_dict of torch.distributed.checkpoint"
+                "tensors of the module: register torchrelay.fsdp_state(module, optimizer) instead of both, "
+                "or use fully_shard (FSDP2)"
             )
         if "FSDPModule" in kinds:
             part.reshard()  # type: ignore[operator]

@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from torchrelay.checkpoint.state.leaf import OPTIM_GROUP, Leaf, Role, Value
-from torchrelay.checkpoint.state.module_leaves import own_leaf
+from torchrelay.checkpoint.state.module_leaves import own_leaves
 from torchrelay.checkpoint.state.stateful_leaves import entry_leaves, tree_leaves
 from torchrelay.errors import BlobError
 
@@ -29,13 +29,13 @@ def optimizer_leaves(
     """The leaves of an optimizer; `names` are the leaf names of all parameters, by id."""
     for name, parameter in orphans(blob, optimizer):
         if names[id(parameter)] == name:
-            yield own_leaf(name, blob, Role.PARAMETER, parameter, first_names)
+            yield from own_leaves(name, blob, Role.PARAMETER, parameter, first_names)
     for index, group in enumerate(optimizer.param_groups):
         yield from _group_leaves(group_prefix(blob, index), blob, group, names)
     for parameter in parameters(optimizer):
         state = optimizer.state.get(parameter, {})
         prefix = f"{state_prefix(blob)}{names[id(parameter)]}."
-        yield from _entries(prefix, blob, state)
+        yield from _entries(prefix, blob, state, parameter)
     yield from _shared_leaves(blob, optimizer)
 
 
@@ -78,11 +78,13 @@ def _group_leaves(prefix: str, blob: str, group: dict[str, Any], names: Mapping[
     yield from _entries(prefix, blob, {key: value for key, value in group.items() if key != PARAMS})
 
 
-def _entries(prefix: str, blob: str, entries: Mapping[Any, Any]) -> Iterator[Leaf]:
+def _entries(
+    prefix: str, blob: str, entries: Mapping[Any, Any], owner: torch.Tensor | None = None
+) -> Iterator[Leaf]:
     for key, value in entries.items():
         if not isinstance(key, str):
             raise BlobError(f"{prefix}{key!r} of blob {blob!r}: only text can be a key of optimizer state")
-        yield from entry_leaves(value, f"{prefix}{key}", blob, OPTIM_GROUP, Role.OPTIMIZER)
+        yield from entry_leaves(value, f"{prefix}{key}", blob, OPTIM_GROUP, Role.OPTIMIZER, owner)
 
 
 def _shared_leaves(blob: str, optimizer: Optimizer) -> list[Leaf]:

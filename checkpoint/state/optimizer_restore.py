@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from torchrelay.checkpoint.state.dtensors import is_sharded
-from torchrelay.checkpoint.state.leaf import LeafSpec
+from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.checkpoint.state.optimizer_leaves import (
     PARAMS,
     group_prefix,
@@ -109,7 +109,7 @@ class _Load:
             if spec is not None and spec.blob == self.blob:
                 self.draft.take(name)
                 self.draft.into(self.blob, spec, parameter)
-            elif spec is not None and not same_form(spec, parameter):
+            elif spec is not None and spec.role is not Role.SUBCLASS and not same_form(spec, parameter):
                 self.draft.unlike(
                     f"{name} in {self.blob} is {list(parameter.shape)} here, {spec} in the checkpoint"
                 )
@@ -123,7 +123,8 @@ class _Load:
 
     def _trees(self) -> dict[str, Builder]:
         """The values; building them takes the tensors inside, which are no entries themselves."""
-        values = [spec for spec in self.draft.rest(self.blob) if spec.kind == "value"]
+        rest = self.draft.rest(self.blob)
+        values = [spec for spec in rest if spec.kind == "value" and spec.role is not Role.SUBCLASS]
         return {spec.name: self.draft.tree(spec) for spec in values}
 
     def _groups(self, trees: Mapping[str, Builder]) -> list[dict[str, Builder]]:
@@ -153,7 +154,11 @@ class _Load:
     def _state(self, trees: Mapping[str, Builder]) -> dict[str, dict[str, Builder]]:
         prefix = state_prefix(self.blob)
         keyed: dict[str, list[tuple[str, LeafSpec]]] = {}
-        for spec in self._beginning(prefix):
+        begun = self._beginning(prefix)
+        wrapped = tuple(f"{spec.name}." for spec in begun if spec.role is Role.SUBCLASS)
+        for spec in begun:
+            if spec.name.startswith(wrapped):
+                continue
             rest = spec.name[len(prefix) :]
             if (owner := self._owner(rest)) is not None:
                 keyed.setdefault(owner, []).append((rest[len(owner) + 1 :], spec))
@@ -187,11 +192,14 @@ class _Load:
         self, spec: LeafSpec, live: Any, trees: Mapping[str, Builder], owner: torch.Tensor | None
     ) -> Builder:
         self.draft.take(spec.name)
-        if spec.kind == "value":
+        subclass = spec.role is Role.SUBCLASS
+        if spec.kind == "value" and not subclass:
             return trees[spec.name]
-        if isinstance(live, torch.Tensor) and same_form(spec, live):
+        if isinstance(live, torch.Tensor) and (subclass or same_form(spec, live)):
             self.draft.into(self.blob, spec, live)
             return lambda device: live
+        if subclass:
+            return self.draft.alike(spec, owner)
         if owner is not None and is_sharded(owner) and _of_its_parts(spec, owner):
             made = self.draft.fresh_like(spec, owner)
             return lambda device: made
@@ -228,6 +236,14 @@ class _Load:
             kept.clear()
             kept.update(built)
             self.optimizer.state[parameter] = kept
+        for name, parameter in self.members.items():
+            if name not in state and parameter in before and self._stays(name):
+                self.optimizer.state[parameter] = before[parameter]
+
+    def _stays(self, name: str) -> bool:
+        """Whether the state of a parameter is among what keeps its content."""
+        prefix = f"{state_prefix(self.blob)}{name}."
+        return any(kept.startswith(prefix) for kept in self.draft.kept)
 
 
 def _of_its_parts(spec: LeafSpec, parameter: torch.Tensor) -> bool:

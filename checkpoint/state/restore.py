@@ -61,12 +61,14 @@ def restoration(
     *,
     strict: bool = True,
     kept: Collection[str] = (),
+    why_absent: Callable[[str], str] = lambda name: "",
 ) -> Restoration:
     """Plan to load the stored leaves `specs`, with the content `values` of values, into `objects`.
 
     Modules, optimizers and tensors are loaded in place. Stored blobs without an object are created, if
     they are tensors or values; so leave out of `specs` what is not wanted, and out of `objects` tensors
-    that may be replaced. Leaves named in `kept` stay as the program made them.
+    that may be replaced. Leaves named in `kept` stay as the program made them; `why_absent` says why the
+    checkpoint lacks a leaf, where that is known.
     Raises BlobError with a list of all leaves that are missing, unexpected (neither with
     `strict=False`) or of another form, and DamagedError for malformed values. No object has changed
     then, nor after success: that begins with the reads.
@@ -80,7 +82,7 @@ def restoration(
     for blob in draft.blobs:
         if blob not in objects and (builder := draft_new(draft, blob)) is not None:
             builders[blob] = builder
-    draft.findings.check(stored, strict=strict, kept=kept)
+    draft.findings.check(stored, strict=strict, kept=kept, why_absent=why_absent)
     return Restoration(draft, builders)
 
 

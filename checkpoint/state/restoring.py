@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,11 +18,23 @@ from torchrelay.checkpoint.disk.dtypes import by_name, torch_dtype
 from torchrelay.checkpoint.disk.values import decode
 from torchrelay.checkpoint.disk.windows import Target
 from torchrelay.checkpoint.state.dtensors import empty_like, is_sharded, local_of, target_of
-from torchrelay.checkpoint.state.leaf import LeafSpec
+from torchrelay.checkpoint.state.leaf import LeafSpec, Role
+from torchrelay.checkpoint.state.subclasses import (
+    description,
+    inner_tensors,
+    is_wrapper,
+    plain,
+    rebuilder,
+    told,
+)
 from torchrelay.errors import BlobError, DamagedError
 
 _NEAREST_FOR = 20
 """Missing leaves for which the nearest stored names are looked up; the search is quadratic."""
+
+
+Maker = Callable[[torch.device | None], torch.Tensor]
+"""Gives a tensor once everything is read; plain ones go to the device."""
 
 
 class Read:
@@ -63,14 +75,24 @@ class Findings:
     unexpected: list[str] = field(default_factory=list)
     unlike: list[str] = field(default_factory=list)
 
-    def check(self, stored: Mapping[str, LeafSpec], *, strict: bool, kept: Collection[str] = ()) -> None:
+    def check(
+        self,
+        stored: Mapping[str, LeafSpec],
+        *,
+        strict: bool,
+        kept: Collection[str] = (),
+        why_absent: Callable[[str], str] = lambda name: "",
+    ) -> None:
         """Raise one BlobError that lists all differences; without `strict` only the unlike ones count."""
         lines = [f"differs: {text}" for text in self.unlike]
         if strict:
             missing = [name for name in self.missing if name not in kept]
             near = missing[:_NEAREST_FOR]
-            lines += [f"not in the checkpoint: {name}{_nearest(name, stored)}" for name in near]
-            lines += [f"not in the checkpoint: {name}" for name in missing[_NEAREST_FOR:]]
+            reasons = {
+                name: f" (the save left it out: {why})" for name in missing if (why := why_absent(name))
+            }
+            hints = {**{name: _nearest(name, stored) for name in near if name not in reasons}, **reasons}
+            lines += [f"not in the checkpoint: {name}{hints.get(name, '')}" for name in missing]
             lines += [f"only in the checkpoint: {name}" for name in self.unexpected]
         if lines:
             raise BlobError(
@@ -142,8 +164,14 @@ class Draft:
         self.findings.unlike.append(text)
 
     def into(self, blob: str, spec: LeafSpec, live: torch.Tensor) -> None:
-        """Read a leaf into a live tensor, in place; a tensor of several names is read once."""
+        """Read a leaf into a live tensor, in place; a tensor of several names is read once.
+
+        Of a wrapper subclass its inner tensors are read, where both are of the same description.
+        """
         source = _source(spec)
+        if spec.role is Role.SUBCLASS or is_wrapper(live):
+            self._parts(spec, live, lambda inner, part: self.into(blob, inner, part))
+            return
         if not self._fits(spec, live):
             return
         known = self._sources.setdefault(id(live), source)
@@ -152,12 +180,59 @@ class Draft:
         elif id(live) not in self._read_into:
             self._read_into.add(id(live))
             self._live.setdefault(source, live)
-            local = local_of(live)
+            local = plain(local_of(live))
             target = target_of(live, spec.name) if is_sharded(live) else None
             read = Read(source, spec, _own_memory(local), target)
             self.reads.append(read)
             if read.destination is None:
                 self.steps.append((blob, lambda: _copy(local, read)))
+
+    def _parts(
+        self, spec: LeafSpec, live: torch.Tensor, add: Callable[[LeafSpec, torch.Tensor], None]
+    ) -> bool:
+        """Take the inner leaves of a wrapper; False, noted, where the live tensor is another one."""
+        stored = self._value(spec) if spec.role is Role.SUBCLASS else None
+        here = description(live, spec.name) if is_wrapper(live) else None
+        known = spec.role is Role.SUBCLASS and isinstance(stored, dict)
+        for name in stored.get("inner", ()) if known and stored != here and isinstance(stored, dict) else ():
+            self.take(f"{spec.name}.{name}")
+        if here is None or stored != here:
+            self.unlike(
+                f"{spec.name} is {told(here) if here else form(live)} here, "
+                f"{told(stored) if known else spec} in the checkpoint"
+            )
+            return False
+        for name, part in inner_tensors(live, spec.name).items():
+            if (inner := self.take(f"{spec.name}.{name}")) is not None:
+                add(inner, part)
+        return True
+
+    def alike(self, spec: LeafSpec, model: torch.Tensor | None) -> Maker:
+        """A function that makes a new tensor from a leaf once all is read: a DTensor if `model` is one.
+
+        A wrapper subclass needs a `model` of its description; its parts are made like the model's.
+        """
+        if spec.role is Role.SUBCLASS:
+            return self._wrapper_alike(spec, model)
+        if model is not None and is_sharded(model):
+            as_saved = None if tuple(model.shape) == spec.shape else spec.sharding
+            made = self.fresh_like(replace(spec, sharding=as_saved), model)
+            return lambda device: made
+        read = self.fresh(spec)
+        return lambda device: read.memory().to(device or "cpu")
+
+    def _wrapper_alike(self, spec: LeafSpec, model: torch.Tensor | None) -> Maker:
+        if model is None or not is_wrapper(model):
+            self.unlike(
+                f"{spec.name} is {told(self._value(spec))} in the checkpoint, and there is no such tensor "
+                "here that it could be made like"
+            )
+            return lambda device: torch.empty(0)
+        build = rebuilder(model)
+        parts: dict[str, Maker] = {}
+        self._parts(spec, model, lambda inner, part: parts.update({inner.name: self.alike(inner, part)}))
+        cut = len(spec.name) + 1
+        return lambda device: build({name[cut:]: part(device) for name, part in parts.items()})
 
     def fresh(self, spec: LeafSpec) -> Read:
         """Read a leaf into fresh memory, the same for all its names."""
@@ -178,26 +253,30 @@ class Draft:
         """The live tensor that a leaf, or the leaf it is an alias of, is read into."""
         return self._live.get(_source(spec))
 
-    def tree(self, spec: LeafSpec) -> Callable[[torch.device | None], Any]:
+    def tree(
+        self, spec: LeafSpec, models: Mapping[str, torch.Tensor] | None = None
+    ) -> Callable[[torch.device | None], Any]:
         """A stored value as a function that builds it once everything is read.
 
-        The tensors inside go to the device that the function is given. The form is checked now.
+        The tensors inside go to the device that the function is given. Those that `models` has by their
+        names are made like these: DTensors placed as they are, subclasses of their class. The form is
+        checked now.
         """
         json = self._value(spec)
-        reads: dict[str, Read] = {}
+        made: dict[str, Maker] = {}
 
-        def refer(name: Json) -> torch.Tensor:
+        def refer(name: Json) -> None:
             inner = self.specs.get(name) if isinstance(name, str) else None
-            if inner is None or inner.kind != "tensor":
+            if inner is None or (inner.kind != "tensor" and inner.role is not Role.SUBCLASS):
                 raise DamagedError(
                     f"value {spec.name!r} refers to tensor {name!r}, which the checkpoint lacks"
                 )
             self._taken.add(inner.name)
-            reads[inner.name] = self.fresh(inner)
-            return reads[inner.name].memory()
+            if inner.name not in made:
+                made[inner.name] = self.alike(inner, (models or {}).get(inner.name))
 
         decode(json, tensor=refer)
-        return lambda device: decode(json, tensor=lambda name: reads[name].memory().to(device or "cpu"))
+        return lambda device: decode(json, tensor=lambda name: made[name](device))
 
     def value(self, spec: LeafSpec) -> Any:
         """A stored value without tensors in it."""

@@ -7,6 +7,7 @@ by their path. A name is made from the path for people to read and never taken a
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from torchrelay.checkpoint.disk.values import encode
 from torchrelay.checkpoint.state.admission import admitted
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Role, Value
+from torchrelay.checkpoint.state.subclasses import description, inner_tensors, is_wrapper
 from torchrelay.errors import BlobError
 
 _INDEX = re.compile(r"\[(-?\w+)\]")
@@ -28,6 +30,19 @@ def stateful_leaves(blob: str, value: Any, group: str = MAIN_GROUP) -> list[Leaf
             f"state_dict() of blob {blob!r} ({type(value).__name__}) raised {type(error).__name__}: {error}"
         ) from error
     return tree_leaves(state, blob, blob, group, role=Role.STATE)
+
+
+def subclass_leaves(
+    name: str,
+    blob: str,
+    group: str,
+    tensor: torch.Tensor,
+    leaves: Callable[[str, torch.Tensor], Iterable[Leaf]],
+) -> Iterator[Leaf]:
+    """A value leaf that says what a wrapper is, and what `leaves` makes of each inner tensor."""
+    yield Leaf(name, blob, Role.SUBCLASS, group, Value(description(tensor, name)))
+    for inner, part in inner_tensors(tensor, name).items():
+        yield from leaves(f"{name}.{inner}", part)
 
 
 def tree_leaves(
@@ -48,16 +63,60 @@ def tree_leaves(
         if id(tensor) not in known:
             leaf_name = known[id(tensor)] = _unused(_INDEX.sub(r".\1", path), taken)
             taken.add(leaf_name)
-            tensors[leaf_name] = Leaf(leaf_name, blob, tensor_role, group, admitted(tensor, path))
+            for leaf in _tensor_leaves(tensor, leaf_name, path):
+                taken.add(leaf.name)
+                tensors[leaf.name] = leaf
         return known[id(tensor)]
+
+    def _tensor_leaves(tensor: torch.Tensor, leaf_name: str, path: str) -> Iterable[Leaf]:
+        if role is Role.STATE and is_wrapper(tensor):
+            return subclass_leaves(
+                leaf_name, blob, group, tensor, lambda n, inner: _tensor_leaves(inner, n, f"{path}: {n}")
+            )
+        return [Leaf(leaf_name, blob, tensor_role, group, admitted(tensor, path))]
 
     tree = Leaf(name, blob, role, group, Value(encode(value, name, tensor=refer)))
     return [tree, *tensors.values()]
 
 
-def entry_leaves(value: Any, name: str, blob: str, group: str, tensor_role: Role) -> list[Leaf]:
-    """One entry of a mapping: a tensor is a leaf as it is, anything else a tree."""
+def tree_tensors(value: Any, name: str) -> dict[str, torch.Tensor]:
+    """The tensors of a tree under the names that `tree_leaves` gives them."""
+    found: dict[str, torch.Tensor] = {}
+    known: dict[int, str] = {}
+    taken = {name}
+
+    def refer(path: str, tensor: torch.Tensor) -> str:
+        if id(tensor) not in known:
+            known[id(tensor)] = _unused(_INDEX.sub(r".\1", path), taken)
+            taken.add(known[id(tensor)])
+            found[known[id(tensor)]] = tensor
+        return known[id(tensor)]
+
+    encode(value, name, tensor=refer)
+    return found
+
+
+def entry_leaves(
+    value: Any, name: str, blob: str, group: str, tensor_role: Role, like: torch.Tensor | None = None
+) -> list[Leaf]:
+    """One entry of a mapping: a tensor is a leaf as it is, anything else a tree.
+
+    A wrapper subclass is stored where `like`, which every later start has too, is of the same class.
+    """
     if isinstance(value, torch.Tensor):
+        if like is not None and is_wrapper(value) and type(value) is type(like):
+            parts = inner_tensors(like, name)
+            return list(
+                subclass_leaves(
+                    name,
+                    blob,
+                    group,
+                    value,
+                    lambda n, inner: entry_leaves(
+                        inner, n, blob, group, tensor_role, parts.get(n.removeprefix(f"{name}."))
+                    ),
+                )
+            )
         return [Leaf(name, blob, tensor_role, group, admitted(value, name))]
     return tree_leaves(value, name, blob, group, tensor_role=tensor_role)
 

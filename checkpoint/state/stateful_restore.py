@@ -9,24 +9,41 @@ import torch
 from torch import nn
 
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
-from torchrelay.checkpoint.state.leaf import LeafSpec, Role
+from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec, Role
 from torchrelay.checkpoint.state.restoring import Draft
+from torchrelay.checkpoint.state.stateful_leaves import tree_tensors
 
 Builder = Callable[[], Any]
 
 
 def draft_stateful(draft: Draft, blob: str, value: Any) -> None:
-    """Plan to hand the stored tree to `load_state_dict`; its tensors are fresh and lie on the CPU."""
+    """Plan to hand the stored tree to `load_state_dict`.
+
+    Its tensors are fresh and lie on the CPU, but where the object now has a DTensor or a wrapper
+    subclass under the same name, they are made like it.
+    """
     spec = _root(draft, blob, value, (Role.STATE,))
     if spec is not None:
-        tree = draft.tree(spec)
+        tree = draft.tree(spec, _models(draft, blob, value))
         draft.steps.append((blob, lambda: value.load_state_dict(tree(None))))
         draft.note_rest(blob)
 
 
+def _models(draft: Draft, blob: str, value: Any) -> dict[str, torch.Tensor]:
+    """The tensors of the object's state by their names; the object is asked only where it matters.
+
+    An object whose `state_dict` leaves out what it does not have yet (the state of an optimizer before
+    its first step) shows it by a method `state_dict_to_load_into`.
+    """
+    if not any(spec.sharding or spec.role is Role.SUBCLASS for spec in draft.stored(blob)):
+        return {}
+    ask = getattr(value, "state_dict_to_load_into", value.state_dict)
+    return tree_tensors(ask(), blob)
+
+
 def draft_tensor(draft: Draft, blob: str, value: torch.Tensor) -> None:
     """Plan to load a tensor in place: it stays the object that closures hold."""
-    spec = _root(draft, blob, value, (Role.TENSOR, Role.PARAMETER))
+    spec = _root(draft, blob, value, (Role.TENSOR, Role.PARAMETER, Role.SUBCLASS))
     if spec is not None:
         draft.into(blob, spec, value)
         draft.note_rest(blob)
@@ -41,7 +58,7 @@ def draft_value(draft: Draft, blob: str, value: Any) -> Builder | None:
 def draft_new(draft: Draft, blob: str) -> Builder | None:
     """Plan to make a stored blob for which no object is given; only tensors and values can be made."""
     spec = draft.specs.get(blob)
-    if spec is None or spec.role is Role.STATE:
+    if spec is None or spec.role in NEEDS_OBJECT:
         draft.unlike(
             f"{blob} is {_stored_kind(draft, blob)} in the checkpoint, and no object of this name is given to"
             f" load it into: register it as a blob, job.blobs({blob}=object), or as a factory, which setup"
@@ -82,4 +99,6 @@ def _stored_kind(draft: Draft, blob: str) -> str:
         return "a module or optimizer"
     if spec.role is Role.STATE:
         return f"a {Kind.STATEFUL.value}"
+    if spec.role is Role.SUBCLASS:
+        return "a tensor subclass"
     return f"a {Kind.TENSOR.value if spec.kind == 'tensor' else Kind.VALUE.value}"

@@ -52,6 +52,7 @@ _HOMES = {
     "estimate_bytes": "checkpoint.blob_files",
     "export_checkpoint": "checkpoint.interop.export",
     "final_output": "jobs.output",
+    "fsdp_state": "checkpoint.state.fsdp_state",
     "import_checkpoint": "checkpoint.interop.importing",
     "init": "runners.start",
     "load_blobs": "checkpoint.blob_files",
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from torchrelay.checkpoint.manager import CheckpointManager as CheckpointManager
     from torchrelay.checkpoint.multi_node import MultiNodeCheckpointManager as MultiNodeCheckpointManager
     from torchrelay.checkpoint.reader import open_checkpoint as open_checkpoint
+    from torchrelay.checkpoint.state.fsdp_state import fsdp_state as fsdp_state
     from torchrelay.checkpoint.upload import UploadTaskGroupBuilder as UploadTaskGroupBuilder
     from torchrelay.errors import RelayError as RelayError
     from torchrelay.jobs.blobs import Scope as Scope

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
 import torch
 from epochs import buffer, moment, parameter, tensor, value
 
+from torchrelay.checkpoint.disk import canonical
 from torchrelay.checkpoint.planning import compare
 from torchrelay.checkpoint.planning.compare import (
+    Lone,
     Mode,
     Verdict,
     compare_replicas,
@@ -106,16 +112,89 @@ class Recorded:
         self.topics.append(topic)
         if topic == "t":
             return [
-                {"value": [[node, *compare._combined(d)] for node, d in one.items()]} for one in self.hosted
+                mine,
+                *(
+                    {"value": [[node, groups_of(d), []] for node, d in one.items()]}
+                    for one in self.hosted[1:]
+                ),
             ]
         if topic.endswith("in detail"):
-            return [[[node, d] for node, d in one.items()] for one in self.hosted]
+            return [mine, *([[node, d] for node, d in one.items()] for one in self.hosted[1:])]
         return [sorted({"w"})] * self.size
+
+
+def groups_of(digests):
+    return [compare._combined(digests)]
+
+
+class Meeting:
+    """Peers in threads, which meet at each topic and count what travels."""
+
+    def __init__(self, size):
+        self.size, self.barrier, self.posted, self.topics = size, threading.Barrier(size), [None] * size, []
+
+    def of(self, rank):
+        def exchange(topic, value, *, deadline_secs=None):
+            self.posted[rank] = value
+            self.barrier.wait(10)
+            found = list(self.posted)
+            if rank == 0:
+                self.topics.append((topic, len(canonical.dumps(found))))
+            self.barrier.wait(10)
+            return found
+
+        return SimpleNamespace(rank=rank, size=self.size, exchange=exchange)
+
+
+def compared(hosted, lone=None):
+    """The verdict that all processes get, one node each, and the topics with the bytes of each."""
+    meeting = Meeting(len(hosted))
+
+    def one(rank):
+        alone = {rank: [Lone(tuple(d), lambda d=d: counted(d)) for d in (lone or {}).get(rank, [])]}
+        return compare_replicas(meeting.of(rank), "t", lambda: {rank: hosted[rank]}, FORCED, lone=alone)
+
+    hashed = []
+
+    def counted(digests):
+        hashed.append(digests)
+        return digests
+
+    with ThreadPoolExecutor(len(hosted)) as pool:
+        verdicts = list(pool.map(one, range(len(hosted))))
+    assert all(found == verdicts[0] for found in verdicts)
+    return verdicts[0], meeting.topics, hashed
+
+
+FORCED = [f"w{n} {side}" for n in range(1000) for side in "ab"]
+
+
+def test_replicas_of_shards_cost_one_small_exchange():
+    """Nodes of one mesh have parts of other names; no detail travels where all are alike."""
+    a, b = ({f"w{n} {side}": f"{n}" for n in range(1000)} for side in "ab")
+    plain = {"x": "1"}
+    found, topics, _ = compared([[plain, a], [plain, b], [plain, dict(a)], [plain, dict(b)]])
+    assert found == Verdict() and [topic for topic, _ in topics] == ["t"] and topics[0][1] < 1500
+    found, topics, _ = compared([[plain, a], [plain, b], [plain, dict(a)], [plain, {**b, "w7 b": "odd"}]])
+    assert found == Verdict(frozenset(), {"w7 b": (3,)})
+
+
+def test_parts_on_several_meshes_are_compared_and_others_not_hashed():
+    """Parts that no place of their mesh shares are hashed only where another mesh has the same ones."""
+    lone = {rank: [{f"w{n} {'ab'[rank % 2]}": "same" for n in range(3)}] for rank in range(4)}
+    found, topics, hashed = compared([[{}]] * 4, lone)
+    assert found == Verdict() and len(topics) == 2 and len(hashed) == 4
+    lone[3] = [{**lone[3][0], "w1 b": "odd"}]
+    found, _, _ = compared([[{}]] * 4, lone)
+    assert found == Verdict(frozenset(), {"w1 b": (3,)})
+    apart = {rank: [{f"w{rank} a": "mine"}] for rank in range(4)}
+    found, topics, hashed = compared([[{}]] * 4, apart)
+    assert found == Verdict() and len(topics) == 1 and hashed == []
 
 
 def run(*hosted):
     peers = Recorded(hosted)
-    return compare_replicas(peers, "t", lambda: hosted[0], {"w"}), peers.topics
+    return compare_replicas(peers, "t", lambda: {n: [d] for n, d in hosted[0].items()}, {"w"}), peers.topics
 
 
 def test_equal_replicas_cost_one_small_exchange():

@@ -6,11 +6,19 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from frozen_job import check_epoch, frozen_job, train, tries_of, written
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrelay import JobRunner, LocalSession, max_epochs
+from torchrelay import (
+    JobRunner,
+    LocalSession,
+    export_checkpoint,
+    import_checkpoint,
+    max_epochs,
+    open_checkpoint,
+)
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.reading.proof import prove
@@ -50,6 +58,22 @@ def test_asynchronous_saves_refer_too(tmp_path: Path, nodes: int) -> None:
         assert written(tmp_path, epoch) <= 0.15 * written(tmp_path, 0)
     check_all(tmp_path, [0, 3, 4], HEAD, nodes)
     assert set(prove_all(tmp_path)) == {"proved"}
+
+
+@pytest.mark.parametrize("form", ["safetensors", "hf", "torch", "dcp"])
+def test_an_export_needs_no_earlier_try(tmp_path: Path, form: str) -> None:
+    """What an epoch refers to is copied out: nothing of the run has to stay for what was exported."""
+    train(tmp_path / "run", 3, HEAD)
+    assert len(tries_of(tmp_path / "run", 3)) > 1
+    wanted = open_checkpoint(tmp_path / "run", 3).load_tensors("model")
+    export_checkpoint(tmp_path / "run", tmp_path / "out", 3, to=form, blobs="model")
+    shutil.rmtree(tmp_path / "run")
+    import_checkpoint(tmp_path / "out", tmp_path / "in", format=form, blob=None, trust=True)
+    found = open_checkpoint(tmp_path / "in")
+    assert len(found.manifest.tries) == 1
+    tensors = found.load_tensors("*")
+    assert {name for name in tensors if not name.startswith("rng")} == set(wanted)
+    assert all(torch.equal(tensors[name], one) for name, one in wanted.items())
 
 
 def test_reuse_is_asked_for(tmp_path: Path) -> None:

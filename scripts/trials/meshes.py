@@ -85,6 +85,7 @@ class MemoryStorage:
         self.bytes_read = 0
 
     def open_exclusive(self, path: str) -> Any:
+        """A file to write."""
         data = self.files[path] = bytearray()
 
         def write_at(offset: int, view: memoryview) -> None:
@@ -100,19 +101,23 @@ class MemoryStorage:
         )
 
     def stat(self, path: str) -> int | None:
+        """The size, None for what is not there."""
         return len(self.files[path]) if path in self.files else None
 
     def read_range(self, path: str, start: int, length: int) -> bytes:
+        """Some bytes."""
         self.bytes_read += length
         return bytes(self.files[path][start : start + length])
 
     def read_into(self, path: str, start: int, target: memoryview) -> int:
+        """Some bytes into memory; how many there were."""
         found = self.files[path][start : start + len(target)]
         target[: len(found)] = found
         self.bytes_read += len(found)
         return len(found)
 
     def delete(self, path: str) -> None:
+        """Take a file away."""
         del self.files[path]
 
 

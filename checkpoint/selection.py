@@ -1,0 +1,60 @@
+"""Which leaves a save takes, by patterns: what a user asked for, and what an epoch remembers of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchrelay.checkpoint.wildcards import matches
+from torchrelay.errors import UsageError
+
+Patterns = str | Sequence[str] | None
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Saved is what a pattern of `include` means (None: everything) and no pattern of `exclude`."""
+
+    include: tuple[str, ...] | None = None
+    exclude: tuple[str, ...] = ()
+
+    @property
+    def everything(self) -> bool:
+        """Whether nothing was asked for."""
+        return self.include is None and not self.exclude
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """All patterns."""
+        return (*(self.include or ()), *self.exclude)
+
+    def saves(self, name: str) -> bool:
+        """Whether a leaf of this name is saved."""
+        return not self.why_not(name)
+
+    def why_not(self, name: str) -> str:
+        """Why a leaf of this name is not saved, for people; empty if it is."""
+        for pattern in self.exclude:
+            if matches(name, pattern):
+                return f"excluded by {pattern!r}"
+        if self.include is not None and not any(matches(name, pattern) for pattern in self.include):
+            return f"not among include={list(self.include)}"
+        return ""
+
+
+EVERYTHING = Selection()
+
+
+def selection_of(include: Patterns, exclude: Patterns) -> Selection:
+    """What arguments `include` and `exclude` ask for; raises UsageError for what are no patterns."""
+    found = None if include is None else _checked(include, "include")
+    if found == ():
+        raise UsageError("include=[] would save nothing: leave it out, or name what to save")
+    return Selection(found, _checked(exclude or (), "exclude"))
+
+
+def _checked(given: object, what: str) -> tuple[str, ...]:
+    found = (given,) if isinstance(given, str) else given
+    if not isinstance(found, (list, tuple)) or not all(isinstance(one, str) and one for one in found):
+        raise UsageError(f'{what} is {given!r:.80}; give patterns of leaf names, such as ["debug.*"]')
+    return tuple(found)
