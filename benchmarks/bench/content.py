@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, TypeGuard
 
 import numpy
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 NOTHING = -1.0
 """What stands in tensors before a load."""
@@ -41,7 +44,7 @@ def first_difference(tensors: Mapping[str, torch.Tensor]) -> str | None:
     wrong = None
     for name, tensor in tensors.items():
         whole = known(name, tensor)
-        if isinstance(tensor, DTensor) and not _simple(tensor):
+        if is_sharded(tensor) and not _simple(tensor):
             same = torch.equal(tensor.full_tensor(), whole)
         else:
             same = torch.equal(local_of(tensor), local_of(_placed_like(whole, tensor)))
@@ -50,10 +53,15 @@ def first_difference(tensors: Mapping[str, torch.Tensor]) -> str | None:
     return wrong
 
 
+def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor; plain ones must not cost the import of what shards."""
+    return hasattr(tensor, "placements")
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of this rank."""
     tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def nbytes_of(tensors: Mapping[str, torch.Tensor]) -> int:
@@ -67,6 +75,8 @@ def _simple(tensor: DTensor) -> bool:
 
 
 def _placed_like(whole: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return whole
+    from torch.distributed.tensor import distribute_tensor
+
     return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)

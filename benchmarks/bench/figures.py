@@ -44,7 +44,7 @@ def figures_of(workload: Workload, rounds: Sequence[Round], scale: float) -> lis
     actions: dict[str, None] = {}
     engines: dict[str, None] = {}
     for one in rounds:
-        engines.update(dict.fromkeys(sorted(one.cells, key=_rank_of(workload))))
+        engines.update(dict.fromkeys(sorted(one.cells, key=lambda name: _place(workload, name))))
         for told in one.cells.values():
             actions.update(dict.fromkeys(told))
     # A start that failed is known by its step; its figures have finer names.
@@ -80,8 +80,8 @@ def _figure(
     )
 
 
-def _rank_of(workload: Workload) -> dict[str, int].get:  # type: ignore[name-defined, valid-type]
-    return {name: number for number, name in enumerate(workload.engines)}.get
+def _place(workload: Workload, engine: str) -> int:
+    return workload.engines.index(engine) if engine in workload.engines else len(workload.engines)
 
 
 def _secs(rounds: Sequence[Round], engine: str, action: str) -> dict[int, float]:

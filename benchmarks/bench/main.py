@@ -25,7 +25,7 @@ EXAMPLES = """examples:
   benchmarks/run --small                             all workloads, within 5 minutes on 2 cores
   benchmarks/run --rounds 5                          the full sizes; needs 24 GiB of memory and 30 GB of disk
   benchmarks/run --only W1,W3 --rounds 5 --scale 0.5
-  benchmarks/run --only W1 --engines torchrelay,safetensors
+  benchmarks/run --only W1 --engines torchrelay safetensors
 The same command again goes on where it was stopped, as long as --output is the same."""
 
 
@@ -38,23 +38,32 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--only", default="", help="workloads, W1,W3; all of W1 to W9 without")
-    parser.add_argument("--engines", default="", help="engines by how their names begin, torchrelay,DCP")
+    parser.add_argument(
+        "--engines",
+        nargs="+",
+        default=[],
+        help="by name, or by how names begin: torchrelay 'torch.save, no CRC'",
+    )
     parser.add_argument("--rounds", type=int, help="5; small: 1")
     parser.add_argument("--scale", type=float, help="part of the full sizes, 1.0; small: 0.0625")
-    parser.add_argument("--cap", type=float, help="seconds that one start may take, 180; small: 20")
+    parser.add_argument("--cap", type=float, help="seconds that one start may take, 180; small: 40")
     parser.add_argument("--saves", type=int, help="saves per process, the first and later ones: 3; small: 2")
     parser.add_argument("--small", action="store_true", help="small sizes, fewer variants of the peers")
-    parser.add_argument("--directory", type=Path, help="where the files go: the device that is measured")
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        default=Path("/var/tmp"),
+        help="where the files go: the device that is measured; /var/tmp",
+    )
     parser.add_argument("--output", type=Path, help="folder of the results; benchmarks/results/<date>")
     parser.add_argument("--estimate", action="store_true", help="only say how long it would take")
     given = parser.parse_args(arguments)
-    small = {"rounds": 1, "scale": 0.0625, "cap": 20.0, "saves": 2}
+    small = {"rounds": 1, "scale": 0.0625, "cap": 40.0, "saves": 2}
     usual = {"rounds": 5, "scale": 1.0, "cap": 180.0, "saves": 3}
     for name, value in (small if given.small else usual).items():
         if getattr(given, name) is None:
             setattr(given, name, value)
     given.only = [name.strip() for name in given.only.split(",") if name.strip()]
-    given.engines = [name.strip() for name in given.engines.split(",") if name.strip()]
     for name in given.only:
         if name not in WORKLOADS and name not in OTHERS:
             parser.error(f"no workload {name!r}: there are {', '.join([*WORKLOADS, *OTHERS])}")
@@ -104,9 +113,8 @@ def measure_rounds(
         (number, one) for number in range(given.rounds) for one in chosen if not record.has(one.name, number)
     ]
     left = {
-        key: likely_secs(one, len(engines[one.name]), given.scale, small=given.small)
-        for key in missing
-        for one in [key[1]]
+        (number, one): likely_secs(one, len(engines[one.name]), given.scale, small=given.small)
+        for number, one in missing
     }
     for number, one in missing:
         found = measuring.round(one, engines[one.name], number, record.of(one.name))
@@ -124,7 +132,7 @@ def measure_others(given: argparse.Namespace, scratch: Path, output: Path) -> di
     found = read_others(output)
     for name in OTHERS:
         wanted = name in given.only or not (given.only or given.engines)
-        if wanted and name not in found:
+        if wanted and found.get(name, "failed").startswith(("failed", "skipped")):
             print(f"{name} ...", file=sys.stderr, flush=True)
             found[name] = run_other(name, given.scale, scratch, small=given.small)
             (output / "others.json").write_text(json.dumps(found, indent=1))

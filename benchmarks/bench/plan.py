@@ -178,11 +178,16 @@ PACKAGES = {
 
 
 def engines_of(workload: Workload, named: Sequence[str], *, small: bool) -> list[str]:
-    """The engines that were named (whole or by how they begin), else all, without the rare ones if small."""
+    """The engines that were named, else all, without the rare ones if small."""
     if named:
         known = [*workload.engines, *(["broken"] if workload.module == "single" else [])]
-        return [name for name in known if any(name == wish or name.startswith(wish) for wish in named)]
+        return [name for name in known if any(_is_meant(name, wish, known) for wish in named)]
     return [name for name in workload.engines if not (small and name in workload.rare)]
+
+
+def _is_meant(name: str, wish: str, known: Sequence[str]) -> bool:
+    """A wish that is a name means only that; another one means all names that begin so."""
+    return name == wish or (wish not in known and name.startswith(wish))
 
 
 def missing_package(engine: str) -> str | None:

@@ -18,22 +18,25 @@ from bench.plan import NOT_COMPARABLE, WORKLOADS
 from bench.rounds import Round
 
 PACKAGES = ("torch", "safetensors", "torchsnapshot", "orbax-checkpoint", "jax", "numpy", "xxhash")
-NOTES = """Every measurement is made by fresh processes; within a round all engines take turns, and each round begins
-with another one. A save is timed until the bytes and names of all its files are durable: the harness calls
-fsync on every file and directory behind every engine, inside of the measured time. `save` is the first save of a
-process, `save again` the best of the following ones. Loads end in tensors that were resident before, and what was
-loaded is compared, all of it. Before a cold load the files are taken out of the page cache, and the kernel is
-asked for every page whether it is gone. `ratio` is the median of the best peer by that of this line: above 1
-this line is quicker; behind it the range of the same ratio within the rounds. `limit` is the share of what the
-device did right before (writes and cold reads: O_DIRECT with 4 threads, write with fsync; warm: reads of the
-page cache with all cores). `extra memory` is the peak of RSS above what the process had before, of all ranks
-together, touched pages of mapped files included.
+NOTES = """Every measurement is made by fresh processes; within a round all engines take turns, and each
+round begins with another one. A save is timed until the bytes and names of all its files are durable: the
+harness calls fsync on every file and directory behind every engine, inside of the measured time. `save` is
+the first save of a process, `save again` the median of the following ones. Loads end in tensors that were
+resident before, and all that was loaded is compared. Before a cold load the files are taken out of the page
+cache, and the kernel is asked for every page whether it is gone. `ratio` is the median of the best peer by
+that of this line: above 1 this line is quicker; behind it the range of the same ratio within the rounds.
+`limit` is the share of what the device did right before (writes and cold reads: O_DIRECT with 4 threads,
+writes with fsync; warm: reads of the page cache with all cores). `extra memory` is the peak of RSS above what
+the process had before, of all ranks together, touched pages of mapped files included.
 
 Tuning effort is the same for all: every engine has the quickest public settings that were found for it
 (torch.save without CRC beside its default, `mmap` and `safe_open` for parts, DCP with one and with two
-threads and with plan caching, its stagers, Orbax and torchsnapshot as they come), and as many compute threads as
-there are cores for each process. torchrelay verifies all it reads; it has no switch to turn that off. The line
-"unverified" takes the comparison out from outside, to show what it costs.
+threads and with plan caching, its stagers, Orbax and torchsnapshot as they come), and as many compute
+threads as there are cores for each process. torchrelay verifies all it reads; it has no switch to turn that
+off. The line "unverified" takes the comparison out from outside, to show what it costs.
+
+In W7 `gate` is how much longer than without saves the optimizer's step takes behind a save, `first save` is
+blocked time and gate of the first one, `slowdown` is what a save costs the loop altogether.
 """
 
 
@@ -156,7 +159,8 @@ def hardware(where: Path) -> str:
     told = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in told if line.startswith("model name")]
     processor = names[0] if names else platform.machine()
-    return f"{os.cpu_count()} x {processor}, {memory:.0f} GiB, Linux {platform.release()}, files on {_file_system(where)}"
+    machine = f"{os.cpu_count()} x {processor}, {memory:.0f} GiB, Linux {platform.release()}"
+    return f"{machine}, files on {_file_system(where)}"
 
 
 def _file_system(where: Path) -> str:
