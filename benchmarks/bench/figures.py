@@ -10,6 +10,10 @@ from bench.plan import Workload
 from bench.rounds import Round
 
 OURS = "torchrelay"
+MOVES = {"save": "write", "save again": "write", "cold load": "cold", "warm load": "warm"}
+"""Which limit of the device stands beside which actions, by how their names end."""
+NO_RACE = ("slowdown", "noise of the slowdown", "step alone")
+"""Actions without a best one: differences from zero, and facts of the harness."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ def figures_of(workload: Workload, rounds: Sequence[Round], scale: float) -> lis
     named = [action for action in actions if any(_secs(rounds, e, action) for e in engines)] or list(actions)
     found: list[Figure] = []
     for action in named:
-        best = _best_peer(rounds, list(engines), action)
+        best = None if action in NO_RACE else _best_peer(rounds, list(engines), action)
         for engine in engines:
             found.append(_figure(workload, rounds, scale, action, engine, best))
     return found
@@ -120,10 +124,9 @@ def _share(
     workload: Workload, rounds: Sequence[Round], scale: float, action: str, secs: dict[int, float]
 ) -> float | None:
     """The bytes that must move, by what the device moves; None for what moves no known number of bytes."""
-    kind = next((kind for kind in ("save", "cold", "warm") if kind in action), None)
-    if kind is None or action == "first save":
+    limit = next((limit for end, limit in MOVES.items() if action.endswith(end)), None)
+    if limit is None or action == "first save":
         return None
-    nbytes = workload.nbytes * scale * (1.0 if kind == "save" else workload.loaded_part)
-    limit = "write" if kind == "save" else kind
+    nbytes = workload.nbytes * scale * (1.0 if limit == "write" else workload.loaded_part)
     shares = [nbytes / secs[one.number] / one.limits[limit] for one in rounds if one.number in secs]
     return median(shares) if shares else None

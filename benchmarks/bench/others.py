@@ -39,6 +39,5 @@ def run_other(name: str, scale: float, scratch: Path, *, small: bool) -> str:
         done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=cap, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"failed: {type(error).__name__} (cap {cap:g} s)"
-    if done.returncode:
-        return f"failed with {done.returncode}: {done.stderr.strip()[-500:]}"
-    return done.stdout
+    told = done.stdout if not done.returncode else f"failed with {done.returncode}: {done.stderr[-500:]}"
+    return told.replace(str(scratch), "<scratch>").replace(str(BENCHMARKS.parent), ".")

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 GIB = 1 << 30
 LOADS = ("cold load", "warm load")
-TRAINED = ("call blocked", "gate", "first save", "durable", "slowdown")
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,13 @@ WORKLOADS = {
     for one in (
         Workload("W1", "one process, 200 tensors", "single", 2 * GIB, _one_process(), SINGLE, RARE),
         Workload(
-            "W2", "one process, 50,000 small tensors", "single", 200_000_000, _one_process(), SINGLE, RARE
+            "W2",
+            "one process, 50,000 small tensors",
+            "single",
+            200_000_000,
+            _one_process(),
+            SINGLE,
+            RARE | {"torchsnapshot", "Orbax"},
         ),
         Workload(
             "W3",
@@ -154,7 +159,9 @@ WORKLOADS = {
                 "torchsnapshot async",
                 "Orbax async",
             ),
-            frozenset(("torchrelay, synchronous", "DCP async, DefaultStager, plan caching")),
+            frozenset(
+                ("torchrelay, synchronous", "DCP async, DefaultStager, plan caching", "torchsnapshot async")
+            ),
         ),
     )
 }
@@ -215,8 +222,8 @@ def likely_secs(workload: Workload, engines: int, scale: float, *, small: bool) 
     gib = workload.nbytes * scale / GIB
     secs = 1.5 + 3 * gib  # limits
     for step in grouped(workload.steps, small=small):
-        start = 3.0 + 1.2 * max(0, step.ranks - 1)
+        start = 2.4 + 0.9 * max(0, step.ranks - 1)
         secs += engines * (start + gib * (6.0 + 1.5 * step.ranks) * len(step.actions))
     if workload.module == "training":
-        secs += engines * (5 if small else 35)
+        secs += engines * (3 if small else 35)
     return secs

@@ -119,12 +119,13 @@ class Measuring:
             str(self.scratch / "answers.json"),
             saves=self._saves(workload),
             layout=step.layout,
-            step_secs=0.2 if self.small else 0.7,
+            step_secs=0.1 if self.small else 0.7,
         )
         try:
             return measure(asked, workload.module, step.ranks, self.cap_secs)
         except NotMeasuredError as error:
-            return {action: {"failed": str(error), "slow": error.slow} for action in step.actions}
+            reason = str(error).replace(str(self.scratch), "<scratch>")
+            return {action: {"failed": reason, "slow": error.slow} for action in step.actions}
         finally:
             if workload.module == "training":
                 shutil.rmtree(folder, ignore_errors=True)

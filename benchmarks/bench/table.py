@@ -36,7 +36,8 @@ threads as there are cores for each process. torchrelay verifies all it reads; i
 off. The line "unverified" takes the comparison out from outside, to show what it costs.
 
 In W7 `gate` is how much longer than without saves the optimizer's step takes behind a save, `first save` is
-blocked time and gate of the first one, `slowdown` is what a save costs the loop altogether.
+blocked time and gate of the first one, `slowdown` is what a save costs the loop altogether; `noise` is how
+far the steps without saves were apart, over as many steps as lie between two saves.
 """
 
 

@@ -57,11 +57,11 @@ class Training:
     """Seconds of every step, and of the optimizer in it."""
 
     def calibrate(self, step_secs: float) -> None:
-        """Find the number of small batches; what it finds is kept whatever happens later."""
-        self.step()
-        self.step()
-        whole, optimizer = self.steps[-1]
-        self.micro = max(1, round((step_secs - optimizer) / max(1e-6, whole - optimizer)))
+        """Find the number of small batches from the quickest steps; it stays whatever happens later."""
+        tried = self.run(5)
+        optimizer = min(secs for _, secs in tried)
+        batch = min(whole - secs for whole, secs in tried)
+        self.micro = max(1, round((step_secs - optimizer) / max(1e-6, batch)))
         self.step()
         self.steps.clear()
 
@@ -118,8 +118,9 @@ def measured(asked: Asked, engine: Saving) -> Answers:
         "gate": {"secs": max(0.0, median(waits[later]))},
         "first save": {"secs": loop.blocked[0] + max(0.0, waits[0])},
         "durable": {"secs": median(loop.durable[later]), "bytes": nbytes_of(training.state.tensors)},
-        "slowdown": {"secs": excess, "noise": _noise(quiet), "extra_memory": extra.nbytes},
-        "step without saves": {"secs": normal},
+        "slowdown": {"secs": excess, "extra_memory": extra.nbytes},
+        "noise of the slowdown": {"secs": _noise(quiet)},
+        "step alone": {"secs": normal},
     }
 
 
