@@ -12,7 +12,7 @@ from bench.rounds import Round
 OURS = "torchrelay"
 MOVES = {"save": "write", "save again": "write", "cold load": "cold", "warm load": "warm"}
 """Which limit of the device stands beside which actions, by how their names end."""
-NO_RACE = ("slowdown", "noise of the slowdown", "step alone")
+NO_RACE = ("gate", "slowdown", "noise of the slowdown", "step alone")
 """Actions without a best one: differences from zero, and facts of the harness."""
 
 

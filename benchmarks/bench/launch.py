@@ -27,14 +27,14 @@ class NotMeasuredError(Exception):
         self.slow = slow
 
 
-def measure(asked: Asked, module: str, ranks: int, cap_secs: float) -> Answers:
+def measure(asked: Asked, module: str, ranks: int, cap_secs: float, threads: int | None = None) -> Answers:
     """The answers of fresh processes; raises NotMeasuredError when they fail or take longer than the cap."""
     Path(asked.answers).unlink(missing_ok=True)
     with tempfile.TemporaryFile("w+") as errors:
         processes = [
             subprocess.Popen(
                 asked.command(module),
-                env=_environment(place, ranks),
+                env=_environment(place, ranks, threads),
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
                 start_new_session=True,
@@ -75,9 +75,9 @@ def _places(ranks: int) -> list[dict[str, str]]:
     ]
 
 
-def _environment(place: dict[str, str], ranks: int) -> dict[str, str]:
-    """All engines compute with their share of the cores."""
-    cores = max(1, (os.cpu_count() or 1) // max(1, ranks))
+def _environment(place: dict[str, str], ranks: int, threads: int | None) -> dict[str, str]:
+    """All engines compute with as many threads, by default their share of the cores."""
+    cores = threads or max(1, (os.cpu_count() or 1) // max(1, ranks))
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(sys.path[:2]),

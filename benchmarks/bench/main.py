@@ -48,6 +48,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--scale", type=float, help="part of the full sizes, 1.0; small: 0.0625")
     parser.add_argument("--cap", type=float, help="seconds that one start may take, 180; small: 40")
     parser.add_argument("--saves", type=int, help="saves per process, the first and later ones: 3; small: 2")
+    parser.add_argument("--threads", type=int, help="compute threads of a process; its share of the cores")
     parser.add_argument("--small", action="store_true", help="small sizes, fewer variants of the peers")
     parser.add_argument(
         "--directory",
@@ -85,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     output: Path = given.output or RESULTS / (today + ("-small" if given.small else ""))
     output.mkdir(parents=True, exist_ok=True)
-    way = {name: getattr(given, name) for name in ("scale", "saves", "cap", "small", "engines")}
+    way = {name: getattr(given, name) for name in ("scale", "saves", "cap", "small", "engines", "threads")}
     record = Record(output / "rounds.jsonl", way)
     scratch = Path(tempfile.mkdtemp(prefix="bench-", dir=given.directory)).resolve()
     head = Head.of_now(shlex.join(["benchmarks/run", *arguments]), way, scratch)
@@ -107,7 +108,7 @@ def measure_rounds(
     scratch: Path,
 ) -> None:
     """All rounds that are not there yet, round by round, so that a stopped run has something of each."""
-    measuring = Measuring(scratch, given.scale, given.cap, given.saves, given.small)
+    measuring = Measuring(scratch, given.scale, given.cap, given.saves, given.small, given.threads)
     begin = time.monotonic()
     missing = [
         (number, one) for number in range(given.rounds) for one in chosen if not record.has(one.name, number)

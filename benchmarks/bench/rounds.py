@@ -84,6 +84,7 @@ class Measuring:
     cap_secs: float
     saves: int
     small: bool
+    threads: int | None = None
 
     def round(
         self, workload: Workload, engines: Sequence[str], number: int, earlier: Sequence[Round]
@@ -122,7 +123,7 @@ class Measuring:
             step_secs=0.1 if self.small else 0.7,
         )
         try:
-            return measure(asked, workload.module, step.ranks, self.cap_secs)
+            return measure(asked, workload.module, step.ranks, self.cap_secs, self.threads)
         except NotMeasuredError as error:
             reason = str(error).replace(str(self.scratch), "<scratch>")
             return {action: {"failed": reason, "slow": error.slow} for action in step.actions}

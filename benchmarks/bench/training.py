@@ -113,10 +113,12 @@ def measured(asked: Asked, engine: Saving) -> Answers:
     waits = [max(optimizer - normal_optimizer for _, optimizer in steps) for steps in loop.steps]
     excess = (loop.secs - normal * STEPS_BETWEEN * asked.saves) / asked.saves
     later = slice(1, None) if asked.saves > 1 else slice(None)
+    held = [call + max(0.0, wait) for call, wait in zip(loop.blocked, waits, strict=True)]
     return {
         "call blocked": {"secs": median(loop.blocked[later])},
         "gate": {"secs": max(0.0, median(waits[later]))},
-        "first save": {"secs": loop.blocked[0] + max(0.0, waits[0])},
+        "call and gate": {"secs": median(held[later])},
+        "first save": {"secs": held[0]},
         "durable": {"secs": median(loop.durable[later]), "bytes": nbytes_of(training.state.tensors)},
         "slowdown": {"secs": excess, "extra_memory": extra.nbytes},
         "noise of the slowdown": {"secs": _noise(quiet)},
