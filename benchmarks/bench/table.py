@@ -115,7 +115,10 @@ def _workload(name: str, figures: Sequence[Figure], rounds: Sequence[Round]) -> 
 def _line(one: Figure) -> str:
     engine = f"**{one.engine}**" if one.engine.startswith(OURS) else one.engine
     if one.median is None:
-        return f"| {engine} | failed: {_cell(one.failed or 'no figure')} | - | 0 | - | - | - | - |"
+        why = _cell(one.failed or "no figure")
+        return (
+            f"| {engine} | {why if why.startswith('skipped') else f'failed: {why}'} | - | 0 | - | - | - | - |"
+        )
     ratio = "-" if one.ratio is None else f"{one.ratio:.2f}"
     if one.ratios is not None:
         ratio += f" ({one.ratios[0]:.2f} to {one.ratios[1]:.2f})"
