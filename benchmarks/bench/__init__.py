@@ -1,0 +1,1 @@
+"""Measurements of torchrelay beside other checkpoint engines."""

@@ -1,0 +1,119 @@
+"""Starts the processes of one measurement, alone or as ranks, and ends them at the cap."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from bench.task import Answers, Asked
+
+GRACE_SECS = 5.0
+"""How long the other ranks may go on when one has failed."""
+
+
+class NotMeasuredError(Exception):
+    """Why there is no figure; `slow` where only the cap was in the way."""
+
+    def __init__(self, reason: str, *, slow: bool = False) -> None:
+        super().__init__(reason)
+        self.slow = slow
+
+
+def measure(asked: Asked, module: str, ranks: int, cap_secs: float, threads: int | None = None) -> Answers:
+    """The answers of fresh processes; raises NotMeasuredError when they fail or take longer than the cap."""
+    Path(asked.answers).unlink(missing_ok=True)
+    with tempfile.TemporaryFile("w+") as errors:
+        processes = [
+            subprocess.Popen(
+                asked.command(module),
+                env=_environment(place, ranks, threads),
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                start_new_session=True,
+            )
+            for place in _places(ranks)
+        ]
+        try:
+            in_time = _wait(processes, cap_secs)
+        finally:
+            _end(processes)
+        errors.seek(0)
+        told = errors.read()
+    if not in_time:
+        raise NotMeasuredError(f"longer than the cap of {cap_secs:g} s", slow=True)
+    if any(process.returncode for process in processes) or not Path(asked.answers).exists():
+        raise NotMeasuredError(_reason(told, processes))
+    found: Answers = json.loads(Path(asked.answers).read_text())
+    return found
+
+
+def _places(ranks: int) -> list[dict[str, str]]:
+    """What a launcher tells each process; nothing for one without ranks."""
+    if not ranks:
+        return [{}]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return [
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        for rank in range(ranks)
+    ]
+
+
+def _environment(place: dict[str, str], ranks: int, threads: int | None) -> dict[str, str]:
+    """All engines compute with as many threads, by default their share of the cores."""
+    cores = threads or max(1, (os.cpu_count() or 1) // max(1, ranks))
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path[:2]),
+        "OMP_NUM_THREADS": str(cores),
+        "JAX_PLATFORMS": "cpu",
+        "TOKENIZERS_PARALLELISM": "false",
+        **place,
+    }
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], cap_secs: float) -> bool:
+    """Whether all ended, or one failed, before the cap."""
+    end = time.monotonic() + cap_secs
+    failed: float | None = None
+    while time.monotonic() < end:
+        codes = [process.poll() for process in processes]
+        if all(code is not None for code in codes):
+            return True
+        if any(codes):
+            failed = failed or time.monotonic()
+            if time.monotonic() > failed + GRACE_SECS:
+                return True
+        time.sleep(0.02)
+    return False
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _reason(told: str, processes: list[subprocess.Popen[bytes]]) -> str:
+    """The first line of what went wrong that says something."""
+    lines = [line.strip() for line in told.splitlines()]
+    errors = [line for line in lines if "Error" in line.partition(":")[0] and not line.startswith("[")]
+    codes = ", ".join(str(process.returncode) for process in processes)
+    return (errors or lines or [f"ended with {codes} and said nothing"])[-1][:300]

@@ -1,0 +1,71 @@
+"""The benchmark command, as a person starts it, at a tiny size."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import REPOSITORY, clean_environment
+
+pytestmark = pytest.mark.slow
+SIZE = ["--small", "--only", "W1", "--scale", "0.0005", "--cap", "40"]
+
+
+def run(where: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    where.mkdir(exist_ok=True)
+    # A folder of the repository's disk: the system's temporary one may live in memory, without O_DIRECT.
+    return subprocess.run(
+        [
+            sys.executable,
+            REPOSITORY / "benchmarks/run",
+            *SIZE,
+            *("--output", where / "out"),
+            *("--directory", where),
+            *options,
+        ],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def test_the_table_has_what_it_promises_and_a_broken_engine_is_told(tmp_path):
+    """Figures of both engines with ratio and limit; who loads other bytes than it saved has failed."""
+    done = run(tmp_path, "--rounds", "1", "--engines", "torchrelay file", "torch.save", "broken")
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "out/table.md").read_text()
+    assert page in done.stdout
+    for title in ("## W1", "### W1 save", "### W1 save again", "### W1 cold load", "### W1 warm load"):
+        assert f"\n{title}" in page, page
+    assert "| engine | median s | range | n | ratio | limit | extra memory MB | MB on disk |" in page
+    assert "The device before the rounds, GB/s: writes" in page and "Python" in page and "Linux" in page
+    told = json.loads((tmp_path / "out/results.json").read_text())
+    figures = {(one["action"], one["engine"]): one for one in told["figures"]}
+    for action in ("save", "cold load", "warm load"):
+        for engine in ("torchrelay file", "torch.save"):
+            one = figures[action, engine]
+            assert one["median"] > 0 and one["ratio"] > 0 and one["limit"] > 0, one
+            assert one["best_peer"] == ("torch.save" if "load" in action else one["best_peer"]), one
+    assert figures["save", "torchrelay file"]["bytes"] >= 200 * 4 * round((1 << 29) // 200 * 0.0005)
+    broken = figures["cold load", "broken"]
+    assert broken["median"] is None and "other bytes" in broken["failed"], broken
+    assert "| broken | failed: RuntimeError" in page, page
+
+
+def test_a_stopped_run_goes_on(tmp_path):
+    """Finished rounds are kept and not measured again; another way of measuring is not mixed with them."""
+    engines = ("--engines", "torch.save")
+    assert run(tmp_path, "--rounds", "1", *engines).returncode == 0
+    record = tmp_path / "out/rounds.jsonl"
+    before = record.read_text()
+    record.write_text(before + '{"workload": "W1", "num')  # killed while it wrote
+    again = run(tmp_path, "--rounds", "2", *engines)
+    assert again.returncode == 0, again.stderr
+    assert "round 1 " not in again.stderr and "W1 round 2 is finished" in again.stderr
+    assert record.read_text().startswith(before)
+    other = run(tmp_path, "--rounds", "2", "--saves", "1", *engines)
+    assert other.returncode != 0 and "measured otherwise" in other.stderr
