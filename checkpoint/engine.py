@@ -30,6 +30,7 @@ from torchrelay.checkpoint.reuse import Reuse
 from torchrelay.checkpoint.save import Clock, SaveJob, carry_out, make_plan
 from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.kinds import check_recreatable
+from torchrelay.checkpoint.structure import Structures
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.directories import local_directory
@@ -67,6 +68,7 @@ class Engine:
         self.stored_names: dict[str, str] = {}
         self._members: dict[str, dict[str, Member]] | None = None
         self._demoted: set[str] = set()
+        self._structures = Structures()
         self._exchange = SpecExchange()
         self._replicas = ReplicaCheck()
         self._reuse = Reuse(self.storage, self.ledger.view) if reuse else None
@@ -213,7 +215,7 @@ class Engine:
             for place in session.local_nodes:
                 self._tell_late(session, place)
                 stored, names = self._stored(place.name), members.get(place.name, {})
-                states.append(capture(session, place, stored, names, self._demoted))
+                states.append(capture(session, place, stored, names, self._demoted, self._structures))
 
         together(session.peers, "save: boundary", look)
         return tuple(states)

@@ -61,8 +61,9 @@ def _check_writable(value: Json) -> None:
         if kind is dict:
             pending.extend((child, level + 1) for child in item.values())
             _check_keys(item)
-        elif kind in (list, tuple):
-            pending.extend((child, level + 1) for child in item)
+        elif kind is list or kind is tuple:
+            inner = level + 1
+            pending.extend([(child, inner) for child in item if not (type(child) is str and child.isascii())])
         else:
             _check_scalar(item)
 
@@ -71,7 +72,8 @@ def _check_keys(value: dict[Any, Json]) -> None:
     for key in value:
         if type(key) is not str:
             raise UsageError(f"a JSON object has string keys, not {key!r}")
-        _check_scalar(key)
+        if not key.isascii():
+            _check_scalar(key)
 
 
 def _check_scalar(item: Json) -> None:

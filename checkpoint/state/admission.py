@@ -19,18 +19,25 @@ def admitted(tensor: torch.Tensor, name: str) -> torch.Tensor:
     Refused are tensors that are sparse, quantised, nested, on the meta device or not yet initialised,
     subclasses other than Parameter and DTensor, and element types without a stored form.
     """
+    if type(tensor) not in _PLAIN:
+        _check_kind(tensor, name)
+    if not is_sharded(tensor):
+        check_dense(tensor, name)
+        logical_dtype(tensor.dtype, name)
+    return tensor.detach()
+
+
+def _check_kind(tensor: torch.Tensor, name: str) -> None:
+    """Refuse subclasses, other than DTensor."""
     if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
         raise BlobError(f"{name} is not initialised yet: run one forward pass of the lazy module in setup")
     if is_sharded(tensor):
-        return tensor.detach()
-    check_dense(tensor, name)
-    if type(tensor) not in _PLAIN:
-        raise BlobError(
-            f"{name} is a {type(tensor).__module__}.{type(tensor).__qualname__}: a tensor subclass would come"
-            " back as a plain tensor; register x.as_subclass(torch.Tensor), or an object with state_dict"
-        )
-    logical_dtype(tensor.dtype, name)
-    return tensor.detach()
+        return
+    check_dense(tensor, name)  # says more of some
+    raise BlobError(
+        f"{name} is a {type(tensor).__module__}.{type(tensor).__qualname__}: a tensor subclass would come"
+        " back as a plain tensor; register x.as_subclass(torch.Tensor), or an object with state_dict"
+    )
 
 
 def admitted_in_place(tensor: torch.Tensor, name: str) -> torch.Tensor:
