@@ -16,7 +16,6 @@ import torch
 from torchrelay.checkpoint.asynchronous.arena import Room
 from torchrelay.checkpoint.disk.dtypes import stored_bytes
 
-
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 

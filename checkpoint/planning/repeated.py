@@ -39,9 +39,9 @@ class RepeatedPlans:
     ) -> Plan:
         """The plan of `plan_classes` for the same arguments."""
         for one in self._answered:
-            if one.classes is classes and one.scopes is scopes:
-                if one.hosts == hosts and one.referenced == referenced:
-                    return one.plan
+            alike = one.classes is classes and one.scopes is scopes and one.hosts == hosts
+            if alike and one.referenced == referenced:
+                return one.plan
         plan = plan_classes(classes, scopes=scopes, hosts=hosts, referenced=referenced)
         self._answered.appendleft(_Answered(classes, scopes, hosts, referenced, plan))
         return plan
