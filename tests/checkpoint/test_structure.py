@@ -102,7 +102,7 @@ steps = st.tuples(
 @settings(max_examples=150, deadline=None)
 @given(st.lists(steps, min_size=1, max_size=8))
 def test_cached_and_fresh_plans_are_equal(sequence: list[tuple[str, str, tuple[int, ...]]]) -> None:
-    """Whatever changes between saves, on one node or on all: specs, classes, scopes and plans are as if new."""
+    """Whatever changes, on one node or on all: specs, classes, scopes and plans are as if new."""
     nodes = [first_node() for _ in range(NODES)]
     structures, exchange = Structures(), SpecExchange()
     planned(nodes, structures, exchange)

@@ -1,4 +1,4 @@
-"""Run by torchrun: asynchronous saves of sharded parameters and optimizer state, compared with synchronous ones.
+"""Run by torchrun: asynchronous saves of sharded tensors, compared with synchronous ones.
 
 asynchronous_sharded.py FOLDER KIND      a kind of sharded.py
 """
