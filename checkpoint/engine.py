@@ -172,11 +172,12 @@ class Engine:
             reuse=self._reuse,
         )
         with clock.spent("plan"):
-            demoted = self._replicas.run(job, self._forced())
+            behind = self.background is not None and self.ledger.in_run
+            demoted, whole = self._replicas.run(job, self._forced(), behind=behind)
             self._demote(demoted, say=session.peers.rank == 0)
             plan = make_plan(job.with_rank_scope(self._demoted), self._exchange)
         if self.background is not None and self.ledger.in_run:
-            self.background.begin(session, job, plan, clock)
+            self.background.begin(session, job, plan, clock, whole)
             return
         self._acknowledged(session, carry_out(job, plan, clock))
 

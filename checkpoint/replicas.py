@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -12,17 +13,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.disk.boxes import describe
 from torchrelay.checkpoint.planning.compare import (
+    Mode,
     compare_replicas,
     digests_of,
     fails_when_different,
     is_compared,
     mode_at,
 )
+from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.save import SaveJob
 from torchrelay.checkpoint.state.dtensors import local_of
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value
 from torchrelay.errors import SaveFailedError
 from torchrelay.jobs.data_parallel import wraps
+from torchrelay.jobs.peers import Peers
 
 
 class ReplicaCheck:
@@ -32,15 +36,19 @@ class ReplicaCheck:
         self._first = True
         self._broadcasts: dict[int, bool] = {}
 
-    def run(self, job: SaveJob, forced: frozenset[str]) -> frozenset[str]:
-        """Return the leaves that are `rank` from now on, because they differ.
+    def run(
+        self, job: SaveJob, forced: frozenset[str], *, behind: bool = False
+    ) -> tuple[frozenset[str], WholeBytes | None]:
+        """Return the leaves that are `rank` from now on, because they differ, and what is left to compare.
 
-        `forced` are blobs whose scope `replicated` the user fixed. Raises SaveFailedError, naming
-        leaves and nodes, where a difference must not be.
+        `forced` are blobs whose scope `replicated` the user fixed. With `behind`, where all bytes of
+        parameters and optimizer state are to be compared, samples of them are compared now and the rest is
+        left. Raises SaveFailedError, naming leaves and nodes, where a difference must not be.
         """
         if len(job.places) == 1:
-            return frozenset()
+            return frozenset(), None
         mode = mode_at(job.position.epoch, first=self._first)
+        behind = behind and mode is Mode.WHOLE
         shards = {state.rank: shared_parts(state.leaves, state.specs, state.rank) for state in job.states}
         strict = {
             leaf.name
@@ -53,15 +61,33 @@ class ReplicaCheck:
             job.peers,
             "save: replicas",
             lambda: {
-                state.rank: digests_of([*self._compared(state), *shards[state.rank]], mode)
+                state.rank: digests_of(
+                    [*self._compared(state), *shards[state.rank]], Mode.SAMPLES if behind else mode
+                )
                 for state in job.states
             },
             strict,
         )
         if verdict.failures:
-            raise SaveFailedError(_told(job, verdict.failures))
+            names = {place.rank: str(place) for place in job.places}
+            raise SaveFailedError(_told(job.position, names, verdict.failures))
+        if behind:
+            return verdict.demote, self._whole_bytes(job, shards)
         self._first = False
-        return verdict.demote
+        return verdict.demote, None
+
+    def _whole_bytes(self, job: SaveJob, shards: Mapping[int, Sequence[Leaf]]) -> WholeBytes:
+        leaves = {
+            state.rank: [
+                *(leaf for leaf in self._compared(state) if fails_when_different(leaf)),
+                *shards[state.rank],
+            ]
+            for state in job.states
+        }
+        return WholeBytes(job, leaves, self._passed)
+
+    def _passed(self) -> None:
+        self._first = False
 
     def _compared(self, state: NodeState) -> list[Leaf]:
         broadcast = {
@@ -83,6 +109,51 @@ class ReplicaCheck:
         return self._broadcasts[id(module)]
 
 
+class WholeBytes:
+    """All bytes of the replicas' parameters and optimizer state, which are compared behind the training.
+
+    What may be written before the gate opens is hashed at the boundary, the rest before it opens.
+    """
+
+    def __init__(
+        self, job: SaveJob, leaves: Mapping[int, Sequence[Leaf]], passed: Callable[[], None]
+    ) -> None:
+        self._told = partial(_told, job.position, {place.rank: str(place) for place in job.places})
+        self._left = {node: list(some) for node, some in leaves.items()}
+        self._digests: dict[int, dict[str, str]] = {node: {} for node in leaves}
+        self._passed = passed
+
+    def hash_but(self, guarded: Mapping[int, Collection[int]]) -> None:
+        """Hash what does not lie at one of these addresses, by node."""
+        for node, leaves in self._left.items():
+            later = guarded.get(node, ())
+            now = [leaf for leaf in leaves if _address(leaf) not in later]
+            self._left[node] = [leaf for leaf in leaves if _address(leaf) in later]
+            self._digests[node].update(digests_of(now, Mode.WHOLE))
+
+    def hash_rest(self) -> None:
+        """Hash what is left, and let go of it."""
+        self.hash_but({})
+
+    def compare(self, peers: Peers, failed: Exception | None) -> None:
+        """Raise SaveFailedError, naming leaves and nodes, on all processes alike; `failed` is told to all."""
+
+        def hashed() -> Mapping[int, Mapping[str, str]]:
+            if failed is not None:
+                raise failed
+            return self._digests
+
+        strict = {name for digests in self._digests.values() for name in digests}
+        verdict = compare_replicas(peers, "save: all bytes of replicas", hashed, strict)
+        if verdict.failures:
+            raise SaveFailedError(self._told(verdict.failures))
+        self._passed()
+
+
+def _address(leaf: Leaf) -> int:
+    return 0 if isinstance(leaf.content, Value) else leaf.content.data_ptr()
+
+
 def shared_parts(leaves: Mapping[str, Leaf], specs: Sequence[LeafSpec], node: int) -> list[Leaf]:
     """A node's parts of sharded leaves that other places of the mesh hold too, named by their first box."""
     found = []
@@ -97,14 +168,13 @@ def shared_parts(leaves: Mapping[str, Leaf], specs: Sequence[LeafSpec], node: in
     return found
 
 
-def _told(job: SaveJob, failures: Mapping[str, tuple[int, ...]]) -> str:
-    names = {place.rank: str(place) for place in job.places}
+def _told(position: Position, names: Mapping[int, str], failures: Mapping[str, tuple[int, ...]]) -> str:
     parts = [
         f"{leaf} differs on {', '.join(names[node] for node in nodes)}" for leaf, nodes in failures.items()
     ]
     more = f" and {len(parts) - 5} more" if len(parts) > 5 else ""
     return (
-        f"epoch {job.position}: replicas are not alike: {'; '.join(parts[:5])}{more}. "
+        f"epoch {position}: replicas are not alike: {'; '.join(parts[:5])}{more}. "
         "Parameters and optimizer state must be the same on all ranks (wrap the module with "
         "torchrelay.data_parallel, build it after torchrelay.seed); register what may "
         "differ with scope='rank'"

@@ -12,9 +12,10 @@ from torchrelay.checkpoint.asynchronous.arena import Arena, Block
 from torchrelay.checkpoint.asynchronous.estimate import free_share, likely_bytes
 from torchrelay.checkpoint.asynchronous.pieces import Pieces, pieces_of
 from torchrelay.checkpoint.asynchronous.samples import Verify
-from torchrelay.checkpoint.asynchronous.stage import Stage, stage
+from torchrelay.checkpoint.asynchronous.stage import Stage, guarded_addresses, stage
 from torchrelay.checkpoint.planning.assignments import Plan
 from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.replicas import WholeBytes
 from torchrelay.checkpoint.save import Clock, SaveJob, carry_out
 from torchrelay.errors import UsageError
 from torchrelay.jobs.peers import Peers
@@ -68,14 +69,17 @@ class Background:
 
     # At a boundary
 
-    def begin(self, session: Session, job: SaveJob, plan: Plan, clock: Clock) -> None:
+    def begin(
+        self, session: Session, job: SaveJob, plan: Plan, clock: Clock, whole: WholeBytes | None = None
+    ) -> None:
         """Copy what must be copied now and go on in the background; an earlier save is waited for first.
 
+        `whole` are bytes of replicas that are to be compared before the save is written.
         Does not raise what happens to this process alone: the background tells it to all.
         """
         self.wait()
         job = replace(job, peers=self._peers(session))
-        flight = _Flight(job, plan, clock)
+        flight = _Flight(job, plan, clock, whole)
         try:
             with clock.spent("stage"):
                 pieces = self._pieces_of(plan, [state.rank for state in job.states])
@@ -83,6 +87,10 @@ class Background:
                 if block is not None:
                     flight.stage, states = stage(job.states, pieces, block, self.verify, self.blocking)
                     flight.job = replace(job, states=states)
+                    if whole is not None:
+                        whole.hash_but(
+                            {one.rank: guarded_addresses(one, self.blocking) for one in job.states}
+                        )
                     flight.stage.close_gate(_owners(job, flight.stage))
         except Exception as error:
             flight.failed = error
@@ -131,8 +139,8 @@ class Background:
 class _Flight:
     """One save on its way."""
 
-    def __init__(self, job: SaveJob, plan: Plan, clock: Clock) -> None:
-        self.job, self.plan, self.clock = job, plan, clock
+    def __init__(self, job: SaveJob, plan: Plan, clock: Clock, whole: WholeBytes | None) -> None:
+        self.job, self.plan, self.clock, self.whole = job, plan, clock, whole
         self.stage: Stage | None = None
         self.failed: Exception | None = None
         self.on_disk = threading.Event()
@@ -164,6 +172,8 @@ class _Flight:
         del self.job
         try:
             self._copy()
+            if self.whole is not None:
+                self.whole.compare(job.peers, self.failed)
             return Outcome(job.position, carry_out(job, self.plan, self.clock))
         except Exception as error:
             return Outcome(job.position, error=error)
@@ -174,11 +184,12 @@ class _Flight:
 
     def _copy(self) -> None:
         """Make the late copies; a failure is kept, because the others must hear of it in their turn."""
-        if self.stage is None or self.failed is not None:
+        if self.failed is not None:
             return
+        also = self.whole.hash_rest if self.whole is not None else lambda: None
         try:
             with self.clock.spent("stage"):
-                self.stage.copy()
+                also() if self.stage is None else self.stage.copy(also)
         except Exception as error:
             self.failed = error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,14 +82,18 @@ class Stage:
         self._handles = gate.guard(objects)
         gate.close(self)
 
-    def copy(self) -> None:
-        """Make the late copies; whoever waits at the gate goes on after that, also when this raises."""
+    def copy(self, also: Callable[[], None] = lambda: None) -> None:
+        """Make the late copies, and do what else must be done before the gate opens.
+
+        Whoever waits there goes on after that, also when this raises.
+        """
         try:
             for piece in self.late:
                 if piece.moved:  # its memory may be gone; the gate will say so
                     continue
                 self.copier.copy_late(piece.target, piece.source)
             self.copier.end()
+            also()
         except BaseException as error:
             self.failure = error
             raise
@@ -174,6 +178,13 @@ def _stage_one(copies: Stage, state: NodeState, one: Assignment, target: Room, f
     found = digest(source, copies.verify)
     address, nbytes = owner.data_ptr(), owner.nbytes
     copies.late.append(LatePiece(name, one.leaf.blob, source, target, address, nbytes, find, found))
+
+
+def guarded_addresses(state: NodeState, blocking: Collection[str]) -> frozenset[int]:
+    """Where the leaves of a node lie that nobody may write before the gate opens, owned by it or not."""
+    late = late_leaves(state.objects)
+    leaves = (state.leaves[name] for name in late if name in state.leaves)
+    return frozenset(late[leaf.name]().data_ptr() for leaf in leaves if leaf.blob not in blocking)
 
 
 def _staged(state: NodeState, views: Mapping[str, memoryview]) -> StagedState:
