@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.disk.windows import place_of
 from torchrelay.checkpoint.members import RNG_BLOB, Member, scopes_of
 from torchrelay.checkpoint.planning.assignments import Assignment
@@ -15,7 +16,8 @@ from torchrelay.checkpoint.selecting import select
 from torchrelay.checkpoint.selection import EVERYTHING, Selection
 from torchrelay.checkpoint.state.dtensors import local_of
 from torchrelay.checkpoint.state.flatten import leaves_of
-from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, LeafSpec, Role, Value, spec_of
+from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, LeafSpec, Role, Value
+from torchrelay.checkpoint.structure import Structures
 from torchrelay.errors import SaveFailedError
 from torchrelay.jobs.places import NodePlace
 from torchrelay.jobs.random_streams import RandomStreams
@@ -54,11 +56,12 @@ def capture(
     stored_name: str,
     members: Mapping[str, Member],
     demoted: set[str],
+    structures: Structures,
     selection: Selection = EVERYTHING,
 ) -> NodeState:
     """List the leaves of a hosted node, its random states included; tensors are not copied.
 
-    Random states are listed whatever the `selection` says.
+    `structures` are those of earlier saves. Random states are listed whatever the `selection` says.
 
     Raises BlobError for what cannot be stored (with its path) and SaveFailedError for a name of the
     set that is gone.
@@ -73,23 +76,24 @@ def capture(
     objects = {name: workspace[name] for name in members}
     chosen = select(leaves_of(objects), objects, selection)
     leaves = [*chosen, *random_leaves(session.streams(place.name))]
-    specs = tuple(spec_of(leaf) for leaf in leaves)
-    for leaf, spec in zip(leaves, specs, strict=True):
-        _check_local(leaf, spec, place)
+    structure = structures.of(place.name, leaves, scopes_of(leaves, members, objects, demoted))
+    for leaf, spec in zip(leaves, structure.specs, strict=True):
+        if spec.sharding is not None:
+            _check_local(leaf, spec, spec.sharding, place)
     return NodeState(
         replace(place, name=stored_name),
         {leaf.name: leaf for leaf in leaves},
-        specs,
-        scopes_of(leaves, members, objects, demoted),
+        structure.specs,
+        structure.scopes,
         objects,
     )
 
 
-def _check_local(leaf: Leaf, spec: LeafSpec, place: NodePlace) -> None:
+def _check_local(leaf: Leaf, spec: LeafSpec, mesh: Mesh, place: NodePlace) -> None:
     """Every rank computes from placements alone what the others have: it must be so."""
-    if spec.sharding is None or isinstance(leaf.content, Value):
+    if isinstance(leaf.content, Value):
         return
-    expected = spec.sharding.local_shape(spec.shape, place.rank)
+    expected = mesh.local_shape(spec.shape, place.rank)
     local = local_of(leaf.content)
     if tuple(local.shape) == expected or (expected is None and local.numel() == 0):
         return

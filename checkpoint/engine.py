@@ -33,6 +33,7 @@ from torchrelay.checkpoint.selection import EVERYTHING, Selection
 from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.kinds import check_recreatable
+from torchrelay.checkpoint.structure import Structures
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.directories import local_directory
@@ -73,6 +74,7 @@ class Engine:
         self.stored_names: dict[str, str] = {}
         self._members: dict[str, dict[str, Member]] | None = None
         self._demoted: set[str] = set()
+        self._structures = Structures()
         self._exchange = SpecExchange()
         self._replicas = ReplicaCheck()
         self._reuse = Reuse(self.storage, self.ledger.view) if reuse else None
@@ -178,11 +180,12 @@ class Engine:
             reuse=self._reuse,
         )
         with clock.spent("plan"):
-            demoted = self._replicas.run(job, self._forced())
+            behind = self.background is not None and self.ledger.in_run
+            demoted, whole = self._replicas.run(job, self._forced(), behind=behind)
             self._demote(demoted, say=session.peers.rank == 0)
             plan = make_plan(job.with_rank_scope(self._demoted), self._exchange)
         if self.background is not None and self.ledger.in_run:
-            self.background.begin(session, job, plan, clock)
+            self.background.begin(session, job, plan, clock, whole)
             return
         self._acknowledged(session, carry_out(job, plan, clock))
 
@@ -221,7 +224,9 @@ class Engine:
             for place in session.local_nodes:
                 self._tell_late(session, place)
                 stored, names = self._stored(place.name), members.get(place.name, {})
-                states.append(capture(session, place, stored, names, self._demoted, self.selection))
+                states.append(
+                    capture(session, place, stored, names, self._demoted, self._structures, self.selection)
+                )
 
         together(session.peers, "save: boundary", look)
         return tuple(states)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,17 +15,20 @@ from torchrelay.checkpoint.disk.boxes import describe
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.planning.compare import (
     Lone,
+    Mode,
     compare_replicas,
     digests_of,
     fails_when_different,
     is_compared,
     mode_at,
 )
+from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.save import SaveJob
 from torchrelay.checkpoint.state.dtensors import local_of
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value
 from torchrelay.errors import SaveFailedError
 from torchrelay.jobs.data_parallel import wraps
+from torchrelay.jobs.peers import Peers
 
 
 class ReplicaCheck:
@@ -35,15 +38,19 @@ class ReplicaCheck:
         self._first = True
         self._broadcasts: dict[int, bool] = {}
 
-    def run(self, job: SaveJob, forced: frozenset[str]) -> frozenset[str]:
-        """Return the leaves that are `rank` from now on, because they differ.
+    def run(
+        self, job: SaveJob, forced: frozenset[str], *, behind: bool = False
+    ) -> tuple[frozenset[str], WholeBytes | None]:
+        """Return the leaves that are `rank` from now on, because they differ, and what is left to compare.
 
-        `forced` are blobs whose scope `replicated` the user fixed. Raises SaveFailedError, naming
-        leaves and nodes, where a difference must not be.
+        `forced` are blobs whose scope `replicated` the user fixed. With `behind`, where all bytes of
+        parameters and optimizer state are to be compared, samples of them are compared now and the rest is
+        left. Raises SaveFailedError, naming leaves and nodes, where a difference must not be.
         """
         if len(job.places) == 1:
-            return frozenset()
+            return frozenset(), None
         mode = mode_at(job.position.epoch, first=self._first)
+        behind = behind and mode is Mode.WHOLE
         shards = {
             state.rank: [
                 *shared_parts(state.leaves, state.specs, state.rank),
@@ -63,7 +70,7 @@ class ReplicaCheck:
             "save: replicas",
             lambda: {
                 state.rank: [
-                    digests_of(leaves, mode)
+                    digests_of(leaves, Mode.SAMPLES if behind else mode)
                     for leaves in (
                         self._compared(state),
                         *(group.leaves for group in shards[state.rank] if not group.lone),
@@ -82,9 +89,25 @@ class ReplicaCheck:
             },
         )
         if verdict.failures:
-            raise SaveFailedError(_told(job, verdict.failures))
+            names = {place.rank: str(place) for place in job.places}
+            raise SaveFailedError(_told(job.position, names, verdict.failures))
+        if behind:
+            return verdict.demote, self._whole_bytes(job, shards)
         self._first = False
-        return verdict.demote
+        return verdict.demote, None
+
+    def _whole_bytes(self, job: SaveJob, shards: Mapping[int, Sequence[Parts]]) -> WholeBytes:
+        groups = {
+            state.rank: [
+                [leaf for leaf in self._compared(state) if fails_when_different(leaf)],
+                *(group.leaves for group in shards[state.rank] if not group.lone),
+            ]
+            for state in job.states
+        }
+        return WholeBytes(job, groups, self._passed)
+
+    def _passed(self) -> None:
+        self._first = False
 
     def _compared(self, state: NodeState) -> list[Leaf]:
         broadcast = {
@@ -112,6 +135,56 @@ class Parts:
 
     leaves: tuple[Leaf, ...]
     lone: bool
+
+
+class WholeBytes:
+    """All bytes of the replicas' parameters and optimizer state, which are compared behind the training.
+
+    What may be written before the gate opens is hashed at the boundary, the rest before it opens. `groups`
+    are, by node, leaves that are compared together.
+    """
+
+    def __init__(
+        self, job: SaveJob, groups: Mapping[int, Sequence[Sequence[Leaf]]], passed: Callable[[], None]
+    ) -> None:
+        self._told = partial(_told, job.position, {place.rank: str(place) for place in job.places})
+        self._left = {node: [list(group) for group in some] for node, some in groups.items()}
+        self._digests: dict[int, list[dict[str, str]]] = {
+            node: [{} for _ in some] for node, some in groups.items()
+        }
+        self._passed = passed
+
+    def hash_but(self, guarded: Mapping[int, Collection[int]]) -> None:
+        """Hash what does not lie at one of these addresses, by node."""
+        for node, groups in self._left.items():
+            later = guarded.get(node, ())
+            for group, digests in zip(groups, self._digests[node], strict=True):
+                digests.update(
+                    digests_of([leaf for leaf in group if _address(leaf) not in later], Mode.WHOLE)
+                )
+                group[:] = [leaf for leaf in group if _address(leaf) in later]
+
+    def hash_rest(self) -> None:
+        """Hash what is left, and let go of it."""
+        self.hash_but({})
+
+    def compare(self, peers: Peers, failed: Exception | None) -> None:
+        """Raise SaveFailedError, naming leaves and nodes, on all processes alike; `failed` is told to all."""
+
+        def hashed() -> Mapping[int, Sequence[Mapping[str, str]]]:
+            if failed is not None:
+                raise failed
+            return self._digests
+
+        strict = {name for groups in self._digests.values() for digests in groups for name in digests}
+        verdict = compare_replicas(peers, "save: all bytes of replicas", hashed, strict)
+        if verdict.failures:
+            raise SaveFailedError(self._told(verdict.failures))
+        self._passed()
+
+
+def _address(leaf: Leaf) -> int:
+    return 0 if isinstance(leaf.content, Value) else leaf.content.data_ptr()
 
 
 def shared_parts(leaves: Mapping[str, Leaf], specs: Sequence[LeafSpec], node: int) -> list[Parts]:
@@ -151,14 +224,13 @@ def _part(leaf: Leaf, name: str) -> Leaf:
     return replace(leaf, name=name, content=local_of(leaf.content))
 
 
-def _told(job: SaveJob, failures: Mapping[str, tuple[int, ...]]) -> str:
-    names = {place.rank: str(place) for place in job.places}
+def _told(position: Position, names: Mapping[int, str], failures: Mapping[str, tuple[int, ...]]) -> str:
     parts = [
         f"{leaf} differs on {', '.join(names[node] for node in nodes)}" for leaf, nodes in failures.items()
     ]
     more = f" and {len(parts) - 5} more" if len(parts) > 5 else ""
     return (
-        f"epoch {job.position}: replicas are not alike: {'; '.join(parts[:5])}{more}. "
+        f"epoch {position}: replicas are not alike: {'; '.join(parts[:5])}{more}. "
         "Parameters and optimizer state must be the same on all ranks (wrap the module with "
         "torchrelay.data_parallel, build it after torchrelay.seed); register what may "
         "differ with scope='rank'"

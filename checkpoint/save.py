@@ -28,7 +28,6 @@ from torchrelay.checkpoint.ledger import Holding
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.planning.assignments import Assignment, Plan
 from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_of
-from torchrelay.checkpoint.planning.plan import plan_classes
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.reuse import Reuse
 from torchrelay.checkpoint.spec_exchange import SpecExchange
@@ -83,7 +82,9 @@ class SaveJob:
     """Finds what need not be written again; None writes all."""
 
     def with_rank_scope(self, names: set[str]) -> SaveJob:
-        """The same, with these leaves owned by each node."""
+        """The same, with these leaves owned by each node; this very job where they are so already."""
+        if all(state.scopes.get(name, "rank") == "rank" for state in self.states for name in names):
+            return self
         states = tuple(
             replace(
                 state,
@@ -97,11 +98,11 @@ class SaveJob:
 def make_plan(job: SaveJob, exchange: SpecExchange) -> Plan:
     """Compute all owners alone, from the leaves of all nodes; the processes compare only its hash."""
     classes, scopes = exchange.classes(job.peers, job.states, [str(place) for place in job.places])
-    hosts = [place.host_index for place in job.places]
-    plan = plan_classes(classes, scopes=scopes, hosts=hosts)
+    hosts = tuple(place.host_index for place in job.places)
+    plan = exchange.plans.plan(classes, scopes, hosts)
     if job.reuse is not None:
         unchanged = job.reuse.choose(job, plan, _patience_secs(job, plan))
-        plan = plan_classes(classes, scopes=scopes, hosts=hosts, referenced=unchanged)
+        plan = exchange.plans.plan(classes, scopes, hosts, frozenset(unchanged))
     hashes = job.peers.exchange("save: plan", plan.hash)
     odd = [rank for rank, one in enumerate(hashes) if one != hashes[0]]
     if odd:

@@ -3,6 +3,9 @@
 Nodes with the same leaves form a class. Processes exchange digests of their nodes' leaves; only a
 digest that was never seen before (at the first save, or when a class changes) is explained, by the
 lowest process that has it. All processes know the same digests, so they agree on what to explain.
+
+Digests are exchanged at every save, so a change on one node is seen by all. What follows from the same
+digests of all nodes is the same, and is given back as the same objects.
 """
 
 from __future__ import annotations
@@ -13,8 +16,10 @@ from typing import Any
 
 from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.disk import canonical
+from torchrelay.checkpoint.disk.manifest import VALUE_LIMIT_BYTES
 from torchrelay.checkpoint.disk.mesh import Mesh, placements_json, placements_of
 from torchrelay.checkpoint.planning.assignments import NodeClass, identity
+from torchrelay.checkpoint.planning.repeated import RepeatedPlans
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.errors import SaveFailedError
 from torchrelay.jobs.blobs import Scope
@@ -24,42 +29,63 @@ Described = tuple[tuple[LeafSpec, ...], Mapping[str, str]]
 
 
 class SpecExchange:
-    """Remembers the classes of earlier saves; one per engine."""
+    """Remembers the classes and plans of earlier saves; one per engine."""
 
     def __init__(self) -> None:
+        self.plans = RepeatedPlans()
         self._known: dict[str, Described] = {}
+        self._digests: dict[int, tuple[Described, str]] = {}
+        self._posted: list[Any] = []
+        self._answer: tuple[tuple[NodeClass, ...], Mapping[str, str]] | None = None
 
     def classes(
         self, peers: Peers, states: Sequence[NodeState], names: Sequence[str]
-    ) -> tuple[list[NodeClass], dict[str, str]]:
+    ) -> tuple[tuple[NodeClass, ...], Mapping[str, str]]:
         """The classes of all nodes (`names` by rank), and the scope of every leaf by its name.
 
         Raises SaveFailedError, naming leaf and nodes, where replicas of a leaf are not alike.
         """
         mine = {state.rank: (state.specs, state.scopes) for state in states}
-        digests = {rank: _digest(*described) for rank, described in mine.items()}
+        same = all(self._is_as_it_was(rank, described) for rank, described in mine.items())
+        digests = {rank: self._digest(rank, described) for rank, described in mine.items()}
         posted = peers.exchange("save: leaves", [[rank, digest] for rank, digest in digests.items()])
+        if self._answer is not None and same and posted == self._posted:
+            return self._answer
+        self._answer = None  # until this one is complete
         by_rank = {rank: digest for part in posted for rank, digest in part}
         self._learn(peers, posted, {digest: mine[rank] for rank, digest in digests.items()})
         members: dict[str, list[int]] = {}
         for rank in sorted(by_rank):
             members.setdefault(by_rank[rank], []).append(rank)
-        classes = [NodeClass(tuple(ranks), self._known[digest][0]) for digest, ranks in members.items()]
+        classes = tuple(NodeClass(tuple(ranks), self._known[digest][0]) for digest, ranks in members.items())
         scopes = _merged_scopes(self._known[digest][1] for digest in members)
         _check_alike(classes, scopes, names)
         self._known = {digest: self._known[digest] for digest in members}
-        return classes, scopes
+        self._posted, self._answer = posted, (classes, scopes)
+        return self._answer
+
+    def _digest(self, rank: int, described: Described) -> str:
+        """The digest of a hosted node; its structure never changes, so the same one has the same digest."""
+        if not self._is_as_it_was(rank, described):
+            self._digests[rank] = (described, _digest(*described))
+        return self._digests[rank][1]
+
+    def _is_as_it_was(self, rank: int, described: Described) -> bool:
+        known = self._digests.get(rank)
+        return known is not None and known[0][0] is described[0] and known[0][1] is described[1]
 
     def _learn(self, peers: Peers, posted: list[Any], mine: Mapping[str, Described]) -> None:
         first: dict[str, int] = {}
         for process, part in enumerate(posted):
             for _, digest in part:
                 first.setdefault(digest, process)
-        if len(first) == 1:
-            self._known.update(mine)
-            return
+        self._explain(peers, first, mine)
+        self._known.update(mine)  # of values, which are as long as they are now
+
+    def _explain(self, peers: Peers, first: Mapping[str, int], mine: Mapping[str, Described]) -> None:
+        """Hear of classes that are new, from the lowest process that has each; one class is everybody's."""
         unknown = [digest for digest in first if digest not in self._known]
-        if not unknown:
+        if len(first) == 1 or not unknown:
             return
         told = [_to_json(digest, mine[digest]) for digest in unknown if first[digest] == peers.rank]
         for part in peers.exchange("save: classes", told):
@@ -68,7 +94,9 @@ class SpecExchange:
 
 
 def _digest(specs: Sequence[LeafSpec], scopes: Mapping[str, str]) -> str:
-    return canonical.sha256(canonical.dumps([[identity(spec) for spec in specs], dict(scopes)]))
+    """Of everything that a plan depends on."""
+    rows = [[*identity(spec), spec.kind == "value" and spec.nbytes > VALUE_LIMIT_BYTES] for spec in specs]
+    return canonical.sha256(canonical.dumps([rows, dict(scopes)]))
 
 
 def _to_json(digest: str, described: Described) -> dict[str, Any]:

@@ -2,45 +2,74 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+
+from torchrelay.checkpoint.disk.dtypes import memory_of
 
 ALIGNMENT = 64
 """Pieces begin at multiples of a cache line."""
 
 
+class Block:
+    """Bytes in one piece of memory; pinned where there is a GPU, so that copies run behind it."""
+
+    def __init__(self, nbytes: int) -> None:
+        pinned = nbytes > 0 and torch.cuda.is_available()
+        self.tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned).zero_()
+        self.view = memory_of(self.tensor)
+        self.address = self.tensor.data_ptr()
+
+
+@dataclass(frozen=True)
+class Room:
+    """A place in a block. It keeps the block alive."""
+
+    block: Block
+    at: int
+    nbytes: int
+
+    @property
+    def address(self) -> int:
+        """Where it lies in memory."""
+        return self.block.address + self.at
+
+    @property
+    def view(self) -> memoryview:
+        """Its bytes."""
+        return self.block.view[self.at : self.at + self.nbytes]
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """Its bytes as a tensor."""
+        return self.block.tensor[self.at : self.at + self.nbytes]
+
+
 class Arena:
-    """Hands out pieces of one block of bytes; pinned where there is a GPU, so that copies run behind it."""
+    """Keeps the block of earlier saves as long as it is large enough."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        self._used = 0
+        self._block = Block(0)
 
     @property
     def nbytes(self) -> int:
         """The size of the block."""
-        return self._memory.numel()
+        return len(self._block.view)
 
-    def reserve(self, nbytes: int) -> None:
-        """Have at least so many bytes and hand them all out anew; earlier pieces must not be in use.
+    def reserve(self, nbytes: int) -> Block:
+        """A block of at least so many bytes, which nobody else uses: earlier rooms must not be in use.
 
         Touching the pages takes longer than copying into them, so it is done once and early. Raises
         MemoryError, holding nothing, where there is not so much memory.
         """
-        self._used = 0
-        if nbytes <= self.nbytes:
-            return
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        pinned = torch.cuda.is_available()
-        try:
-            self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned).zero_()
-        except RuntimeError as error:  # what torch raises for memory that it does not get
-            raise MemoryError(f"{nbytes} bytes for staging: {error}") from error
-
-    def take(self, nbytes: int) -> torch.Tensor:
-        """The next piece of so many bytes; what was reserved suffices for `room` of every piece."""
-        piece = self._memory[self._used : self._used + nbytes]
-        self._used += room(nbytes)
-        return piece
+        if nbytes > self.nbytes:
+            self._block = Block(0)
+            try:
+                self._block = Block(nbytes)
+            except RuntimeError as error:  # what torch raises for memory that it does not get
+                raise MemoryError(f"{nbytes} bytes for staging: {error}") from error
+        return self._block
 
 
 def room(nbytes: int) -> int:

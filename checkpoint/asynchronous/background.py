@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from torchrelay.checkpoint.asynchronous import gate
-from torchrelay.checkpoint.asynchronous.arena import Arena
+from torchrelay.checkpoint.asynchronous.arena import Arena, Block
 from torchrelay.checkpoint.asynchronous.estimate import free_share, likely_bytes
+from torchrelay.checkpoint.asynchronous.pieces import Pieces, pieces_of
 from torchrelay.checkpoint.asynchronous.samples import Verify
-from torchrelay.checkpoint.asynchronous.stage import Stage, bytes_to_stage, stage, tensors_of
+from torchrelay.checkpoint.asynchronous.stage import Stage, guarded_addresses, stage
 from torchrelay.checkpoint.planning.assignments import Plan
 from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.replicas import WholeBytes
 from torchrelay.checkpoint.save import Clock, SaveJob, carry_out
 from torchrelay.errors import UsageError
 from torchrelay.jobs.peers import Peers
@@ -43,6 +45,7 @@ class Background:
         self.blocking: set[str] = set()
         """Blobs that somebody wrote behind the gate's back."""
         self._arena = Arena()
+        self._pieces: Pieces | None = None
         self._outcomes: deque[Outcome] = deque()
         self._flight: _Flight | None = None
         self._line: tuple[Peers, Peers] | None = None
@@ -53,34 +56,41 @@ class Background:
         """Touch the memory that the first save will likely need, while nobody waits for it yet."""
         self._reserve(session, likely_bytes(session))
 
-    def _reserve(self, session: Session, nbytes: int) -> bool:
-        """Whether there is room for so many bytes now."""
+    def _reserve(self, session: Session, nbytes: int) -> Block | None:
+        """Memory for so many bytes, if there is room for them now."""
         if self.staging_limit is None:
             self.staging_limit = free_share(session) // 2
         if nbytes > self.staging_limit:
-            return False
+            return None
         try:
-            self._arena.reserve(nbytes)
+            return self._arena.reserve(nbytes)
         except MemoryError:
-            return False
-        return True
+            return None
 
     # At a boundary
 
-    def begin(self, session: Session, job: SaveJob, plan: Plan, clock: Clock) -> None:
+    def begin(
+        self, session: Session, job: SaveJob, plan: Plan, clock: Clock, whole: WholeBytes | None = None
+    ) -> None:
         """Copy what must be copied now and go on in the background; an earlier save is waited for first.
 
+        `whole` are bytes of replicas that are to be compared before the save is written.
         Does not raise what happens to this process alone: the background tells it to all.
         """
         self.wait()
         job = replace(job, peers=self._peers(session))
-        flight = _Flight(job, plan, clock)
+        flight = _Flight(job, plan, clock, whole)
         try:
             with clock.spent("stage"):
-                pieces = [tensors_of(state, plan) for state in job.states]
-                if self._reserve(session, bytes_to_stage(pieces)):
-                    flight.stage, states = stage(job.states, pieces, self._arena, self.verify, self.blocking)
+                pieces = self._pieces_of(plan, [state.rank for state in job.states])
+                block = self._reserve(session, pieces.nbytes)
+                if block is not None:
+                    flight.stage, states = stage(job.states, pieces, block, self.verify, self.blocking)
                     flight.job = replace(job, states=states)
+                    if whole is not None:
+                        whole.hash_but(
+                            {one.rank: guarded_addresses(one, self.blocking) for one in job.states}
+                        )
                     flight.stage.close_gate(_owners(job, flight.stage))
         except Exception as error:
             flight.failed = error
@@ -90,6 +100,12 @@ class Background:
         flight.start(self._ended)
         if flight.stage is None:
             flight.on_disk.wait()
+
+    def _pieces_of(self, plan: Plan, nodes: Sequence[int]) -> Pieces:
+        """What the hosted nodes stage; laid out once for saves of the same plan."""
+        if self._pieces is None or not self._pieces.belong_to(plan, nodes):
+            self._pieces = pieces_of(plan, nodes)
+        return self._pieces
 
     def _peers(self, session: Session) -> Peers:
         """The processes on the background's own line, opened at the first save of a session."""
@@ -123,46 +139,57 @@ class Background:
 class _Flight:
     """One save on its way."""
 
-    def __init__(self, job: SaveJob, plan: Plan, clock: Clock) -> None:
-        self.job, self.plan, self.clock = job, plan, clock
+    def __init__(self, job: SaveJob, plan: Plan, clock: Clock, whole: WholeBytes | None) -> None:
+        self.job, self.plan, self.clock, self.whole = job, plan, clock, whole
         self.stage: Stage | None = None
         self.failed: Exception | None = None
         self.on_disk = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, ended: Callable[[Outcome], None]) -> None:
-        thread = threading.Thread(target=self._run, args=(ended,), name="torchrelay save", daemon=True)
+        go = threading.Event()
+
+        def run() -> None:
+            go.wait()  # a thread that computes at once would keep the interpreter from the training
+            ended(self._outcome())
+
+        thread = threading.Thread(target=run, name="torchrelay save", daemon=True)
         try:
             thread.start()
         except RuntimeError:  # no more threads in this process, but the others are on their way
-            self._run(ended)
+            ended(self._outcome())
         else:
             self._thread = thread
+            go.set()
 
     def join(self) -> None:
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self, ended: Callable[[Outcome], None]) -> None:
-        position = self.job.position
+    def _outcome(self) -> Outcome:
+        """Copy, write and commit; lets go of all leaves, here, for that takes as long as to list them."""
+        job = replace(self.job, written=self._written)
+        del self.job
         try:
             self._copy()
-            outcome = Outcome(
-                position, carry_out(replace(self.job, written=self._written), self.plan, self.clock)
-            )
+            if self.whole is not None:
+                self.whole.compare(job.peers, self.failed)
+            return Outcome(job.position, carry_out(job, self.plan, self.clock))
         except Exception as error:
-            outcome = Outcome(position, error=error)
+            return Outcome(job.position, error=error)
         finally:
             self.on_disk.set()
-        ended(outcome)
+            if self.stage is not None:
+                self.stage.forget()
 
     def _copy(self) -> None:
         """Make the late copies; a failure is kept, because the others must hear of it in their turn."""
-        if self.stage is None or self.failed is not None:
+        if self.failed is not None:
             return
+        also = self.whole.hash_rest if self.whole is not None else lambda: None
         try:
             with self.clock.spent("stage"):
-                self.stage.copy()
+                also() if self.stage is None else self.stage.copy(also)
         except Exception as error:
             self.failed = error
 

@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 
+from torchrelay.checkpoint.asynchronous.arena import Room
 from torchrelay.checkpoint.disk.dtypes import stored_bytes
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Copier:
@@ -24,11 +27,14 @@ class Copier:
         self._streams: dict[torch.device, Any] = {}
         self._done: list[tuple[torch.device, Any]] = []
 
-    def copy_now(self, target: torch.Tensor, source: torch.Tensor, name: str) -> None:
+    def copy_now(self, target: Room, source: torch.Tensor, name: str) -> None:
         """Copy any tensor that can be stored; raises BlobError for others."""
+        if source.is_cpu and source.nbytes == target.nbytes and is_plain(source):
+            ctypes.memmove(target.address, source.data_ptr(), target.nbytes)
+            return
         view = stored_bytes(source, name)
         if len(view):
-            target.copy_(torch.frombuffer(view, dtype=torch.uint8))
+            target.tensor.copy_(torch.frombuffer(view, dtype=torch.uint8))
 
     def begin(self, devices: Collection[torch.device]) -> None:
         """Mark the moment of the boundary in the compute streams, in the thread that computes."""
@@ -37,13 +43,13 @@ class Copier:
             event.record(torch.cuda.current_stream(device))
             self._ready[device] = event
 
-    def copy_late(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy_late(self, target: Room, source: torch.Tensor) -> None:
         """Copy a contiguous tensor; complete after `end`."""
-        if source.device.type == "cpu":
-            ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel())
+        if source.is_cpu:
+            ctypes.memmove(target.address, source.data_ptr(), target.nbytes)
             return
         with torch.cuda.stream(self._stream(source.device)):
-            target.copy_(source.detach().reshape(-1).view(torch.uint8), non_blocking=True)
+            target.tensor.copy_(source.detach().reshape(-1).view(torch.uint8), non_blocking=True)
 
     def end(self) -> None:
         """Wait until the late copies are complete."""
@@ -65,3 +71,10 @@ class Copier:
                 stream.wait_event(self._ready[device])
             self._streams[device] = stream
         return self._streams[device]
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a tensor is its content, in order."""
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_meta:
+        return False
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)

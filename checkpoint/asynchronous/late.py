@@ -6,18 +6,20 @@ state tensors of stock optimizers change in `step` alone, and before that stands
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from torchrelay.checkpoint.asynchronous.copying import is_plain
+from torchrelay.checkpoint.state.dtensors import is_sharded, memory_of_shard
 from torchrelay.checkpoint.state.flatten import parameter_names
 from torchrelay.checkpoint.state.optimizer_leaves import parameters, state_prefix
 
 Find = Callable[[], Any]
-"""Finds the tensor again, as its owner holds it now."""
+"""Finds the tensor again, as its owner holds it now: of a sharded one the local part."""
 
 
 def late_leaves(objects: Mapping[str, Any]) -> dict[str, Find]:
@@ -25,7 +27,7 @@ def late_leaves(objects: Mapping[str, Any]) -> dict[str, Find]:
 
     Left out is what is written elsewhere than in a step that passes the hooks of `torch.optim`:
     parameters that step inside of backward or in CUDA graphs (`capturable`), inference tensors,
-    subclasses of Tensor, and all parameters that an unknown optimizer holds too.
+    subclasses of Tensor other than DTensor, and all parameters that an unknown optimizer holds too.
     """
     optimizers = {name: value for name, value in objects.items() if isinstance(value, Optimizer)}
     names = parameter_names(objects)
@@ -35,11 +37,14 @@ def late_leaves(objects: Mapping[str, Any]) -> dict[str, Find]:
     found: dict[str, Find] = {}
     for blob, optimizer in optimizers.items():
         for parameter in parameters(optimizer):
-            if id(parameter) in foreign or not _plain(parameter):
+            if id(parameter) in foreign or not _settled(parameter):
                 continue
-            found[names[id(parameter)]] = partial(_itself, parameter)
-            prefix = f"{state_prefix(blob)}{names[id(parameter)]}."
-            found.update(_state(optimizer, parameter, prefix))
+            name = names[id(parameter)]
+            found[name] = partial(_memory_of, parameter)
+            prefix = f"{state_prefix(blob)}{name}."
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and _settled(value):
+                    found[f"{prefix}{key}"] = partial(_state_of, optimizer, parameter, key)
     return found
 
 
@@ -52,25 +57,16 @@ def waits_at_the_gate(optimizer: Optimizer) -> bool:
     return stock and bool(hooked) and not graphs and not in_backward
 
 
-def _state(optimizer: Optimizer, parameter: torch.Tensor, prefix: str) -> Iterator[tuple[str, Find]]:
-    for key, value in optimizer.state.get(parameter, {}).items():
-        if isinstance(value, torch.Tensor) and _plain(value):
-            yield f"{prefix}{key}", partial(_state_of, optimizer, parameter, key)
+def _settled(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a tensor, of a sharded one its local part, is its content in order."""
+    memory = _memory_of(tensor)
+    return is_plain(memory) and not memory.is_inference()
 
 
-def _plain(tensor: torch.Tensor) -> bool:
-    """Whether the memory of a tensor is its content, in order."""
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    return plain and tensor.is_contiguous() and not tensor.is_inference() and not _lazy(tensor)
-
-
-def _lazy(tensor: torch.Tensor) -> bool:
-    return tensor.is_conj() or tensor.is_neg() or tensor.is_meta or tensor.is_quantized
-
-
-def _itself(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter
+def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    return memory_of_shard(tensor) if is_sharded(tensor) else tensor
 
 
 def _state_of(optimizer: Optimizer, parameter: torch.Tensor, key: str) -> Any:
-    return optimizer.state.get(parameter, {}).get(key)
+    found = optimizer.state.get(parameter, {}).get(key)
+    return _memory_of(found) if isinstance(found, torch.Tensor) else found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -21,13 +23,14 @@ STRETCHES = 4
 def digest(tensor: torch.Tensor, verify: Verify) -> int:
     """The xxh3-128 of a contiguous tensor's memory, or of evenly spread stretches of it."""
     hashed = xxhash.xxh3_128()
-    if tensor.device.type == "cpu":
-        view = memory_of(tensor)
-        for first, last in stretches(len(view), verify):
-            hashed.update(view[first:last])
+    nbytes = tensor.nbytes
+    if tensor.is_cpu:
+        address = tensor.data_ptr()
+        for first, kind in _buffers(nbytes, verify):
+            hashed.update(kind.from_address(address + first))
     else:  # only what is hashed leaves the device
         flat = tensor.detach().reshape(-1).view(torch.uint8)
-        for first, last in stretches(flat.numel(), verify):
+        for first, last in stretches(nbytes, verify):
             hashed.update(memory_of(flat[first:last].cpu()))
     return hashed.intdigest()
 
@@ -41,3 +44,9 @@ def stretches(nbytes: int, verify: Verify) -> Iterator[tuple[int, int]]:
     for index in range(STRETCHES):
         first = (nbytes - size) * index // (STRETCHES - 1)
         yield first, first + size
+
+
+@lru_cache(maxsize=1024)
+def _buffers(nbytes: int, verify: Verify) -> tuple[tuple[int, type[ctypes.Array[ctypes.c_ubyte]]], ...]:
+    """Where the stretches begin, and the type that sees memory there as bytes."""
+    return tuple((first, ctypes.c_ubyte * (last - first)) for first, last in stretches(nbytes, verify))

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from torchrelay.checkpoint.asynchronous import gate
-from torchrelay.checkpoint.asynchronous.arena import Arena, room
+from torchrelay.checkpoint.asynchronous.arena import Block, Room
 from torchrelay.checkpoint.asynchronous.copying import Copier
 from torchrelay.checkpoint.asynchronous.late import Find, late_leaves
+from torchrelay.checkpoint.asynchronous.pieces import Pieces
 from torchrelay.checkpoint.asynchronous.samples import SAMPLE_BYTES, Verify, digest
 from torchrelay.checkpoint.boundary import NodeState
-from torchrelay.checkpoint.disk.dtypes import memory_of
 from torchrelay.checkpoint.disk.names import format_key
-from torchrelay.checkpoint.planning.assignments import Assignment, Plan
+from torchrelay.checkpoint.planning.assignments import Assignment
 from torchrelay.errors import SaveFailedError
 
 
@@ -36,14 +36,17 @@ class StagedState(NodeState):
 
 @dataclass(frozen=True)
 class LatePiece:
-    """A piece on its way: what it is copied from and to, and what it was at the boundary."""
+    """A piece on its way: what it is copied from and to, and what it was at the boundary.
+
+    `address` and `nbytes` are those of the whole tensor that `find` finds.
+    """
 
     name: str
     blob: str
     source: torch.Tensor
-    target: torch.Tensor
-    owner: torch.Tensor
+    target: Room
     address: int
+    nbytes: int
     find: Find
     digest: int
 
@@ -52,7 +55,7 @@ class LatePiece:
         """Whether the owner holds other memory than at the boundary."""
         now = self.find()
         same = isinstance(now, torch.Tensor) and now.data_ptr() == self.address
-        return not same or now.nbytes != self.owner.nbytes
+        return not same or now.nbytes != self.nbytes
 
     def changed(self, verify: Verify) -> bool:
         """Whether the source is another tensor than at the boundary, or has other bytes."""
@@ -79,14 +82,18 @@ class Stage:
         self._handles = gate.guard(objects)
         gate.close(self)
 
-    def copy(self) -> None:
-        """Make the late copies; whoever waits at the gate goes on after that, also when this raises."""
+    def copy(self, also: Callable[[], None] = lambda: None) -> None:
+        """Make the late copies, and do what else must be done before the gate opens.
+
+        Whoever waits there goes on after that, also when this raises.
+        """
         try:
             for piece in self.late:
                 if piece.moved:  # its memory may be gone; the gate will say so
                     continue
                 self.copier.copy_late(piece.target, piece.source)
             self.copier.end()
+            also()
         except BaseException as error:
             self.failure = error
             raise
@@ -117,6 +124,12 @@ class Stage:
                 "on these blobs are copied before the training goes on"
             )
 
+    def forget(self) -> None:
+        """Let go of what was copied; the save has ended."""
+        with self._passing:
+            if self._passed:
+                self.late = []
+
     def release(self) -> None:
         """Take the gate away from the objects; not from within one of their hooks."""
         gate.open_for(self)
@@ -125,57 +138,53 @@ class Stage:
             handle.remove()
 
 
-def tensors_of(state: NodeState, plan: Plan) -> list[Assignment]:
-    """What a hosted node writes of tensors."""
-    return [one for one in plan.assignments(state.rank) if one.leaf.kind == "tensor"]
-
-
-def bytes_to_stage(pieces: Iterable[Sequence[Assignment]]) -> int:
-    """What the pieces of all hosted nodes take in the arena."""
-    return sum(room(one.nbytes) for part in pieces for one in part)
-
-
 def stage(
     states: Sequence[NodeState],
-    pieces: Sequence[Sequence[Assignment]],
-    arena: Arena,
+    pieces: Pieces,
+    block: Block,
     verify: Verify,
     blocking: Collection[str],
 ) -> tuple[Stage, tuple[StagedState, ...]]:
     """Copy what must be copied now, and prepare the late copies; leaves of `blocking` blobs are early.
 
-    `pieces` are those of each state; the arena has room for them. Raises BlobError for what cannot be
-    stored.
+    `pieces` are those of the states, in their order; the block has room for them. Raises BlobError for
+    what cannot be stored.
     """
     copies = Stage(verify)
     staged = []
-    for state, part in zip(states, pieces, strict=True):
+    for state, part in zip(states, pieces.by_node, strict=True):
         late = late_leaves(state.objects)
         views: dict[str, memoryview] = {}
         for one in part:
-            find = late.get(one.leaf.name) if one.leaf.blob not in blocking else None
-            views[format_key(one.key)] = _stage_one(copies, state, one, arena.take(one.nbytes), find)
+            leaf = one.assignment.leaf
+            find = late.get(leaf.name) if one.nbytes > SAMPLE_BYTES and leaf.blob not in blocking else None
+            target = Room(block, one.at, one.nbytes)
+            _stage_one(copies, state, one.assignment, target, find)
+            views[one.key] = target.view
         staged.append(_staged(state, views))
     return copies, tuple(staged)
 
 
-def _stage_one(
-    copies: Stage, state: NodeState, one: Assignment, target: torch.Tensor, find: Find | None
-) -> memoryview:
-    source = state.piece(one)
+def _stage_one(copies: Stage, state: NodeState, one: Assignment, target: Room, find: Find | None) -> None:
+    name, source = one.leaf.name, state.piece(one)
     if not isinstance(source, torch.Tensor):
-        raise TypeError(f"{one.leaf.name} is staged already")
-    if find is None or one.nbytes <= SAMPLE_BYTES:
-        copies.copier.copy_now(target, source, one.leaf.name)
-    else:
-        owner = find()
-        found = digest(source, copies.verify)
-        copies.late.append(
-            LatePiece(
-                one.leaf.name, one.leaf.blob, source, target, owner.detach(), owner.data_ptr(), find, found
-            )
-        )
-    return memory_of(target)
+        raise TypeError(f"{name} is staged already")
+    if find is None or not source.is_contiguous():  # boxes of a strided shard do not lie in order
+        copies.copier.copy_now(target, source, name)
+        return
+    owner = find()
+    if source.nbytes != target.nbytes or owner is None:
+        raise SaveFailedError(f"{name} changed its size while the save began: let one thread change it")
+    found = digest(source, copies.verify)
+    address, nbytes = owner.data_ptr(), owner.nbytes
+    copies.late.append(LatePiece(name, one.leaf.blob, source, target, address, nbytes, find, found))
+
+
+def guarded_addresses(state: NodeState, blocking: Collection[str]) -> frozenset[int]:
+    """Where the leaves of a node lie that nobody may write before the gate opens, owned by it or not."""
+    late = late_leaves(state.objects)
+    leaves = (state.leaves[name] for name in late if name in state.leaves)
+    return frozenset(late[leaf.name]().data_ptr() for leaf in leaves if leaf.blob not in blocking)
 
 
 def _staged(state: NodeState, views: Mapping[str, memoryview]) -> StagedState:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from torchrelay.errors import DamagedError, UsageError
@@ -23,9 +24,8 @@ DEPTH_LIMIT = 128
 
 def dumps(value: Json) -> bytes:
     """Write canonical JSON; raises UsageError for what `loads` would refuse to read back."""
-    _check_writable(value)
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return text.encode("utf-8")
+    many = _check_writable(value) > _AT_ONCE
+    return (_in_parts(value) if many else _ENCODER.encode(value)).encode("utf-8")
 
 
 def loads(data: bytes, *, what: str, limit_bytes: int = 64 << 20, depth: int = DEPTH_LIMIT) -> Json:
@@ -51,7 +51,33 @@ def sha256(data: bytes | bytearray | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _check_writable(value: Json) -> None:
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+_AT_ONCE = 4096
+"""Values that are written in one call of the encoder, which keeps other threads waiting meanwhile."""
+_CHUNK = 256
+
+
+def _in_parts(value: Json) -> str:
+    """The same text, made in steps between which other threads come to run."""
+    if type(value) is dict:
+        items = sorted(value.items())
+        if len(items) > _CHUNK:
+            return "{" + ",".join(_ENCODER.encode(dict(part))[1:-1] for part in _chunks(items)) + "}"
+        return "{" + ",".join(f"{_ENCODER.encode(key)}:{_in_parts(child)}" for key, child in items) + "}"
+    if type(value) in (list, tuple):
+        if len(value) > _CHUNK:
+            return "[" + ",".join(_ENCODER.encode(part)[1:-1] for part in _chunks(value)) + "]"
+        return "[" + ",".join(map(_in_parts, value)) + "]"
+    return _ENCODER.encode(value)
+
+
+def _chunks(items: Sequence[Json]) -> Iterator[Sequence[Json]]:
+    return (items[at : at + _CHUNK] for at in range(0, len(items), _CHUNK))
+
+
+def _check_writable(value: Json) -> int:
+    """Raises for what cannot be written; returns how many values there are."""
+    count = 1
     pending: list[tuple[Json, int]] = [(value, 1)]
     while pending:
         item, level = pending.pop()
@@ -59,19 +85,24 @@ def _check_writable(value: Json) -> None:
             raise UsageError(f"nested deeper than {DEPTH_LIMIT} levels (or a cycle): not canonical JSON")
         kind = type(item)
         if kind is dict:
+            count += len(item)
             pending.extend((child, level + 1) for child in item.values())
             _check_keys(item)
-        elif kind in (list, tuple):
-            pending.extend((child, level + 1) for child in item)
+        elif kind is list or kind is tuple:
+            count += len(item)
+            inner = level + 1
+            pending.extend([(child, inner) for child in item if not (type(child) is str and child.isascii())])
         else:
             _check_scalar(item)
+    return count
 
 
 def _check_keys(value: dict[Any, Json]) -> None:
     for key in value:
         if type(key) is not str:
             raise UsageError(f"a JSON object has string keys, not {key!r}")
-        _check_scalar(key)
+        if not key.isascii():
+            _check_scalar(key)
 
 
 def _check_scalar(item: Json) -> None:

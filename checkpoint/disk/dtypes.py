@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from torchrelay.errors import BlobError, FormatError
@@ -93,6 +94,7 @@ def by_code(code: str) -> ElementType:
     return _BY_CODE[code]
 
 
+@lru_cache(maxsize=64)
 def logical_name(dtype: torch.dtype) -> str:
     """The logical name of a torch dtype; raises BlobError if it is not storable."""
     text = str(dtype).removeprefix("torch.")

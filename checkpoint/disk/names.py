@@ -113,6 +113,8 @@ def encode_name(name: str) -> str:
         raise BlobError("a leaf needs a name, not an empty string")
     if name == _METADATA:  # the one key that safetensors keeps for itself
         return "%5F" + name[1:]
+    if name.isascii() and name.isprintable() and "%" not in name and "@" not in name:
+        return name
     try:
         return "".join(_percent(c) if c in "%@" or unicodedata.category(c) == "Cc" else c for c in name)
     finally:

@@ -231,20 +231,23 @@ def _digest(leaf: Leaf, mode: Mode) -> str:
         return _hash(canonical.dumps(tensor.json))
     hashed = xxhash.xxh3_128(repr((str(tensor.dtype), tuple(tensor.shape))).encode())
     sampled = mode is Mode.SAMPLES and leaf.role.value in _SAME_BY_CONSTRUCTION
-    for piece in _samples(tensor) if sampled else [tensor]:
-        hashed.update(dtypes.stored_bytes(piece, leaf.name))
+    for piece in _samples(tensor, leaf.name) if sampled else [dtypes.stored_bytes(tensor, leaf.name)]:
+        hashed.update(piece)
     return str(hashed.hexdigest())
 
 
-def _samples(tensor: torch.Tensor) -> list[torch.Tensor]:
+def _samples(tensor: torch.Tensor, name: str) -> list[memoryview]:
     """Evenly spread stretches, so that only they leave the device."""
-    count = max(1, SAMPLE_BYTES // SAMPLES // tensor.element_size())
-    size = tensor.numel()
+    width, size = tensor.element_size(), tensor.numel()
+    count = max(1, SAMPLE_BYTES // SAMPLES // width)
     if size <= count * SAMPLES:
-        return [tensor]
-    flat = tensor.detach().reshape(-1)
+        return [dtypes.stored_bytes(tensor, name)]
     starts = [(size - count) * index // (SAMPLES - 1) for index in range(SAMPLES)]
-    return [flat[start : start + count] for start in starts]
+    if tensor.is_cpu and tensor.is_contiguous():  # then this makes no copy
+        view = dtypes.stored_bytes(tensor, name)
+        return [view[start * width : (start + count) * width] for start in starts]
+    flat = tensor.detach().reshape(-1)
+    return [dtypes.stored_bytes(flat[start : start + count], name) for start in starts]
 
 
 def _hash(data: bytes) -> str:

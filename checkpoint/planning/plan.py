@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.disk import canonical
@@ -150,11 +150,13 @@ def _holders(
     classes: Sequence[NodeClass], referenced: frozenset[str]
 ) -> list[tuple[LeafSpec, tuple[int, ...]]]:
     """Every distinct leaf with the nodes that have it, by name and first node."""
-    found: dict[bytes, tuple[LeafSpec, list[int]]] = {}
+    found: dict[LeafSpec, tuple[LeafSpec, list[int]]] = {}
     for node_class in classes:
         for leaf in node_class.leaves:
             if leaf.name not in referenced:
-                found.setdefault(canonical.dumps(identity(leaf)), (leaf, []))[1].extend(node_class.nodes)
+                # as `identity` says, the size of a value is no part of what it is
+                key = leaf if leaf.kind == "tensor" else replace(leaf, nbytes=0)
+                found.setdefault(key, (leaf, []))[1].extend(node_class.nodes)
     held = joined([(leaf, tuple(sorted(nodes))) for leaf, nodes in found.values()])
     return sorted(held, key=lambda pair: (pair[0].name, pair[1]))
 

@@ -20,10 +20,19 @@ def admitted(tensor: torch.Tensor, name: str) -> torch.Tensor:
     Refused are tensors that are sparse, quantised, nested, on the meta device or not yet initialised,
     subclasses other than Parameter and DTensor, and element types without a stored form.
     """
-    _check_parts(tensor, name)
-    if type(tensor) not in _PLAIN and not is_sharded(tensor):
-        raise BlobError(_refusal(tensor, name))
+    if type(tensor) not in _PLAIN:
+        _check_kind(tensor, name)
+    if not is_sharded(tensor):
+        check_dense(tensor, name)
+        logical_dtype(tensor.dtype, name)
     return tensor.detach()
+
+
+def _check_kind(tensor: torch.Tensor, name: str) -> None:
+    """Refuse subclasses, other than DTensor, and what of a DTensor or a wrapper has no stored form."""
+    _check_parts(tensor, name)
+    if not is_sharded(tensor):
+        raise BlobError(_refusal(tensor, name))
 
 
 def _check_parts(tensor: torch.Tensor, name: str) -> None:

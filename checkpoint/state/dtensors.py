@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.disk.boxes import Placement, Replicated, Sharded
@@ -17,7 +18,12 @@ if TYPE_CHECKING:
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether this is a DTensor; asks without importing torch's DTensor machinery."""
-    return any(base.__name__ == "DTensor" for base in type(tensor).__mro__)
+    return _is_dtensor(type(tensor))
+
+
+@lru_cache(maxsize=64)
+def _is_dtensor(kind: type) -> bool:
+    return any(base.__name__ == "DTensor" for base in kind.__mro__)
 
 
 def sharding_of(tensor: torch.Tensor, name: str) -> Mesh:
@@ -50,6 +56,15 @@ def target_of(tensor: torch.Tensor, name: str) -> Target:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The local part of a DTensor, sharing its memory; a plain tensor is its own part."""
     return _dtensor(tensor.detach()).to_local() if is_sharded(tensor) else tensor
+
+
+def memory_of_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """The local part of a DTensor as it lies in memory, outside of autograd."""
+    import torch
+
+    with torch.no_grad():  # torch then hands the part out as it is, which `local_of` pays a detach for
+        local: torch.Tensor = _dtensor(tensor).to_local()
+    return local
 
 
 def empty_like(model: torch.Tensor, spec_shape: tuple[int, ...], dtype: torch.dtype, stored: Any) -> DTensor:

@@ -8,8 +8,9 @@ Parameters and buffers that the state dict holds as they are can be loaded in pl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -39,8 +40,9 @@ def module_entries(blob: str, module: nn.Module, state: dict[str, Any]) -> list[
     """The entries of `state`, which is `module.state_dict(keep_vars=True)`, in its order."""
     roles = {id(tensor): Role.PARAMETER for tensor in module.parameters()}
     roles.update((id(tensor), Role.BUFFER) for tensor in module.buffers())
+    name_of = _naming(module)
     return [
-        ModuleEntry(key, f"{blob}.{canonical_name(module, key)}", value, roles.get(id(value)))
+        ModuleEntry(key, f"{blob}.{name_of(key)}", value, roles.get(id(value)))
         for key, value in state.items()
     ]
 
@@ -78,13 +80,14 @@ def named_parameters(blob: str, module: nn.Module) -> Iterator[tuple[str, nn.Par
     for FSDP1.
     """
     _show_shards(blob, module)
+    name_of = _naming(module)
     for key, parameter in module.named_parameters(remove_duplicate=False):
-        yield f"{blob}.{canonical_name(module, key)}", parameter
+        yield f"{blob}.{name_of(key)}", parameter
 
 
 def _show_shards(blob: str, module: nn.Module) -> None:
     for part in module.modules():
-        kinds = {kind.__name__ for kind in type(part).__mro__}
+        kinds = _class_names(type(part).__mro__)
         if "FullyShardedDataParallel" in kinds:
             raise BlobError(
                 f"blob {blob!r} is wrapped by FullyShardedDataParallel (FSDP1), whose flat parameters are no "
@@ -93,6 +96,17 @@ def _show_shards(blob: str, module: nn.Module) -> None:
             )
         if "FSDPModule" in kinds:
             part.reshard()  # type: ignore[operator]
+
+
+@lru_cache(maxsize=256)
+def _class_names(kinds: tuple[type, ...]) -> frozenset[str]:
+    return frozenset(kind.__name__ for kind in kinds)
+
+
+def _naming(module: nn.Module) -> Callable[[str], str]:
+    """From a state dict key to the canonical name; without a wrapper inside they are the same."""
+    wrapped = any(_wrapped_child(part) is not None for part in module.modules())
+    return partial(canonical_name, module) if wrapped else str
 
 
 def canonical_name(module: nn.Module, key: str) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrelay.checkpoint.disk import canonical
@@ -74,3 +77,15 @@ def test_what_could_not_be_read_back_is_never_written(value):
     cycle.append(cycle)
     with pytest.raises(UsageError):
         canonical.dumps(cycle)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 3), st.integers(1, 20))
+def test_long_content_is_written_as_short_content_is(depth: int, factor: int) -> None:
+    """What is written in several steps, so that other threads run between them, has the same bytes."""
+    rows: Any = [{"b": [i, None, "ä"], "a": (i, f"x{i}")} for i in range(60 * factor)]
+    value: Any = {"rows": rows, **{f"k{i}": {"n": i} for i in reversed(range(60 * factor))}}
+    for _ in range(depth):
+        value = [value, {"one": (value, True)}]
+    plain = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    assert canonical.dumps(value) == plain.encode()

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import shutil
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from tear_job import torn, train
+from tear_job import Trainee, torn, train
 
 import torchrelay
 from torchrelay import open_checkpoint
-from torchrelay.checkpoint import save
+from torchrelay.checkpoint import replicas, save
 from torchrelay.errors import StorageError, UnknownEpochError
 from torchrelay.runners.leaving import run_and_leave
 
@@ -42,6 +43,7 @@ def main() -> None:
             wrong = [name for name, value in content.items() if not torch.equal(value, whole[later][name])]
             assert not wrong, (epoch, later, wrong)
     one_rank_fails(folder / "fails", rank)
+    replicas_differ(folder / "differ", rank)
     (folder / f"rank-{rank}").write_text("exact\n")
 
 
@@ -70,6 +72,43 @@ def one_rank_fails(run: Path, rank: int) -> None:
     except UnknownEpochError:
         return
     raise AssertionError("epoch 1 is committed")
+
+
+def replicas_differ(run: Path, rank: int) -> None:
+    """A difference between the samples is found behind the training, and fails the save on all ranks."""
+    where: list[tuple[str, bool]] = []
+    digests_of = replicas.digests_of
+
+    def noted(leaves: Any, mode: replicas.Mode) -> Any:
+        leaves = list(leaves)
+        behind = threading.current_thread() is not threading.main_thread()
+        where.extend((leaf.name, behind) for leaf in leaves if mode is replicas.Mode.WHOLE)
+        return digests_of(leaves, mode)
+
+    replicas.digests_of = noted
+    trainee = Trainee(5)
+    weight = trainee.model[3].weight.data
+    right = float(weight[100, 7])
+    weight[100, 7] += rank
+
+    def repair(ctx: Any, trainee: Trainee) -> None:
+        ctx.before_mutation()
+        if not repaired:
+            weight[100, 7] = right
+        repaired.append(1)
+
+    repaired: list[int] = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        truth = train(run, 2, trainee=trainee, before_step=repair, asynchronous=True)
+    replicas.digests_of = digests_of
+    told = [str(one.message) for one in said if "NOT saved" in str(one.message)]
+    assert len(told) == 1 - rank, told
+    assert all("model.3.weight differs on trainer_1" in text and "epoch 0" in text for text in told), told
+    assert {behind for name, behind in where if name == "model.3.weight"} == {True}
+    assert ("average.3.weight", False) in where, "what anybody may write is hashed at the boundary"
+    for epoch, content in truth.items():
+        assert torn(run, epoch, {name: one for name, one in content.items() if "running" not in name}) == []
 
 
 if __name__ == "__main__":

@@ -1,0 +1,76 @@
+"""What a node's leaves are like, without their content; recognised when it is as it was at the last save.
+
+Nothing is believed of an earlier save: every leaf is compared with what was found then, and whatever
+differs is described anew. What did not change is given back as the same object, so that all that follows
+from it (digests, classes, the plan) is recognised by identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import is_
+
+from torchrelay.checkpoint.disk.dtypes import logical_name
+from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Value, spec_of
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """The leaves of a node: what each is like, in order, and whose it is. Never changed once made."""
+
+    specs: tuple[LeafSpec, ...]
+    scopes: Mapping[str, str]
+
+
+class Structures:
+    """Remembers the last structure of each hosted node; holds no tensors."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, Structure] = {}
+
+    def of(self, node: str, leaves: Sequence[Leaf], scopes: Mapping[str, str]) -> Structure:
+        """The structure of a node's leaves: the very same object where nothing changed.
+
+        Raises BlobError for placements and dtypes that have no stored form.
+        """
+        last = self._last.get(node)
+        specs = _described(leaves, last.specs if last else ())
+        if last is None or scopes != last.scopes or not _same(specs, last.specs):
+            last = self._last[node] = Structure(specs, dict(scopes))
+        return last
+
+
+def _described(leaves: Sequence[Leaf], known: tuple[LeafSpec, ...]) -> tuple[LeafSpec, ...]:
+    """A spec per leaf; that of the same place at the last save where it says the same."""
+    if len(leaves) != len(known):
+        by_name = {spec.name: spec for spec in known}
+        return tuple(_spec(leaf, by_name.get(leaf.name)) for leaf in leaves)
+    return tuple(_spec(leaf, spec) for leaf, spec in zip(leaves, known, strict=True))
+
+
+def _spec(leaf: Leaf, known: LeafSpec | None) -> LeafSpec:
+    if known is not None and _unchanged(leaf, known):
+        return known
+    found = spec_of(leaf)
+    return known if known is not None and found == known else found
+
+
+def _unchanged(leaf: Leaf, known: LeafSpec) -> bool:
+    """Whether a plain tensor is as described. Values and sharded tensors are always described anew."""
+    content = leaf.content
+    if isinstance(content, Value) or known.sharding is not None or hasattr(content, "placements"):
+        return False
+    return (
+        leaf.name == known.name
+        and content.shape == known.shape
+        and logical_name(content.dtype) == known.dtype
+        and leaf.blob == known.blob
+        and leaf.role is known.role
+        and leaf.group == known.group
+        and leaf.alias_of == known.alias_of
+    )
+
+
+def _same(one: tuple[LeafSpec, ...], other: tuple[LeafSpec, ...]) -> bool:
+    return len(one) == len(other) and all(map(is_, one, other))

@@ -1,0 +1,132 @@
+"""What is remembered of earlier saves is never believed: cached plans are those of fresh ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchrelay.checkpoint.boundary import NodeState
+from torchrelay.checkpoint.planning.plan import plan_classes
+from torchrelay.checkpoint.spec_exchange import SpecExchange
+from torchrelay.checkpoint.state.leaf import Leaf, Role, Value, spec_of
+from torchrelay.checkpoint.structure import Structures
+from torchrelay.errors import SaveFailedError
+from torchrelay.jobs.peers import Solo
+from torchrelay.jobs.places import NodePlace
+
+NODES = 3
+HOSTS = (0, 0, 1)
+NAMES = [f"trainer_{rank}" for rank in range(NODES)]
+Node = dict[str, tuple[Leaf, str]]
+"""Leaf name to leaf and scope."""
+
+
+def tensor(name: str, count: int = 300, dtype: torch.dtype = torch.float32) -> Leaf:
+    return Leaf(name, "model", Role.PARAMETER, "main", torch.zeros(count, dtype=dtype))
+
+
+def first_node() -> Node:
+    leaves = [tensor(f"model.{i}", 100 * i) for i in range(4)]
+    leaves += [Leaf("note", "note", Role.VALUE, "main", Value("short"))]
+    return {leaf.name: (leaf, "replicated") for leaf in leaves}
+
+
+def content(leaf: Leaf, make: Callable[[torch.Tensor], torch.Tensor]) -> Leaf:
+    return leaf if isinstance(leaf.content, Value) else replace(leaf, content=make(leaf.content))
+
+
+CHANGES: dict[str, Callable[[Leaf, str], tuple[Leaf, str]]] = {
+    "none": lambda leaf, scope: (leaf, scope),
+    "other memory": lambda leaf, scope: (content(leaf, torch.clone), scope),
+    "longer": lambda leaf, scope: (content(leaf, lambda one: torch.zeros(one.numel() + 1)), scope),
+    "shape": lambda leaf, scope: (content(leaf, lambda one: one.reshape(1, -1)), scope),
+    "type": lambda leaf, scope: (content(leaf, lambda one: one.to(torch.float64)), scope),
+    "same size, other type": lambda leaf, scope: (content(leaf, lambda one: one.to(torch.int32)), scope),
+    "role": lambda leaf, scope: (replace(leaf, role=Role.BUFFER), scope),
+    "group": lambda leaf, scope: (replace(leaf, group="optim"), scope),
+    "blob": lambda leaf, scope: (replace(leaf, blob="other"), scope),
+    "tied": lambda leaf, scope: (replace(leaf, alias_of="model.0"), scope),
+    "value": lambda leaf, scope: (replace(leaf, content=Value("now a value")), scope),
+    "large value": lambda leaf, scope: (replace(leaf, content=Value("x" * 70_000)), scope),
+    "of each rank": lambda leaf, scope: (leaf, "rank"),
+    "of each host": lambda leaf, scope: (leaf, "host"),
+    "replicated": lambda leaf, scope: (leaf, "replicated"),
+}
+
+
+def changed(node: Node, change: tuple[str, str]) -> Node:
+    """The node after one change of one leaf; `add`, `remove` and `last` concern the list."""
+    what, name = change
+    if what == "add" or name not in node:
+        return {**node, name: (tensor(name), "replicated")}
+    rest = {key: value for key, value in node.items() if key != name}
+    if what == "remove":
+        return rest
+    if what == "last":
+        return {**rest, name: node[name]}
+    return {**node, name: CHANGES[what](*node[name])}
+
+
+def state_of(rank: int, node: Node, structures: Structures) -> NodeState:
+    leaves = [leaf for leaf, _ in node.values()]
+    scopes = {name: scope for name, (_, scope) in node.items()}
+    found = structures.of(NAMES[rank], leaves, scopes)
+    place = NodePlace(NAMES[rank], rank, NODES, f"host{HOSTS[rank]}", HOSTS[rank])
+    return NodeState(place, {leaf.name: leaf for leaf in leaves}, found.specs, found.scopes, {})
+
+
+def planned(nodes: list[Node], structures: Structures, exchange: SpecExchange) -> Any:
+    """The whole answer, or the error."""
+    states = [state_of(rank, node, structures) for rank, node in enumerate(nodes)]
+    try:
+        classes, scopes = exchange.classes(Solo(), states, NAMES)
+    except SaveFailedError as error:
+        return str(error)
+    plan = exchange.plans.plan(classes, scopes, HOSTS)
+    assert plan == plan_classes(classes, scopes=scopes, hosts=HOSTS)
+    return classes, scopes, plan.hash, plan.rows, plan.layouts
+
+
+steps = st.tuples(
+    st.sampled_from([*CHANGES, "add", "remove", "last"]),
+    st.sampled_from(["model.0", "model.1", "model.2", "model.3", "model.new", "note"]),
+    st.sampled_from([(0,), (2,), (0, 1, 2), (0, 1, 2), (1, 2)]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(steps, min_size=1, max_size=8))
+def test_cached_and_fresh_plans_are_equal(sequence: list[tuple[str, str, tuple[int, ...]]]) -> None:
+    """Whatever changes, on one node or on all: specs, classes, scopes and plans are as if new."""
+    nodes = [first_node() for _ in range(NODES)]
+    structures, exchange = Structures(), SpecExchange()
+    planned(nodes, structures, exchange)
+    for what, name, where in sequence:
+        nodes = [
+            changed(node, (what, name)) if rank in where else dict(node) for rank, node in enumerate(nodes)
+        ]
+        for rank, node in enumerate(nodes):
+            specs = state_of(rank, node, structures).specs
+            assert specs == tuple(spec_of(leaf) for leaf, _ in node.values())
+        assert planned(nodes, structures, exchange) == planned(nodes, Structures(), SpecExchange())
+
+
+def test_an_unchanged_structure_is_recognised() -> None:
+    """Other tensors of the same form give the very same plan; another form never does."""
+    structures, exchange = Structures(), SpecExchange()
+    nodes = [first_node() for _ in range(NODES)]
+
+    def plan() -> Any:
+        states = [state_of(rank, node, structures) for rank, node in enumerate(nodes)]
+        return exchange.plans.plan(*exchange.classes(Solo(), states, NAMES), HOSTS)
+
+    first = plan()
+    nodes = [changed(node, ("other memory", "model.2")) for node in nodes]
+    assert plan() is first
+    nodes = [changed(node, ("longer", "model.2")) for node in nodes]
+    assert plan() is not first and plan().hash != first.hash
