@@ -14,13 +14,15 @@ from typing import Any
 from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.disk import canonical
 from torchrelay.checkpoint.disk.mesh import Mesh, placements_json, placements_of
-from torchrelay.checkpoint.planning.assignments import NodeClass, identity
+from torchrelay.checkpoint.planning.assignments import NodeClass, identity, identity_text
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.errors import SaveFailedError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.peers import Peers
 
 Described = tuple[tuple[LeafSpec, ...], Mapping[str, str]]
+_Members = dict[str, tuple[int, ...]]
+"""Digest to the ranks of the nodes that have it."""
 
 
 class SpecExchange:
@@ -28,27 +30,39 @@ class SpecExchange:
 
     def __init__(self) -> None:
         self._known: dict[str, Described] = {}
+        self._mine: dict[int, tuple[Described, str]] = {}
+        self._last: tuple[_Members, dict[str, Described], list[NodeClass], dict[str, str]] | None = None
 
     def classes(
-        self, peers: Peers, states: Sequence[NodeState], names: Sequence[str]
+        self, peers: Peers, states: Sequence[NodeState], names: Sequence[object]
     ) -> tuple[list[NodeClass], dict[str, str]]:
         """The classes of all nodes (`names` by rank), and the scope of every leaf by its name.
 
         Raises SaveFailedError, naming leaf and nodes, where replicas of a leaf are not alike.
         """
-        mine = {state.rank: (state.specs, state.scopes) for state in states}
-        digests = {rank: _digest(*described) for rank, described in mine.items()}
-        posted = peers.exchange("save: leaves", [[rank, digest] for rank, digest in digests.items()])
-        by_rank = {rank: digest for part in posted for rank, digest in part}
-        self._learn(peers, posted, {digest: mine[rank] for rank, digest in digests.items()})
-        members: dict[str, list[int]] = {}
-        for rank in sorted(by_rank):
-            members.setdefault(by_rank[rank], []).append(rank)
-        classes = [NodeClass(tuple(ranks), self._known[digest][0]) for digest, ranks in members.items()]
-        scopes = _merged_scopes(self._known[digest][1] for digest in members)
-        _check_alike(classes, scopes, names)
+        self._mine = {state.rank: self._described(state) for state in states}
+        # Counted from the process's own rank: processes that are alike then post the very same.
+        told = [[rank - peers.rank, digest] for rank, (_, digest) in self._mine.items()]
+        posted = peers.exchange("save: leaves", told)
+        by_rank = {process + rank: digest for process, part in enumerate(posted) for rank, digest in part}
+        self._learn(peers, posted, {digest: described for described, digest in self._mine.values()})
+        members = _members(by_rank)
         self._known = {digest: self._known[digest] for digest in members}
-        return classes, scopes
+        if self._last is None or self._last[0] != members or not self._same(self._last[1]):
+            classes = [NodeClass(ranks, self._known[digest][0]) for digest, ranks in members.items()]
+            scopes = _merged_scopes(self._known[digest][1] for digest in members)
+            _check_alike(classes, scopes, names)
+            self._last = members, self._known, classes, scopes
+        return self._last[2], self._last[3]
+
+    def _described(self, state: NodeState) -> tuple[Described, str]:
+        """A node's leaves and scopes with their digest; what is as it was stays the same object."""
+        described = (state.specs, state.scopes)
+        known = self._mine.get(state.rank)
+        return known if known is not None and known[0] == described else (described, _digest(*described))
+
+    def _same(self, known: Mapping[str, Described]) -> bool:
+        return known.keys() == self._known.keys() and all(known[one] is self._known[one] for one in known)
 
     def _learn(self, peers: Peers, posted: list[Any], mine: Mapping[str, Described]) -> None:
         first: dict[str, int] = {}
@@ -67,8 +81,16 @@ class SpecExchange:
                 self._known[one["digest"]] = _from_json(one)
 
 
+def _members(by_rank: Mapping[int, str]) -> _Members:
+    members: dict[str, list[int]] = {}
+    for rank in sorted(by_rank):
+        members.setdefault(by_rank[rank], []).append(rank)
+    return {digest: tuple(ranks) for digest, ranks in members.items()}
+
+
 def _digest(specs: Sequence[LeafSpec], scopes: Mapping[str, str]) -> str:
-    return canonical.sha256(canonical.dumps([[identity(spec) for spec in specs], dict(scopes)]))
+    leaves = b",".join(map(identity_text, specs))
+    return canonical.sha256(b"[[%b],%b]" % (leaves, canonical.dumps(dict(scopes))))
 
 
 def _to_json(digest: str, described: Described) -> dict[str, Any]:
@@ -113,9 +135,9 @@ def _merged_scopes(parts: Any) -> dict[str, str]:
     return merged
 
 
-def _check_alike(classes: Sequence[NodeClass], scopes: Mapping[str, str], names: Sequence[str]) -> None:
+def _check_alike(classes: Sequence[NodeClass], scopes: Mapping[str, str], names: Sequence[object]) -> None:
     seen: dict[str, tuple[list[object], int, LeafSpec]] = {}
-    for node_class in classes:
+    for node_class in classes if len(classes) > 1 else ():
         for leaf in node_class.leaves:
             if scopes[leaf.name] != Scope.REPLICATED.value:
                 continue

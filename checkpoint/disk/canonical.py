@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from torchrelay.errors import DamagedError, UsageError
@@ -21,9 +22,12 @@ DEPTH_LIMIT = 128
 """Containers within containers; above every typed value that `values.encode` produces."""
 
 
-def dumps(value: Json) -> bytes:
-    """Write canonical JSON; raises UsageError for what `loads` would refuse to read back."""
-    _check_writable(value)
+def dumps(value: Json, *, within: int = 0) -> bytes:
+    """Write canonical JSON; raises UsageError for what `loads` would refuse to read back.
+
+    `within` is how many containers the text will lie in.
+    """
+    _check_writable(value, within + 1)
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.encode("utf-8")
 
@@ -46,13 +50,18 @@ def loads(data: bytes, *, what: str, limit_bytes: int = 64 << 20, depth: int = D
     return value
 
 
+def object_of(texts: Mapping[str, bytes]) -> bytes:
+    """The canonical JSON of an object whose values are canonical already."""
+    return b"{%b}" % b",".join(b"%b:%b" % (dumps(key), texts[key]) for key in sorted(texts))
+
+
 def sha256(data: bytes | bytearray | memoryview) -> str:
     """The SHA-256 of bytes in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 
-def _check_writable(value: Json) -> None:
-    pending: list[tuple[Json, int]] = [(value, 1)]
+def _check_writable(value: Json, level: int) -> None:
+    pending: list[tuple[Json, int]] = [(value, level)]
     while pending:
         item, level = pending.pop()
         if level > DEPTH_LIMIT:
