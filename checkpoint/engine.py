@@ -99,6 +99,8 @@ class Engine:
         return other
 
     def _places(self, session: Session) -> tuple[NodePlace, ...]:
+        if not self.stored_names:
+            return tuple(session.nodes)
         return tuple(replace(place, name=self._stored(place.name)) for place in session.nodes)
 
     def _stored(self, node: str) -> str:

@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,21 +22,26 @@ from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.disk.canonical import sha256
 from torchrelay.checkpoint.disk.manifest import ShardRow
 from torchrelay.checkpoint.disk.shard import ShardEntry, ShardIdentity
-from torchrelay.checkpoint.disk.shard_writer import ShardReport, write_shard
+from torchrelay.checkpoint.disk.shard_writer import write_shard
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.ledger import Holding
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.planning.assignments import Assignment, Plan
 from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_of
 from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.report import NodeReport, bytes_in, secs_in, shards_in, values_in
 from torchrelay.checkpoint.reuse import Reuse
 from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.leaf import Leaf, Value
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import PeerError, SaveFailedError, StorageError
+from torchrelay.jobs.collector import collector_paused
 from torchrelay.jobs.peers import Peers, decide, together
 from torchrelay.jobs.places import NodePlace
 from torchrelay.metadata.stats import NodeStats, NodeTimes
+
+Row = list[Any]
+"""A node's report as it travels (`report`)."""
 
 DATA = "data"
 BASE_PATIENCE_SECS = 600.0
@@ -97,11 +102,11 @@ class SaveJob:
 
 def make_plan(job: SaveJob, exchange: SpecExchange) -> Plan:
     """Compute all owners alone, from the leaves of all nodes; the processes compare only its hash."""
-    classes, scopes = exchange.classes(job.peers, job.states, [str(place) for place in job.places])
+    classes, scopes = exchange.classes(job.peers, job.states, job.places)
     hosts = tuple(place.host_index for place in job.places)
     plan = exchange.plans.plan(classes, scopes, hosts)
     if job.reuse is not None:
-        unchanged = job.reuse.choose(job, plan, _patience_secs(job, plan))
+        unchanged = job.reuse.choose(job, plan, _patience_secs(plan))
         plan = exchange.plans.plan(classes, scopes, hosts, frozenset(unchanged))
     hashes = job.peers.exchange("save: plan", plan.hash)
     odd = [rank for rank, one in enumerate(hashes) if one != hashes[0]]
@@ -114,11 +119,11 @@ def make_plan(job: SaveJob, exchange: SpecExchange) -> Plan:
 
 
 def carry_out(job: SaveJob, plan: Plan, clock: Clock) -> NodeStats:
-    """Write, commit and acknowledge; returns where the time went, by node."""
+    """Write, commit and acknowledge; returns where the time went, by node. Only rank 0 knows it."""
     with clock.spent("plan"):
         try_name = _make_try(job)
     try:
-        rows = [row for part in _write_all(job, plan, try_name, clock) for row in part]
+        rows = [row for part in _write_all(job, plan, try_name, clock) for row in part or ()]
     except PeerError:
         raise  # somebody may still be writing there
     except Exception:
@@ -128,8 +133,8 @@ def carry_out(job: SaveJob, plan: Plan, clock: Clock) -> NodeStats:
     decide(job.peers, "save: commit", lambda: _commit(job, plan, try_name, rows))
     if job.reuse is not None:
         job.reuse.committed(try_name)
-    rows[0]["secs"]["commit"] = time.monotonic() - begin  # the first node is the coordinator's
-    stats = NodeStats(_times(job, row) for row in rows)
+    took = {"commit": time.monotonic() - begin}
+    stats = NodeStats(_times(job, row, took if index == 0 else {}) for index, row in enumerate(rows))
     if job.peers.rank == 0:
         _write_stats(job.storage, f"{DATA}/{try_name}/stats.json", stats)
     return stats
@@ -147,7 +152,7 @@ def _discard(job: SaveJob, try_name: str) -> None:
 def _write_stats(storage: Storage, path: str, stats: NodeStats) -> None:
     """Timings are no part of the epoch: it is committed already, whatever becomes of them."""
     try:
-        storage.replace(path, json.dumps(stats.to_json(), indent=1).encode())
+        storage.replace(path, json.dumps(stats.to_json()).encode())
     except StorageError as error:
         warnings.warn(f"the epoch is saved, its timings are not: {error}", stacklevel=2)
 
@@ -163,22 +168,21 @@ def _make_try(job: SaveJob) -> str:
     return str(decide(job.peers, "save: try", make))
 
 
-def _write_all(job: SaveJob, plan: Plan, try_name: str, clock: Clock) -> list[list[dict[str, Any]]]:
-    """Every process writes its nodes' shards, syncs them and their directory, and reports."""
+def _write_all(job: SaveJob, plan: Plan, try_name: str, clock: Clock) -> list[list[Row] | None]:
+    """Every process writes its nodes' shards, syncs them and their directory, and reports to rank 0."""
 
-    def write() -> list[dict[str, Any]]:
-        rows = [_write_node(job, plan, try_name, state, dict(clock.secs)) for state in job.states]
+    def write() -> list[Row]:
+        rows = [_write_node(job, plan, try_name, state, dict(clock.secs)).row() for state in job.states]
         job.storage.sync_dir(f"{DATA}/{try_name}")
         job.written()
         return rows
 
-    return together(job.peers, "save: write", write, deadline_secs=_patience_secs(job, plan))
+    return together(job.peers, "save: write", write, deadline_secs=_patience_secs(plan), for_first=True)
 
 
-def _patience_secs(job: SaveJob, plan: Plan) -> float:
+def _patience_secs(plan: Plan) -> float:
     """How long the slowest node may take: what a very slow disk needs for the largest share."""
-    shares = (sum(part.nbytes for part in plan.assignments(place.rank)) for place in job.places)
-    return patience_secs(max(shares, default=0))
+    return patience_secs(plan.largest_share)
 
 
 def patience_secs(nbytes: int) -> float:
@@ -188,22 +192,23 @@ def patience_secs(nbytes: int) -> float:
 
 def _write_node(
     job: SaveJob, plan: Plan, try_name: str, state: NodeState, before: dict[str, float]
-) -> dict[str, Any]:
+) -> NodeReport:
     secs = {**before, "hash": 0.0, "write": 0.0, "fsync": 0.0}
-    shards: list[dict[str, Any]] = []
+    shards: list[ShardRow] = []
     for group, assignments in plan.files(state.rank).items():
         identity = ShardIdentity(job.holding.job, job.position, state.place.name, group, try_name)
         entries, values = _contents(job, state, assignments)
         for part, report in enumerate(
             write_shard(job.storage, f"{DATA}/{try_name}", identity, entries, values=values), 1
         ):
-            shards.append(asdict(_shard_row(state.rank, group, part, report)))
+            size, head, digest = report.bytes, report.header_bytes, report.header_sha256
+            shards.append(ShardRow(state.rank, group, part, size, head, digest))
             if job.reuse is not None:
                 job.reuse.wrote(state.rank, assignments, report)
             for phase in ("hash", "write", "fsync"):
                 secs[phase] += getattr(report.seconds, phase)
     inline = {a.leaf.name: _json(state.leaves[a.leaf.name]) for a in plan.assignments(state.rank) if a.inline}
-    return {"node": state.place.name, "rank": state.rank, "shards": shards, "values": inline, "secs": secs}
+    return NodeReport(state.rank, tuple(shards), inline, secs)
 
 
 def _contents(
@@ -229,23 +234,21 @@ def _json(leaf: Leaf) -> Any:
     return leaf.content.json if isinstance(leaf.content, Value) else None
 
 
-def _shard_row(node: int, group: str, part: int, report: ShardReport) -> ShardRow:
-    return ShardRow(node, group, part, report.bytes, report.header_bytes, report.header_sha256)
-
-
-def _commit(job: SaveJob, plan: Plan, try_name: str, rows: list[dict[str, Any]]) -> None:
+def _commit(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) -> None:
     """Write the manifest, then append the record. Rank 0 only."""
     try:
-        entry = _write_manifest(job, plan, try_name, rows)
+        with collector_paused():
+            entry = _write_manifest(job, plan, try_name, rows)
     except Exception:
         _discard(job, try_name)  # no record can name it yet
         raise
     job.commit(entry)
 
 
-def _write_manifest(job: SaveJob, plan: Plan, try_name: str, rows: list[dict[str, Any]]) -> Entry:
+def _write_manifest(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) -> Entry:
     """Check that the set of shards is exact, and say durably what the epoch consists of."""
-    _check_exact(job, plan, rows)
+    shards = list(shards_in(rows))
+    _check_exact(job, plan, len(rows), shards)
     manifest = compose(
         plan,
         TryIdentity(
@@ -257,8 +260,8 @@ def _write_manifest(job: SaveJob, plan: Plan, try_name: str, rows: list[dict[str
             try_name,
         ),
         world_of(job.places),
-        [ShardRow(**shard) for row in rows for shard in row["shards"]],
-        {name: value for row in rows for name, value in row["values"].items()},
+        shards,
+        values_in(rows),
         job.facts,
     )
     if job.reuse is not None:
@@ -277,15 +280,13 @@ def _write_manifest(job: SaveJob, plan: Plan, try_name: str, rows: list[dict[str
     )
 
 
-def _check_exact(job: SaveJob, plan: Plan, rows: list[dict[str, Any]]) -> None:
-    wanted = {(place.rank, group) for place in job.places for group in plan.files(place.rank)}
-    found = {(shard["node"], shard["group"]) for row in rows for shard in row["shards"]}
-    if wanted != found or len(rows) != len(job.places):
+def _check_exact(job: SaveJob, plan: Plan, reports: int, shards: Sequence[ShardRow]) -> None:
+    wanted = plan.writers
+    found = {(shard.node, shard.group) for shard in shards}
+    if wanted != found or reports != len(job.places):
         names = {place.rank: place.name for place in job.places}
         missing = ", ".join(f"{names.get(node, node)} ({group})" for node, group in sorted(wanted ^ found))
-        raise SaveFailedError(
-            f"epoch {job.position}: the shards do not match the plan: {missing or len(rows)}"
-        )
+        raise SaveFailedError(f"epoch {job.position}: the shards do not match the plan: {missing or reports}")
 
 
 def _write_file(storage: Storage, path: str, data: bytes) -> None:
@@ -297,6 +298,7 @@ def _write_file(storage: Storage, path: str, data: bytes) -> None:
         handle.close()
 
 
-def _times(job: SaveJob, row: Mapping[str, Any]) -> NodeTimes:
-    path = f"{job.storage.url}/{row['node']}.{job.position}"
-    return NodeTimes(row["node"], path, sum(shard["nbytes"] for shard in row["shards"]), row["secs"])
+def _times(job: SaveJob, row: Row, more: Mapping[str, float]) -> NodeTimes:
+    name = job.places[row[0]].name
+    path = f"{job.storage.url}/{name}.{job.position}"
+    return NodeTimes(name, path, bytes_in(row), {**secs_in(row), **more})

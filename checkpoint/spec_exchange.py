@@ -18,7 +18,7 @@ from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.disk import canonical
 from torchrelay.checkpoint.disk.manifest import VALUE_LIMIT_BYTES
 from torchrelay.checkpoint.disk.mesh import Mesh, placements_json, placements_of
-from torchrelay.checkpoint.planning.assignments import NodeClass, identity
+from torchrelay.checkpoint.planning.assignments import NodeClass, identity, identity_text
 from torchrelay.checkpoint.planning.repeated import RepeatedPlans
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.errors import SaveFailedError
@@ -26,6 +26,9 @@ from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.peers import Peers
 
 Described = tuple[tuple[LeafSpec, ...], Mapping[str, str]]
+_Members = dict[str, tuple[int, ...]]
+"""Digest to the ranks of the nodes that have it."""
+_Answer = tuple[_Members, dict[str, Described], tuple[NodeClass, ...], Mapping[str, str]]
 
 
 class SpecExchange:
@@ -34,45 +37,39 @@ class SpecExchange:
     def __init__(self) -> None:
         self.plans = RepeatedPlans()
         self._known: dict[str, Described] = {}
-        self._digests: dict[int, tuple[Described, str]] = {}
-        self._posted: list[Any] = []
-        self._answer: tuple[tuple[NodeClass, ...], Mapping[str, str]] | None = None
+        self._mine: dict[int, tuple[Described, str]] = {}
+        self._last: _Answer | None = None
 
     def classes(
-        self, peers: Peers, states: Sequence[NodeState], names: Sequence[str]
+        self, peers: Peers, states: Sequence[NodeState], names: Sequence[object]
     ) -> tuple[tuple[NodeClass, ...], Mapping[str, str]]:
         """The classes of all nodes (`names` by rank), and the scope of every leaf by its name.
 
         Raises SaveFailedError, naming leaf and nodes, where replicas of a leaf are not alike.
         """
-        mine = {state.rank: (state.specs, state.scopes) for state in states}
-        same = all(self._is_as_it_was(rank, described) for rank, described in mine.items())
-        digests = {rank: self._digest(rank, described) for rank, described in mine.items()}
-        posted = peers.exchange("save: leaves", [[rank, digest] for rank, digest in digests.items()])
-        if self._answer is not None and same and posted == self._posted:
-            return self._answer
-        self._answer = None  # until this one is complete
-        by_rank = {rank: digest for part in posted for rank, digest in part}
-        self._learn(peers, posted, {digest: mine[rank] for rank, digest in digests.items()})
-        members: dict[str, list[int]] = {}
-        for rank in sorted(by_rank):
-            members.setdefault(by_rank[rank], []).append(rank)
-        classes = tuple(NodeClass(tuple(ranks), self._known[digest][0]) for digest, ranks in members.items())
-        scopes = _merged_scopes(self._known[digest][1] for digest in members)
-        _check_alike(classes, scopes, names)
+        self._mine = {state.rank: self._described(state) for state in states}
+        # Counted from the process's own rank: processes that are alike then post the very same.
+        told = [[rank - peers.rank, digest] for rank, (_, digest) in self._mine.items()]
+        posted = peers.exchange("save: leaves", told)
+        by_rank = {process + rank: digest for process, part in enumerate(posted) for rank, digest in part}
+        self._learn(peers, posted, {digest: described for described, digest in self._mine.values()})
+        members = _members(by_rank)
         self._known = {digest: self._known[digest] for digest in members}
-        self._posted, self._answer = posted, (classes, scopes)
-        return self._answer
+        if self._last is None or self._last[0] != members or not self._same(self._last[1]):
+            classes = tuple(NodeClass(ranks, self._known[digest][0]) for digest, ranks in members.items())
+            scopes = _merged_scopes(self._known[digest][1] for digest in members)
+            _check_alike(classes, scopes, names)
+            self._last = members, self._known, classes, scopes
+        return self._last[2], self._last[3]
 
-    def _digest(self, rank: int, described: Described) -> str:
-        """The digest of a hosted node; its structure never changes, so the same one has the same digest."""
-        if not self._is_as_it_was(rank, described):
-            self._digests[rank] = (described, _digest(*described))
-        return self._digests[rank][1]
+    def _described(self, state: NodeState) -> tuple[Described, str]:
+        """A node's leaves and scopes with their digest; what is as it was stays the same object."""
+        described = (state.specs, state.scopes)
+        known = self._mine.get(state.rank)
+        return known if known is not None and known[0] == described else (described, _digest(*described))
 
-    def _is_as_it_was(self, rank: int, described: Described) -> bool:
-        known = self._digests.get(rank)
-        return known is not None and known[0][0] is described[0] and known[0][1] is described[1]
+    def _same(self, known: Mapping[str, Described]) -> bool:
+        return known.keys() == self._known.keys() and all(known[one] is self._known[one] for one in known)
 
     def _learn(self, peers: Peers, posted: list[Any], mine: Mapping[str, Described]) -> None:
         first: dict[str, int] = {}
@@ -93,10 +90,18 @@ class SpecExchange:
                 self._known[one["digest"]] = _from_json(one)
 
 
+def _members(by_rank: Mapping[int, str]) -> _Members:
+    members: dict[str, list[int]] = {}
+    for rank in sorted(by_rank):
+        members.setdefault(by_rank[rank], []).append(rank)
+    return {digest: tuple(ranks) for digest, ranks in members.items()}
+
+
 def _digest(specs: Sequence[LeafSpec], scopes: Mapping[str, str]) -> str:
     """Of everything that a plan depends on."""
-    rows = [[*identity(spec), spec.kind == "value" and spec.nbytes > VALUE_LIMIT_BYTES] for spec in specs]
-    return canonical.sha256(canonical.dumps([rows, dict(scopes)]))
+    large = (spec.kind == "value" and spec.nbytes > VALUE_LIMIT_BYTES for spec in specs)
+    leaves = b",".join(map(identity_text, specs, large))
+    return canonical.sha256(b"[[%b],%b]" % (leaves, canonical.dumps(dict(scopes))))
 
 
 def _to_json(digest: str, described: Described) -> dict[str, Any]:
@@ -141,9 +146,9 @@ def _merged_scopes(parts: Any) -> dict[str, str]:
     return merged
 
 
-def _check_alike(classes: Sequence[NodeClass], scopes: Mapping[str, str], names: Sequence[str]) -> None:
+def _check_alike(classes: Sequence[NodeClass], scopes: Mapping[str, str], names: Sequence[object]) -> None:
     seen: dict[str, tuple[list[object], int, LeafSpec]] = {}
-    for node_class in classes:
+    for node_class in classes if len(classes) > 1 else ():
         for leaf in node_class.leaves:
             if scopes[leaf.name] != Scope.REPLICATED.value:
                 continue

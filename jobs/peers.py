@@ -22,11 +22,20 @@ class Peers(Protocol):
     rank: int
     size: int
 
-    def exchange(self, topic: str, value: Json, *, deadline_secs: float | None = None) -> list[Json]:
+    def exchange(
+        self,
+        topic: str,
+        value: Json,
+        *,
+        deadline_secs: float | None = None,
+        told: Callable[[Json], Json] | None = None,
+    ) -> list[Json]:
         """Post `value`; get the values of all processes in rank order.
 
-        `topic` says what this is about; processes at different topics are told so at once.
-        Raises DeadlineError naming the late ranks and the topic, PeerError when the store is lost.
+        `topic` says what this is about; processes at different topics are told so at once. With `told`
+        rank 0 alone gets the values, all others what `told` makes of each: what only rank 0 needs does
+        not travel to thousands. Equal values may be one object, so nobody changes them. Raises
+        DeadlineError naming the late ranks and the topic, PeerError when the store is lost.
         """
 
     def apart(self) -> Peers:
@@ -39,7 +48,14 @@ class Solo:
     rank = 0
     size = 1
 
-    def exchange(self, topic: str, value: Json, *, deadline_secs: float | None = None) -> list[Json]:
+    def exchange(
+        self,
+        topic: str,
+        value: Json,
+        *,
+        deadline_secs: float | None = None,
+        told: Callable[[Json], Json] | None = None,
+    ) -> list[Json]:
         """Return the only value there is."""
         return [value]
 
@@ -49,9 +65,16 @@ class Solo:
 
 
 def together(
-    peers: Peers, topic: str, work: Callable[[], Json], *, deadline_secs: float | None = None
+    peers: Peers,
+    topic: str,
+    work: Callable[[], Json],
+    *,
+    deadline_secs: float | None = None,
+    for_first: bool = False,
 ) -> list[Json]:
     """Run `work` in every process and give everybody all results in rank order.
+
+    `for_first`: only rank 0 gets the results, the others None for each.
 
     When one or more processes raise, all raise the failure of one: of the first process whose
     failure is no consequence of another's. That process raises its own exception, the others an error
@@ -66,7 +89,10 @@ def together(
         outcome = {"error": type(error).__name__, "message": str(error)}
         outcome["consequence"] = getattr(error, "consequence", False)
     try:
-        outcomes = peers.exchange(topic, outcome, deadline_secs=deadline_secs)
+        if for_first:
+            outcomes = peers.exchange(topic, outcome, deadline_secs=deadline_secs, told=_without_value)
+        else:
+            outcomes = peers.exchange(topic, outcome, deadline_secs=deadline_secs)
     except PeerError:
         if own is None:
             raise
@@ -78,6 +104,10 @@ def together(
             raise own
         raise error_of(outcomes[rank]["error"], outcomes[rank]["message"], rank) from own
     return [other["value"] for other in outcomes]
+
+
+def _without_value(outcome: Json) -> Json:
+    return outcome if "error" in outcome else {"value": None}
 
 
 def decide(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -51,6 +51,6 @@ class NodeStats(dict[str, float]):
         slowest = self.slowest
         return {
             "bytes": self.bytes,
-            "nodes": [asdict(times) for times in self.nodes],
+            "nodes": [vars(times) for times in self.nodes],
             "slowest": slowest.node if slowest else None,
         }

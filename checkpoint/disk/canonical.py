@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from torchrelay.errors import DamagedError, UsageError
@@ -22,9 +22,12 @@ DEPTH_LIMIT = 128
 """Containers within containers; above every typed value that `values.encode` produces."""
 
 
-def dumps(value: Json) -> bytes:
-    """Write canonical JSON; raises UsageError for what `loads` would refuse to read back."""
-    many = _check_writable(value) > _AT_ONCE
+def dumps(value: Json, *, within: int = 0) -> bytes:
+    """Write canonical JSON; raises UsageError for what `loads` would refuse to read back.
+
+    `within` is how many containers the text will lie in.
+    """
+    many = _check_writable(value, within + 1) > _AT_ONCE
     return (_in_parts(value) if many else _ENCODER.encode(value)).encode("utf-8")
 
 
@@ -44,6 +47,11 @@ def loads(data: bytes, *, what: str, limit_bytes: int = 64 << 20, depth: int = D
         raise DamagedError(f"{what}: {error}") from None
     _check_depth(value, depth, what)
     return value
+
+
+def object_of(texts: Mapping[str, bytes]) -> bytes:
+    """The canonical JSON of an object whose values are canonical already."""
+    return b"{%b}" % b",".join(b"%b:%b" % (dumps(key), texts[key]) for key in sorted(texts))
 
 
 def sha256(data: bytes | bytearray | memoryview) -> str:
@@ -75,10 +83,10 @@ def _chunks(items: Sequence[Json]) -> Iterator[Sequence[Json]]:
     return (items[at : at + _CHUNK] for at in range(0, len(items), _CHUNK))
 
 
-def _check_writable(value: Json) -> int:
+def _check_writable(value: Json, level: int) -> int:
     """Raises for what cannot be written; returns how many values there are."""
     count = 1
-    pending: list[tuple[Json, int]] = [(value, 1)]
+    pending: list[tuple[Json, int]] = [(value, level)]
     while pending:
         item, level = pending.pop()
         if level > DEPTH_LIMIT:

@@ -48,6 +48,11 @@ class Replicated:
         """Whether different nodes store different parts of one leaf."""
         return False
 
+    @property
+    def writers(self) -> tuple[int, ...]:
+        """The nodes that store something."""
+        return self.nodes[:1]
+
     def pieces(self, leaf: int, size: int) -> tuple[Piece, ...]:
         """The one piece that is stored."""
         return (Piece(self.nodes[0], 0, size),)
@@ -67,6 +72,11 @@ class PerNode:
     def split(self) -> bool:
         """Whether different nodes store different parts of one leaf."""
         return False
+
+    @property
+    def writers(self) -> tuple[int, ...]:
+        """The nodes that store something: all."""
+        return self.nodes
 
     def pieces(self, leaf: int, size: int) -> tuple[Piece, ...]:
         """One whole piece per node; they are not parts of one whole."""
@@ -108,6 +118,11 @@ class Split:
     def writer(self) -> dict[int, int]:
         """Node to the number of its share."""
         return {node: share for share, node in enumerate(self.nodes)}
+
+    @cached_property
+    def writers(self) -> tuple[int, ...]:
+        """The nodes that store something: those whose cuts are not one place."""
+        return tuple(node for node, a, b in zip(self.nodes, self.cuts, self.cuts[1:], strict=False) if a != b)
 
     def pieces(self, leaf: int, size: int) -> tuple[Piece, ...]:
         """The stored pieces of a leaf of `size` elements, in order; they cover it exactly."""

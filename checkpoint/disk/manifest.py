@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 from torchrelay.checkpoint.disk.layouts import Layout, Split
 from torchrelay.checkpoint.disk.parts import parts_held
@@ -83,9 +84,8 @@ class LeafRow:
         return self.nbytes // self.elements if self.elements else 1
 
 
-@dataclass(frozen=True)
-class ShardRow:
-    """A shard file: sizes in bytes, the SHA-256 (hex) of its header."""
+class ShardRow(NamedTuple):
+    """A shard file: sizes in bytes, the SHA-256 (hex) of its header. There are many, hence a named tuple."""
 
     node: int
     group: str
@@ -100,10 +100,9 @@ class ShardRow:
         """(try, node, group): whose file this is a part of."""
         return (self.source, self.node, self.group)
 
-    @property
-    def order(self) -> tuple[int, str, int, int]:
-        """The order of a manifest's shards: that in which their columns pack best."""
-        return (self.source, self.group, self.part, self.node)
+
+in_order = itemgetter(6, 1, 2, 0)
+"""Sort key of a manifest's shards: source, group, part, node, the order in which their columns pack best."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +163,8 @@ class Manifest:
         """(try, node, group) to the parts of its file in order."""
         found: dict[tuple[int, int, str], list[ShardRow]] = {}
         for shard in self.shards:
-            found.setdefault(shard.holder, []).append(shard)
-        return {holder: tuple(sorted(parts, key=lambda s: s.part)) for holder, parts in found.items()}
+            found.setdefault((shard.source, shard.node, shard.group), []).append(shard)
+        return {holder: tuple(sorted(parts, key=itemgetter(2))) for holder, parts in found.items()}
 
     def nodes_of(self, leaf: LeafRow) -> tuple[int, ...]:
         """The numbers of the nodes that have this leaf."""

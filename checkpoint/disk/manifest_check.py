@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
+from operator import le
 
 from torchrelay.checkpoint.disk import dtypes
 from torchrelay.checkpoint.disk.boxes import Sharded
@@ -13,7 +15,6 @@ from torchrelay.checkpoint.disk.layouts import Cut, Layout, PerNode, Split
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest, World
 from torchrelay.checkpoint.disk.mesh import MAX_SPLIT_FACTOR, Mesh
 from torchrelay.checkpoint.disk.names import GROUP, NODE, check_try
-from torchrelay.checkpoint.disk.parts import alike, parts_of
 from torchrelay.checkpoint.position import MAX_EPOCH
 from torchrelay.errors import DamagedError
 
@@ -25,16 +26,30 @@ _MAX_NAME = 4096
 _MAX_MESH_DIMS = 32
 _MAX_HEADER_BYTES = 100_000_008
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_HEX = re.compile(r"[0-9a-f]*")
 
 
 def check(manifest: Manifest, what: str) -> None:
     """Raise DamagedError, naming the first thing that is wrong."""
+    check_files(manifest, check_tables(manifest, what), what)
 
-    def demand(condition: bool, complaint: str) -> None:
-        if not condition:
-            raise DamagedError(f"{what} is damaged: {complaint}")
 
-    _check_tries(manifest, demand)
+@dataclass(frozen=True)
+class Stored:
+    """Nodes that must have a file of a try and group, because a leaf, `name` for one, lies there."""
+
+    source: int
+    group: str
+    nodes: frozenset[int]
+    name: str
+
+
+def check_tables(manifest: Manifest, what: str) -> tuple[Stored, ...]:
+    """Check the world, the blobs, the leaves and their layouts; returns which files they need.
+
+    Depends on nothing else in the manifest but the number of its tries and the rows that have values.
+    """
+    demand = _demand(what)
     _check_world(manifest.world, demand)
     _check_blobs(manifest, demand)
     for number, layout in enumerate(manifest.layouts):
@@ -43,11 +58,31 @@ def check(manifest: Manifest, what: str) -> None:
         _check_leaf(manifest, row, leaf, demand)
     _check_names(manifest, demand)
     _check_values(manifest, demand)
+    return tuple(_needed(manifest))
+
+
+def check_files(manifest: Manifest, stored: Iterable[Stored], what: str) -> None:
+    """Check the tries and the shards, and that the files are there which the tables need."""
+    demand = _demand(what)
+    _check_tries(manifest, demand)
     _check_shards(manifest, demand)
-    _check_presence(manifest, demand)
+    present: dict[tuple[int, str], set[int]] = {}
+    for shard in manifest.shards:
+        present.setdefault((shard.source, shard.group), set()).add(shard.node)
+    for one in stored:
+        missing = one.nodes - present.get((one.source, one.group), set())
+        demand(not missing, f"the shard of node {min(missing, default=0)} that holds {one.name} is missing")
 
 
 Demand = Callable[[bool, str], None]
+
+
+def _demand(what: str) -> Demand:
+    def demand(condition: bool, complaint: str) -> None:
+        if not condition:
+            raise DamagedError(f"{what} is damaged: {complaint}")
+
+    return demand
 
 
 def _check_tries(manifest: Manifest, demand: Demand) -> None:
@@ -183,6 +218,8 @@ def _check_values(manifest: Manifest, demand: Demand) -> None:
 
 
 def _check_shards(manifest: Manifest, demand: Demand) -> None:
+    if _plain(manifest):
+        return
     world, tries = manifest.world, manifest.tries
     for shard in manifest.shards:
         name = f"the shard of node {shard.node}, group {shard.group}"
@@ -198,22 +235,60 @@ def _check_shards(manifest: Manifest, demand: Demand) -> None:
         demand(numbers == list(range(1, len(parts) + 1)), f"node {node}, group {group} has parts {numbers}")
 
 
-def _check_presence(manifest: Manifest, demand: Demand) -> None:
-    """Everything that must be stored has a file to be in."""
+def _plain(manifest: Manifest) -> bool:
+    """Whether all shards are as they must be, and each file has one part: asked column by column.
+
+    False says nothing: then each shard is looked at, to name what is wrong or to count parts.
+    """
+    if not manifest.shards:
+        return True
+    nodes, groups, parts, sizes, headers, digests, sources = zip(*manifest.shards, strict=True)
+    holders = set(zip(nodes, groups, sources, strict=True))
+    return (
+        set(parts) == {1}
+        and len(holders) == len(nodes)
+        and min(nodes) >= 0
+        and max(nodes) < len(manifest.world.names)
+        and max(sources) < len(manifest.tries)
+        and all(GROUP.fullmatch(group) for group in set(groups))
+        and min(headers) > 0
+        and max(headers) <= _MAX_HEADER_BYTES
+        and max(sizes) <= LARGEST
+        and all(map(le, headers, sizes))
+        and set(map(len, digests)) == {64}
+        and _HEX.fullmatch("".join(digests)) is not None
+    )
+
+
+def _needed(manifest: Manifest) -> Iterator[Stored]:
+    """Everything that must be stored needs a file to be in; leaves that lie in the same files ask once."""
     seen: set[tuple[object, ...]] = set()
+    mixed = {number for number, layout in enumerate(manifest.layouts) if _is_mixed(manifest, layout)}
     for row, leaf in enumerate(manifest.leaves):
         if leaf.alias_of is not None or row in manifest.values:
             continue
-        layout = manifest.layouts[leaf.layout]
-        form = alike(layout, leaf)
-        place = (leaf.layout, leaf.source, leaf.group, form)
-        if place in seen:
-            continue
-        for node, _ in parts_of(layout, row, leaf):
-            there = (leaf.source, node, leaf.group) in manifest.files
-            demand(there, f"the shard of node {node} that holds {leaf.name} is missing")
-        if form is not None:
-            seen.add(place)
+        for form, nodes in _holders(manifest.layouts[leaf.layout], row, leaf, mixed=leaf.layout in mixed):
+            place = (leaf.layout, leaf.source, leaf.group, form)
+            if place not in seen:
+                seen.add(place)
+                yield Stored(leaf.source, leaf.group, frozenset(nodes), leaf.name)
+
+
+def _holders(
+    layout: Layout, row: int, leaf: LeafRow, *, mixed: bool
+) -> Iterable[tuple[object, Iterable[int]]]:
+    """The nodes whose files hold a leaf, in sets that have a name within its layout."""
+    if isinstance(layout, Mesh):
+        return ((nodes, nodes) for nodes in layout.writers(leaf.name, leaf.shape, leaf.item_bytes))
+    if isinstance(layout, Split) and mixed:
+        return [(row, [piece.node for piece in layout.pieces(row, leaf.elements)])]
+    return [((), layout.writers)]
+
+
+def _is_mixed(manifest: Manifest, layout: Layout) -> bool:
+    """Whether leaves of a byte string lie in several tries or groups; else every writer's file holds some."""
+    leaves = [manifest.leaves[row] for row in layout.items] if isinstance(layout, Split) else []
+    return any(leaf.alias_of is not None for leaf in leaves) or len({(x.source, x.group) for x in leaves}) > 1
 
 
 def _within(numbers: Iterable[int], limit: int) -> bool:

@@ -18,14 +18,15 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torchrelay.checkpoint.disk import canonical, values, version
 from torchrelay.checkpoint.disk.fields import Fields
 from torchrelay.checkpoint.disk.layouts_disk import layout_json, layout_of
-from torchrelay.checkpoint.disk.manifest import BlobRow, LeafRow, Manifest, ShardRow, World
-from torchrelay.checkpoint.disk.manifest_check import check
+from torchrelay.checkpoint.disk.manifest import BlobRow, LeafRow, Manifest, ShardRow, World, in_order
+from torchrelay.checkpoint.disk.manifest_check import Stored, check, check_files, check_tables
 from torchrelay.checkpoint.disk.paths import manifest_path
 from torchrelay.checkpoint.disk.runs import pack_names, pack_numbers, unpack_names, unpack_numbers
 from torchrelay.checkpoint.facts import Facts
@@ -39,6 +40,7 @@ Json = Any
 T = TypeVar("T")
 
 LIMIT_BYTES = 64 << 20
+_NEW = "the new manifest"
 _SHA256_BYTES = 32
 _KEYS = "format job position branch generation tries plan world facts classes layouts blobs leaves shards"
 _KNOWN = frozenset([*_KEYS.split(), "values", "words"])
@@ -46,9 +48,9 @@ _KNOWN = frozenset([*_KEYS.split(), "values", "words"])
 
 def encode(manifest: Manifest) -> bytes:
     """The bytes of `manifest.json`; raises DamagedError for a manifest that no reader would accept."""
-    check(manifest, "the new manifest")
-    words, classes = _Numbers(), _Numbers()
-    layouts = [layout_json(layout, classes.of(layout.nodes)) for layout in manifest.layouts]
+    tables = _tables(manifest)
+    check_files(manifest, tables.stored, _NEW)
+    words = _Numbers(tables.words)
     known = {
         "format": version.stamp(),
         "job": {"uuid": manifest.job_uuid, "name": manifest.job_name},
@@ -57,17 +59,61 @@ def encode(manifest: Manifest) -> bytes:
         "generation": manifest.generation,
         "tries": list(manifest.tries),
         "plan": manifest.plan_hash,
-        "world": _world_json(manifest.world),
         "facts": facts_json(manifest.facts),
-        "classes": [pack_numbers(nodes) for nodes in classes.items],
-        "layouts": layouts,
-        "blobs": _blobs_json(manifest.blobs, words),
-        "leaves": _leaves_json(manifest.leaves, words),
         "shards": _shards_json(manifest.shards, words),
         "values": [[row, manifest.values[row]] for row in sorted(manifest.values)],
         "words": words.items,
     }
-    return canonical.dumps({**manifest.extra, **known})
+    texts = {key: canonical.dumps(value, within=1) for key, value in {**manifest.extra, **known}.items()}
+    return canonical.object_of({**texts, **tables.texts})
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """What stays the same save after save, checked and encoded: world, blobs, leaves, layouts."""
+
+    of: tuple[object, ...]
+    stored: tuple[Stored, ...]
+    words: tuple[str, ...]
+    texts: Mapping[str, bytes]
+
+    def fits(self, manifest: Manifest) -> bool:
+        """Whether these are a manifest's: the very same objects, which nothing changes."""
+        return all(one is other or one == other for one, other in zip(self.of, _parts(manifest), strict=True))
+
+
+_last: list[_Tables] = []
+_KEPT = 4
+
+
+def _parts(manifest: Manifest) -> tuple[object, ...]:
+    """All that decides the tables, what differs soonest and costs least to compare first."""
+    tables = (manifest.leaves, manifest.blobs, manifest.layouts, manifest.world)
+    return (len(manifest.tries), manifest.values.keys(), *tables)
+
+
+def _tables(manifest: Manifest) -> _Tables:
+    found = next((one for one in _last if one.fits(manifest)), None)
+    if found is None:
+        found = _made_tables(manifest)
+        _last[:] = [found, *_last[: _KEPT - 1]]
+    return found
+
+
+def _made_tables(manifest: Manifest) -> _Tables:
+    stored = check_tables(manifest, _NEW)
+    words, classes = _Numbers(), _Numbers()
+    layouts = [layout_json(layout, classes.of(layout.nodes)) for layout in manifest.layouts]
+    tables = {
+        "world": _world_json(manifest.world),
+        "classes": [pack_numbers(nodes) for nodes in classes.items],
+        "layouts": layouts,
+        "blobs": _blobs_json(manifest.blobs, words),
+        "leaves": _leaves_json(manifest.leaves, words),
+    }
+    texts = {key: canonical.dumps(value, within=1) for key, value in tables.items()}
+    of = (len(manifest.tries), frozenset(manifest.values), *_parts(manifest)[2:])
+    return _Tables(of, stored, tuple(words.items), texts)
 
 
 def decode(data: bytes, *, what: str = "manifest.json") -> Manifest:
@@ -134,9 +180,9 @@ def read_of_try(storage: Storage, try_name: str) -> Manifest:
 class _Numbers:
     """Gives every distinct item a number, in order of first use."""
 
-    def __init__(self) -> None:
-        self.items: list[Any] = []
-        self._numbers: dict[Any, int] = {}
+    def __init__(self, items: Iterable[Any] = ()) -> None:
+        self.items: list[Any] = list(items)
+        self._numbers: dict[Any, int] = {item: number for number, item in enumerate(self.items)}
 
     def of(self, item: Any) -> int:
         if item not in self._numbers:
@@ -318,8 +364,8 @@ def _shape(shape: Json, fields: Fields) -> tuple[int, ...]:
 
 
 def _shards_json(shards: Sequence[ShardRow], words: _Numbers) -> Json:
-    ordered = sorted(shards, key=lambda shard: shard.order)
-    digests = b"".join(bytes.fromhex(shard.header_sha256) for shard in ordered)
+    ordered = sorted(shards, key=in_order)
+    digests = bytes.fromhex("".join(shard.header_sha256 for shard in ordered))
     return {
         "node": pack_numbers([shard.node for shard in ordered]),
         "group": words.column([shard.group for shard in ordered]),

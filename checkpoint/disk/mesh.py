@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
+from torchrelay.checkpoint.disk import canonical
 from torchrelay.checkpoint.disk.boxes import (
     Bounds,
     Interval,
@@ -23,10 +24,13 @@ from torchrelay.checkpoint.disk.boxes import (
     Sharded,
     local_intervals,
     pieces,
-    volume,
 )
 
 Json = Any
+Lengths = tuple[int, ...]
+Steps = range | tuple[int, ...]
+Places = tuple[Steps, ...]
+"""Places of a grid: one of each steps, added up."""
 RULE = 1
 """The version of the rule by which replicas share the writing."""
 SPLIT_BYTES = 1 << 20
@@ -77,7 +81,8 @@ class Mesh:
             return ()
         boxes = itertools.product(*self.local_intervals(shape, node))
         replica = self._replica(self._coordinate(self.place[node]))
-        shares = (self._share(box, replica, name, item_bytes) for box in boxes)
+        owner = _owner(name, self.replicas) if self.replicas > 1 else 0
+        shares = (shared(box, replica, self.replicas, owner, item_bytes) for box in boxes)
         return tuple(box for box in shares if box is not None)
 
     def stored(self, name: str, shape: Sequence[int], item_bytes: int) -> Iterator[tuple[int, Bounds]]:
@@ -86,17 +91,44 @@ class Mesh:
             for box in self.stored_by(node, name, shape, item_bytes):
                 yield node, box
 
-    def alike(self, name: str, shape: Sequence[int], item_bytes: int) -> tuple[object, ...]:
+    @cached_property
+    def text(self) -> bytes:
+        """Nodes, extents and placements as canonical JSON, without the brackets around the three."""
+        described = [list(self.nodes), list(self.extents), placements_json(self.placements)]
+        return canonical.dumps(described)[1:-1]
+
+    def writers(self, name: str, shape: Sequence[int], item_bytes: int) -> tuple[frozenset[int], ...]:
+        """The nodes that store something of leaf `name`, as one or several sets that all leaves share."""
+        form = self.alike(name, shape, item_bytes)
+        if form not in self._writers:
+            places = writing_places(tuple(shape), item_bytes, self.extents, self.placements, form[2])
+            self._writers[form] = tuple(map(self._nodes_at, places))
+        return self._writers[form]
+
+    @cached_property
+    def _writers(self) -> dict[tuple[tuple[int, ...], int, int], tuple[frozenset[int], ...]]:
+        return {}
+
+    def _nodes_at(self, places: Places) -> frozenset[int]:
+        if places not in self._known_places:
+            found = frozenset(self.nodes[sum(steps)] for steps in itertools.product(*places))
+            self._known_places[places] = found
+        return self._known_places[places]
+
+    @cached_property
+    def _known_places(self) -> dict[Places, frozenset[int]]:
+        return {}
+
+    def largest_share(self, shape: Sequence[int], item_bytes: int) -> int:
+        """The most bytes that a node stores of a leaf, if it is the one that stores the small boxes."""
+        sides = [_sides(size, dim, self.extents, self.placements) for dim, size in enumerate(shape)]
+        locals_ = itertools.product(*sides)
+        shares = (_first_share(list(itertools.product(*one)), self.replicas, item_bytes) for one in locals_)
+        return max(shares, default=0) * item_bytes
+
+    def alike(self, name: str, shape: Sequence[int], item_bytes: int) -> tuple[tuple[int, ...], int, int]:
         """Equal for leaves that the same nodes store in the same boxes."""
         return (tuple(shape), item_bytes, _owner(name, self.replicas) if self.replicas > 1 else 0)
-
-    def _share(self, box: Bounds, replica: int, name: str, item_bytes: int) -> Bounds | None:
-        if self.replicas == 1:
-            return box
-        if volume(box) * item_bytes >= SPLIT_BYTES and box[:1] and box[0][1] - box[0][0] >= self.replicas:
-            rows = pieces(box[:1], self.replicas, replica)
-            return (rows[0], *box[1:]) if rows else None
-        return box if replica == _owner(name, self.replicas) else None
 
     def _coordinate(self, place: int) -> tuple[int, ...]:
         found = []
@@ -110,6 +142,122 @@ class Mesh:
         for index, extent, placement in zip(coordinate, self.extents, self.placements, strict=True):
             number = number * extent + index if _copies(placement) else number
         return number
+
+
+def shared(box: Bounds, replica: int, replicas: int, owner: int, item_bytes: int) -> Bounds | None:
+    """Rule 1: what one of the replicas of a box stores of it, where `owner` stores small boxes."""
+    if replicas == 1:
+        return box
+    if splits_rows([b - a for a, b in box], replicas, item_bytes):
+        rows = pieces(box[:1], replicas, replica)
+        return (rows[0], *box[1:]) if rows else None
+    return box if replica == owner else None
+
+
+def splits_rows(lengths: Sequence[int], replicas: int, item_bytes: int) -> bool:
+    """Whether the replicas of a box divide its rows, by rule 1; else one of them stores it."""
+    large = math.prod(lengths) * item_bytes >= SPLIT_BYTES
+    return large and len(lengths) > 0 and lengths[0] >= replicas
+
+
+@lru_cache(maxsize=1 << 10)
+def writing_places(
+    shape: tuple[int, ...],
+    item_bytes: int,
+    extents: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    owner: int,
+) -> tuple[Places, ...]:
+    """The places that store something of a leaf of which `owner` stores the small boxes.
+
+    Looks at every form of local part once, not at every place.
+    """
+    strides = [math.prod(extents[dim + 1 :]) for dim in range(len(extents))]
+    sides = [_sides(size, dim, extents, placements) for dim, size in enumerate(shape)]
+    replicas = math.prod(n for n, one in zip(extents, placements, strict=True) if _copies(one))
+    copies = [
+        (n, stride) for n, stride, one in zip(extents, strides, placements, strict=True) if _copies(one)
+    ]
+    found: dict[Places, None] = {}
+    for local in itertools.product(*(one.items() for one in sides)):
+        boxes = list(itertools.product(*(lengths for lengths, _ in local)))
+        for writing in _writing_replicas(boxes, replicas, owner, item_bytes):
+            found[(*(steps for _, steps in local), _replica_steps(writing, copies))] = None
+    return tuple(found)
+
+
+def _writing_replicas(boxes: Sequence[Lengths], replicas: int, owner: int, item_bytes: int) -> list[range]:
+    """The numbers of the replicas that store something of boxes of these lengths."""
+    first, owned = 0, False
+    for box in boxes:
+        if splits_rows(box, replicas, item_bytes):
+            first = max(first, -(-box[0] // -(-box[0] // replicas)))
+        else:
+            owned = True
+    return [range(first)] * (first > 0) + [range(owner, owner + 1)] * (owned and owner >= first)
+
+
+def _first_share(boxes: Sequence[Lengths], replicas: int, item_bytes: int) -> int:
+    """The elements that replica 0 stores of boxes of these lengths, all small ones included."""
+    found = 0
+    for box in boxes:
+        rows = box[:1]
+        if replicas > 1 and splits_rows(box, replicas, item_bytes):
+            rows = (-(-box[0] // replicas),)
+        found += math.prod((*rows, *box[1:]))
+    return found
+
+
+def _replica_steps(numbers: range, copies: Sequence[tuple[int, int]]) -> Steps:
+    """Where the replicas of these numbers are, relative to the first; `copies` are extents and strides."""
+    if len(copies) == 1:
+        stride = copies[0][1]
+        return range(numbers.start * stride, (numbers.stop - 1) * stride + 1, stride)
+    found = []
+    for number in numbers:
+        step, left = 0, number
+        for extent, stride in reversed(copies):
+            left, index = divmod(left, extent)
+            step += index * stride
+        found.append(step)
+    return tuple(found)
+
+
+@lru_cache(maxsize=1 << 10)
+def _sides(
+    size: int, dim: int, extents: tuple[int, ...], placements: tuple[Placement, ...]
+) -> dict[Lengths, Steps]:
+    """The lengths of intervals that places have along one dimension of a tensor, and where these places are.
+
+    Places without any are left out. A step is that from the first place along the dimensions of the mesh
+    that split this one.
+    """
+    if size == 0:
+        return {}
+    strides = [math.prod(extents[axis + 1 :]) for axis in range(len(extents))]
+    axes = [axis for axis, one in enumerate(placements) if isinstance(one, Sharded) and one.dim == dim]
+    if not axes:
+        return {(size,): range(1)}
+    if len(axes) == 1 and placements[axes[0]] == Sharded(dim):
+        return _chunks(size, extents[axes[0]], strides[axes[0]])
+    found: dict[Lengths, list[int]] = {}
+    for indices in itertools.product(*(range(extents[axis]) for axis in axes)):
+        at = dict(zip(axes, indices, strict=True))
+        coordinate = [at.get(axis, 0) for axis in range(len(extents))]
+        lengths = tuple(b - a for a, b in local_intervals(size, dim, extents, coordinate, placements))
+        if lengths:
+            step = sum(strides[axis] * index for axis, index in at.items())
+            found.setdefault(lengths, []).append(step)
+    return {lengths: tuple(steps) for lengths, steps in found.items()}
+
+
+def _chunks(size: int, places: int, stride: int) -> dict[Lengths, Steps]:
+    chunk = -(-size // places)
+    full, rest = divmod(size, chunk)
+    found: dict[Lengths, Steps] = {(chunk,): range(0, (full - 1) * stride + 1, stride)}
+    if rest:
+        found[rest,] = range(full * stride, full * stride + 1)
+    return found
 
 
 @lru_cache(maxsize=1 << 14)

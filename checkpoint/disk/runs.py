@@ -81,10 +81,22 @@ def unpack_names(packed: Json, what: str) -> tuple[str, ...]:
 
 
 def _run_end(numbers: Sequence[int], start: int) -> int:
-    stop = start + 1
-    while stop < len(numbers) and numbers[stop] - numbers[stop - 1] == numbers[start + 1] - numbers[start]:
+    """The end of the run that begins at `start`; stretches of doubling length are compared at once."""
+    stop, ahead = start + 1, 16
+    if stop == len(numbers):
+        return stop
+    first, step = numbers[start], numbers[stop] - numbers[start]
+    while (more := list(numbers[stop : stop + ahead])) and more == _run_items(
+        first + step * (stop - start), step, len(more)
+    ):
+        stop, ahead = stop + len(more), ahead * 2
+    while stop < len(numbers) and numbers[stop] == first + step * (stop - start):
         stop += 1
     return stop
+
+
+def _run_items(first: int, step: int, count: int) -> list[int]:
+    return list(range(first, first + step * count, step)) if step else [first] * count
 
 
 def _items(packed: Json, what: str) -> list[Json]:

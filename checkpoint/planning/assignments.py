@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.disk.boxes import Bounds, volume
-from torchrelay.checkpoint.disk.layouts import Layout, Split
-from torchrelay.checkpoint.disk.manifest import VALUE_LIMIT_BYTES
+from torchrelay.checkpoint.disk.canonical import dumps
+from torchrelay.checkpoint.disk.layouts import Layout, PerNode, Split
+from torchrelay.checkpoint.disk.manifest import VALUE_LIMIT_BYTES, BlobRow, LeafRow
 from torchrelay.checkpoint.disk.mesh import Mesh, placements_json
 from torchrelay.checkpoint.disk.names import Flat, Key, Whole
 from torchrelay.checkpoint.disk.parts import box_key
@@ -104,12 +107,105 @@ class Plan:
         return {group: tuple(found) for group, found in sorted(groups.items())}
 
     @cached_property
+    def writers(self) -> frozenset[tuple[int, str]]:
+        """Node and group of every file that is written: what `files` says of all nodes together."""
+        return frozenset(
+            (node, group)
+            for layout, rows in self._stored_by_layout.items()
+            for group, nodes in self._writing(self.layouts[layout], rows)
+            for node in nodes
+        )
+
+    @cached_property
+    def largest_share(self) -> int:
+        """A bound of the bytes that any one node writes; near to them but for small shards with replicas."""
+        found: Counter[int] = Counter()
+        for number, rows in self._stored_by_layout.items():
+            layout, leaves = self.layouts[number], [self.rows[row].leaf for row in rows]
+            if isinstance(layout, Split):
+                found.update(_split_shares(layout, [self.rows[row].leaf for row in layout.items]))
+            elif isinstance(layout, Mesh):
+                share = sum(layout.largest_share(leaf.shape, item_bytes(leaf)) for leaf in leaves)
+                found.update(dict.fromkeys(layout.nodes, share))
+            else:
+                share = sum(leaf.nbytes for leaf in leaves if leaf.kind == "tensor")
+                found.update(
+                    dict.fromkeys(layout.nodes if isinstance(layout, PerNode) else layout.nodes[:1], share)
+                )
+        return max(found.values(), default=0)
+
+    @cached_property
+    def _stored_by_layout(self) -> dict[int, list[int]]:
+        """The rows that lie in shards, by the number of their layout."""
+        found: dict[int, list[int]] = {}
+        for row, planned in enumerate(self.rows):
+            if planned.leaf.alias_of is None and not planned.inline:
+                found.setdefault(planned.layout, []).append(row)
+        return found
+
+    def _writing(self, layout: Layout, rows: Sequence[int]) -> Iterator[tuple[str, Iterable[int]]]:
+        groups = {self.rows[row].leaf.group for row in rows}
+        if isinstance(layout, Mesh):
+            leaves = [self.rows[row].leaf for row in rows]
+            parts = {
+                (leaf.group, part)
+                for leaf in leaves
+                for part in layout.writers(leaf.name, leaf.shape, item_bytes(leaf))
+            }
+            yield from parts
+        else:
+            yield from ((group, layout.writers) for group in groups)
+
+    @cached_property
+    def leaf_rows(self) -> tuple[LeafRow, ...]:
+        """The rows as a manifest has them."""
+        return tuple(_leaf_row(planned) for planned in self.rows)
+
+    @cached_property
+    def blob_rows(self) -> tuple[BlobRow, ...]:
+        """The blobs, as their leaves tell of them."""
+        members: dict[str, list[PlannedLeaf]] = {}
+        for planned in self.rows:
+            members.setdefault(planned.leaf.blob, []).append(planned)
+        return tuple(_blob_row(name, members[name]) for name in sorted(members))
+
+    @cached_property
+    def inline_rows(self) -> dict[int, str]:
+        """The rows whose values lie in the manifest, with their names."""
+        rows = enumerate(self.rows)
+        return {row: one.leaf.name for row, one in rows if one.inline and one.leaf.alias_of is None}
+
+    @cached_property
     def _unsplit(self) -> tuple[int, ...]:
         return tuple(r for r, p in enumerate(self.rows) if not isinstance(self.layouts[p.layout], Split))
 
     def _rows_of(self, node: int) -> list[int]:
         split = [row for lay in self.layouts if isinstance(lay, Split) for row in lay.items_of(node)]
         return sorted({*self._unsplit, *split})
+
+
+def _split_shares(split: Split, leaves: Sequence[LeafSpec]) -> dict[int, int]:
+    """The bytes that each node writes of a byte string of leaves."""
+    starts = (0, *accumulate(leaf.nbytes for leaf in leaves))
+    widths = (*map(item_bytes, leaves), 1)
+    ends = [starts[cut.item] + cut.element * widths[cut.item] for cut in split.cuts]
+    return {node: stop - start for node, start, stop in zip(split.nodes, ends, ends[1:], strict=False)}
+
+
+def _leaf_row(planned: PlannedLeaf) -> LeafRow:
+    leaf = planned.leaf
+    return LeafRow(
+        leaf.name, leaf.blob, leaf.kind, leaf.role.value, leaf.dtype, tuple(leaf.shape), leaf.nbytes,
+        planned.scope, leaf.group, planned.layout, leaf.alias_of,
+    )  # fmt: skip
+
+
+def _blob_row(name: str, leaves: Sequence[PlannedLeaf]) -> BlobRow:
+    """A blob that is a leaf itself is a tensor or a value, unless only an object can take that leaf."""
+    scopes = {planned.scope for planned in leaves}
+    own = next((planned.leaf for planned in leaves if planned.leaf.name == name), None)
+    kind = "stateful" if own is None or own.role.value in ("state", "subclass") else own.kind
+    return BlobRow(name, kind, scopes.pop() if len(scopes) == 1 else "replicated")
 
 
 def _boxes(leaf: LeafSpec, mesh: Mesh, node: int) -> list[Assignment]:
@@ -137,6 +233,14 @@ def identity(leaf: LeafSpec) -> list[object]:
     if mesh is None:
         return described
     return [*described, list(mesh.nodes), list(mesh.extents), placements_json(mesh.placements)]
+
+
+def identity_text(leaf: LeafSpec, *more: object) -> bytes:
+    """Canonical JSON of `identity` and `more`; a mesh's text is made once, however many leaves lie on it."""
+    if leaf.sharding is None:
+        return dumps([*identity(leaf), *more])
+    own = dumps(identity(replace(leaf, sharding=None)))[:-1]
+    return b"%b]" % b",".join([own, leaf.sharding.text, *map(dumps, more)])
 
 
 def sorted_leaves(leaves: Iterable[LeafSpec]) -> list[LeafSpec]:

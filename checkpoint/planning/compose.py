@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrelay.checkpoint.disk.manifest import BlobRow, LeafRow, Manifest, ShardRow, World
+from torchrelay.checkpoint.disk.manifest import BlobRow, Manifest, ShardRow, World, in_order
 from torchrelay.checkpoint.facts import Facts
-from torchrelay.checkpoint.planning.assignments import Plan, PlannedLeaf
+from torchrelay.checkpoint.planning.assignments import Plan
 from torchrelay.checkpoint.position import Position
 from torchrelay.jobs.places import NodePlace
 
@@ -28,7 +28,20 @@ class TryIdentity:
 
 
 def world_of(places: Sequence[NodePlace]) -> World:
-    """The world as a manifest keeps it, from the places of all nodes in rank order."""
+    """The world as a manifest keeps it, from the places of all nodes in rank order.
+
+    The last one is remembered, so that it is the same object while the places are the same.
+    """
+    known = _last_world.get("places")
+    if known is None or known[0] != tuple(places):
+        known = _last_world["places"] = tuple(places), _world_of(places)
+    return known[1]
+
+
+_last_world: dict[str, tuple[tuple[NodePlace, ...], World]] = {}
+
+
+def _world_of(places: Sequence[NodePlace]) -> World:
     hosts = sorted({(place.host_index, place.host) for place in places})
     number = {host: index for index, host in enumerate(hosts)}
     return World(
@@ -59,46 +72,21 @@ def compose(
         generation=identity.generation,
         tries=(identity.try_name,),
         world=world,
-        blobs=_blobs(plan, blobs or ()),
-        leaves=tuple(_leaf(planned) for planned in plan.rows),
+        blobs=_with_said(plan.blob_rows, blobs) if blobs else plan.blob_rows,
+        leaves=plan.leaf_rows,
         layouts=plan.layouts,
-        shards=tuple(sorted(shards, key=lambda shard: shard.order)),
+        shards=tuple(sorted(shards, key=in_order)),
         plan_hash=plan.hash,
-        values={
-            row: values[planned.leaf.name]
-            for row, planned in enumerate(plan.rows)
-            if planned.inline and planned.leaf.alias_of is None
-        },
+        values={row: values[name] for row, name in plan.inline_rows.items()},
         facts=facts,
     )
 
 
 def blob_rows(plan: Plan) -> tuple[BlobRow, ...]:
     """The blobs of a plan, as its leaves tell of them."""
-    return _blobs(plan, ())
+    return plan.blob_rows
 
 
-def _leaf(planned: PlannedLeaf) -> LeafRow:
-    leaf = planned.leaf
-    return LeafRow(
-        leaf.name, leaf.blob, leaf.kind, leaf.role.value, leaf.dtype, tuple(leaf.shape), leaf.nbytes,
-        planned.scope, leaf.group, planned.layout, leaf.alias_of,
-    )  # fmt: skip
-
-
-def _blobs(plan: Plan, said: Sequence[BlobRow]) -> tuple[BlobRow, ...]:
-    found = {blob.name: blob for blob in said}
-    members: dict[str, list[PlannedLeaf]] = {}
-    for planned in plan.rows:
-        members.setdefault(planned.leaf.blob, []).append(planned)
-    for name, leaves in members.items():
-        scopes = {planned.scope for planned in leaves}
-        scope = scopes.pop() if len(scopes) == 1 else "replicated"
-        found.setdefault(name, BlobRow(name, _kind(name, leaves), scope))
-    return tuple(found[name] for name in sorted(found))
-
-
-def _kind(blob: str, leaves: Sequence[PlannedLeaf]) -> str:
-    """A blob that is a leaf itself is a tensor or a value, unless only an object can take that leaf."""
-    own = next((planned.leaf for planned in leaves if planned.leaf.name == blob), None)
-    return "stateful" if own is None or own.role.value in ("state", "subclass") else own.kind
+def _with_said(found: Sequence[BlobRow], said: Sequence[BlobRow]) -> tuple[BlobRow, ...]:
+    blobs = {blob.name: blob for blob in (*found, *said)}
+    return tuple(blobs[name] for name in sorted(blobs))

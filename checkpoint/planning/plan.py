@@ -14,9 +14,8 @@ every node whose class has an identical leaf.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.disk import canonical
@@ -25,7 +24,7 @@ from torchrelay.checkpoint.planning.assignments import (
     NodeClass,
     Plan,
     PlannedLeaf,
-    identity,
+    identity_text,
     item_bytes,
     sorted_leaves,
 )
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 
 PLAN_VERSION = 1
 SPLIT_ROLES = ("parameter", "optimizer")
-_CACHED_PLANS = 8
 
 
 @dataclass(frozen=True)
@@ -82,42 +80,36 @@ def plan_classes(
     hosts: Sequence[int] | None = None,
     referenced: Collection[str] = (),
 ) -> Plan:
-    """Plan a save of nodes of several classes; see `Question`.
-
-    The last few plans are remembered, so an identical question costs one hash.
-    """
+    """Plan a save of nodes of several classes; see `Question`."""
     known_hosts = None if hosts is None else tuple(hosts)
     question = Question(tuple(classes), cut, dict(scopes or {}), known_hosts, frozenset(referenced))
-    key = plan_hash(question)
-    if key not in _plans:
-        _plans[key] = _make(question, key)
-        while len(_plans) > _CACHED_PLANS:
-            _plans.popitem(last=False)
-    _plans.move_to_end(key)
-    return _plans[key]
-
-
-_plans: OrderedDict[str, Plan] = OrderedDict()
+    return _make(question, plan_hash(question))
 
 
 def plan_hash(question: Question) -> str:
     """SHA-256 (hex) over all that decides a plan; ranks compare it before they write."""
-    stated = {
+    classes = (
+        b"[%b,[%b]]"
+        % (
+            canonical.dumps(list(one.nodes)),
+            b",".join(_stated(leaf, question) for leaf in sorted_leaves(one.leaves)),
+        )
+        for one in question.classes
+    )
+    rest = {
         "version": PLAN_VERSION,
         "cut": question.cut,
-        "classes": [
-            [list(one.nodes), [_stated(leaf, question) for leaf in sorted_leaves(one.leaves)]]
-            for one in question.classes
-        ],
         "scopes": dict(question.scopes),
         "hosts": None if question.hosts is None else list(question.hosts),
         "referenced": sorted(question.referenced),
     }
-    return hashlib.sha256(canonical.dumps(stated)).hexdigest()
+    texts = {key: canonical.dumps(value) for key, value in rest.items()}
+    stated = canonical.object_of({**texts, "classes": b"[%b]" % b",".join(classes)})
+    return hashlib.sha256(stated).hexdigest()
 
 
-def _stated(leaf: LeafSpec, question: Question) -> list[object]:
-    return [*identity(leaf), PlannedLeaf(leaf, question.scope_of(leaf), 0).inline]
+def _stated(leaf: LeafSpec, question: Question) -> bytes:
+    return identity_text(leaf, PlannedLeaf(leaf, question.scope_of(leaf), 0).inline)
 
 
 def _make(question: Question, key: str) -> Plan:
@@ -125,16 +117,16 @@ def _make(question: Question, key: str) -> Plan:
     rows = tuple(leaf for leaf, _ in held)
     layouts = _Layouts()
     numbers = [-1] * len(rows)
-    strings: dict[tuple[tuple[int, ...], str], list[int]] = {}
+    strings: dict[tuple[int, str], tuple[tuple[int, ...], list[int]]] = {}  # of node sets by identity
     for row, (leaf, nodes) in enumerate(held):
         scope = question.scope_of(leaf)
         if leaf.sharding is not None:
             numbers[row] = layouts.number(leaf.sharding)
         elif scope == "replicated" and _splits(leaf):
-            strings.setdefault((nodes, leaf.group), []).append(row)
+            strings.setdefault((id(nodes), leaf.group), (nodes, []))[1].append(row)
         else:
-            numbers[row] = layouts.number(_unsplit_layout(scope, nodes, question.hosts))
-    for (nodes, _), members in sorted(strings.items()):
+            numbers[row] = layouts.unsplit(scope, nodes, question.hosts)
+    for nodes, _, members in sorted((nodes, group, rows) for (_, group), (nodes, rows) in strings.items()):
         number = layouts.number(_split_layout(nodes, members, rows, question.cut))
         for row in members:
             numbers[row] = number
@@ -150,15 +142,21 @@ def _holders(
     classes: Sequence[NodeClass], referenced: frozenset[str]
 ) -> list[tuple[LeafSpec, tuple[int, ...]]]:
     """Every distinct leaf with the nodes that have it, by name and first node."""
-    found: dict[LeafSpec, tuple[LeafSpec, list[int]]] = {}
-    for node_class in classes:
+    found: dict[bytes | str, tuple[LeafSpec, list[int]]] = {}
+    for number, node_class in enumerate(classes):
         for leaf in node_class.leaves:
             if leaf.name not in referenced:
-                # as `identity` says, the size of a value is no part of what it is
-                key = leaf if leaf.kind == "tensor" else replace(leaf, nbytes=0)
-                found.setdefault(key, (leaf, []))[1].extend(node_class.nodes)
-    held = joined([(leaf, tuple(sorted(nodes))) for leaf, nodes in found.values()])
-    return sorted(held, key=lambda pair: (pair[0].name, pair[1]))
+                # Names differ within a class, so a single one needs no other key.
+                key = leaf.name if len(classes) == 1 else identity_text(leaf)
+                found.setdefault(key, (leaf, []))[1].append(number)
+    sets: dict[tuple[int, ...], tuple[int, ...]] = {}
+    held = []
+    for leaf, numbers in found.values():
+        some = tuple(numbers)
+        if some not in sets:
+            sets[some] = tuple(sorted(node for number in some for node in classes[number].nodes))
+        held.append((leaf, sets[some]))
+    return sorted(joined(held), key=lambda pair: (pair[0].name, pair[1]))
 
 
 def _splits(leaf: LeafSpec) -> bool:
@@ -189,14 +187,25 @@ def _split_layout(nodes: tuple[int, ...], members: list[int], rows: Sequence[Lea
 
 
 class _Layouts:
-    """Numbers layouts, an equal one once."""
+    """Numbers layouts, an equal one once. Many leaves have the same object, which is then not compared."""
 
     def __init__(self) -> None:
         self.found: list[Layout] = []
         self._numbers: dict[Layout, int] = {}
+        self._same: dict[object, int] = {}
+        self._kept: list[Layout] = []
 
     def number(self, layout: Layout) -> int:
-        if layout not in self._numbers:
-            self._numbers[layout] = len(self.found)
-            self.found.append(layout)
-        return self._numbers[layout]
+        if id(layout) not in self._same:
+            if layout not in self._numbers:
+                self._numbers[layout] = len(self.found)
+                self.found.append(layout)
+            self._same[id(layout)] = self._numbers[layout]
+            self._kept.append(layout)
+        return self._same[id(layout)]
+
+    def unsplit(self, scope: str, nodes: tuple[int, ...], hosts: Sequence[int] | None) -> int:
+        key = (scope, id(nodes))
+        if key not in self._same:
+            self._same[key] = self.number(_unsplit_layout(scope, nodes, hosts))
+        return self._same[key]

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from torchrelay.checkpoint.disk.layouts import Cut, Layout, PerNode, Replicated, Split
-from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest, ShardRow
+from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest, ShardRow, in_order
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.disk.parts import parts_of
 
@@ -66,7 +66,7 @@ class _Merging:
             blobs=tuple(sorted([*self.new.blobs, *blobs], key=lambda blob: blob.name)),
             leaves=(*self.new.leaves, *leaves),
             layouts=(*self.new.layouts, *layouts),
-            shards=tuple(sorted({*self.new.shards, *shards}, key=lambda shard: shard.order)),
+            shards=tuple(sorted({*self.new.shards, *shards}, key=in_order)),
             values={**self.new.values, **values},
         )
 
@@ -103,7 +103,7 @@ class _Merging:
             yield from self.old.files[holder]
 
     def _shard(self, shard: ShardRow) -> ShardRow:
-        return replace(shard, source=self._try(shard.source), node=self._node(shard.node))
+        return shard._replace(source=self._try(shard.source), node=self._node(shard.node))
 
     def _try(self, number: int) -> int:
         return self.tries.setdefault(self.old.tries[number], len(self.tries))

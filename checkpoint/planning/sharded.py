@@ -25,11 +25,14 @@ def joined(held: Sequence[Held]) -> list[Held]:
     """
     found: list[Held] = []
     alike: dict[LeafSpec, list[Held]] = {}
+    complete: set[tuple[int, int]] = set()  # many leaves have the same objects, checked once
     for leaf, nodes in held:
         if leaf.sharding is None:
             found.append((leaf, nodes))
             continue
-        _check_complete(leaf, leaf.sharding, nodes)
+        if (id(leaf.sharding), id(nodes)) not in complete:
+            _check_complete(leaf, leaf.sharding, nodes)
+            complete.add((id(leaf.sharding), id(nodes)))
         apart = replace(leaf, sharding=replace(leaf.sharding, nodes=()))
         alike.setdefault(apart, []).append((leaf, nodes))
     return found + [_joined(group) for group in alike.values()]

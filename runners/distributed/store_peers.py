@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 from torchrelay.errors import DeadlineError, PeerError
+from torchrelay.jobs.collector import collector_paused
 from torchrelay.runners.distributed.roll_call import ranks_text
 from torchrelay.runners.distributed.store import Deadline, StoreClient
 
@@ -16,6 +18,8 @@ _KEPT_ROUNDS = 2
 _LEAVERS = "leavers"
 
 Json = Any
+_Runs = list[tuple[int, Any]]
+"""Entries in rank order, with the number of ranks in a row that posted the very same one."""
 
 
 class StorePeers:
@@ -45,8 +49,15 @@ class StorePeers:
         self._round = 0
         self._lines = 0
 
-    def exchange(self, topic: str, value: Json, *, deadline_secs: float | None = None) -> list[Json]:
-        """Post `value` about `topic`; return the values of all ranks in rank order.
+    def exchange(
+        self,
+        topic: str,
+        value: Json,
+        *,
+        deadline_secs: float | None = None,
+        told: Callable[[Json], Json] | None = None,
+    ) -> list[Json]:
+        """Post `value` about `topic`; return the values of all ranks in rank order (see `Peers`).
 
         Raises DeadlineError naming the late ranks, PeerError when ranks are at different topics,
         a rank failed, or the store is lost. After an error the peers are out of step: use no more.
@@ -55,13 +66,16 @@ class StorePeers:
         deadline = Deadline(self._deadline_secs if deadline_secs is None else deadline_secs)
         self._post(topic, value)
         if self.rank == 0:
-            entries = self._gather(topic, deadline)
-            self._store.put(self._answer(), json.dumps(entries).encode())
+            answer = _joined(self._gather(topic, deadline))
+            with collector_paused():
+                runs: _Runs = json.loads(answer)
+            self._store.put(self._answer(), answer if told is None else _retold(runs, told))
         else:
-            entries = self._await_answer(topic, deadline)
+            runs = json.loads(self._await_answer(topic, deadline))
         self._forget()
-        self._check(topic, entries, deadline.secs)
-        return [entry["value"] for entry in entries]
+        if any(entry is None or entry["topic"] != topic for _, entry in runs):
+            self._refuse(topic, [entry for count, entry in runs for _ in range(count)], deadline.secs)
+        return [value for count, entry in runs for value in [entry["value"]] * count]
 
     def apart(self) -> StorePeers:
         """The same ranks over a connection and below keys of their own, for another thread."""
@@ -84,28 +98,27 @@ class StorePeers:
         entry = {"topic": topic, "value": value}
         self._store.put(self._key(self.rank), json.dumps(entry, allow_nan=True).encode())
 
-    def _gather(self, topic: str, deadline: Deadline) -> list[Json]:
-        """Wait for the posts of all ranks; a rank that is late has None."""
+    def _gather(self, topic: str, deadline: Deadline) -> list[bytes]:
+        """Wait for the posts of all ranks; a rank that is late has null."""
         keys = [self._key(rank) for rank in range(self.size)]
         while not self._store.wait(keys, deadline.left):
             self._stop_for_failure()
             self._stop_for_leavers(topic)
             if deadline.over:
                 return self._present(keys)
-        return [json.loads(entry) for entry in self._store.get(keys)]
+        return self._store.get(keys)
 
-    def _await_answer(self, topic: str, deadline: Deadline) -> list[Json]:
+    def _await_answer(self, topic: str, deadline: Deadline) -> bytes:
         patience = Deadline(deadline.secs + _SLACK_SECS)
         while not self._store.wait([self._answer()], patience.left):
             self._stop_for_failure()
             self._stop_for_leavers(topic)
             if patience.over:
                 raise DeadlineError(self._unanswered(topic, deadline.secs))
-        answer: list[Json] = json.loads(self._store.get([self._answer()])[0])
-        return answer
+        return self._store.get([self._answer()])[0]
 
-    def _present(self, keys: Sequence[str]) -> list[Json]:
-        return [json.loads(self._store.get([key])[0]) if self._store.has(key) else None for key in keys]
+    def _present(self, keys: Sequence[str]) -> list[bytes]:
+        return [self._store.get([key])[0] if self._store.has(key) else b"null" for key in keys]
 
     def _unanswered(self, topic: str, secs: float) -> str:
         late = [rank for rank in range(self.size) if not self._store.has(self._key(rank))]
@@ -129,12 +142,11 @@ class StorePeers:
             names = ", ".join(self.name_of(rank) for rank in needed[:16])
             raise PeerError(f"{names} left without coming to {topic!r}, for which the others wait")
 
-    def _check(self, topic: str, entries: list[Json], secs: float) -> None:
+    def _refuse(self, topic: str, entries: list[Json], secs: float) -> None:
         if mismatch := mismatch_text(topic, entries, self.name_of):
             raise PeerError(mismatch)
         late = [rank for rank, entry in enumerate(entries) if entry is None]
-        if late:
-            raise DeadlineError(late_text(topic, secs, late, self.name_of))
+        raise DeadlineError(late_text(topic, secs, late, self.name_of))
 
     def _forget(self) -> None:
         """Delete own keys that everybody has read: whoever posts a round has read the ones before."""
@@ -150,6 +162,21 @@ class StorePeers:
 
     def _answer(self, of_round: int | None = None) -> str:
         return f"round/{of_round or self._round}/all"
+
+
+def _joined(posts: Sequence[bytes]) -> bytes:
+    """Runs of equal posts as one JSON text: what all ranks say alike costs no more than what one says."""
+    runs = [(post, sum(1 for _ in same)) for post, same in groupby(posts)]
+    return b"[%b]" % b",".join(b"[%d,%b]" % (count, post) for post, count in runs)
+
+
+def _retold(runs: _Runs, told: Callable[[Json], Json]) -> bytes:
+    """What the others get instead: each value as `told` makes it. Late ranks stay late."""
+    entries = (
+        (count, entry if entry is None else {**entry, "value": told(entry["value"])}) for count, entry in runs
+    )
+    same = groupby(entries, key=lambda one: one[1])
+    return json.dumps([[sum(count for count, _ in some), entry] for entry, some in same]).encode()
 
 
 def mismatch_text(topic: str, entries: Sequence[Json], name_of: Callable[[int], str]) -> str | None:

@@ -132,13 +132,16 @@ class Saved:
 
     def run(self) -> LeafReader:
         """Plan, write all shards, encode the manifest and open it again."""
+        return LeafReader(self.storage, Manifest.decode(self.manifest().encode()))  # type: ignore[arg-type]
+
+    def manifest(self) -> Manifest:
+        """Plan and write all shards."""
         places = [NodePlace(f"trainer_{rank}", rank, self.world, "host", 0) for rank in range(self.world)]
         specs = tuple(self._spec(name) for name in self.wholes)
         plan = plan_classes([NodeClass(tuple(range(self.world)), specs)])
         rows = [row for place in places for row in self._write(plan, place)]
         identity = TryIdentity("uuid", "job", Position(1), 0, 0, TRY)
-        manifest = compose(plan, identity, world_of(places), rows, {}, Facts())
-        return LeafReader(self.storage, Manifest.decode(manifest.encode()))  # type: ignore[arg-type]
+        return compose(plan, identity, world_of(places), rows, {}, Facts())
 
     def _spec(self, name: str) -> LeafSpec:
         return replace(spec_of(self._leaf(name, self.wholes[name])), sharding=self.meshes[name])
@@ -156,7 +159,8 @@ class Saved:
             identity = ShardIdentity("job", Position(1), place.name, group, TRY)
             storage: Any = self.storage
             for part, report in enumerate(write_shard(storage, f"data/{TRY}", identity, entries), 1):
-                found.append(save._shard_row(place.rank, group, part, report))
+                size, head, digest = report.bytes, report.header_bytes, report.header_sha256
+                found.append(ShardRow(place.rank, group, part, size, head, digest))
         return found
 
     def _part(self, name: str, node: int) -> torch.Tensor:

@@ -20,7 +20,9 @@ def test_a_large_load_is_waited_for_as_a_large_save_is(
     deadlines: dict[str, float | None] = {}
 
     class Noting(Solo):
-        def exchange(self, topic: str, value: Any, *, deadline_secs: float | None = None) -> list[Any]:
+        def exchange(
+            self, topic: str, value: Any, *, deadline_secs: float | None = None, **_: Any
+        ) -> list[Any]:
             deadlines[topic] = deadline_secs
             return [value]
 

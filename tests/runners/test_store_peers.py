@@ -134,3 +134,36 @@ def test_a_lost_store_is_an_error_at_once():
     with pytest.raises(PeerError, match="does not answer") as caught:
         peers.exchange("x", 1)
     assert caught.value.exit_code == 6
+
+
+def test_what_only_rank_0_needs_does_not_travel_to_the_others(peers_of):
+    """Rank 0 gets the values, the others what is told of them; a failure of any rank is everybody's still."""
+
+    def work(rank):
+        peers = peers_of(rank, 3)
+        values = together(peers, "report", lambda: {"bytes": rank}, for_first=True)
+        answer = peers._store.get(["round/1/all"])[0]
+
+        def fail():
+            if rank == 2:
+                raise StorageError("disk full")
+            return "long" * 1000
+
+        try:
+            together(peers, "write", fail, for_first=True)
+        except StorageError as error:
+            return values, b"bytes" in answer, "disk full" in str(error)
+
+    others = ([None] * 3, False, True)
+    assert on_ranks(3, work) == [([{"bytes": 0}, {"bytes": 1}, {"bytes": 2}], False, True), others, others]
+
+
+def test_what_all_say_alike_is_told_once(peers_of):
+    """The answer to equal posts does not grow with the ranks, and everybody still gets a value per rank."""
+
+    def work(rank):
+        peers = peers_of(rank, 5)
+        values = peers.exchange("plan", "x" * 1000)
+        return values == ["x" * 1000] * 5, len(peers._store.get(["round/1/all"])[0]) < 1100
+
+    assert on_ranks(5, work) == [(True, True)] * 5
