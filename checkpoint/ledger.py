@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torchrelay.checkpoint.disk import manifest_disk
+from torchrelay.checkpoint.disk import facts_disk, manifest_disk
 from torchrelay.checkpoint.disk.manifest import Manifest
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.log.branches import LogView
@@ -105,7 +105,7 @@ class Ledger:
     def look(self, peers: Peers, *, tolerant: bool = False) -> Look:
         """Read the log. `tolerant`: a directory that cannot be read looks empty, with a notice."""
         found = decide(peers, "look at the log", lambda: self._look(tolerant=tolerant))
-        facts = None if found["facts"] is None else manifest_disk.facts_of(found["facts"], "the log")
+        facts = None if found["facts"] is None else facts_disk.facts_of(found["facts"], "the log")
         return Look(**{**found, "facts": facts, "notices": tuple(found["notices"])})
 
     def _look(self, *, tolerant: bool) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class Ledger:
         facts = None
         if newest is not None:
             with suppress(OSError):  # whoever loads it will say what is wrong with it
-                facts = manifest_disk.facts_json(manifest_disk.read(self.storage, newest).facts)
+                facts = facts_disk.facts_json(manifest_disk.read(self.storage, newest).facts)
         return {
             "commits": bool(view.entries),
             "branch": view.current.id,

@@ -22,17 +22,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torchrelay.checkpoint.disk import canonical, values, version
+from torchrelay.checkpoint.disk import canonical, version
+from torchrelay.checkpoint.disk.facts_disk import facts_in, facts_json
 from torchrelay.checkpoint.disk.fields import Fields
 from torchrelay.checkpoint.disk.layouts_disk import layout_json, layout_of
 from torchrelay.checkpoint.disk.manifest import BlobRow, LeafRow, Manifest, ShardRow, World, in_order
 from torchrelay.checkpoint.disk.manifest_check import Stored, check, check_files, check_tables
 from torchrelay.checkpoint.disk.paths import manifest_path
 from torchrelay.checkpoint.disk.runs import pack_names, pack_numbers, unpack_names, unpack_numbers
-from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.position import Position
-from torchrelay.checkpoint.selection import Selection
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import DamagedError
 
@@ -142,7 +141,7 @@ def decode(data: bytes, *, what: str = "manifest.json") -> Manifest:
         shards=_shards(_Columns(fields.fields("shards"), words)),
         plan_hash=fields.text("plan"),
         values=_by_row(fields.items("values"), fields, "values"),
-        facts=_facts(fields.fields("facts")),
+        facts=facts_in(fields.fields("facts")),
         extra=fields.rest(_KNOWN),
     )
     check(manifest, what)
@@ -242,63 +241,6 @@ def _world(fields: Fields) -> World:
 
     host_of = unpack_numbers(fields.items("host_of"), f"{fields.what} (host_of)")
     return World(names("nodes"), names("hosts"), host_of, names("others"))
-
-
-def facts_json(facts: Facts) -> Json:
-    """Facts as they lie in a manifest."""
-    return {
-        "metrics": {
-            name: values.encode(float(value), f"metric {name}") for name, value in facts.metrics.items()
-        },
-        "stop": {name: dict(verdict) for name, verdict in facts.stop.items()},
-        "total_steps": facts.total_steps,
-        "elapsed_secs": float(facts.elapsed_secs),
-        "seed": values.encode(facts.seed, "seed"),
-        "run": facts.run_id,
-        "over": facts.over,
-        **_selection_json(facts.selection),
-    }
-
-
-def facts_of(value: Json, what: str) -> Facts:
-    """Read what `facts_json` made; raises DamagedError naming `what`."""
-    return _facts(Fields(value if isinstance(value, dict) else {}, what))
-
-
-def _selection_json(selection: Selection) -> dict[str, Json]:
-    include = None if selection.include is None else list(selection.include)
-    said = {"include": include, "exclude": list(selection.exclude)}
-    return {} if selection.everything else {"selection": said}
-
-
-def _selection(fields: Fields) -> Selection:
-    if fields.values.get("selection") is None:
-        return Selection()
-    said = fields.fields("selection")
-    return Selection(said.optional("include", said.texts), said.texts("exclude"))
-
-
-def _facts(fields: Fields) -> Facts:
-    seed = values.decode(fields.values.get("seed"))
-    metrics = {name: values.decode(value) for name, value in fields.fields("metrics").values.items()}
-    stop = fields.fields("stop").values
-    elapsed = fields.values.get("elapsed_secs")
-    if not all(type(value) in (int, float) for value in metrics.values()):
-        raise fields.wrong("metrics")
-    if not all(isinstance(verdict, dict) for verdict in stop.values()):
-        raise fields.wrong("stop")
-    if type(elapsed) not in (int, float) or not (seed is None or type(seed) is int):
-        raise fields.wrong("elapsed_secs" if type(elapsed) not in (int, float) else "seed")
-    return Facts(
-        metrics=metrics,
-        stop=stop,
-        total_steps=fields.integer("total_steps"),
-        elapsed_secs=float(elapsed or 0),
-        seed=seed,
-        run_id=fields.optional("run", fields.text),
-        over=fields.flag("over"),
-        selection=_selection(fields),
-    )
 
 
 def _blobs_json(blobs: Sequence[BlobRow], words: _Numbers) -> Json:

@@ -98,12 +98,6 @@ def test_all_ranks_make_the_same_plan(leaves, nodes, source: random.Random):
     assert plan_replicas(leaves, nodes + 1, cut=CUT).hash != one.hash
 
 
-def test_an_identical_question_gets_the_remembered_plan():
-    """Planning the same save again costs a hash, not a plan."""
-    leaves = [tensor("a", 5), tensor("b", 7)]
-    assert plan_replicas(leaves, 2) is plan_replicas(list(leaves), 2)
-
-
 def test_both_of_two_ranks_write_bytes_of_the_parameters_and_of_the_optimizer():
     """Parameters and optimizer state are split separately, so each is spread over all replicas."""
     names = ("weight", "bias", "head")
