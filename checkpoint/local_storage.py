@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from torchrelay.checkpoint.pacing import Pacer, expect_long_read
 from torchrelay.errors import StorageError
 
 MODE = 0o644
@@ -51,6 +52,7 @@ class LocalWriteHandle:
     def __init__(self, path: str, descriptor: int) -> None:
         self.path = path
         self._descriptor = descriptor
+        self._pacer = Pacer(descriptor)
 
     def write_at(self, offset: int, data: memoryview) -> None:
         """Write all of `data`; a write of nothing twice in a row is an error, not a loop."""
@@ -61,6 +63,7 @@ class LocalWriteHandle:
                 stalls = stalls + 1 if written == 0 else 0
                 if stalls > 1:
                     raise OSError(errno.EIO, "the system wrote nothing, twice")
+                self._pacer.wrote(offset, written)
                 view, offset = view[written:], offset + written
 
     def preallocate(self, nbytes: int) -> None:
@@ -186,6 +189,7 @@ class LocalStorage:
             try:
                 if not stat_module.S_ISREG(os.fstat(descriptor).st_mode):
                     raise StorageError(f"{full} is no regular file")
+                expect_long_read(descriptor, len(view))
                 while done < len(view):
                     count = os.preadv(descriptor, [view[done:]], offset + done)
                     if count == 0:

@@ -6,18 +6,20 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from torchrelay.checkpoint.disk import dtypes
 from torchrelay.checkpoint.disk.canonical import Json, sha256
-from torchrelay.checkpoint.disk.digest import BLOCK, block_digests
-from torchrelay.checkpoint.disk.names import Key, format_key, shard_file_name
-from torchrelay.checkpoint.disk.shard import Part, ShardEntry, ShardIdentity, header_bytes, no_digests
+from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, block_count, block_digests, digests_of
+from torchrelay.checkpoint.disk.names import Key, shard_file_name
+from torchrelay.checkpoint.disk.shard import HeaderFrame, Part, ShardEntry, ShardIdentity
 from torchrelay.checkpoint.disk.shard_parts import DEFAULT_LIMITS, ShardLimits, cut
 from torchrelay.checkpoint.storage import Storage, WriteHandle
 from torchrelay.errors import BlobError, StorageError
 
 PIECE = 8 * BLOCK
 """Bytes that are hashed and then written while the cache still has them."""
+Data = TypeVar("Data", bytes, memoryview)
 GATHER = BLOCK
 """Entries below this size are copied together into writes of about this size."""
 
@@ -106,74 +108,99 @@ def write_part(storage: Storage, path: str, part: Part) -> ShardReport:
         with suppress(StorageError):
             storage.delete(path)
         raise
-    keys = tuple(format_key(entry.key) for entry in part.entries)
+    keys = tuple(entry.text for entry in part.entries)
     nbytes = len(header) + part.data_bytes
-    return ShardReport(path, nbytes, len(header), sha256(header), keys, tuple(digests), seconds)
+    return ShardReport(path, nbytes, len(header), sha256(header), keys, _by_entry(part, digests), seconds)
 
 
-def _fill(handle: WriteHandle, part: Part, seconds: Seconds) -> tuple[bytes, list[bytes]]:
-    reserved = len(header_bytes(part, no_digests(part)))
+def _by_entry(part: Part, digests: bytes) -> tuple[Digests, ...]:
+    found, at = [], 0
+    for entry in part.entries:
+        size = SIZE * block_count(entry.nbytes)
+        found.append(digests[at : at + size])
+        at += size
+    return tuple(found)
+
+
+def _fill(handle: WriteHandle, part: Part, seconds: Seconds) -> tuple[bytes, bytes]:
+    frame = HeaderFrame(part)
     with seconds.spent("write"):
-        handle.preallocate(reserved + part.data_bytes)
-    sink = _Gatherer(handle, reserved, seconds)
-    digests = [_write_entry(entry, sink) for entry in part.entries]
+        handle.preallocate(frame.nbytes + frame.data_bytes)
+    sink = _Sink(handle, frame.nbytes, seconds)
+    for entry in part.entries:
+        if entry.nbytes < GATHER:
+            sink.gather(_small(entry))
+        else:
+            sink.put(_bytes_of(entry), entry.digests)
     sink.flush()
-    header = header_bytes(part, b"".join(digests))
-    if len(header) != reserved:
-        raise StorageError(f"{handle.path}: the header takes {len(header)} bytes, {reserved} were reserved")
+    digests = bytes(sink.digests)
+    header = frame.filled(digests)
     with seconds.spent("write"):
         handle.write_at(0, memoryview(header))
     return header, digests
 
 
-def _write_entry(entry: ShardEntry, sink: _Gatherer) -> bytes:
-    view, found = _bytes_of(entry), bytearray()
-    for start in range(0, len(view), PIECE):
-        piece = view[start : start + PIECE]
-        if entry.digests is None:
-            with sink.seconds.spent("hash"):
-                found += block_digests(piece)
-        sink.append(piece)
-    return bytes(found) if entry.digests is None else entry.digests
+def _small(entry: ShardEntry) -> bytes:
+    if isinstance(entry.data, memoryview):
+        return bytes(_bytes_of(entry))
+    return _of_right_size(dtypes.copied_bytes(entry.data, entry.text), entry)
 
 
 def _bytes_of(entry: ShardEntry) -> memoryview:
-    name = format_key(entry.key)
     if isinstance(entry.data, memoryview):
         view = entry.data.cast("B") if entry.data.format != "B" else entry.data
     else:
-        view = dtypes.stored_bytes(entry.data, name)
-    if len(view) != entry.nbytes:
+        view = dtypes.stored_bytes(entry.data, entry.text)
+    return _of_right_size(view, entry)
+
+
+def _of_right_size(data: Data, entry: ShardEntry) -> Data:
+    if len(data) != entry.nbytes:
         raise BlobError(
-            f"{name}: {len(view)} bytes were given for {entry.dtype} of shape {list(entry.piece_shape)}"
+            f"{entry.text}: {len(data)} bytes were given for {entry.dtype} of shape {list(entry.piece_shape)}"
         )
-    return view
+    return data
 
 
-class _Gatherer:
-    """Writes at a growing offset; small pieces are collected, large ones go straight through."""
+class _Sink:
+    """Hashes and writes at a growing offset; small entries are collected, large ones go straight through."""
 
     def __init__(self, handle: WriteHandle, offset: int, seconds: Seconds) -> None:
         self.seconds = seconds
+        self.digests = bytearray()
         self._handle = handle
         self._offset = offset
-        self._pending = bytearray()
+        self._gathered: list[bytes] = []
+        self._room = GATHER
 
-    def append(self, piece: memoryview) -> None:
-        if len(piece) < GATHER:
-            self._pending += piece
-            if len(self._pending) >= GATHER:
-                self.flush()
-        else:
+    def gather(self, small: bytes) -> None:
+        """An entry of at most one block."""
+        self._gathered.append(small)
+        self._room -= len(small)
+        if self._room <= 0:
             self.flush()
+
+    def put(self, large: memoryview, known: Digests | None = None) -> None:
+        """An entry of any size; where its digests are known it is not hashed again."""
+        self.flush()
+        self.digests += known or b""
+        for start in range(0, len(large), PIECE):
+            piece = large[start : start + PIECE]
+            if known is None:
+                with self.seconds.spent("hash"):
+                    self.digests += block_digests(piece)
             self._write(piece)
 
     def flush(self) -> None:
-        pending, self._pending = self._pending, bytearray()
-        if pending:
-            self._write(memoryview(pending))
+        """Write what was collected."""
+        gathered, self._gathered, self._room = self._gathered, [], GATHER
+        if gathered:
+            with self.seconds.spent("hash"):
+                self.digests += digests_of(gathered)
+            self._write(memoryview(b"".join(gathered)))
 
     def _write(self, data: memoryview) -> None:
-        with self.seconds.spent("write"):
-            self._handle.write_at(self._offset, data)
-        self._offset += len(data)
+        if len(data):
+            with self.seconds.spent("write"):
+                self._handle.write_at(self._offset, data)
+            self._offset += len(data)

@@ -42,5 +42,7 @@ def admitted_in_place(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _repeats(tensor: torch.Tensor) -> bool:
+    if tensor.is_contiguous():
+        return False
     sized = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.numel() > 0 and any(stride == 0 and size > 1 for size, stride in sized)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.disk.boxes import Placement, Replicated, Sharded
@@ -17,7 +18,12 @@ if TYPE_CHECKING:
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether this is a DTensor; asks without importing torch's DTensor machinery."""
-    return any(base.__name__ == "DTensor" for base in type(tensor).__mro__)
+    return _is_dtensor(type(tensor))
+
+
+@lru_cache
+def _is_dtensor(kind: type) -> bool:
+    return any(base.__name__ == "DTensor" for base in kind.__mro__)
 
 
 def sharding_of(tensor: torch.Tensor, name: str) -> Mesh:
