@@ -20,6 +20,9 @@ from torchrelay.jobs.peers import Peers
 from torchrelay.jobs.session import Session
 from torchrelay.metadata.stats import NodeStats
 
+BESIDE_TRAINING = 1
+"""Writers of a file while the training goes on: more would take the processor from it."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -80,7 +83,7 @@ class Background:
                 pieces = [tensors_of(state, plan) for state in job.states]
                 if self._reserve(session, bytes_to_stage(pieces)):
                     flight.stage, states = stage(job.states, pieces, self._arena, self.verify, self.blocking)
-                    flight.job = replace(job, states=states)
+                    flight.job = replace(job, states=states, writers=BESIDE_TRAINING)
                     flight.stage.close_gate(_owners(job, flight.stage))
         except Exception as error:
             flight.failed = error

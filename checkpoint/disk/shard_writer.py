@@ -2,47 +2,23 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-from torchrelay.checkpoint.disk import dtypes
 from torchrelay.checkpoint.disk.canonical import Json, sha256
-from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, block_count, block_digests, digests_of
+from torchrelay.checkpoint.disk.digest import SIZE, block_count
+from torchrelay.checkpoint.disk.filling import fill
 from torchrelay.checkpoint.disk.names import Key, shard_file_name
+from torchrelay.checkpoint.disk.seconds import Seconds
 from torchrelay.checkpoint.disk.shard import HeaderFrame, Part, ShardEntry, ShardIdentity
 from torchrelay.checkpoint.disk.shard_parts import DEFAULT_LIMITS, ShardLimits, cut
+from torchrelay.checkpoint.disk.workers import writers as usual_writers
 from torchrelay.checkpoint.storage import Storage, WriteHandle
-from torchrelay.errors import BlobError, StorageError
-
-PIECE = 8 * BLOCK
-"""Bytes that are hashed and then written while the cache still has them."""
-Data = TypeVar("Data", bytes, memoryview)
-GATHER = BLOCK
-"""Entries below this size are copied together into writes of about this size."""
+from torchrelay.errors import StorageError
 
 Digests = bytes
 """Of the blocks of one entry, one after another."""
-
-
-@dataclass
-class Seconds:
-    """Where the time of a write went."""
-
-    hash: float = 0.0
-    write: float = 0.0
-    fsync: float = 0.0
-
-    @contextmanager
-    def spent(self, phase: str) -> Iterator[None]:
-        """Add the time of a block to `hash`, `write` or `fsync`."""
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            setattr(self, phase, getattr(self, phase) + time.monotonic() - start)
 
 
 @dataclass(frozen=True)
@@ -72,17 +48,18 @@ def write_shard(
     aliases: Mapping[str, Key] | None = None,
     limits: ShardLimits = DEFAULT_LIMITS,
     escape: str = "",
+    writers: int | None = None,
 ) -> list[ShardReport]:
     """Write the files of one node and group into a try directory, each synced; one report per file.
 
     `values` are encoded already (`values.encode`) and lie in part 1; `aliases` maps names of tied
-    leaves to the key that holds their bytes. No staging copy is made of contiguous CPU data. The
-    directory's entry is not synced: do that once after all shards (`storage.sync_dir`). Raises
-    BlobError for what cannot be stored and StorageError for what could not be written; files that
-    were begun are then removed where possible.
+    leaves to the key that holds their bytes. At most `writers` threads write a file (None: as many as
+    pay in a process that is alone). The directory's entry is not synced: do that once after all shards
+    (`storage.sync_dir`). Raises BlobError for what cannot be stored and StorageError for what could not
+    be written; files that were begun are then removed where possible.
     """
     parts = cut(identity, entries, values or {}, aliases or {}, limits)
-    return [write_part(storage, _path_of(part, directory, escape), part) for part in parts]
+    return [write_part(storage, _path_of(part, directory, escape), part, writers) for part in parts]
 
 
 def _path_of(part: Part, directory: str, escape: str) -> str:
@@ -90,7 +67,7 @@ def _path_of(part: Part, directory: str, escape: str) -> str:
     return f"{directory}/{name}" if directory else name
 
 
-def write_part(storage: Storage, path: str, part: Part) -> ShardReport:
+def write_part(storage: Storage, path: str, part: Part, writers: int | None = None) -> ShardReport:
     """Write and sync one new file; raises as `write_shard` does, and leaves nothing behind then."""
     seconds = Seconds()
     try:
@@ -98,7 +75,7 @@ def write_part(storage: Storage, path: str, part: Part) -> ShardReport:
     except FileExistsError:
         raise StorageError(f"{path} exists already: a try is written once; begin a new try") from None
     try:
-        header, digests = _fill(handle, part, seconds)
+        header, digests = _fill(handle, part, seconds, writers or usual_writers())
         with seconds.spent("fsync"):
             handle.sync_file()
             handle.close()
@@ -122,85 +99,12 @@ def _by_entry(part: Part, digests: bytes) -> tuple[Digests, ...]:
     return tuple(found)
 
 
-def _fill(handle: WriteHandle, part: Part, seconds: Seconds) -> tuple[bytes, bytes]:
+def _fill(handle: WriteHandle, part: Part, seconds: Seconds, writers: int) -> tuple[bytes, bytes]:
     frame = HeaderFrame(part)
     with seconds.spent("write"):
         handle.preallocate(frame.nbytes + frame.data_bytes)
-    sink = _Sink(handle, frame.nbytes, seconds)
-    for entry in part.entries:
-        if entry.nbytes < GATHER:
-            sink.gather(_small(entry))
-        else:
-            sink.put(_bytes_of(entry), entry.digests)
-    sink.flush()
-    digests = bytes(sink.digests)
+    digests = fill(handle, part, frame, seconds, writers)
     header = frame.filled(digests)
     with seconds.spent("write"):
         handle.write_at(0, memoryview(header))
     return header, digests
-
-
-def _small(entry: ShardEntry) -> bytes:
-    if isinstance(entry.data, memoryview):
-        return bytes(_bytes_of(entry))
-    return _of_right_size(dtypes.copied_bytes(entry.data, entry.text), entry)
-
-
-def _bytes_of(entry: ShardEntry) -> memoryview:
-    if isinstance(entry.data, memoryview):
-        view = entry.data.cast("B") if entry.data.format != "B" else entry.data
-    else:
-        view = dtypes.stored_bytes(entry.data, entry.text)
-    return _of_right_size(view, entry)
-
-
-def _of_right_size(data: Data, entry: ShardEntry) -> Data:
-    if len(data) != entry.nbytes:
-        raise BlobError(
-            f"{entry.text}: {len(data)} bytes were given for {entry.dtype} of shape {list(entry.piece_shape)}"
-        )
-    return data
-
-
-class _Sink:
-    """Hashes and writes at a growing offset; small entries are collected, large ones go straight through."""
-
-    def __init__(self, handle: WriteHandle, offset: int, seconds: Seconds) -> None:
-        self.seconds = seconds
-        self.digests = bytearray()
-        self._handle = handle
-        self._offset = offset
-        self._gathered: list[bytes] = []
-        self._room = GATHER
-
-    def gather(self, small: bytes) -> None:
-        """An entry of at most one block."""
-        self._gathered.append(small)
-        self._room -= len(small)
-        if self._room <= 0:
-            self.flush()
-
-    def put(self, large: memoryview, known: Digests | None = None) -> None:
-        """An entry of any size; where its digests are known it is not hashed again."""
-        self.flush()
-        self.digests += known or b""
-        for start in range(0, len(large), PIECE):
-            piece = large[start : start + PIECE]
-            if known is None:
-                with self.seconds.spent("hash"):
-                    self.digests += block_digests(piece)
-            self._write(piece)
-
-    def flush(self) -> None:
-        """Write what was collected."""
-        gathered, self._gathered, self._room = self._gathered, [], GATHER
-        if gathered:
-            with self.seconds.spent("hash"):
-                self.digests += digests_of(gathered)
-            self._write(memoryview(b"".join(gathered)))
-
-    def _write(self, data: memoryview) -> None:
-        if len(data):
-            with self.seconds.spent("write"):
-                self._handle.write_at(self._offset, data)
-            self._offset += len(data)
