@@ -15,11 +15,11 @@ import base64
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.disk import canonical, digest, dtypes, version
 from torchrelay.checkpoint.disk.canonical import Json
+from torchrelay.checkpoint.disk.lazily import lazily
 from torchrelay.checkpoint.disk.names import Box, Flat, Key, ShardName, format_key
 from torchrelay.checkpoint.position import Position
 from torchrelay.errors import BlobError
@@ -63,22 +63,22 @@ class ShardEntry:
     data: torch.Tensor | memoryview
     digests: bytes | None = None
 
-    @cached_property
+    @lazily
     def text(self) -> str:
         """The key as the header has it; raises BlobError for a name that cannot be one."""
         return format_key(self.key)
 
-    @cached_property
+    @lazily
     def element(self) -> dtypes.ElementType:
         """The logical element type."""
         return dtypes.by_name(self.dtype)
 
-    @cached_property
+    @lazily
     def piece_shape(self) -> tuple[int, ...]:
         """The logical shape of what is stored."""
         return piece_shape(self.key, self.shape)
 
-    @cached_property
+    @lazily
     def nbytes(self) -> int:
         """Bytes in the file, known without touching the data."""
         return self.element.nbytes(self.piece_shape)

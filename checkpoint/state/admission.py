@@ -19,12 +19,13 @@ def admitted(tensor: torch.Tensor, name: str) -> torch.Tensor:
     Refused are tensors that are sparse, quantised, nested, on the meta device or not yet initialised,
     subclasses other than Parameter and DTensor, and element types without a stored form.
     """
-    if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+    plain = type(tensor) in _PLAIN
+    if not plain and isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
         raise BlobError(f"{name} is not initialised yet: run one forward pass of the lazy module in setup")
-    if is_sharded(tensor):
+    if not plain and is_sharded(tensor):
         return tensor.detach()
     check_dense(tensor, name)
-    if type(tensor) not in _PLAIN:
+    if not plain:
         raise BlobError(
             f"{name} is a {type(tensor).__module__}.{type(tensor).__qualname__}: a tensor subclass would come"
             " back as a plain tensor; register x.as_subclass(torch.Tensor), or an object with state_dict"
@@ -36,13 +37,11 @@ def admitted(tensor: torch.Tensor, name: str) -> torch.Tensor:
 def admitted_in_place(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """As `admitted`, for a tensor that a load writes into: its elements must not share memory."""
     found = admitted(tensor, name)
-    if not is_sharded(found) and _repeats(found):
+    if not found.is_contiguous() and not is_sharded(found) and _repeats(found):
         raise BlobError(f"{name} is expanded, so it cannot be loaded in place: register a clone() of it")
     return found
 
 
 def _repeats(tensor: torch.Tensor) -> bool:
-    if tensor.is_contiguous():
-        return False
     sized = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.numel() > 0 and any(stride == 0 and size > 1 for size, stride in sized)
