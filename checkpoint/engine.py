@@ -30,6 +30,7 @@ from torchrelay.checkpoint.reuse import Reuse
 from torchrelay.checkpoint.save import Clock, SaveJob, carry_out, make_plan
 from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.kinds import check_recreatable
+from torchrelay.checkpoint.undisturbed import undisturbed
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.directories import local_directory
@@ -139,6 +140,7 @@ class Engine:
 
     # Saving
 
+    @undisturbed()
     def save(self, session: Session, position: Position, facts: Facts) -> None:
         """Save all nodes at a position; returns once it is committed and acknowledged.
 

@@ -23,7 +23,7 @@ from torchrelay.checkpoint.disk.canonical import sha256
 from torchrelay.checkpoint.disk.manifest import ShardRow
 from torchrelay.checkpoint.disk.shard import ShardEntry, ShardIdentity
 from torchrelay.checkpoint.disk.shard_writer import ShardReport, write_shard
-from torchrelay.checkpoint.disk.workers import writers as usual_writers
+from torchrelay.checkpoint.disk.workers import WRITERS
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.ledger import Holding
 from torchrelay.checkpoint.log.live import Entry
@@ -82,8 +82,8 @@ class SaveJob:
     """Called when the hosted nodes are on the disk; what it raises fails the save of all processes."""
     reuse: Reuse | None = None
     """Finds what need not be written again; None writes all."""
-    writers: int | None = None
-    """Threads that write a file; None: as many as pay, given who else writes on this host."""
+    writers: int = WRITERS
+    """Threads that write a file."""
 
     def with_rank_scope(self, names: set[str]) -> SaveJob:
         """The same, with these leaves owned by each node."""
@@ -193,13 +193,12 @@ def _write_node(
 ) -> dict[str, Any]:
     secs = {**before, "hash": 0.0, "write": 0.0, "fsync": 0.0}
     shards: list[dict[str, Any]] = []
-    writers = job.writers or usual_writers(_processes_here(job, state))
+    where = f"{DATA}/{try_name}"
     for group, assignments in plan.files(state.rank).items():
         identity = ShardIdentity(job.holding.job, job.position, state.place.name, group, try_name)
         entries, values = _contents(job, state, assignments)
         for part, report in enumerate(
-            write_shard(job.storage, f"{DATA}/{try_name}", identity, entries, values=values, writers=writers),
-            1,
+            write_shard(job.storage, where, identity, entries, values=values, writers=job.writers), 1
         ):
             shards.append(asdict(_shard_row(state.rank, group, part, report)))
             if job.reuse is not None:
@@ -208,11 +207,6 @@ def _write_node(
                 secs[phase] += getattr(report.seconds, phase)
     inline = {a.leaf.name: _json(state.leaves[a.leaf.name]) for a in plan.assignments(state.rank) if a.inline}
     return {"node": state.place.name, "rank": state.rank, "shards": shards, "values": inline, "secs": secs}
-
-
-def _processes_here(job: SaveJob, state: NodeState) -> int:
-    """How many processes write on the host of a node."""
-    return len({place.process for place in job.places if place.host_index == state.place.host_index})
 
 
 def _contents(

@@ -13,7 +13,7 @@ from torchrelay.checkpoint.disk.names import Key, shard_file_name
 from torchrelay.checkpoint.disk.seconds import Seconds
 from torchrelay.checkpoint.disk.shard import HeaderFrame, Part, ShardEntry, ShardIdentity
 from torchrelay.checkpoint.disk.shard_parts import DEFAULT_LIMITS, ShardLimits, cut
-from torchrelay.checkpoint.disk.workers import writers as usual_writers
+from torchrelay.checkpoint.disk.workers import WRITERS
 from torchrelay.checkpoint.storage import Storage, WriteHandle
 from torchrelay.errors import StorageError
 
@@ -48,15 +48,15 @@ def write_shard(
     aliases: Mapping[str, Key] | None = None,
     limits: ShardLimits = DEFAULT_LIMITS,
     escape: str = "",
-    writers: int | None = None,
+    writers: int = WRITERS,
 ) -> list[ShardReport]:
     """Write the files of one node and group into a try directory, each synced; one report per file.
 
     `values` are encoded already (`values.encode`) and lie in part 1; `aliases` maps names of tied
-    leaves to the key that holds their bytes. At most `writers` threads write a file (None: as many as
-    pay in a process that is alone). The directory's entry is not synced: do that once after all shards
-    (`storage.sync_dir`). Raises BlobError for what cannot be stored and StorageError for what could not
-    be written; files that were begun are then removed where possible.
+    leaves to the key that holds their bytes. At most `writers` threads write a file. The directory's
+    entry is not synced: do that once after all shards (`storage.sync_dir`). Raises BlobError for what
+    cannot be stored and StorageError for what could not be written; files that were begun are then
+    removed where possible.
     """
     parts = cut(identity, entries, values or {}, aliases or {}, limits)
     return [write_part(storage, _path_of(part, directory, escape), part, writers) for part in parts]
@@ -67,7 +67,7 @@ def _path_of(part: Part, directory: str, escape: str) -> str:
     return f"{directory}/{name}" if directory else name
 
 
-def write_part(storage: Storage, path: str, part: Part, writers: int | None = None) -> ShardReport:
+def write_part(storage: Storage, path: str, part: Part, writers: int = WRITERS) -> ShardReport:
     """Write and sync one new file; raises as `write_shard` does, and leaves nothing behind then."""
     seconds = Seconds()
     try:
@@ -75,7 +75,7 @@ def write_part(storage: Storage, path: str, part: Part, writers: int | None = No
     except FileExistsError:
         raise StorageError(f"{path} exists already: a try is written once; begin a new try") from None
     try:
-        header, digests = _fill(handle, part, seconds, writers or usual_writers())
+        header, digests = _fill(handle, part, seconds, writers)
         with seconds.spent("fsync"):
             handle.sync_file()
             handle.close()

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
-MOST = 3
-"""Writers of a file: while one waits for the device the others copy and hash; more gain nothing."""
-
-
-def writers(processes: int = 1) -> int:
-    """Writers of a file in one of so many processes that share this host.
-
-    One core each for what keeps a core busy, and one writer more, which waits for the device.
-    """
-    return max(1, min(MOST, _cores() // max(1, processes) + 1))
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+WRITERS = 3
+"""Threads that write a file, however many processes do so: one copies and hashes while others wait for
+the device; more gain nothing."""
 
 
 def share(work: Callable[[Iterator[T]], None], items: Iterable[T], threads: int) -> None:

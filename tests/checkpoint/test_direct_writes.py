@@ -334,15 +334,6 @@ def test_without_more_threads_the_work_is_done_by_one(monkeypatch):
     assert done == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(
-    ("cores", "processes", "expected"), [(1, 1, 2), (2, 1, 3), (2, 4, 1), (4, 4, 2), (64, 8, 3)]
-)
-def test_processes_that_share_a_host_have_fewer_writers_each(monkeypatch, cores, processes, expected):
-    """One for each core that a process has, and one that waits for the device; three at most."""
-    monkeypatch.setattr(workers, "_cores", lambda: cores)
-    assert workers.writers(processes) == expected
-
-
 def test_tensors_in_any_memory_are_written_as_they_are(tmp_path, any_size_direct):
     """Strided, transposed, conjugated and gathered tensors beside large ones."""
     tensors = {
