@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import random
 import threading
@@ -18,9 +19,10 @@ from safetensors.torch import load
 
 from torchrelay.checkpoint import direct, local_storage
 from torchrelay.checkpoint.direct import ALIGNMENT, open_direct
-from torchrelay.checkpoint.disk import bounce, workers
+from torchrelay.checkpoint.disk import bounce, extents, workers
 from torchrelay.checkpoint.disk.digest import BLOCK, block_digests
 from torchrelay.checkpoint.disk.names import Whole
+from torchrelay.checkpoint.disk.seconds import Seconds
 from torchrelay.checkpoint.disk.shard import ShardEntry, ShardIdentity
 from torchrelay.checkpoint.disk.shard_writer import write_shard
 from torchrelay.checkpoint.local_storage import LocalStorage, LocalWriteHandle
@@ -297,6 +299,57 @@ def test_the_seconds_of_many_threads_are_no_more_than_passed(tmp_path, monkeypat
     passed = time.monotonic() - begin
     seconds = report.seconds
     assert 0 < seconds.hash + seconds.write + seconds.fsync <= passed
+
+
+def test_phases_are_averaged_over_threads():
+    """What two of two threads did at the same time counts once."""
+    seconds = Seconds(1.0, 1.0, 1.0)
+    seconds.add_mean([Seconds(hash=2.0, write=4.0), Seconds(hash=4.0)], 2)
+    assert (seconds.hash, seconds.write, seconds.fsync) == (4.0, 3.0, 1.0)
+
+
+def test_each_byte_is_hashed_once(tmp_path, any_size_direct, monkeypatch):
+    """Blocks that lie in two segments are hashed by one thread alone."""
+    hashed, lock = [], threading.Lock()
+
+    def counting(view):
+        with lock:
+            hashed.append(len(view))
+        return block_digests(view)
+
+    monkeypatch.setattr(extents, "block_digests", counting)
+    written(tmp_path, of_sizes([5 * BLOCK + 64, 9 * BLOCK + 1, 7 * BLOCK]), writers=3)
+    assert sum(hashed) == 21 * BLOCK + 65
+
+
+def test_an_error_ends_the_work_of_all():
+    """After a failure nobody begins another item."""
+    begun = []
+
+    def work(items):
+        for item in items:
+            begun.append(item)
+            if item == 3:
+                raise StorageError("third")
+
+    with pytest.raises(StorageError, match="third"):
+        workers.share(work, range(10**6), 1)
+    assert begun == [0, 1, 2, 3]
+    failed, waiting = threading.Event(), threading.Barrier(2)
+
+    def half(items):
+        first = next(items)
+        waiting.wait(60)
+        if first == 0:
+            failed.set()
+            raise StorageError("first")
+        failed.wait(60)
+        while next(items, None) is not None and len(begun) < 10**5:
+            begun.append(0)
+
+    with pytest.raises(StorageError, match="first"):
+        workers.share(half, itertools.count(), 2)
+    assert len(begun) < 10**5
 
 
 def test_an_interrupt_ends_all_threads():
