@@ -11,7 +11,9 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+
+from torchrelay.errors import StorageError
 
 SIZE = 4 << 20
 """Bytes of a buffer, and of a write."""
@@ -45,8 +47,11 @@ class Pool:
 
 def _touched(nbytes: int) -> mmap.mmap:
     """Memory that costs no page faults later."""
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    try:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise StorageError(f"no memory for a buffer of {nbytes} bytes to write from: free some") from error
+    with suppress(OSError, AttributeError):  # a system without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     memory.write(bytes(nbytes))
     return memory

@@ -27,25 +27,24 @@ def share(work: Callable[[Iterator[T]], None], items: Iterable[T], threads: int)
             shared.stop()
             errors.append(error)
 
-    helpers: list[threading.Thread] = []
+    helpers = [threading.Thread(target=run, name="torchrelay-write", daemon=True) for _ in range(threads - 1)]
     try:
-        helpers.extend(_started(run, threads - 1))
+        _start(helpers)
         run()
     except BaseException as error:
+        shared.stop()
         errors.append(error)
     errors.extend(_joined(helpers, shared))
     if errors:
         raise min(errors, key=lambda error: isinstance(error, Exception))
 
 
-def _started(run: Callable[[], None], count: int) -> Iterator[threading.Thread]:
-    for _ in range(count):
-        helper = threading.Thread(target=run, name="torchrelay-write", daemon=True)
+def _start(helpers: list[threading.Thread]) -> None:
+    for helper in helpers:
         try:
             helper.start()
         except RuntimeError:  # no more threads in this process
             return
-        yield helper
 
 
 def _joined(helpers: list[threading.Thread], shared: _Shared[T]) -> list[BaseException]:

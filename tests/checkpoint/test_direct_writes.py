@@ -113,7 +113,7 @@ def call(real, *args):
 def failing(number):
     """A write that fails with an errno."""
 
-    def fail(*_):
+    def fail(*_, **__):
         raise OSError(number, os.strerror(number))
 
     return fail
@@ -426,3 +426,13 @@ def test_a_handle_that_knows_nothing_of_it_gets_every_byte_by_write_at(tmp_path)
     assert total == report.bytes == sum(length for _, length, _ in writes)
     assert writes[:-1] == sorted(writes[:-1]) and writes[-1][0] == 0
     assert {thread for *_, thread in writes} == {threading.get_ident()}
+
+
+def test_a_process_without_memory_for_buffers_says_so(tmp_path, direct_writes, monkeypatch):
+    """What the system refuses is an error of the save, and no file is left."""
+    monkeypatch.setattr(bounce.mmap, "mmap", failing(errno.ENOMEM))
+    empty = bounce.Pool()
+    monkeypatch.setattr(bounce, "pool", lambda: empty)
+    with pytest.raises(StorageError, match="no memory for a buffer"):
+        write_shard(LocalStorage(tmp_path), "", IDENTITY, of_sizes([24 * BLOCK]), writers=2)
+    assert list(tmp_path.iterdir()) == []
