@@ -22,6 +22,7 @@ from torchrelay.checkpoint.disk.value_decoding import references
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.reading.proof import seen_twice
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role
+from torchrelay.checkpoint.undisturbed import undisturbed
 from torchrelay.errors import DamagedError, FormatError, UsageError
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class BlobFile:
                 found.setdefault(leaf, name)
         return found
 
+    @undisturbed()
     def fill(self, destinations: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill contiguous CPU tensors with whole stored leaves; raises DamagedError or StorageError."""
         requests = []
@@ -63,6 +65,7 @@ class BlobFile:
         seen_twice(lambda: self.header.read_many(requests))
 
 
+@undisturbed()
 def open_blob_file(where: str | os.PathLike[str]) -> BlobFile:
     """Open a file that `save_blobs` wrote; reads and checks its header.
 

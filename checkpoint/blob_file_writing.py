@@ -11,12 +11,12 @@ from pathlib import Path
 from torchrelay.checkpoint.blob_file import LEAVES, local_path, seal
 from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.disk.names import Key, Whole
-from torchrelay.checkpoint.disk.shard import Part, ShardEntry, ShardIdentity, header_bytes, no_digests
+from torchrelay.checkpoint.disk.shard import HeaderFrame, Part, ShardEntry, ShardIdentity
 from torchrelay.checkpoint.disk.shard_parts import ShardLimits, cut
 from torchrelay.checkpoint.disk.shard_writer import write_part
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.position import Position
-from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Value, spec_of
+from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, LeafSpec, Value, spec_of
 from torchrelay.errors import BlobError, RelayError, StorageError, UsageError
 
 _IDENTITY = ShardIdentity("", Position(0), "blobs", MAIN_GROUP, "")
@@ -42,22 +42,22 @@ def write_blob_file(where: str | os.PathLike[str], leaves: Sequence[Leaf], *, ov
 
 def file_bytes(leaves: Sequence[Leaf]) -> int:
     """How long the file of these leaves is; their content is not looked at."""
-    part = _part(leaves)
-    return len(header_bytes(part, no_digests(part))) + part.data_bytes
+    frame = HeaderFrame(_part(leaves))
+    return frame.nbytes + frame.data_bytes
 
 
 def _part(leaves: Sequence[Leaf]) -> Part:
-    parts = cut(_IDENTITY, _entries(leaves), _values(leaves), _aliases(leaves), _ONE_FILE)
+    specs = [spec_of(leaf) for leaf in leaves]
+    parts = cut(_IDENTITY, _entries(leaves, specs), _values(leaves, specs), _aliases(leaves), _ONE_FILE)
     if len(parts) > 1:
         raise BlobError(f"{len(leaves)} leaves are too many for one file: save fewer in each")
     return parts[0]
 
 
-def _entries(leaves: Sequence[Leaf]) -> list[ShardEntry]:
+def _entries(leaves: Sequence[Leaf], specs: Sequence[LeafSpec]) -> list[ShardEntry]:
     found = []
-    for leaf in leaves:
+    for leaf, spec in zip(leaves, specs, strict=True):
         if not isinstance(leaf.content, Value) and leaf.alias_of is None:
-            spec = spec_of(leaf)
             if spec.sharding is not None:
                 raise BlobError(
                     f"{leaf.name} is a sharded tensor (DTensor), and one process writes the file: give "
@@ -67,12 +67,12 @@ def _entries(leaves: Sequence[Leaf]) -> list[ShardEntry]:
     return found
 
 
-def _values(leaves: Sequence[Leaf]) -> dict[str, Json]:
+def _values(leaves: Sequence[Leaf], specs: Sequence[LeafSpec]) -> dict[str, Json]:
     found: dict[str, Json] = {
         leaf.name: leaf.content.json for leaf in leaves if isinstance(leaf.content, Value)
     }
     said = [[leaf.name, leaf.blob, str(leaf.role)] for leaf in leaves]
-    return {**found, LEAVES: {"leaves": said, "sha256": seal(map(spec_of, leaves), found)}}
+    return {**found, LEAVES: {"leaves": said, "sha256": seal(specs, found)}}
 
 
 def _aliases(leaves: Sequence[Leaf]) -> dict[str, Key]:

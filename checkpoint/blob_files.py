@@ -24,6 +24,7 @@ from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role
 from torchrelay.checkpoint.state.restore import restoration
+from torchrelay.checkpoint.undisturbed import undisturbed
 from torchrelay.checkpoint.wildcards import matches
 from torchrelay.errors import UsageError
 from torchrelay.jobs.names import check_blob_names
@@ -32,6 +33,7 @@ Url = str | os.PathLike[str]
 _CONVERTIBLE = (Kind.MODULE, Kind.TENSOR, Kind.VALUE)
 
 
+@undisturbed()
 def save_blobs(
     url: Url,
     blobs: Mapping[str, Any],
@@ -91,6 +93,7 @@ def _leaves(
     return [_converted(leaf, kinds[leaf.blob], dtype, meta=meta) for leaf in leaves]
 
 
+@undisturbed()
 def load_blobs(
     urls: Url | Sequence[Url],
     names: str | Sequence[str] | None = None,
@@ -197,7 +200,10 @@ def read_blobs(file: BlobFile, names: Sequence[str]) -> dict[str, Any]:
 
 def _alone(spec: LeafSpec, blob: str) -> LeafSpec:
     """The leaf as a blob by itself, or as a part of the value `blob`."""
-    return replace(spec, blob=blob, role=Role.TENSOR if spec.kind == "tensor" else Role.VALUE)
+    role = Role.TENSOR if spec.kind == "tensor" else Role.VALUE
+    if spec.blob == blob and spec.role is role:
+        return spec
+    return replace(spec, blob=blob, role=role)
 
 
 def _converted(leaf: Leaf, kind: Kind, dtype: Cast, *, meta: bool) -> Leaf:

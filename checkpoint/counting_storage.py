@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from torchrelay.checkpoint.storage import Storage, WriteHandle
 
 
@@ -13,6 +15,7 @@ class CountingStorage:
         self.url = storage.url
         self.bytes_read = 0
         self.reads = 0
+        self._lock = threading.Lock()
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
         """Read and count."""
@@ -21,14 +24,17 @@ class CountingStorage:
     def read_into(self, path: str, offset: int, destination: memoryview) -> int:
         """Read in place and count."""
         count = self.storage.read_into(path, offset, destination)
-        self.reads += 1
-        self.bytes_read += count
+        self._count(count)
         return count
 
     def _counted(self, data: bytes) -> bytes:
-        self.reads += 1
-        self.bytes_read += len(data)
+        self._count(len(data))
         return data
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self.reads += 1
+            self.bytes_read += nbytes
 
     def open_exclusive(self, path: str) -> WriteHandle:
         """Pass on."""

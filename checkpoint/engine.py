@@ -34,6 +34,7 @@ from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.kinds import check_recreatable
 from torchrelay.checkpoint.structure import Structures
+from torchrelay.checkpoint.undisturbed import undisturbed
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.directories import local_directory
@@ -150,6 +151,7 @@ class Engine:
 
     # Saving
 
+    @undisturbed()
     def save(self, session: Session, position: Position, facts: Facts) -> None:
         """Save all nodes at a position; returns once it is committed and acknowledged.
 

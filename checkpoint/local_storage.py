@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from torchrelay.checkpoint.direct import ALIGNMENT, WORTH_IT, DirectFile, open_direct
+from torchrelay.checkpoint.pacing import Pacer, expect_long_read
 from torchrelay.errors import StorageError
 
 MODE = 0o644
@@ -46,27 +48,37 @@ def _named(path: str | Path, verb: str, passing: type[OSError] = StorageError) -
 
 
 class LocalWriteHandle:
-    """A new file behind its descriptor."""
+    """A new file behind its descriptor, and behind a second one for direct writes where it is large."""
 
     def __init__(self, path: str, descriptor: int) -> None:
         self.path = path
+        self.alignment = 0
         self._descriptor = descriptor
+        self._direct: DirectFile | None = None
+        self._pacer = Pacer(descriptor)
 
     def write_at(self, offset: int, data: memoryview) -> None:
         """Write all of `data`; a write of nothing twice in a row is an error, not a loop."""
         view, stalls = data.cast("B"), 0
         with _named(self.path, "write"):
+            if self._direct is not None:
+                done = self._direct.write(offset, view)
+                view, offset = view[done:], offset + done
             while len(view):
                 written = os.pwrite(self._descriptor, view, offset)
                 stalls = stalls + 1 if written == 0 else 0
                 if stalls > 1:
                     raise OSError(errno.EIO, "the system wrote nothing, twice")
+                self._pacer.wrote(offset, written)
                 view, offset = view[written:], offset + written
 
     def preallocate(self, nbytes: int) -> None:
-        """Reserve blocks where the file system can."""
+        """Reserve blocks where the file system can, and open a large file for direct writes."""
         if nbytes == 0:
             return
+        if nbytes >= WORTH_IT and self._direct is None:
+            self._direct = open_direct(self.path, self._descriptor)
+            self.alignment = ALIGNMENT if self._direct is not None else 0
         try:
             os.posix_fallocate(self._descriptor, 0, nbytes)
         except OSError as error:
@@ -81,9 +93,13 @@ class LocalWriteHandle:
     def close(self) -> None:
         """Close once; later calls do nothing."""
         descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            with _named(self.path, "close"):
-                os.close(descriptor)
+        with _named(self.path, "close"):
+            try:
+                if self._direct is not None:
+                    self._direct.close()
+            finally:
+                if descriptor >= 0:
+                    os.close(descriptor)
 
 
 class LocalStorage:
@@ -186,6 +202,7 @@ class LocalStorage:
             try:
                 if not stat_module.S_ISREG(os.fstat(descriptor).st_mode):
                     raise StorageError(f"{full} is no regular file")
+                expect_long_read(descriptor, len(view))
                 while done < len(view):
                     count = os.preadv(descriptor, [view[done:]], offset + done)
                     if count == 0:

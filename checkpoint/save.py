@@ -23,6 +23,7 @@ from torchrelay.checkpoint.disk.canonical import sha256
 from torchrelay.checkpoint.disk.manifest import ShardRow
 from torchrelay.checkpoint.disk.shard import ShardEntry, ShardIdentity
 from torchrelay.checkpoint.disk.shard_writer import write_shard
+from torchrelay.checkpoint.disk.workers import WRITERS
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.ledger import Holding
 from torchrelay.checkpoint.log.live import Entry
@@ -85,6 +86,8 @@ class SaveJob:
     """Called when the hosted nodes are on the disk; what it raises fails the save of all processes."""
     reuse: Reuse | None = None
     """Finds what need not be written again; None writes all."""
+    writers: int = WRITERS
+    """Threads that write a file."""
 
     def with_rank_scope(self, names: set[str]) -> SaveJob:
         """The same, with these leaves owned by each node; this very job where they are so already."""
@@ -195,11 +198,12 @@ def _write_node(
 ) -> NodeReport:
     secs = {**before, "hash": 0.0, "write": 0.0, "fsync": 0.0}
     shards: list[ShardRow] = []
+    where = f"{DATA}/{try_name}"
     for group, assignments in plan.files(state.rank).items():
         identity = ShardIdentity(job.holding.job, job.position, state.place.name, group, try_name)
         entries, values = _contents(job, state, assignments)
         for part, report in enumerate(
-            write_shard(job.storage, f"{DATA}/{try_name}", identity, entries, values=values), 1
+            write_shard(job.storage, where, identity, entries, values=values, writers=job.writers), 1
         ):
             size, head, digest = report.bytes, report.header_bytes, report.header_sha256
             shards.append(ShardRow(state.rank, group, part, size, head, digest))

@@ -15,6 +15,9 @@ class WriteHandle(Protocol):
     """A file that is being written for the first and only time."""
 
     path: str
+    alignment: int
+    """After `preallocate`: writes whose offset, address and length are multiples of it are worth a copy,
+    and several threads may then write different places at once; 0: neither."""
 
     def write_at(self, offset: int, data: memoryview) -> None:
         """Write all of `data` (1-D bytes) at `offset`; short writes are continued."""

@@ -19,6 +19,8 @@ RANDOM_STATES = "rng"
 """The blob that holds the random states of a node; no user's blob may have this name."""
 
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,62}")
+_PLAIN = re.compile(r"[ -)+-9;->A-Z\\^-~]{1,1024}")
+"""ASCII without the characters of addresses: what nearly every name consists of."""
 _ADDRESS_CHARACTERS = ":*?[]@"
 
 
@@ -68,10 +70,16 @@ def check_blob_names(names: Iterable[str]) -> None:
 
 def dotted_prefixes(name: str) -> list[str]:
     """Return the proper prefixes of `name` that end before a dot: `a.b.c` has `a` and `a.b`."""
-    return [name[:at] for at, character in enumerate(name) if character == "."]
+    found, at = [], name.find(".")
+    while at >= 0:
+        found.append(name[:at])
+        at = name.find(".", at + 1)
+    return found
 
 
 def _blob_name_problem(name: object) -> str | None:
+    if isinstance(name, str) and _PLAIN.fullmatch(name):
+        return None
     if not isinstance(name, str):
         return f"it is a {type(name).__name__}, names are str"
     if not name:

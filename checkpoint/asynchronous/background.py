@@ -22,6 +22,9 @@ from torchrelay.jobs.peers import Peers
 from torchrelay.jobs.session import Session
 from torchrelay.metadata.stats import NodeStats
 
+BESIDE_TRAINING = 1
+"""Writers of a file while the training goes on: more would take the processor from it."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -86,7 +89,7 @@ class Background:
                 block = self._reserve(session, pieces.nbytes)
                 if block is not None:
                     flight.stage, states = stage(job.states, pieces, block, self.verify, self.blocking)
-                    flight.job = replace(job, states=states)
+                    flight.job = replace(job, states=states, writers=BESIDE_TRAINING)
                     if whole is not None:
                         whole.hash_but(
                             {one.rank: guarded_addresses(one, self.blocking) for one in job.states}

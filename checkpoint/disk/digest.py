@@ -5,6 +5,8 @@ Not cryptographic: they find damage, not forgery. A tensor of no bytes has no bl
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import xxhash
 
 NAME = "xxh3-128"
@@ -21,6 +23,11 @@ def block_count(nbytes: int) -> int:
 def block_digests(view: memoryview) -> bytes:
     """The digests of 1-D bytes that begin at a block's border, one after another."""
     return b"".join(xxhash.xxh3_128_digest(view[at : at + BLOCK]) for at in range(0, len(view), BLOCK))
+
+
+def digests_of(blocks: Iterable[bytes | memoryview]) -> bytes:
+    """The digests of entries of at most one block each, one after another; empty ones have none."""
+    return b"".join(map(xxhash.xxh3_128_digest, filter(len, blocks)))
 
 
 def first_damaged_block(view: memoryview, digests: bytes | memoryview) -> int | None:

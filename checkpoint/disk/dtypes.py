@@ -112,6 +112,7 @@ def logical_dtype(dtype: torch.dtype, name: str) -> ElementType:
         raise BlobError(f"{name}: {error}") from None
 
 
+@lru_cache
 def torch_dtype(kind: ElementType) -> torch.dtype:
     """Torch's own object for an element type; raises FormatError where this torch lacks it."""
     import torch
@@ -132,6 +133,14 @@ def stored_bytes(tensor: torch.Tensor, name: str) -> memoryview:
     logical_dtype(tensor.dtype, name)
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return memory_of(plain)
+
+
+def copied_bytes(tensor: torch.Tensor, name: str) -> bytes:
+    """What `stored_bytes` gives, copied: quicker for small tensors than a view of their memory."""
+    check_dense(tensor, name)
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return bytes(stored_bytes(tensor, name))
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

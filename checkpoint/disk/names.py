@@ -33,6 +33,8 @@ _INTERVAL = r"(?:0|[1-9][0-9]{0,18}):(?:0|[1-9][0-9]{0,18})"
 _KEY = re.compile(
     rf"(?P<name>[^@]+)(?:@(?P<flat>flat)?\[(?P<ranges>{_INTERVAL}(?:,{_INTERVAL})*)\])?", re.DOTALL
 )
+_PLAIN = re.compile(r"[ -$&-?A-~]+")
+"""ASCII that a key holds as it is; what nearly every name consists of."""
 _METADATA = "__metadata__"
 
 
@@ -77,6 +79,8 @@ def format_key(key: Key) -> str:
 
 def parse_key(text: str) -> Key:
     """Read a key back; only what `format_key` writes is accepted, anything else is a DamagedError."""
+    if _PLAIN.fullmatch(text) and text != _METADATA:
+        return Whole(text)
     match = _KEY.fullmatch(text)
     if match is None:
         raise DamagedError(f"{text!r} is no tensor key")
@@ -109,6 +113,8 @@ def _interval(text: str) -> tuple[int, int]:
 
 def encode_name(name: str) -> str:
     """Percent-encode what a leaf's name may hold and a key may not; raises BlobError."""
+    if _PLAIN.fullmatch(name) and name != _METADATA:
+        return name
     if not name:
         raise BlobError("a leaf needs a name, not an empty string")
     if name == _METADATA:  # the one key that safetensors keeps for itself

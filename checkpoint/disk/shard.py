@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.disk import canonical, digest, dtypes, version
 from torchrelay.checkpoint.disk.canonical import Json
+from torchrelay.checkpoint.disk.lazily import lazily
 from torchrelay.checkpoint.disk.names import Box, Flat, Key, ShardName, format_key
 from torchrelay.checkpoint.position import Position
 from torchrelay.errors import BlobError
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 4096
 METADATA_KEY = "torchrelay"
+_quoted = json.JSONEncoder(ensure_ascii=False).encode
+"""A text as JSON; JSON within JSON is quoted twice."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +63,25 @@ class ShardEntry:
     data: torch.Tensor | memoryview
     digests: bytes | None = None
 
-    @property
+    @lazily
+    def text(self) -> str:
+        """The key as the header has it; raises BlobError for a name that cannot be one."""
+        return format_key(self.key)
+
+    @lazily
+    def element(self) -> dtypes.ElementType:
+        """The logical element type."""
+        return dtypes.by_name(self.dtype)
+
+    @lazily
     def piece_shape(self) -> tuple[int, ...]:
         """The logical shape of what is stored."""
         return piece_shape(self.key, self.shape)
 
-    @property
+    @lazily
     def nbytes(self) -> int:
         """Bytes in the file, known without touching the data."""
-        return dtypes.by_name(self.dtype).nbytes(self.piece_shape)
+        return self.element.nbytes(self.piece_shape)
 
 
 def piece_shape(key: Key, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -111,7 +124,7 @@ class Part:
 
 def ordered(entries: Sequence[ShardEntry]) -> tuple[ShardEntry, ...]:
     """Stored order: item size descending, so that every tensor is aligned, then key."""
-    return tuple(sorted(entries, key=lambda e: (-dtypes.by_name(e.dtype).itemsize, format_key(e.key))))
+    return tuple(sorted(entries, key=lambda entry: (-entry.element.itemsize, entry.text)))
 
 
 def header_bytes(part: Part, digests: bytes) -> bytes:
@@ -121,24 +134,39 @@ def header_bytes(part: Part, digests: bytes) -> bytes:
     digests (base64 in key order), and pieces: for keys whose logical dtype or leaf shape is not what
     the entry says, `{"dtype", "shape"}`; for names stored under another key, `{"alias_of"}`.
     """
-    metadata = json.dumps(
-        {METADATA_KEY: canonical.dumps(_metadata(part, digests)).decode()}, ensure_ascii=False
-    )
-    texts, offset = [f'"__metadata__":{metadata}'], 0
-    for entry in part.entries:
-        texts.append(_entry_text(entry, offset))
-        offset += entry.nbytes
-    text = ("{" + ",".join(texts) + "}").encode()
-    padding = b" " * (-(8 + len(text)) % ALIGNMENT)
-    return (len(text) + len(padding)).to_bytes(8, "little") + text + padding
+    return HeaderFrame(part).filled(digests)
+
+
+class HeaderFrame:
+    """The header of a part but for its digests, which become known when the data are written."""
+
+    def __init__(self, part: Part) -> None:
+        metadata = _quoted(canonical.dumps(_metadata(part, b"")).decode())
+        # Only `block` and `digest` sort before `digests`: the first place that looks so is the place.
+        head, place, tail = metadata.partition(_quoted('"digests":"')[1:-1])
+        texts, offset = [f"{tail}}}"], 0
+        for entry in part.entries:
+            texts.append(_entry_text(entry, offset))
+            offset += entry.nbytes
+        self._head = f'{{"__metadata__":{{"{METADATA_KEY}": {head}{place}'.encode()
+        self._tail = (",".join(texts) + "}").encode()
+        self.data_bytes = offset
+        self.digest_bytes = digest.SIZE * sum(digest.block_count(entry.nbytes) for entry in part.entries)
+        length = 8 + len(self._head) + 4 * -(-self.digest_bytes // 3) + len(self._tail)
+        self.nbytes = length + -length % ALIGNMENT
+
+    def filled(self, digests: bytes) -> bytes:
+        """All bytes before the data."""
+        text = self._head + base64.b64encode(digests) + self._tail
+        return (self.nbytes - 8).to_bytes(8, "little") + text.ljust(self.nbytes - 8)
 
 
 def _entry_text(entry: ShardEntry, offset: int) -> str:
-    kind = dtypes.by_name(entry.dtype)
+    kind = entry.element
     shape = ",".join(map(str, kind.stored_shape(entry.piece_shape)))
-    key = json.dumps(format_key(entry.key), ensure_ascii=False)
     return (
-        f'{key}:{{"dtype":"{kind.code}","shape":[{shape}],"data_offsets":[{offset},{offset + entry.nbytes}]}}'
+        f'{_quoted(entry.text)}:{{"dtype":"{kind.code}","shape":[{shape}],'
+        f'"data_offsets":[{offset},{offset + entry.nbytes}]}}'
     )
 
 
@@ -164,7 +192,7 @@ def _pieces(part: Part) -> Json:
     pieces: dict[str, Json] = {}
     for entry in part.entries:
         if said := _piece(entry):
-            pieces[format_key(entry.key)] = said
+            pieces[entry.text] = said
     for name, target in part.aliases.items():
         pieces[name] = {"alias_of": target}
     return pieces
@@ -172,22 +200,21 @@ def _pieces(part: Part) -> Json:
 
 def _piece(entry: ShardEntry) -> Json:
     said: dict[str, Json] = {}
-    kind = dtypes.by_name(entry.dtype)
-    if kind.raw:
-        said["dtype"] = kind.name
-    if kind.raw or entry.piece_shape != entry.shape or isinstance(entry.key, (Box, Flat)):
+    if entry.element.raw:
+        said["dtype"] = entry.dtype
+    if entry.element.raw or entry.piece_shape != entry.shape or isinstance(entry.key, (Box, Flat)):
         said["shape"] = list(entry.shape)
     return said
-
-
-def no_digests(part: Part) -> bytes:
-    """Zeros in the place of the digests that are not known yet."""
-    return bytes(digest.SIZE * sum(digest.block_count(entry.nbytes) for entry in part.entries))
 
 
 def entry_cost(entry: ShardEntry) -> int:
     """Bytes that an entry takes in the header, at most: what parts are cut by."""
     text = len(_entry_text(entry, 10**17).encode())
-    piece = canonical.dumps({format_key(entry.key): _piece(entry)})
+    piece = canonical.dumps({entry.text: _piece(entry)})
     digests = 4 * (digest.SIZE * digest.block_count(entry.nbytes) // 3 + 1)
-    return text + len(json.dumps(piece.decode(), ensure_ascii=False).encode()) + digests + 2
+    return text + len(_quoted(piece.decode()).encode()) + digests + 2
+
+
+def entry_cost_limit(entry: ShardEntry) -> int:
+    """What `entry_cost` never exceeds, at once: eight bytes for a character in two places, at most."""
+    return 256 + 8 * len(entry.text) + 48 * len(entry.shape) + 24 * digest.block_count(entry.nbytes)

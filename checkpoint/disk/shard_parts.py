@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from torchrelay.checkpoint.disk import canonical
 from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.disk.names import Key, encode_name, format_key
-from torchrelay.checkpoint.disk.shard import ALIGNMENT, Part, ShardEntry, ShardIdentity, entry_cost, ordered
+from torchrelay.checkpoint.disk.shard import (
+    ALIGNMENT,
+    Part,
+    ShardEntry,
+    ShardIdentity,
+    entry_cost,
+    entry_cost_limit,
+    ordered,
+)
 from torchrelay.errors import BlobError
 
 
@@ -49,9 +57,7 @@ def cut(
         )
     parts: list[Part] = []
     for chosen in _runs(ordered(entries), by_target, fixed, limits):
-        here = {
-            alias: target for entry in chosen for alias, target in by_target.get(format_key(entry.key), ())
-        }
+        here = {alias: target for entry in chosen for alias, target in by_target.get(entry.text, ())}
         parts.append(Part(identity, len(parts) + 1, tuple(chosen), here, {} if parts else values))
     return parts
 
@@ -62,10 +68,12 @@ def _runs(
     fixed: int,
     limits: ShardLimits,
 ) -> list[list[ShardEntry]]:
+    if not by_target and _fit_together(entries, fixed, limits):
+        return [list(entries)]
     runs: list[list[ShardEntry]] = [[]]
     data, header = 0, fixed
     for entry in entries:
-        cost = entry_cost(entry) + sum(_text_cost(pair) for pair in by_target.get(format_key(entry.key), ()))
+        cost = entry_cost(entry) + sum(_text_cost(pair) for pair in by_target.get(entry.text, ()))
         if runs[-1] and (data + entry.nbytes >= limits.data_bytes or header + cost >= limits.header_bytes):
             runs.append([])
             data, header = 0, fixed
@@ -74,12 +82,18 @@ def _runs(
     return runs
 
 
+def _fit_together(entries: Sequence[ShardEntry], fixed: int, limits: ShardLimits) -> bool:
+    """Whether one file holds all without a closer look."""
+    header = fixed + sum(map(entry_cost_limit, entries))
+    return header < limits.header_bytes and sum(entry.nbytes for entry in entries) < limits.data_bytes
+
+
 def _aliases_by_target(
     entries: Sequence[ShardEntry], aliases: Mapping[str, Key]
 ) -> dict[str, list[tuple[str, str]]]:
-    keys = {format_key(entry.key) for entry in entries}
+    keys = {entry.text for entry in entries}
     if len(keys) != len(entries):
-        texts = [format_key(entry.key) for entry in entries]
+        texts = [entry.text for entry in entries]
         raise BlobError(f"{next(text for text in texts if texts.count(text) > 1)} occurs twice in one shard")
     found: dict[str, list[tuple[str, str]]] = {}
     for name, target in sorted(aliases.items()):

@@ -14,11 +14,14 @@ from torchrelay.checkpoint.disk.shard_header import (
     header_length,
     parse,
 )
+from torchrelay.checkpoint.disk.side_by_side import each
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import DamagedError, UsageError
 
 RUN = 8 * BLOCK
 """Bytes that are read and then verified while the cache still has them."""
+LONG = 4 * RUN
+"""What one thread reads at a stretch."""
 WINDOW = 8 * BLOCK
 """Neighbouring small ranges are read together up to this size."""
 
@@ -120,16 +123,21 @@ class ShardHeader:
                 position = self._read_partly(key, entry, position, stop_byte, target[position - start_byte :])
 
     def read_many(self, requests: Iterable[ReadRequest]) -> None:
-        """Do many reads in the order of the file; small neighbouring entries are read together.
+        """Do many reads, begun in the order of the file; small neighbouring entries are read together.
 
-        At most 16 MiB of memory beyond the destinations. Raises as `read_into` does.
+        Two threads share what is large. At most 16 MiB of memory beyond the destinations. Raises as
+        `read_into` does.
         """
-        for run in _neighbours(self._located(requests)):
-            if len(run) == 1:
-                request = run[0][1]
-                self.read_into(request.key, request.start, request.stop, request.destination)
-            else:
-                self._read_together(run)
+        located = self._located(piece for request in requests for piece in _pieces(request))
+        nbytes = sum(request.stop - request.start for _, request in located)
+        each(self._read_run, list(_neighbours(located)), nbytes)
+
+    def _read_run(self, run: list[tuple[StoredEntry, ReadRequest]]) -> None:
+        if len(run) == 1:
+            request = run[0][1]
+            self.read_into(request.key, request.start, request.stop, request.destination)
+        else:
+            self._read_together(run)
 
     def read(self, key: str) -> bytearray:
         """All bytes of an entry, verified, in fresh memory."""
@@ -192,6 +200,19 @@ class ShardHeader:
             target = _checked_target(entry, request)
             self._verify(request.key, entry, 0, view)
             target[:] = view[request.start : request.stop]
+
+
+def _pieces(request: ReadRequest) -> Iterator[ReadRequest]:
+    """A long request in pieces that end with a block, so that no block is read twice."""
+    if request.stop - request.start <= LONG or len(request.destination) != request.stop - request.start:
+        yield request
+        return
+    target, start = request.destination.cast("B"), request.start
+    while start < request.stop:
+        stop = min(request.stop, (start // LONG + 1) * LONG)
+        piece = target[start - request.start : stop - request.start]
+        yield ReadRequest(request.key, start, stop, piece)
+        start = stop
 
 
 def _checked_target(entry: StoredEntry, request: ReadRequest) -> memoryview:

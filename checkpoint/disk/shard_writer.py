@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from torchrelay.checkpoint.disk import dtypes
 from torchrelay.checkpoint.disk.canonical import Json, sha256
-from torchrelay.checkpoint.disk.digest import BLOCK, block_digests
-from torchrelay.checkpoint.disk.names import Key, format_key, shard_file_name
-from torchrelay.checkpoint.disk.shard import Part, ShardEntry, ShardIdentity, header_bytes, no_digests
+from torchrelay.checkpoint.disk.digest import SIZE, block_count
+from torchrelay.checkpoint.disk.filling import fill
+from torchrelay.checkpoint.disk.names import Key, shard_file_name
+from torchrelay.checkpoint.disk.seconds import Seconds
+from torchrelay.checkpoint.disk.shard import HeaderFrame, Part, ShardEntry, ShardIdentity
 from torchrelay.checkpoint.disk.shard_parts import DEFAULT_LIMITS, ShardLimits, cut
+from torchrelay.checkpoint.disk.workers import WRITERS
 from torchrelay.checkpoint.storage import Storage, WriteHandle
-from torchrelay.errors import BlobError, StorageError
-
-PIECE = 8 * BLOCK
-"""Bytes that are hashed and then written while the cache still has them."""
-GATHER = BLOCK
-"""Entries below this size are copied together into writes of about this size."""
+from torchrelay.errors import StorageError
 
 Digests = bytes
 """Of the blocks of one entry, one after another."""
-
-
-@dataclass
-class Seconds:
-    """Where the time of a write went."""
-
-    hash: float = 0.0
-    write: float = 0.0
-    fsync: float = 0.0
-
-    @contextmanager
-    def spent(self, phase: str) -> Iterator[None]:
-        """Add the time of a block to `hash`, `write` or `fsync`."""
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            setattr(self, phase, getattr(self, phase) + time.monotonic() - start)
 
 
 @dataclass(frozen=True)
@@ -70,17 +48,18 @@ def write_shard(
     aliases: Mapping[str, Key] | None = None,
     limits: ShardLimits = DEFAULT_LIMITS,
     escape: str = "",
+    writers: int = WRITERS,
 ) -> list[ShardReport]:
     """Write the files of one node and group into a try directory, each synced; one report per file.
 
     `values` are encoded already (`values.encode`) and lie in part 1; `aliases` maps names of tied
-    leaves to the key that holds their bytes. No staging copy is made of contiguous CPU data. The
-    directory's entry is not synced: do that once after all shards (`storage.sync_dir`). Raises
-    BlobError for what cannot be stored and StorageError for what could not be written; files that
-    were begun are then removed where possible.
+    leaves to the key that holds their bytes. At most `writers` threads write a file. The directory's
+    entry is not synced: do that once after all shards (`storage.sync_dir`). Raises BlobError for what
+    cannot be stored and StorageError for what could not be written; files that were begun are then
+    removed where possible.
     """
     parts = cut(identity, entries, values or {}, aliases or {}, limits)
-    return [write_part(storage, _path_of(part, directory, escape), part) for part in parts]
+    return [write_part(storage, _path_of(part, directory, escape), part, writers) for part in parts]
 
 
 def _path_of(part: Part, directory: str, escape: str) -> str:
@@ -88,7 +67,7 @@ def _path_of(part: Part, directory: str, escape: str) -> str:
     return f"{directory}/{name}" if directory else name
 
 
-def write_part(storage: Storage, path: str, part: Part) -> ShardReport:
+def write_part(storage: Storage, path: str, part: Part, writers: int = WRITERS) -> ShardReport:
     """Write and sync one new file; raises as `write_shard` does, and leaves nothing behind then."""
     seconds = Seconds()
     try:
@@ -96,7 +75,7 @@ def write_part(storage: Storage, path: str, part: Part) -> ShardReport:
     except FileExistsError:
         raise StorageError(f"{path} exists already: a try is written once; begin a new try") from None
     try:
-        header, digests = _fill(handle, part, seconds)
+        header, digests = _fill(handle, part, seconds, writers)
         with seconds.spent("fsync"):
             handle.sync_file()
             handle.close()
@@ -106,74 +85,26 @@ def write_part(storage: Storage, path: str, part: Part) -> ShardReport:
         with suppress(StorageError):
             storage.delete(path)
         raise
-    keys = tuple(format_key(entry.key) for entry in part.entries)
+    keys = tuple(entry.text for entry in part.entries)
     nbytes = len(header) + part.data_bytes
-    return ShardReport(path, nbytes, len(header), sha256(header), keys, tuple(digests), seconds)
+    return ShardReport(path, nbytes, len(header), sha256(header), keys, _by_entry(part, digests), seconds)
 
 
-def _fill(handle: WriteHandle, part: Part, seconds: Seconds) -> tuple[bytes, list[bytes]]:
-    reserved = len(header_bytes(part, no_digests(part)))
+def _by_entry(part: Part, digests: bytes) -> tuple[Digests, ...]:
+    found, at = [], 0
+    for entry in part.entries:
+        size = SIZE * block_count(entry.nbytes)
+        found.append(digests[at : at + size])
+        at += size
+    return tuple(found)
+
+
+def _fill(handle: WriteHandle, part: Part, seconds: Seconds, writers: int) -> tuple[bytes, bytes]:
+    frame = HeaderFrame(part)
     with seconds.spent("write"):
-        handle.preallocate(reserved + part.data_bytes)
-    sink = _Gatherer(handle, reserved, seconds)
-    digests = [_write_entry(entry, sink) for entry in part.entries]
-    sink.flush()
-    header = header_bytes(part, b"".join(digests))
-    if len(header) != reserved:
-        raise StorageError(f"{handle.path}: the header takes {len(header)} bytes, {reserved} were reserved")
+        handle.preallocate(frame.nbytes + frame.data_bytes)
+    digests = fill(handle, part, frame, seconds, writers)
+    header = frame.filled(digests)
     with seconds.spent("write"):
         handle.write_at(0, memoryview(header))
     return header, digests
-
-
-def _write_entry(entry: ShardEntry, sink: _Gatherer) -> bytes:
-    view, found = _bytes_of(entry), bytearray()
-    for start in range(0, len(view), PIECE):
-        piece = view[start : start + PIECE]
-        if entry.digests is None:
-            with sink.seconds.spent("hash"):
-                found += block_digests(piece)
-        sink.append(piece)
-    return bytes(found) if entry.digests is None else entry.digests
-
-
-def _bytes_of(entry: ShardEntry) -> memoryview:
-    name = format_key(entry.key)
-    if isinstance(entry.data, memoryview):
-        view = entry.data.cast("B") if entry.data.format != "B" else entry.data
-    else:
-        view = dtypes.stored_bytes(entry.data, name)
-    if len(view) != entry.nbytes:
-        raise BlobError(
-            f"{name}: {len(view)} bytes were given for {entry.dtype} of shape {list(entry.piece_shape)}"
-        )
-    return view
-
-
-class _Gatherer:
-    """Writes at a growing offset; small pieces are collected, large ones go straight through."""
-
-    def __init__(self, handle: WriteHandle, offset: int, seconds: Seconds) -> None:
-        self.seconds = seconds
-        self._handle = handle
-        self._offset = offset
-        self._pending = bytearray()
-
-    def append(self, piece: memoryview) -> None:
-        if len(piece) < GATHER:
-            self._pending += piece
-            if len(self._pending) >= GATHER:
-                self.flush()
-        else:
-            self.flush()
-            self._write(piece)
-
-    def flush(self) -> None:
-        pending, self._pending = self._pending, bytearray()
-        if pending:
-            self._write(memoryview(pending))
-
-    def _write(self, data: memoryview) -> None:
-        with self.seconds.spent("write"):
-            self._handle.write_at(self._offset, data)
-        self._offset += len(data)

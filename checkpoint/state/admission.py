@@ -67,9 +67,12 @@ def admitted_in_place(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
     It stays what it is, so a subclass is admitted that adds only a type to plain memory.
     """
-    _check_parts(tensor, name)
-    found = plain(tensor) if is_typed_memory(tensor) else admitted(tensor, name)
-    if not is_sharded(found) and _repeats(found):
+    if type(tensor) in _PLAIN:
+        found = admitted(tensor, name)
+    else:
+        _check_parts(tensor, name)
+        found = plain(tensor) if is_typed_memory(tensor) else admitted(tensor, name)
+    if not found.is_contiguous() and not is_sharded(found) and _repeats(found):
         raise BlobError(f"{name} is expanded, so it cannot be loaded in place: register a clone() of it")
     return found
 

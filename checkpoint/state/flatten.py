@@ -40,16 +40,19 @@ def leaves_of(objects: Mapping[str, Any]) -> list[Leaf]:
 def parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
     """The leaf name of every parameter, by id: of a module, registered alone, or only an optimizer's."""
     found: dict[int, str] = {}
+    optimizers: dict[str, Any] = {}
     for blob, value in objects.items():
-        if kind_of(value) is Kind.MODULE:
+        kind = kind_of(value)
+        if kind is Kind.MODULE:
             for name, parameter in named_parameters(blob, value):
                 found.setdefault(id(parameter), name)
-        elif kind_of(value) is Kind.TENSOR:
+        elif kind is Kind.TENSOR:
             found.setdefault(id(value), blob)
-    for blob, value in objects.items():
-        if kind_of(value) is Kind.OPTIMIZER:
-            for name, orphan in orphans(blob, value):
-                found.setdefault(id(orphan), name)
+        elif kind is Kind.OPTIMIZER:
+            optimizers[blob] = value
+    for blob, value in optimizers.items():
+        for name, orphan in orphans(blob, value):
+            found.setdefault(id(orphan), name)
     return found
 
 
@@ -60,22 +63,24 @@ def group_of(value: Any) -> str:
 
 def _leaves(blob: str, value: Any, names: Mapping[int, str], first_names: dict[int, str]) -> Iterator[Leaf]:
     kind = kind_of(value)
-    if kind is Kind.MODULE:
+    if kind is Kind.TENSOR:
+        if not is_wrapper(value):
+            admitted(value, blob)  # one that nobody registered is made anew, and would lose its type
+        yield from own_leaves(blob, blob, tensor_role(value), value, first_names)
+    elif kind is Kind.MODULE:
         yield from module_leaves(blob, value, first_names)
     elif kind is Kind.OPTIMIZER:
         yield from optimizer_leaves(blob, value, names, first_names)
     elif kind is Kind.STATEFUL:
         yield from stateful_leaves(blob, value, group_of(value))
-    elif kind is Kind.TENSOR:
-        if not is_wrapper(value):
-            admitted(value, blob)  # one that nobody registered is made anew, and would lose its type
-        yield from own_leaves(blob, blob, tensor_role(value), value, first_names)
     else:
         yield from tree_leaves(value, blob, blob)
 
 
 def tensor_role(tensor: torch.Tensor) -> Role:
     """The role of a tensor that is a blob by itself."""
+    if type(tensor) is torch.Tensor:  # quicker than to ask whether it is a parameter
+        return Role.TENSOR
     return Role.PARAMETER if isinstance(tensor, torch.nn.Parameter) else Role.TENSOR
 
 

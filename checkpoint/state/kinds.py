@@ -29,12 +29,15 @@ class Kind(Enum):
     VALUE = "value"
 
 
+_TENSORS = (torch.Tensor, nn.Parameter)
 RECREATABLE = (Kind.TENSOR, Kind.VALUE)
 """What a load can make anew; everything else needs an object to load into."""
 
 
 def kind_of(value: Any) -> Kind:
     """Say what sort of blob `value` is; whether it can be stored shows when its leaves are listed."""
+    if type(value) in _TENSORS:  # the usual case by far, and asked for each of very many tensors
+        return Kind.TENSOR
     if isinstance(value, nn.Module):
         return Kind.MODULE
     if isinstance(value, Optimizer):

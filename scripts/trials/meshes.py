@@ -97,7 +97,12 @@ class MemoryStorage:
             return
 
         return SimpleNamespace(
-            write_at=write_at, preallocate=nothing, sync_file=nothing, close=nothing, path=path
+            write_at=write_at,
+            preallocate=nothing,
+            sync_file=nothing,
+            close=nothing,
+            path=path,
+            alignment=0,
         )
 
     def stat(self, path: str) -> int | None:

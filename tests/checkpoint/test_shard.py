@@ -130,6 +130,7 @@ class Recording:
 
         class Handle:
             path = handle.path
+            alignment = 0
 
             def __getattr__(self, name):
                 def call(*args):

@@ -1,0 +1,78 @@
+"""Aligned memory that bytes are copied into on their way to the device.
+
+The buffers of a process are made when first needed and kept for the next save. There are never more than
+`LIMIT`; whoever needs one more waits, holding none. A child after `fork` begins with none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from torchrelay.errors import StorageError
+
+SIZE = 4 << 20
+"""Bytes of a buffer, and of a write."""
+LIMIT = 8
+"""Buffers per process: 32 MiB."""
+_SMALL = 64 << 10
+_byte = ctypes.c_char
+
+
+class Pool:
+    """The buffers of one process."""
+
+    def __init__(self, size: int = SIZE, limit: int = LIMIT) -> None:
+        self._size = size
+        self._free: list[mmap.mmap] = []
+        self._left = threading.Semaphore(limit)
+
+    @contextmanager
+    def buffer(self) -> Iterator[memoryview]:
+        """Page-aligned writable bytes with unknown content, for this thread alone."""
+        with self._left:
+            try:
+                memory = self._free.pop()
+            except IndexError:
+                memory = _touched(self._size)
+            try:
+                yield memoryview(memory)
+            finally:
+                self._free.append(memory)
+
+
+def _touched(nbytes: int) -> mmap.mmap:
+    """Memory that costs no page faults later."""
+    try:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise StorageError(f"no memory for a buffer of {nbytes} bytes to write from: free some") from error
+    with suppress(OSError, AttributeError):  # a system without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    memory.write(bytes(nbytes))
+    return memory
+
+
+_of_process: dict[int, Pool] = {}
+
+
+def pool() -> Pool:
+    """The pool of this process."""
+    return _of_process.setdefault(os.getpid(), Pool())
+
+
+def copy(room: memoryview, at: int, data: memoryview) -> int:
+    """Copy bytes to a place of a buffer, without the interpreter's lock where they are writable.
+
+    Read-only bytes hold it, so give no more than a block at a time. Returns how many they were.
+    """
+    if data.readonly or len(data) < _SMALL:
+        room[at : at + len(data)] = data
+    else:
+        source, target = _byte.from_buffer(data), _byte.from_buffer(room, at)
+        ctypes.memmove(ctypes.addressof(target), ctypes.addressof(source), len(data))
+    return len(data)

@@ -1,0 +1,149 @@
+"""The bytes of a shard's entries in the order of the file, cut into segments of one write each.
+
+Digest blocks begin anew with every entry, segments at multiples of their size, so a block may lie in two
+segments: whoever has its beginning hashes all of it, from the source. So each byte is hashed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+from torchrelay.checkpoint.disk import dtypes
+from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, block_count, block_digests, digests_of
+from torchrelay.checkpoint.disk.seconds import Seconds
+from torchrelay.checkpoint.disk.shard import ShardEntry
+from torchrelay.errors import BlobError
+
+GATHER = BLOCK
+"""Entries below this size are copied together into extents of about this size."""
+Data = TypeVar("Data", bytes, memoryview)
+
+
+class Extent(NamedTuple):
+    """Bytes that lie together in the file and in memory; `slot` counts the first of their digests.
+
+    Those of an extent that needs `hashing` are of blocks that begin where it does.
+    """
+
+    data: memoryview
+    slot: int
+    hashing: bool
+
+
+class Slice(NamedTuple):
+    """A stretch of an extent."""
+
+    extent: Extent
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What one write takes: `nbytes` at `offset` of the file."""
+
+    offset: int
+    slices: tuple[Slice, ...]
+
+
+class Digests:
+    """The digests of all blocks of a part in the order of keys, as they become known in any order."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.data = bytearray(nbytes)
+
+    def hash(self, piece: Slice) -> None:
+        """Hash the blocks that begin in a slice."""
+        extent = piece.extent
+        if not extent.hashing:
+            return
+        first, end = block_count(piece.start), block_count(piece.stop)
+        found = block_digests(extent.data[first * BLOCK : end * BLOCK])
+        self.put(extent.slot + first, found)
+
+    def put(self, slot: int, found: bytes) -> None:
+        """Digests that follow one another."""
+        self.data[slot * SIZE : slot * SIZE + len(found)] = found
+
+
+def extents(entries: Sequence[ShardEntry], digests: Digests, seconds: Seconds) -> Iterator[Extent]:
+    """The bytes of all entries; small ones are collected, and hashed, on the way.
+
+    Raises BlobError for data that are not what the entry says.
+    """
+    gathered: list[bytes] = []
+    room, slot, first = GATHER, 0, 0
+    for entry in entries:
+        if entry.nbytes < GATHER:
+            gathered.append(_small(entry))
+            slot += entry.nbytes > 0
+            room -= entry.nbytes
+            if room > 0:
+                continue
+        if gathered:
+            yield _together(gathered, first, digests, seconds)
+        if entry.nbytes >= GATHER:
+            yield Extent(_bytes_of(entry), slot, entry.digests is None)
+            if entry.digests is not None:
+                digests.put(slot, entry.digests)
+            slot += block_count(entry.nbytes)
+        gathered, room, first = [], GATHER, slot
+    if gathered:
+        yield _together(gathered, first, digests, seconds)
+
+
+def _together(gathered: list[bytes], slot: int, digests: Digests, seconds: Seconds) -> Extent:
+    with seconds.spent("hash"):
+        digests.put(slot, digests_of(gathered))
+    return Extent(memoryview(b"".join(gathered)), slot, hashing=False)
+
+
+def segments(found: Iterable[Extent], offset: int, size: int) -> Iterator[Segment]:
+    """Segments of `size` bytes from `offset` on, the last one perhaps shorter."""
+    slices: list[Slice] = []
+    room = size
+    for extent in found:
+        start = 0
+        while start < len(extent.data):
+            stop = min(len(extent.data), start + room)
+            slices.append(Slice(extent, start, stop))
+            room, start = room - (stop - start), stop
+            if room == 0:
+                yield Segment(offset, tuple(slices))
+                slices, room, offset = [], size, offset + size
+    if slices:
+        yield Segment(offset, tuple(slices))
+
+
+def blocks(segment: Segment) -> Iterator[Slice]:
+    """The slices of a segment, cut where blocks begin: little enough to stay in the processor's cache."""
+    for extent, begin, stop in segment.slices:
+        start = begin
+        while start < stop:
+            end = min(stop, start - start % BLOCK + BLOCK)
+            yield Slice(extent, start, end)
+            start = end
+
+
+def _small(entry: ShardEntry) -> bytes:
+    if isinstance(entry.data, memoryview):
+        return bytes(_bytes_of(entry))
+    return _of_right_size(dtypes.copied_bytes(entry.data, entry.text), entry)
+
+
+def _bytes_of(entry: ShardEntry) -> memoryview:
+    if isinstance(entry.data, memoryview):
+        view = entry.data.cast("B") if entry.data.format != "B" else entry.data
+    else:
+        view = dtypes.stored_bytes(entry.data, entry.text)
+    return _of_right_size(view, entry)
+
+
+def _of_right_size(data: Data, entry: ShardEntry) -> Data:
+    if len(data) != entry.nbytes:
+        raise BlobError(
+            f"{entry.text}: {len(data)} bytes were given for {entry.dtype} of shape {list(entry.piece_shape)}"
+        )
+    return data

@@ -1,0 +1,74 @@
+"""Getting the data of a part into its file: hashed on the way, by whatever path the file takes fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torchrelay.checkpoint.disk import bounce
+from torchrelay.checkpoint.disk.digest import BLOCK
+from torchrelay.checkpoint.disk.extents import Digests, Segment, blocks, extents, segments
+from torchrelay.checkpoint.disk.seconds import Seconds
+from torchrelay.checkpoint.disk.shard import HeaderFrame, Part
+from torchrelay.checkpoint.disk.workers import share
+from torchrelay.checkpoint.storage import WriteHandle
+
+PIECE = 8 * BLOCK
+"""Bytes of a write from where they lie: hashed first, and still in the cache then."""
+
+
+def fill(handle: WriteHandle, part: Part, frame: HeaderFrame, seconds: Seconds, writers: int) -> bytes:
+    """Write the data of a part behind its header's place and return the digests of its blocks.
+
+    Where the handle wants aligned memory, `writers` threads take segments in turn; all have ended when
+    this returns. Raises BlobError and StorageError; the file is then not whole.
+    """
+    filling = _Filling(handle, frame.digest_bytes)
+    offset, own = frame.nbytes, Seconds()
+    source = extents(part.entries, filling.digests, own)
+    if handle.alignment:
+        share(filling.by_copy, segments(source, offset, bounce.SIZE), writers)
+    else:
+        writers = 1
+        filling.in_place(segments(source, offset, PIECE))
+    seconds.add_mean([own, *filling.seconds], writers)
+    return bytes(filling.digests.data)
+
+
+class _Filling:
+    """One file on its way; what several threads work on."""
+
+    def __init__(self, handle: WriteHandle, digest_bytes: int) -> None:
+        self.digests = Digests(digest_bytes)
+        self.seconds: list[Seconds] = []
+        self._handle = handle
+
+    def _clock(self) -> Seconds:
+        seconds = Seconds()
+        self.seconds.append(seconds)
+        return seconds
+
+    def in_place(self, todo: Iterator[Segment]) -> None:
+        """Write from the memory of the tensors."""
+        seconds = self._clock()
+        for segment in todo:
+            offset = segment.offset
+            for piece in segment.slices:
+                with seconds.spent("hash"):
+                    self.digests.hash(piece)
+                with seconds.spent("write"):
+                    self._handle.write_at(offset, piece.extent.data[piece.start : piece.stop])
+                offset += piece.stop - piece.start
+
+    def by_copy(self, todo: Iterator[Segment]) -> None:
+        """Copy a segment together in aligned memory, block by block as it is hashed, and write that."""
+        seconds = self._clock()
+        with bounce.pool().buffer() as room:
+            for segment in todo:
+                at = 0
+                for piece in blocks(segment):
+                    with seconds.spent("hash"):
+                        self.digests.hash(piece)
+                    with seconds.spent("write"):
+                        at += bounce.copy(room, at, piece.extent.data[piece.start : piece.stop])
+                with seconds.spent("write"):
+                    self._handle.write_at(segment.offset, room[:at])
