@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-
 from contextlib import AbstractContextManager
 
 from torchrelay.checkpoint.storage import ReadHandle, Storage, WriteHandle, open_for_reading

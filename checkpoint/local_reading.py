@@ -19,7 +19,7 @@ from torchrelay.checkpoint.pacing import expect_long_read
 DIRECT_FROM = 1 << 20
 """Shorter reads are not worth going past the cache."""
 ALIGN = 4096
-"""Direct reads begin and end at multiples of this in the file and in memory; no known device asks for more."""
+"""Direct reads begin and end at multiples of this, in the file and in memory."""
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 
 

@@ -24,6 +24,8 @@ class ReadOptions:
     verify: bool = True
     number: int = 0
     processes: int = 1
+    threads: int = 3
+    """So many reads are under way at a time: while one thread verifies, the device has something to do."""
 
     def turned(self, items: Sequence[T]) -> list[T]:
         """The items from this process's place on and then those before it.

@@ -155,7 +155,7 @@ class ShardHeader:
         nbytes = sum(request.stop - request.start for _, request in located)
         runs = options.turned(list(_neighbours(located)))
         with open_for_reading(self._storage, self.path) as handle:
-            each(partial(self._read_run, _File(handle, options)), runs, nbytes)
+            each(partial(self._read_run, _File(handle, options)), runs, nbytes, options.threads)
 
     def _read_run(self, file: _File, run: list[tuple[StoredEntry, ReadRequest]]) -> None:
         if len(run) == 1:
@@ -190,7 +190,7 @@ class ShardHeader:
     def _read_partly(
         self, file: _File, request: ReadRequest, entry: StoredEntry, position: int, target: memoryview
     ) -> int:
-        """From `position` to the end of its block or of the request; others may want the block's other part."""
+        """From `position` to the end of its block or request; others may want the block's other part."""
         first = position // BLOCK * BLOCK
         block = memoryview(bytearray(min(BLOCK, entry.nbytes - first)))
         shared = request.shared or file.options.processes > 1

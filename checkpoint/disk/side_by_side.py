@@ -12,13 +12,12 @@ from typing import TypeVar
 T = TypeVar("T")
 WORTH_IT = 8 << 20
 """Bytes from which on more threads pay."""
-THREADS = 3
-"""So many reads are under way at a time: while one thread verifies, the device has something to do."""
 
 
-def each(work: Callable[[T], None], items: Sequence[T], nbytes: int) -> None:
+def each(work: Callable[[T], None], items: Sequence[T], nbytes: int, threads: int) -> None:
     """Call `work` with every item, begun in their order; the first error ends it and is raised."""
-    if nbytes < WORTH_IT or len(items) < 2:
+    threads = min(threads, len(items))
+    if nbytes < WORTH_IT or threads < 2:
         for item in items:
             work(item)
         return
@@ -37,7 +36,7 @@ def each(work: Callable[[T], None], items: Sequence[T], nbytes: int) -> None:
             except BaseException as error:
                 errors.append(error)
 
-    helpers = [threading.Thread(target=run, name="torchrelay-read", daemon=True) for _ in range(THREADS - 1)]
+    helpers = [threading.Thread(target=run, name="torchrelay-read", daemon=True) for _ in range(threads - 1)]
     for helper in helpers:
         helper.start()
     run()

@@ -16,6 +16,7 @@ from torchrelay.checkpoint.disk.value_decoding import references
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.reading.casting import Cast, cast
 from torchrelay.checkpoint.reading.leaf_reader import LeafRead, LeafReader
+from torchrelay.checkpoint.reading.load_result import LoadResult, check_objects
 from torchrelay.checkpoint.reading.lookup import find_row, holder_of, nearest
 from torchrelay.checkpoint.reading.patterns import Chosen, Rename, renamed, renamed_all
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
@@ -24,20 +25,6 @@ from torchrelay.errors import PartiallyLoadedError, RelayError, UsageError
 
 Nodes = str | Mapping[str, str] | None
 """Whose content is meant where every node has its own: one node's, or per stored blob."""
-
-
-@dataclass(frozen=True)
-class LoadResult:
-    """What a load did: leaf names by the names that the objects know, and bytes read, headers included."""
-
-    loaded: tuple[str, ...]
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    bytes_read: int = 0
-
-    def costing(self, nbytes: int) -> LoadResult:
-        """The result with the bytes that it took."""
-        return replace(self, bytes_read=nbytes)
 
 
 @dataclass(frozen=True)
@@ -60,7 +47,7 @@ def load_objects(
     atomic: bool,
 ) -> LoadResult:
     """Load into objects; see `Checkpoint.load`."""
-    _check_objects(objects)
+    check_objects(objects)
     found = _find(reader, objects, rename, nodes)
     _check_blobs(reader, objects, found, rename)
     check_kept(reader, entry, [one.stored for one in found.values()])
@@ -124,13 +111,6 @@ def check_kept(reader: LeafReader, entry: Entry, names: Iterable[str]) -> None:
                     f"{name!r} of epoch {entry.position} is gone: retention removed the files of group "
                     f"{group!r}; choose a newer epoch, or keep more"
                 )
-
-
-def _check_objects(objects: Mapping[str, Any]) -> None:
-    if not isinstance(objects, Mapping) or not all(isinstance(name, str) for name in objects):
-        raise UsageError(
-            f'give the objects by blob name, load({{"model": model}}), not {type(objects).__name__}'
-        )
 
 
 def _find(
