@@ -65,7 +65,7 @@ class BlobFile:
         for leaf, tensor in destinations:
             memory = memory_of(tensor)
             key = encode_name(self.specs[leaf].alias_of or leaf)
-            requests.append(ReadRequest(key, 0, len(memory), memory, options.processes > 1))
+            requests.append(ReadRequest(key, 0, len(memory), memory))
         seen_twice(lambda: self.header.read_many(requests, options))
 
 

@@ -83,9 +83,9 @@ class _CountedReads:
         self._opening = opening
         self._handle = opening.__enter__()
 
-    def read_into(self, offset: int, destination: memoryview, *, shared: bool = False) -> int:
+    def read_into(self, offset: int, destination: memoryview, *, direct: bool = False) -> int:
         """Read in place and count."""
-        count = self._handle.read_into(offset, destination, shared=shared)
+        count = self._handle.read_into(offset, destination, direct=direct)
         self._owner.count(count)
         return count
 

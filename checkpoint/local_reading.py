@@ -1,7 +1,8 @@
 """Bytes of a local file in place: from the page cache, or past it straight from the device.
 
-What nobody else will want and the cache does not have is read directly: no copy by the kernel, and the
-cache keeps what others need. Both ways were measured (docs/performance.md).
+A direct read leaves the cache to others and spares the kernel's copy; loads are quicker through the cache
+all the same, and it lets the processes of a host share what they read. Both were measured
+(docs/performance.md).
 """
 
 from __future__ import annotations
@@ -35,14 +36,13 @@ class LocalReadHandle:
         self._announced = False
         self._scratch: list[mmap.mmap] = []
 
-    def read_into(self, offset: int, destination: memoryview, *, shared: bool = False) -> int:
+    def read_into(self, offset: int, destination: memoryview, *, direct: bool = False) -> int:
         """Fill `destination`; fewer bytes only at the end of the file. Raises OSError.
 
-        `shared` says that other processes of this host read these bytes, too: then the page cache
-        gets them. Any other long read goes past the cache, unless it has the bytes already.
+        A long `direct` read goes past the page cache, unless that has the bytes already.
         """
         view, done = destination.cast("B"), 0
-        if len(view) >= DIRECT_FROM and not shared and not self._is_cached(offset, len(view)):
+        if len(view) >= DIRECT_FROM and direct and not self._is_cached(offset, len(view)):
             done = self._read_direct(offset, view)
         if not done and not self._announced:
             self._announced = len(view) >= DIRECT_FROM

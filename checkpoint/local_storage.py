@@ -93,9 +93,9 @@ class LocalWriteHandle:
 class _LocalReads(LocalReadHandle):
     """Says which file could not be read."""
 
-    def read_into(self, offset: int, destination: memoryview, *, shared: bool = False) -> int:
+    def read_into(self, offset: int, destination: memoryview, *, direct: bool = False) -> int:
         with _named(self.path, "read", FileNotFoundError):
-            return super().read_into(offset, destination, shared=shared)
+            return super().read_into(offset, destination, direct=direct)
 
 
 class LocalStorage:
@@ -194,7 +194,7 @@ class LocalStorage:
         """Read in place; a special file or a link is refused."""
         handle = self.open_read(path)
         try:
-            return handle.read_into(offset, destination, shared=True)
+            return handle.read_into(offset, destination)
         finally:
             handle.close()
 

@@ -34,8 +34,8 @@ class WriteHandle(Protocol):
 class ReadHandle(Protocol):
     """A file that is read in many pieces, by any threads."""
 
-    def read_into(self, offset: int, destination: memoryview, *, shared: bool = False) -> int:
-        """As `Storage.read_into`; `shared` says that others on this host read the same bytes, too."""
+    def read_into(self, offset: int, destination: memoryview, *, direct: bool = False) -> int:
+        """As `Storage.read_into`; `direct` reads past the cache what it does not have."""
 
     def close(self) -> None:
         """Release the descriptor."""
@@ -100,7 +100,7 @@ class _EachAlone:
         self._storage = storage
         self._path = path
 
-    def read_into(self, offset: int, destination: memoryview, *, shared: bool = False) -> int:
+    def read_into(self, offset: int, destination: memoryview, *, direct: bool = False) -> int:
         """See `ReadHandle`."""
         return self._storage.read_into(self._path, offset, destination)
 

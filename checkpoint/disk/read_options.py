@@ -17,8 +17,8 @@ VERIFY = ("full", "headers")
 class ReadOptions:
     """Without `verify` blocks are taken as they come.
 
-    This process is number `number` of `processes` on this host that load at the same time. What several
-    of them need goes through the page cache, so that it comes from the device once.
+    This process is number `number` of `processes` on this host that load at the same time. All read
+    through the page cache, so that what several of them need comes from the device once.
     """
 
     verify: bool = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from torchrelay.checkpoint.disk.canonical import Json, sha256
@@ -20,10 +20,8 @@ from torchrelay.checkpoint.disk.side_by_side import each
 from torchrelay.checkpoint.storage import ReadHandle, Storage, open_for_reading
 from torchrelay.errors import DamagedError, UsageError
 
-RUN = 4 * BLOCK
+RUN = 2 * BLOCK
 """Bytes that are read and then verified while the cache still has them."""
-LONG = 8 * RUN
-"""What one thread reads at a stretch through the page cache: readahead wants few places at a time."""
 WINDOW = 8 * BLOCK
 """Neighbouring small ranges are read together up to this size."""
 
@@ -39,16 +37,12 @@ class ShardExpectation:
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """Bytes [start, stop) of a stored entry, and the 1-D bytes they go to.
-
-    `shared` bytes are read by other processes of this host, too.
-    """
+    """Bytes [start, stop) of a stored entry, and the 1-D bytes they go to."""
 
     key: str
     start: int
     stop: int
     destination: memoryview
-    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,6 +51,7 @@ class _File:
 
     handle: ReadHandle
     options: ReadOptions
+    direct: bool = False
 
 
 def read_header(storage: Storage, path: str, expect: ShardExpectation | None = None) -> ShardHeader:
@@ -170,14 +165,17 @@ class ShardHeader:
         return data
 
     def verify(self) -> int:
-        """Read and verify all data in bounded memory; the number of bytes. Raises DamagedError."""
+        """Read and verify all data in bounded memory; the number of bytes. Raises DamagedError.
+
+        What the page cache does not have is read past it, so that others find their bytes there as before.
+        """
         scratch = memoryview(bytearray(min(RUN, max((e.nbytes for e in self.entries.values()), default=0))))
         with open_for_reading(self._storage, self.path) as handle:
             for key, entry in self.entries.items():
                 for start in range(0, entry.nbytes, RUN):
                     part = scratch[: min(RUN, entry.nbytes - start)]
                     request = ReadRequest(key, start, start + len(part), part)
-                    self._read_verified(_File(handle, PLAIN), request, entry, start, part)
+                    self._read_verified(_File(handle, PLAIN, direct=True), request, entry, start, part)
         if self._storage.stat(self.path) != self.content.file_bytes:
             raise DamagedError(f"{self.path} changed its size while it was read")
         return sum(entry.nbytes for entry in self.entries.values())
@@ -190,11 +188,10 @@ class ShardHeader:
     def _read_partly(
         self, file: _File, request: ReadRequest, entry: StoredEntry, position: int, target: memoryview
     ) -> int:
-        """From `position` to the end of its block or request; others may want the block's other part."""
+        """From `position` to the end of its block or of the request."""
         first = position // BLOCK * BLOCK
         block = memoryview(bytearray(min(BLOCK, entry.nbytes - first)))
-        shared = request.shared or file.options.processes > 1
-        self._read_verified(file, replace(request, shared=shared), entry, first, block)
+        self._read_verified(file, request, entry, first, block)
         end = min(request.stop, first + len(block))
         target[: end - position] = block[position - first : end - first]
         return end
@@ -212,7 +209,7 @@ class ShardHeader:
             self._fill(file, request, entry.start + request.start + at, target[at : at + RUN])
 
     def _fill(self, file: _File, request: ReadRequest, offset: int, target: memoryview) -> None:
-        count = file.handle.read_into(offset, target, shared=request.shared)
+        count = file.handle.read_into(offset, target, direct=file.direct)
         if count != len(target):
             raise DamagedError(f"{self.path} ends inside of {request.key}, at byte {offset + count}")
 
@@ -246,15 +243,14 @@ class ShardHeader:
 
 def _pieces(request: ReadRequest) -> Iterator[ReadRequest]:
     """A long request in pieces that end with a block, so that no block is read twice."""
-    long = LONG if request.shared else RUN
-    if request.stop - request.start <= long or len(request.destination) != request.stop - request.start:
+    if request.stop - request.start <= RUN or len(request.destination) != request.stop - request.start:
         yield request
         return
     target, start = request.destination.cast("B"), request.start
     while start < request.stop:
-        stop = min(request.stop, (start // long + 1) * long)
+        stop = min(request.stop, (start // RUN + 1) * RUN)
         piece = target[start - request.start : stop - request.start]
-        yield ReadRequest(request.key, start, stop, piece, request.shared)
+        yield ReadRequest(request.key, start, stop, piece)
         start = stop
 
 

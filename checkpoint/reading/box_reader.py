@@ -31,7 +31,6 @@ class BoxRead:
     parts: tuple[tuple[int, Key], ...]
     target: Target
     destination: memoryview
-    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class BoxPlan:
         batches = options.turned(list(_batches(order)))
         nbytes = sum(_size(batch) for _, batch in batches)
         scratch: list[bytearray] = []
-        within, shared = replace(options, number=0, threads=1), options.processes > 1
+        within = replace(options, number=0, threads=1)
 
         def work(item: tuple[ShardHeader, list[_Placed]]) -> None:
             header, batch = item
@@ -70,7 +69,7 @@ class BoxPlan:
             if len(memory) < _size(batch):
                 memory = bytearray(_size(batch))
             cut = list(_cut(memory, batch))
-            read_many(header, [_request(one, data, shared) for one, data in cut], within)
+            read_many(header, [_request(one, data) for one, data in cut], within)
             for one, data in cut:
                 one.slab.put(data, one.destination, one.item_bytes)
             scratch.append(memory)
@@ -101,7 +100,7 @@ class BoxPlan:
             header, key, start, stop, at = run
             width = read.leaf.item_bytes
             memory = read.destination[at * width : (at + stop - start) * width]
-            self.straight.append((header, ReadRequest(key, start * width, stop * width, memory, read.shared)))
+            self.straight.append((header, ReadRequest(key, start * width, stop * width, memory)))
 
 
 def _copies(read: BoxRead, key: Key) -> Iterator[Copy]:
@@ -150,8 +149,8 @@ def _cut(memory: bytearray, batch: Iterable[_Placed]) -> Iterator[tuple[_Placed,
         at = stop
 
 
-def _request(one: _Placed, data: memoryview, shared: bool) -> ReadRequest:
-    return ReadRequest(one.slab.copy.key, _first(one), _first(one) + len(data), data, shared)
+def _request(one: _Placed, data: memoryview) -> ReadRequest:
+    return ReadRequest(one.slab.copy.key, _first(one), _first(one) + len(data), data)
 
 
 def _batches(order: list[_Placed]) -> Iterator[tuple[ShardHeader, list[_Placed]]]:

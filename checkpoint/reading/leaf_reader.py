@@ -156,22 +156,13 @@ class LeafReader:
     def _requests(self, read: LeafRead) -> list[tuple[ShardHeader, ReadRequest]]:
         spec = self.spec(read.leaf, read.node)
         memory = _memory(spec, read, spec.elements)
-        found, shared = [], self._shared(spec, None)
+        found = []
         for place in self._places(read.leaf, read.node):
             part = memory
             if isinstance(place.key, Flat):
                 part = memory[place.key.start * spec.item_bytes : place.key.stop * spec.item_bytes]
-            found.append((place.header, ReadRequest(place.text, 0, len(part), part, shared)))
+            found.append((place.header, ReadRequest(place.text, 0, len(part), part)))
         return found
-
-    def _shared(self, spec: LeafRow, target: Target | None) -> bool:
-        """Whether several processes of this host need the same bytes.
-
-        They do where they all take the whole, and where parts of this size for all would be too many.
-        """
-        if self.options.processes == 1 or spec.scope == "rank":
-            return False
-        return target is None or prod(target.shape) * self.options.processes > spec.elements
 
     def _sharded(self, read: LeafRead) -> bool:
         return isinstance(self.manifest.layouts[self.spec(read.leaf, read.node).layout], Mesh)
@@ -182,7 +173,7 @@ class LeafReader:
         target = read.target or whole_target(spec.shape)
         memory = _memory(spec, read, prod(target.shape))
         parts = self._parts(row, holder_of(self.manifest, row, read.node))
-        return BoxRead(spec, tuple(parts), target, memory, self._shared(spec, target))
+        return BoxRead(spec, tuple(parts), target, memory)
 
     def _places(self, leaf: str, node: str | None) -> list[_Place]:
         row = find_row(self.manifest, leaf, node)

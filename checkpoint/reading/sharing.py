@@ -1,4 +1,4 @@
-"""Which processes of this host load the same at the same time: they read through the page cache, in turns."""
+"""Which processes of this host load the same at the same time: they begin at different places."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def options_of(session: Session) -> ReadOptions:
 def options_here(*, verify: bool = True) -> ReadOptions:
     """Without a session: the ranks of torch's process group, if there is one; all may be on this host.
 
-    Taking others for neighbours costs little, taking neighbours for others a lot.
+    A wrong guess costs nothing but the order of the reads.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():

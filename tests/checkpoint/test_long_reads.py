@@ -74,9 +74,9 @@ near = st.sampled_from(EDGES) | st.integers(0, 3 * ALIGN)
 
 
 @settings(max_examples=150, deadline=None)
-@given(start=near, less=near, shift=st.integers(0, ALIGN), cold=st.booleans(), shared=st.booleans())
+@given(start=near, less=near, shift=st.integers(0, ALIGN), cold=st.booleans(), direct=st.booleans())
 def test_any_range_comes_as_it_is_and_nothing_beside_it_is_touched(
-    storage, content, start, less, shift, cold, shared
+    storage, content, start, less, shift, cold, direct
 ):
     """Every offset, length and place in memory gives the file's bytes, on each way."""
     if cold:
@@ -85,7 +85,7 @@ def test_any_range_comes_as_it_is_and_nothing_beside_it_is_touched(
     around = bytearray(b"\xa5") * (shift + stop - start + ALIGN)
     handle = storage.open_read("file")
     try:
-        got = handle.read_into(start, memoryview(around)[shift : shift + stop - start], shared=shared)
+        got = handle.read_into(start, memoryview(around)[shift : shift + stop - start], direct=direct)
     finally:
         handle.close()
     assert got == stop - start
@@ -102,27 +102,27 @@ def test_the_end_of_a_file_shortens_a_read(storage, content, beyond, cold):
     room = bytearray(2 * BLOCK + beyond)
     handle = storage.open_read("file")
     try:
-        assert handle.read_into(SIZE - 2 * BLOCK, memoryview(room)) == 2 * BLOCK
+        assert handle.read_into(SIZE - 2 * BLOCK, memoryview(room), direct=True) == 2 * BLOCK
     finally:
         handle.close()
     assert room[: 2 * BLOCK] == content[-2 * BLOCK :]
 
 
-def test_what_the_cache_lacks_and_nobody_shares_goes_past_it(storage, direct):
-    """A long cold read is direct; what is shared, cached or short is not."""
+def test_what_the_cache_lacks_goes_past_it_where_that_is_asked_for(storage, direct):
+    """A long cold read is direct if it shall be; what is cached or short never is."""
     path, room = storage.root / "file", memoryview(bytearray(SIZE))
     if not takes_direct(path):
         pytest.skip("this file system has no direct reads")
     handle = storage.open_read("file")
     drop_from_cache(path)
-    handle.read_into(0, room[: DIRECT_FROM - 1])
+    handle.read_into(0, room[: DIRECT_FROM - 1], direct=True)
     drop_from_cache(path)
-    handle.read_into(0, room, shared=True)
+    handle.read_into(0, room)
     assert not direct
-    handle.read_into(0, room)
-    assert not direct  # the shared read has filled the cache
+    handle.read_into(0, room, direct=True)
+    assert not direct  # the read before has filled the cache
     drop_from_cache(path)
-    handle.read_into(0, room)
+    handle.read_into(0, room, direct=True)
     handle.close()
     assert direct == [True]
 
@@ -140,8 +140,8 @@ def test_a_file_system_without_direct_reads_is_read_through_its_cache(storage, c
     monkeypatch.setattr(local_reading.LocalReadHandle, "_is_cached", lambda *given: False)
     handle, room = storage.open_read("file"), bytearray(SIZE)
     for start in (0, 2 * BLOCK):
-        handle.read_into(start, memoryview(room)[start : start + 2 * BLOCK])
-    handle.read_into(4 * BLOCK, memoryview(room)[4 * BLOCK :])
+        handle.read_into(start, memoryview(room)[start : start + 2 * BLOCK], direct=True)
+    handle.read_into(4 * BLOCK, memoryview(room)[4 * BLOCK :], direct=True)
     handle.close()
     assert room == content and len(asked) == (1 if takes_direct(storage.root / "file") else 0)
 
@@ -158,7 +158,7 @@ def test_other_errors_of_a_direct_read_are_told_with_the_file(storage, monkeypat
     monkeypatch.setattr(local_reading.LocalReadHandle, "_is_cached", lambda *given: False)
     handle = storage.open_read("file")
     with pytest.raises(StorageError, match=r"cannot read .*file: Input/output error"):
-        handle.read_into(0, memoryview(bytearray(SIZE)))
+        handle.read_into(0, memoryview(bytearray(SIZE)), direct=True)
     handle.close()
 
 
@@ -172,7 +172,7 @@ def test_a_file_in_memory_is_read(content):
         path.write_bytes(content)
         room = bytearray(SIZE)
         handle = storage.open_read(name)
-        assert handle.read_into(0, memoryview(room)) == SIZE
+        assert handle.read_into(0, memoryview(room), direct=True) == SIZE
         handle.close()
         assert room == content
     finally:
@@ -186,6 +186,17 @@ def test_a_missing_file_and_a_link_are_refused(storage):
     (storage.root / "link").symlink_to(storage.root / "file")
     with pytest.raises(StorageError, match="link"):
         storage.open_read("link")
+
+
+def test_a_proof_of_all_bytes_leaves_the_cache_alone(tmp_path, direct):
+    """What is only looked at does not push out what others need."""
+    path = tmp_path / "blobs.safetensors"
+    save_blobs(path, {"x": torch.zeros(9 * BLOCK, dtype=torch.uint8)})
+    if not takes_direct(path):
+        pytest.skip("this file system has no direct reads")
+    header = read_header(LocalStorage(tmp_path), path.name)
+    drop_from_cache(path)
+    assert header.verify() == 9 * BLOCK and direct and all(direct)
 
 
 # Whole files, every way
@@ -221,7 +232,7 @@ def test_every_way_of_reading_gives_the_same_bytes(saved, options, cold):
     header = read_header(LocalStorage(path.parent), path.name)
     fresh = {name: torch.full_like(tensor, 7) for name, tensor in blobs.items()}
     header.read_many(
-        (ReadRequest(n, 0, one.nbytes, memory_of(one), options.processes > 1) for n, one in fresh.items()),
+        (ReadRequest(n, 0, one.nbytes, memory_of(one)) for n, one in fresh.items()),
         options,
     )
     assert all(torch.equal(fresh[name], blobs[name]) for name in blobs)
@@ -261,8 +272,7 @@ def test_damage_is_found_on_every_way_and_named(saved, tmp_path, options, cold, 
         drop_from_cache(copy)
     header = read_header(LocalStorage(tmp_path), copy.name)
     requests = [
-        ReadRequest(key, 0, len(one), memoryview(bytearray(one.nbytes)), options.processes > 1)
-        for key, one in blobs.items()
+        ReadRequest(key, 0, len(one), memoryview(bytearray(one.nbytes))) for key, one in blobs.items()
     ]
     with pytest.raises(DamagedError, match=f"block [0-9]+ of {name}"):
         header.read_many(requests, options)

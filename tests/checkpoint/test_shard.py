@@ -201,7 +201,7 @@ def test_any_range_is_read_and_nothing_beyond_its_blocks(tmp_path_factory, data)
 def test_many_small_reads_become_few(storage):
     """Neighbouring small entries arrive in one read; strangers in between are not read."""
     entries = [raw(f"k{i:03}", os.urandom(50 + i)) for i in range(200)]
-    report = write_shard(storage, "", IDENTITY, [*entries, raw("large", os.urandom(3 * BLOCK))])[0]
+    report = write_shard(storage, "", IDENTITY, [*entries, raw("large", os.urandom(2 * BLOCK))])[0]
     counting = CountingStorage(storage)
     header = read_header(counting, report.path, expectation(report))
     wanted = [f"k{i:03}" for i in range(200) if i != 100] + ["large"]
