@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from torchrelay.checkpoint.disk.boxes import Bounds, Interval, runs, volume, whole
 from torchrelay.checkpoint.disk.digest import BLOCK
 
-SLAB_BYTES = 12 << 20
-"""A slab takes at most so much memory, or one element."""
+SLAB_BYTES = 4 << 20
+"""A slab takes at most so much memory, or one element; larger ones leave the processor's cache."""
 _DENSE = 2
 """A slab larger than two blocks holds at least one wanted byte in so many."""
 
