@@ -5,21 +5,26 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import tracemalloc
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from meshes import Saved, local_part, target
 
 from torchrelay import load_blobs, load_into, save_blobs
 from torchrelay.checkpoint import local_reading
+from torchrelay.checkpoint.disk.boxes import Sharded
 from torchrelay.checkpoint.disk.digest import BLOCK
 from torchrelay.checkpoint.disk.dtypes import memory_of
+from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.disk.read_options import ReadOptions
 from torchrelay.checkpoint.disk.shard_reader import ReadRequest, read_header
 from torchrelay.checkpoint.local_reading import ALIGN, DIRECT_FROM
 from torchrelay.checkpoint.local_storage import LocalStorage
+from torchrelay.checkpoint.reading.leaf_reader import LeafRead
 from torchrelay.errors import DamagedError, PartiallyLoadedError, StorageError, UsageError
 
 EDGES = [0, 1, 511, 512, 513, ALIGN - 1, ALIGN, ALIGN + 1, BLOCK - 1, BLOCK, BLOCK + 1]
@@ -349,3 +354,24 @@ def test_verification_is_off_only_where_it_is_asked_for(tmp_path):
         load_blobs(path, verify="headers")
     with pytest.raises(UsageError, match="verify is 'none'"):
         load_blobs(path, verify="none")
+
+
+@pytest.mark.parametrize("shapes", [[(4096, 5120)], [(450, 512)] * 100])
+def test_memory_beyond_the_destinations_is_bounded(shapes):
+    """A large tensor cut the other way, and many small ones: at most 64 MiB whatever is loaded."""
+    wholes = {
+        f"m.{n:03}": torch.arange(a * b, dtype=torch.float32).reshape(a, b) for n, (a, b) in enumerate(shapes)
+    }
+    rows = Mesh((0, 1, 2, 3), (4,), (Sharded(0),))
+    columns = Mesh((0, 1, 2, 3), (4,), (Sharded(1),))
+    reader = Saved(wholes, dict.fromkeys(wholes, rows), 4).run()
+    wanted = {name: target(columns, whole.shape, 2) for name, whole in wholes.items()}
+    out = {name: torch.zeros(one.shape) for name, one in wanted.items()}
+    tracemalloc.start()
+    try:
+        reader.read_many(LeafRead(name, memory_of(out[name]), None, wanted[name]) for name in wholes)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 64 << 20
+    assert all(torch.equal(out[name], local_part(whole, columns, 2)) for name, whole in wholes.items())
