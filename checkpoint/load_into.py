@@ -12,7 +12,7 @@ import torch
 
 from torchrelay.checkpoint.blob_file import BlobFile, open_blob_file
 from torchrelay.checkpoint.blob_files import read_blobs
-from torchrelay.checkpoint.reading.load_result import LoadResult, check_objects
+from torchrelay.checkpoint.reading.load_result import LoadResult, blob_of, check_objects
 from torchrelay.checkpoint.reading.lookup import nearest
 from torchrelay.checkpoint.reading.patterns import Rename, is_pattern, matches, renamed, renamed_all
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
@@ -204,7 +204,7 @@ class FileSource:
         """New name to stored name of what goes into the objects; tensors inside values keep their names."""
         inner = self.file.inner
         named = renamed_all((name for name in self.file.specs if name not in inner), rename)
-        found = {new: old for new, old in named.items() if _blob_of(new, objects) is not None}
+        found = {new: old for new, old in named.items() if blob_of(new, objects) is not None}
         trees = set(found.values())
         return {**found, **{leaf: leaf for leaf, tree in inner.items() if tree in trees}}
 
@@ -216,15 +216,10 @@ class FileSource:
         for new, old in stored.items():
             spec = self.file.specs[old]
             source = first.setdefault(spec.alias_of or old, new)
-            blob = _blob_of(new_names[inner[old]] if old in inner else new, objects)
+            blob = blob_of(new_names[inner[old]] if old in inner else new, objects)
             alias = None if source == new else source
             found[new] = replace(spec, name=new, blob=blob or spec.blob, alias_of=alias)
         return found
-
-
-def _blob_of(name: str, objects: Mapping[str, Any]) -> str | None:
-    """The object that a leaf belongs to. No blob's name is a dotted prefix of another's."""
-    return next((blob for blob in objects if name == blob or name.startswith(f"{blob}.")), None)
 
 
 def _beside(read: Read) -> torch.Tensor:

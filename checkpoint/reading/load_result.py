@@ -29,3 +29,12 @@ def check_objects(objects: Mapping[str, Any]) -> None:
         raise UsageError(
             f'give the objects by blob name, load({{"model": model}}), not {type(objects).__name__}'
         )
+
+
+def blob_of(name: str, objects: Mapping[str, Any]) -> str | None:
+    """The object that a leaf belongs to. No blob's name is a dotted prefix of another's."""
+    while name not in objects:
+        name, dot, _ = name.rpartition(".")
+        if not dot:
+            return None
+    return name

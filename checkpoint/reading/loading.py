@@ -16,7 +16,7 @@ from torchrelay.checkpoint.disk.value_decoding import references
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.reading.casting import Cast, cast
 from torchrelay.checkpoint.reading.leaf_reader import LeafRead, LeafReader
-from torchrelay.checkpoint.reading.load_result import LoadResult, check_objects
+from torchrelay.checkpoint.reading.load_result import LoadResult, blob_of, check_objects
 from torchrelay.checkpoint.reading.lookup import find_row, holder_of, nearest
 from torchrelay.checkpoint.reading.patterns import Chosen, Rename, renamed, renamed_all
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
@@ -127,7 +127,7 @@ def _find(
         row = find_row(manifest, stored, node)
         holder_of(manifest, row, node)  # says which node to ask for, before anything changes
         source = first.setdefault(manifest.leaves[row].name, new)
-        blob = _blob_of(new, objects) or declared.blob
+        blob = blob_of(new, objects) or declared.blob
         found[new] = _Found(_spec(manifest, row, new, blob, source), stored, node)
     return found
 
@@ -150,12 +150,7 @@ def _inner_unrenamed(found: Mapping[str, _Found], json: Mapping[str, Any]) -> di
 
 
 def _inside(names: Iterable[str], objects: Mapping[str, Any], rename: Rename | None) -> list[str]:
-    return [name for name in names if _blob_of(renamed(name, rename), objects) is not None]
-
-
-def _blob_of(name: str, objects: Mapping[str, Any]) -> str | None:
-    """The object that a leaf belongs to. No blob's name is a dotted prefix of another's."""
-    return next((blob for blob in objects if name == blob or name.startswith(f"{blob}.")), None)
+    return [name for name in names if blob_of(renamed(name, rename), objects) is not None]
 
 
 def _spec(manifest: Manifest, number: int, name: str, blob: str, source: str) -> LeafSpec:

@@ -25,6 +25,7 @@ from torchrelay.checkpoint.disk.shard_reader import ReadRequest, read_header
 from torchrelay.checkpoint.local_reading import ALIGN, DIRECT_FROM
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.reading.leaf_reader import LeafRead
+from torchrelay.checkpoint.reading.load_result import blob_of
 from torchrelay.errors import DamagedError, PartiallyLoadedError, StorageError, UsageError
 
 EDGES = [0, 1, 511, 512, 513, ALIGN - 1, ALIGN, ALIGN + 1, BLOCK - 1, BLOCK, BLOCK + 1]
@@ -375,3 +376,16 @@ def test_memory_beyond_the_destinations_is_bounded(shapes):
         tracemalloc.stop()
     assert peak < 64 << 20
     assert all(torch.equal(out[name], local_part(whole, columns, 2)) for name, whole in wholes.items())
+
+
+def test_a_leaf_finds_its_object_without_looking_at_all_of_them():
+    """Among 50,000 objects a leaf's is found by its name alone; a search of all would take minutes."""
+
+    class Unsearchable(dict):
+        def __iter__(self):
+            raise AssertionError("all objects were looked at")
+
+    objects = Unsearchable({"a.b": 1, "c": 2})
+    assert blob_of("a.b", objects) == blob_of("a.b.weight.0", objects) == "a.b"
+    assert blob_of("c.x", objects) == "c"
+    assert blob_of("a", objects) is None and blob_of("a.bb", objects) is None
