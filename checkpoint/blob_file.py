@@ -17,13 +17,15 @@ from torchrelay.checkpoint.disk import canonical
 from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.disk.dtypes import memory_of
 from torchrelay.checkpoint.disk.names import encode_name
+from torchrelay.checkpoint.disk.read_options import verifies
 from torchrelay.checkpoint.disk.shard_reader import ReadRequest, ShardHeader, read_header
 from torchrelay.checkpoint.disk.value_decoding import references
 from torchrelay.checkpoint.local_storage import LocalStorage
-from torchrelay.checkpoint.reading.proof import seen_twice
+from torchrelay.checkpoint.reading.seen_twice import seen_twice
+from torchrelay.checkpoint.reading.sharing import options_here
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role
-from torchrelay.checkpoint.undisturbed import undisturbed
 from torchrelay.errors import DamagedError, FormatError, UsageError
+from torchrelay.jobs.collector import undisturbed
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +41,8 @@ class BlobFile:
     specs: Mapping[str, LeafSpec]
     """Every leaf by its name, in the order in which the blobs were given."""
     header: ShardHeader
+    verify: bool = True
+    """Whether every block that is read is verified."""
 
     @property
     def values(self) -> dict[str, Json]:
@@ -57,22 +61,23 @@ class BlobFile:
     @undisturbed()
     def fill(self, destinations: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill contiguous CPU tensors with whole stored leaves; raises DamagedError or StorageError."""
-        requests = []
+        options, requests = options_here(verify=self.verify), []
         for leaf, tensor in destinations:
             memory = memory_of(tensor)
             key = encode_name(self.specs[leaf].alias_of or leaf)
             requests.append(ReadRequest(key, 0, len(memory), memory))
-        seen_twice(lambda: self.header.read_many(requests))
+        seen_twice(lambda: self.header.read_many(requests, options))
 
 
 @undisturbed()
-def open_blob_file(where: str | os.PathLike[str]) -> BlobFile:
+def open_blob_file(where: str | os.PathLike[str], *, verify: str = "full") -> BlobFile:
     """Open a file that `save_blobs` wrote; reads and checks its header.
 
+    With `verify="headers"` tensors are later taken as the storage gives them.
     Raises UsageError where there is no file, DamagedError for one that is cut short or changed,
     FormatError for any other file.
     """
-    path = local_path(where)
+    path, verifying = local_path(where), verifies(verify)
     if not path.is_file():
         raise UsageError(
             f"{path} is {'no file' if path.exists() else 'not there'}: give a file of save_blobs"
@@ -83,7 +88,7 @@ def open_blob_file(where: str | os.PathLike[str]) -> BlobFile:
         raise FormatError(
             f"{path} was not written by save_blobs; an epoch of a run is opened by open_checkpoint"
         )
-    file = BlobFile(path, _specs(path, header, said), header)
+    file = BlobFile(path, _specs(path, header, said), header, verifying)
     if said.get("sha256") != seal(file.specs.values(), file.values):
         raise DamagedError(f"{path}: the header is not the one that was saved")
     return file

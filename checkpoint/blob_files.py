@@ -24,9 +24,9 @@ from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role
 from torchrelay.checkpoint.state.restore import restoration
-from torchrelay.checkpoint.undisturbed import undisturbed
 from torchrelay.checkpoint.wildcards import matches
 from torchrelay.errors import UsageError
+from torchrelay.jobs.collector import undisturbed
 from torchrelay.jobs.names import check_blob_names
 
 Url = str | os.PathLike[str]
@@ -102,6 +102,7 @@ def load_blobs(
     prefix: str | None = None,
     strict: bool = True,
     device: str | torch.device | None = None,
+    verify: str = "full",
 ) -> dict[str, Any]:
     """Load tensors and values from files of `save_blobs`, all or nothing, every byte verified.
 
@@ -109,13 +110,15 @@ def load_blobs(
     and `[...]` stand for any text. A module comes as its tensors by full name (`model.0.weight`), an
     object with state as what its `state_dict` returned. `rename` gives other names, `prefix` is taken
     off the names that begin with it; not both. `strict` demands that every name is there. Tensors go to
-    `device` (those inside values stay on the CPU); tied names give one tensor.
+    `device` (those inside values stay on the CPU); tied names give one tensor. `verify="headers"` takes
+    tensors as the storage gives them: damage then passes in silence. `load_into` fills objects that are
+    there already.
     Raises UsageError when a file or name is given twice, two files have what is wanted, or names would
     become one; DamagedError, FormatError or StorageError for what a file holds.
     """
     if rename is not None and prefix is not None:
         raise UsageError("rename and prefix were both given: rename={'model.': ''} says what prefix says")
-    files = _open_all(urls)
+    files = _open_all(urls, verify)
     chosen = _chosen(files, _patterns(names), strict=strict)
     new_names = _stripped(chosen, prefix) if prefix else renamed_all(chosen, rename)
     created: dict[str, Any] = {}
@@ -128,11 +131,11 @@ def load_blobs(
     return {new: placed[id(created[old])] for new, old in new_names.items()}
 
 
-def _open_all(urls: Url | Sequence[Url]) -> list[BlobFile]:
+def _open_all(urls: Url | Sequence[Url], verify: str) -> list[BlobFile]:
     given = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
     if not given:
         raise UsageError("load_blobs was given no file: name at least one")
-    files = [open_blob_file(url) for url in given]
+    files = [open_blob_file(url, verify=verify) for url in given]
     paths = [file.path.resolve() for file in files]
     for path in paths:
         if paths.count(path) > 1:

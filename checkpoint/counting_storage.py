@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager
 
-from torchrelay.checkpoint.storage import Storage, WriteHandle
+from torchrelay.checkpoint.storage import ReadHandle, Storage, WriteHandle, open_for_reading
 
 
 class CountingStorage:
@@ -24,14 +25,19 @@ class CountingStorage:
     def read_into(self, path: str, offset: int, destination: memoryview) -> int:
         """Read in place and count."""
         count = self.storage.read_into(path, offset, destination)
-        self._count(count)
+        self.count(count)
         return count
 
+    def open_read(self, path: str) -> ReadHandle:
+        """A handle whose reads are counted."""
+        return _CountedReads(self, open_for_reading(self.storage, path))
+
     def _counted(self, data: bytes) -> bytes:
-        self._count(len(data))
+        self.count(len(data))
         return data
 
-    def _count(self, nbytes: int) -> None:
+    def count(self, nbytes: int) -> None:
+        """Note one read."""
         with self._lock:
             self.reads += 1
             self.bytes_read += nbytes
@@ -67,3 +73,22 @@ class CountingStorage:
     def list(self, path: str) -> list[str]:
         """Pass on."""
         return self.storage.list(path)
+
+
+class _CountedReads:
+    """An open file whose reads its storage counts."""
+
+    def __init__(self, owner: CountingStorage, opening: AbstractContextManager[ReadHandle]) -> None:
+        self._owner = owner
+        self._opening = opening
+        self._handle = opening.__enter__()
+
+    def read_into(self, offset: int, destination: memoryview, *, direct: bool = False) -> int:
+        """Read in place and count."""
+        count = self._handle.read_into(offset, destination, direct=direct)
+        self._owner.count(count)
+        return count
+
+    def close(self) -> None:
+        """Pass on."""
+        self._opening.__exit__(None, None, None)

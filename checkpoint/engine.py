@@ -34,9 +34,9 @@ from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.kinds import check_recreatable
 from torchrelay.checkpoint.structure import Structures
-from torchrelay.checkpoint.undisturbed import undisturbed
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.jobs.blobs import Scope
+from torchrelay.jobs.collector import undisturbed
 from torchrelay.jobs.directories import local_directory
 from torchrelay.jobs.peers import decide, together
 from torchrelay.jobs.places import NodePlace

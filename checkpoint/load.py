@@ -15,6 +15,7 @@ from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.members import RNG_BLOB, Member
 from torchrelay.checkpoint.reading.leaf_reader import LeafRead, LeafReader
+from torchrelay.checkpoint.reading.sharing import options_of
 from torchrelay.checkpoint.reshard import Assigned, assign
 from torchrelay.checkpoint.save import Clock, patience_secs
 from torchrelay.checkpoint.selecting import left_out
@@ -62,7 +63,7 @@ def load_all(job: LoadJob) -> tuple[dict[str, RandomStreams], NodeStats]:
     policies do not fit, PartiallyLoadedError after.
     """
     loads: list[_NodeLoad] = []
-    reader = LeafReader(job.storage, job.manifest)
+    reader = LeafReader(job.storage, job.manifest, options=options_of(job.session))
     together(
         job.session.peers,
         "load: check",

@@ -15,6 +15,7 @@ from torchrelay.checkpoint.disk.manifest import Manifest
 from torchrelay.checkpoint.load import spec_of_row
 from torchrelay.checkpoint.reading.leaf_reader import LeafRead, LeafReader
 from torchrelay.checkpoint.reading.lookup import find_row, holder_of, split_name
+from torchrelay.checkpoint.reading.sharing import options_of
 from torchrelay.checkpoint.save import Clock, patience_secs
 from torchrelay.checkpoint.state.restore import Restoration, restoration
 from torchrelay.checkpoint.storage import Storage
@@ -50,7 +51,7 @@ def load_some(
     With `strict=False` unknown names are left out.
     """
     clock = Clock()
-    reader = LeafReader(storage, manifest)
+    reader = LeafReader(storage, manifest, options=options_of(session))
     plans: list[Wanted] = []
 
     def prepare() -> bool:

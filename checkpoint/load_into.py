@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from torchrelay.checkpoint.blob_file import BlobFile, open_blob_file
 from torchrelay.checkpoint.blob_files import read_blobs
-from torchrelay.checkpoint.reader import Checkpoint, open_checkpoint
-from torchrelay.checkpoint.reading.loading import LoadResult, Nodes
+from torchrelay.checkpoint.reading.load_result import LoadResult, blob_of, check_objects
 from torchrelay.checkpoint.reading.lookup import nearest
 from torchrelay.checkpoint.reading.patterns import Rename, renamed, renamed_all
 from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec
 from torchrelay.checkpoint.state.restore import Read, restoration
 from torchrelay.checkpoint.wildcards import is_pattern, matches
-from torchrelay.errors import UsageError
+from torchrelay.errors import PartiallyLoadedError, RelayError, UsageError
 from torchrelay.jobs.blobs import kind_of
+from torchrelay.jobs.collector import undisturbed
 from torchrelay.jobs.workspace import Workspace
+
+if TYPE_CHECKING:
+    from torchrelay.checkpoint.reader import Checkpoint
+    from torchrelay.checkpoint.reading.loading import Nodes
 
 
 class Source(Protocol):
@@ -54,6 +58,8 @@ def load_blobs_into(
     reading is done and verified before anything changes.
     Raises KeyError for an object that the workspace lacks, and the errors of `open_checkpoint(...).load`.
     """
+    from torchrelay.checkpoint.reader import open_checkpoint  # files of blobs need none of it
+
     source: Source = (
         FileSource(open_blob_file(where))
         if Path(where).is_file()
@@ -75,6 +81,32 @@ def load_blobs_into(
     result = source.load(objects, strict=strict, rename=rename) if objects else LoadResult(())
     workspace.update(contents)
     return LoadResult((*result.loaded, *contents), result.missing, result.unexpected, result.bytes_read)
+
+
+@undisturbed()
+def load_into(
+    url: str | os.PathLike[str],
+    objects: Mapping[str, Any],
+    *,
+    rename: Rename | None = None,
+    strict: bool = True,
+    atomic: bool = True,
+    verify: str = "full",
+) -> LoadResult:
+    """Load blobs of a file of `save_blobs` into objects, in place, on whatever devices they are.
+
+    Objects are modules, optimizers, tensors and objects with `load_state_dict`, by blob name;
+    `rename={"model.encoder.": "encoder."}` changes stored names first. Everything is compared before
+    anything changes, and `strict` demands that both sides have the same leaves. With `atomic` all bytes
+    are read and verified before the first object changes, at the price of that memory; without, they are
+    read straight into it, and a failure while reading raises PartiallyLoadedError. `verify="headers"`
+    takes tensors as the storage gives them: damage then passes in silence.
+    Raises UsageError, BlobError with all differences, DamagedError, FormatError or StorageError.
+    """
+    check_objects(objects)
+    return FileSource(open_blob_file(url, verify=verify)).load(
+        objects, strict=strict, rename=rename, atomic=atomic
+    )
 
 
 def _wanted(workspace: Workspace, kinds: Mapping[str, str], names: str | Iterable[str]) -> list[str]:
@@ -134,8 +166,10 @@ class FileSource:
         """A tensor or value."""
         return read_blobs(self.file, [blob])[blob]
 
-    def load(self, objects: Mapping[str, Any], *, strict: bool, rename: Rename | None) -> LoadResult:
-        """Compare, read and verify everything, then change the objects."""
+    def load(
+        self, objects: Mapping[str, Any], *, strict: bool, rename: Rename | None, atomic: bool = True
+    ) -> LoadResult:
+        """Compare everything, and, with `atomic`, read all of it, before an object changes."""
         stored = self._stored_names(objects, rename)
         specs = self._specs(objects, stored)
         known = {spec.blob for spec in specs.values()}
@@ -145,20 +179,33 @@ class FileSource:
             )
         values = {new: self.file.values[old] for new, old in stored.items() if old in self.file.values}
         plan = restoration(objects, specs, values, strict=strict)
-        staged = [(read, _beside(read)) for read in plan.reads]
-        self.file.fill((stored[read.leaf], fresh) for read, fresh in staged)
+        beside = [(read, _beside(read)) for read in plan.reads if atomic or read.target is not None]
+        at_once = [] if atomic else [read for read in plan.reads if read.target is None]
+        self._fill(stored, [*beside, *((read, read.memory()) for read in at_once)], live=not atomic)
         with torch.no_grad():
-            for read, fresh in staged:
+            for read, fresh in beside:
                 _put(read, fresh)
         plan.finish()
         loaded = tuple(name for name in specs if name not in plan.unexpected)
         return LoadResult(loaded, plan.missing, plan.unexpected, sum(read.spec.nbytes for read in plan.reads))
 
+    def _fill(
+        self, stored: Mapping[str, str], reads: Sequence[tuple[Read, torch.Tensor]], *, live: bool
+    ) -> None:
+        try:
+            self.file.fill((stored[read.leaf], memory) for read, memory in reads)
+        except RelayError as error:
+            if not live:
+                raise
+            raise PartiallyLoadedError(
+                f"reading failed after objects had changed: {error}; load them again before you use them"
+            ) from error
+
     def _stored_names(self, objects: Mapping[str, Any], rename: Rename | None) -> dict[str, str]:
         """New name to stored name of what goes into the objects; tensors inside values keep their names."""
         inner = self.file.inner
         named = renamed_all((name for name in self.file.specs if name not in inner), rename)
-        found = {new: old for new, old in named.items() if _blob_of(new, objects) is not None}
+        found = {new: old for new, old in named.items() if blob_of(new, objects) is not None}
         trees = set(found.values())
         return {**found, **{leaf: leaf for leaf, tree in inner.items() if tree in trees}}
 
@@ -170,15 +217,10 @@ class FileSource:
         for new, old in stored.items():
             spec = self.file.specs[old]
             source = first.setdefault(spec.alias_of or old, new)
-            blob = _blob_of(new_names[inner[old]] if old in inner else new, objects)
+            blob = blob_of(new_names[inner[old]] if old in inner else new, objects)
             alias = None if source == new else source
             found[new] = replace(spec, name=new, blob=blob or spec.blob, alias_of=alias)
         return found
-
-
-def _blob_of(name: str, objects: Mapping[str, Any]) -> str | None:
-    """The object that a leaf belongs to. No blob's name is a dotted prefix of another's."""
-    return next((blob for blob in objects if name == blob or name.startswith(f"{blob}.")), None)
 
 
 def _beside(read: Read) -> torch.Tensor:

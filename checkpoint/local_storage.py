@@ -11,7 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torchrelay.checkpoint.direct import ALIGNMENT, WORTH_IT, DirectFile, open_direct
-from torchrelay.checkpoint.pacing import Pacer, expect_long_read
+from torchrelay.checkpoint.local_reading import LocalReadHandle
+from torchrelay.checkpoint.pacing import Pacer
 from torchrelay.errors import StorageError
 
 MODE = 0o644
@@ -100,6 +101,14 @@ class LocalWriteHandle:
             finally:
                 if descriptor >= 0:
                     os.close(descriptor)
+
+
+class _LocalReads(LocalReadHandle):
+    """Says which file could not be read."""
+
+    def read_into(self, offset: int, destination: memoryview, *, direct: bool = False) -> int:
+        with _named(self.path, "read", FileNotFoundError):
+            return super().read_into(offset, destination, direct=direct)
 
 
 class LocalStorage:
@@ -196,21 +205,21 @@ class LocalStorage:
 
     def read_into(self, path: str, offset: int, destination: memoryview) -> int:
         """Read in place; a special file or a link is refused."""
-        full, view, done = self._path(path), destination.cast("B"), 0
+        handle = self.open_read(path)
+        try:
+            return handle.read_into(offset, destination)
+        finally:
+            handle.close()
+
+    def open_read(self, path: str) -> LocalReadHandle:
+        """Open for many reads; a special file or a link is refused."""
+        full = self._path(path)
         with _named(full, "read", FileNotFoundError):
             descriptor = os.open(full, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-            try:
-                if not stat_module.S_ISREG(os.fstat(descriptor).st_mode):
-                    raise StorageError(f"{full} is no regular file")
-                expect_long_read(descriptor, len(view))
-                while done < len(view):
-                    count = os.preadv(descriptor, [view[done:]], offset + done)
-                    if count == 0:
-                        break
-                    done += count
-            finally:
-                os.close(descriptor)
-        return done
+            if stat_module.S_ISREG(os.fstat(descriptor).st_mode):
+                return _LocalReads(str(full), descriptor)
+            os.close(descriptor)
+            raise StorageError(f"{full} is no regular file")
 
     def stat(self, path: str) -> int | None:
         """Size of a regular file, not following a link."""

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.disk.manifest import Manifest
+from torchrelay.checkpoint.disk.read_options import verifies
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.position import Position
@@ -22,8 +23,8 @@ from torchrelay.checkpoint.reading.casting import Cast, checked_cast
 from torchrelay.checkpoint.reading.epoch_choice import wanted
 from torchrelay.checkpoint.reading.handle import TensorHandle
 from torchrelay.checkpoint.reading.leaf_reader import LeafReader
+from torchrelay.checkpoint.reading.load_result import LoadResult
 from torchrelay.checkpoint.reading.loading import (
-    LoadResult,
     Nodes,
     check_kept,
     load_objects,
@@ -34,6 +35,7 @@ from torchrelay.checkpoint.reading.lookup import find_row, holder_of, split_name
 from torchrelay.checkpoint.reading.opening import Best, Place, place_of, proved_entry, read_log
 from torchrelay.checkpoint.reading.patterns import Rename, choose, renamed_all
 from torchrelay.checkpoint.reading.proof import Proof
+from torchrelay.checkpoint.reading.sharing import options_here
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import DamagedError, UsageError
 
@@ -47,35 +49,47 @@ def open_checkpoint(
     *,
     branch: int | None = None,
     best: Best | None = None,
+    verify: str = "full",
 ) -> Checkpoint:
     """Open an epoch of a run directory or of a manager's `db_prefix`; reads no tensor.
 
     `epoch` is a number, `"last"`, `"best"` (by `best=("val/acc", "max")`, or what the run said), or
     `"7,branch=0"` for an epoch that a rewind abandoned. `last` and `best` mean the newest, or best,
     epoch that is not damaged, with a warning that says what was used instead of what; a number means
-    exactly that epoch. Raises UsageError, UnknownEpochError (listing what there is), DamagedError,
-    NoProvableEpochError, StorageError or FormatError.
+    exactly that epoch. `verify="headers"` takes tensors as the storage gives them: what was damaged on the
+    disk or on its way is then loaded in silence; a resume of a run never does that. Raises UsageError,
+    UnknownEpochError (listing what there is), DamagedError, NoProvableEpochError, StorageError or
+    FormatError.
     """
     wish = wanted(epoch, branch)
+    verifying = verifies(verify)
     place = place_of(where)
     notices: list[str] = []
     view = read_log(place)
     proof = proved_entry(place, view, wish, best, notices.append)
     for notice in notices:
         warnings.warn(notice, stacklevel=2)
-    return Checkpoint(place, proof, view, tuple(notices))
+    return Checkpoint(place, proof, view, tuple(notices), verify=verifying)
 
 
 class Checkpoint:
     """One committed epoch. `notices` says what was used instead of what, and why."""
 
-    def __init__(self, place: Place, proof: Proof, view: LogView, notices: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        place: Place,
+        proof: Proof,
+        view: LogView,
+        notices: tuple[str, ...] = (),
+        *,
+        verify: bool = True,
+    ) -> None:
         self.manifest: Manifest
         self.manifest, shards = proof.check()
         self.entry = proof.entry
         self.notices = (*view.notices, *notices)
         self._storage = place.storage
-        self._reader = LeafReader(place.storage, self.manifest, shards)
+        self._reader = LeafReader(place.storage, self.manifest, shards, options_here(verify=verify))
         self.blobs = Blobs(self._reader)
 
     def __repr__(self) -> str:

@@ -36,7 +36,7 @@ from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.leaf import Leaf, Value
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import PeerError, SaveFailedError, StorageError
-from torchrelay.jobs.collector import collector_paused
+from torchrelay.jobs.collector import undisturbed
 from torchrelay.jobs.peers import Peers, decide, together
 from torchrelay.jobs.places import NodePlace
 from torchrelay.metadata.stats import NodeStats, NodeTimes
@@ -241,7 +241,7 @@ def _json(leaf: Leaf) -> Any:
 def _commit(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) -> None:
     """Write the manifest, then append the record. Rank 0 only."""
     try:
-        with collector_paused():
+        with undisturbed():
             entry = _write_manifest(job, plan, try_name, rows)
     except Exception:
         _discard(job, try_name)  # no record can name it yet

@@ -8,6 +8,8 @@ Nothing valid is ever opened for writing again: `open_exclusive` and `link_exclu
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
 
@@ -30,6 +32,24 @@ class WriteHandle(Protocol):
 
     def close(self) -> None:
         """Release the descriptor; reports errors that the system kept until now."""
+
+
+class ReadHandle(Protocol):
+    """A file that is read in many pieces, by any threads."""
+
+    def read_into(self, offset: int, destination: memoryview, *, direct: bool = False) -> int:
+        """As `Storage.read_into`; `direct` reads past the cache what it does not have."""
+
+    def close(self) -> None:
+        """Release the descriptor."""
+
+
+@runtime_checkable
+class LongReads(Protocol):
+    """What a storage may offer besides: files that stay open while they are read."""
+
+    def open_read(self, path: str) -> ReadHandle:
+        """Open a file; FileNotFoundError when there is no such file."""
 
 
 @runtime_checkable
@@ -74,3 +94,28 @@ class Storage(Protocol):
 
     def list(self, path: str) -> list[str]:
         """Names in a directory, sorted, for orphans and retention only; empty when there is none."""
+
+
+class _EachAlone:
+    """Reads of a storage that opens a file anew for each."""
+
+    def __init__(self, storage: Storage, path: str) -> None:
+        self._storage = storage
+        self._path = path
+
+    def read_into(self, offset: int, destination: memoryview, *, direct: bool = False) -> int:
+        """See `ReadHandle`."""
+        return self._storage.read_into(self._path, offset, destination)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@contextmanager
+def open_for_reading(storage: Storage, path: str) -> Iterator[ReadHandle]:
+    """A file for many reads, however the storage does them; raises as `read_into` does."""
+    handle = storage.open_read(path) if isinstance(storage, LongReads) else _EachAlone(storage, path)
+    try:
+        yield handle
+    finally:
+        handle.close()

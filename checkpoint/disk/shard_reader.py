@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from torchrelay.checkpoint.disk.canonical import Json, sha256
 from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, first_damaged_block
+from torchrelay.checkpoint.disk.read_options import PLAIN, ReadOptions
 from torchrelay.checkpoint.disk.shard_header import (
     LENGTH_LIMIT,
     ShardContent,
@@ -15,13 +17,11 @@ from torchrelay.checkpoint.disk.shard_header import (
     parse,
 )
 from torchrelay.checkpoint.disk.side_by_side import each
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage import ReadHandle, Storage, open_for_reading
 from torchrelay.errors import DamagedError, UsageError
 
-RUN = 8 * BLOCK
+RUN = 2 * BLOCK
 """Bytes that are read and then verified while the cache still has them."""
-LONG = 4 * RUN
-"""What one thread reads at a stretch."""
 WINDOW = 8 * BLOCK
 """Neighbouring small ranges are read together up to this size."""
 
@@ -43,6 +43,15 @@ class ReadRequest:
     start: int
     stop: int
     destination: memoryview
+
+
+@dataclass(frozen=True)
+class _File:
+    """A shard file that is open, and how it is read."""
+
+    handle: ReadHandle
+    options: ReadOptions
+    direct: bool = False
 
 
 def read_header(storage: Storage, path: str, expect: ShardExpectation | None = None) -> ShardHeader:
@@ -109,35 +118,45 @@ class ShardHeader:
         destination, at most two others through 1 MiB of memory. On an error the destination's
         content is undefined. Raises DamagedError naming file, key and block.
         """
+        with open_for_reading(self._storage, self.path) as handle:
+            self._read_one(_File(handle, PLAIN), ReadRequest(key, start_byte, stop_byte, destination))
+
+    def _read_one(self, file: _File, request: ReadRequest) -> None:
+        key, start_byte, stop_byte = request.key, request.start, request.stop
         entry = self._entry(key)
-        target = _checked_target(entry, ReadRequest(key, start_byte, stop_byte, destination))
+        target = _checked_target(entry, request)
+        if not file.options.verify:
+            self._read_exactly(file, entry, request, target)
+            return
         position = start_byte
         while position < stop_byte:
             first = position // BLOCK * BLOCK
             inside = min(stop_byte, first + RUN)
             whole_end = entry.nbytes if inside == entry.nbytes else inside // BLOCK * BLOCK
             if position == first and whole_end > first:
-                self._read_verified(key, entry, first, target[first - start_byte : whole_end - start_byte])
+                part = target[first - start_byte : whole_end - start_byte]
+                self._read_verified(file, request, entry, first, part)
                 position = whole_end
             else:
-                position = self._read_partly(key, entry, position, stop_byte, target[position - start_byte :])
+                position = self._read_partly(file, request, entry, position, target[position - start_byte :])
 
-    def read_many(self, requests: Iterable[ReadRequest]) -> None:
+    def read_many(self, requests: Iterable[ReadRequest], options: ReadOptions = PLAIN) -> None:
         """Do many reads, begun in the order of the file; small neighbouring entries are read together.
 
-        Two threads share what is large. At most 16 MiB of memory beyond the destinations. Raises as
-        `read_into` does.
+        Some threads share what is large. Each takes at most 9 MiB of memory beyond the destinations.
+        Raises as `read_into` does.
         """
         located = self._located(piece for request in requests for piece in _pieces(request))
         nbytes = sum(request.stop - request.start for _, request in located)
-        each(self._read_run, list(_neighbours(located)), nbytes)
+        runs = options.turned(list(_neighbours(located)))
+        with open_for_reading(self._storage, self.path) as handle:
+            each(partial(self._read_run, _File(handle, options)), runs, nbytes, options.threads)
 
-    def _read_run(self, run: list[tuple[StoredEntry, ReadRequest]]) -> None:
+    def _read_run(self, file: _File, run: list[tuple[StoredEntry, ReadRequest]]) -> None:
         if len(run) == 1:
-            request = run[0][1]
-            self.read_into(request.key, request.start, request.stop, request.destination)
+            self._read_one(file, run[0][1])
         else:
-            self._read_together(run)
+            self._read_together(file, run)
 
     def read(self, key: str) -> bytearray:
         """All bytes of an entry, verified, in fresh memory."""
@@ -146,11 +165,17 @@ class ShardHeader:
         return data
 
     def verify(self) -> int:
-        """Read and verify all data in bounded memory; the number of bytes. Raises DamagedError."""
+        """Read and verify all data in bounded memory; the number of bytes. Raises DamagedError.
+
+        What the page cache does not have is read past it, so that others find their bytes there as before.
+        """
         scratch = memoryview(bytearray(min(RUN, max((e.nbytes for e in self.entries.values()), default=0))))
-        for key, entry in self.entries.items():
-            for start in range(0, entry.nbytes, RUN):
-                self._read_verified(key, entry, start, scratch[: min(RUN, entry.nbytes - start)])
+        with open_for_reading(self._storage, self.path) as handle:
+            for key, entry in self.entries.items():
+                for start in range(0, entry.nbytes, RUN):
+                    part = scratch[: min(RUN, entry.nbytes - start)]
+                    request = ReadRequest(key, start, start + len(part), part)
+                    self._read_verified(_File(handle, PLAIN, direct=True), request, entry, start, part)
         if self._storage.stat(self.path) != self.content.file_bytes:
             raise DamagedError(f"{self.path} changed its size while it was read")
         return sum(entry.nbytes for entry in self.entries.values())
@@ -160,19 +185,33 @@ class ShardHeader:
             raise DamagedError(f"{self.path} does not hold {key}")
         return self.entries[key]
 
-    def _read_partly(self, key: str, entry: StoredEntry, position: int, stop: int, target: memoryview) -> int:
+    def _read_partly(
+        self, file: _File, request: ReadRequest, entry: StoredEntry, position: int, target: memoryview
+    ) -> int:
+        """From `position` to the end of its block or of the request."""
         first = position // BLOCK * BLOCK
         block = memoryview(bytearray(min(BLOCK, entry.nbytes - first)))
-        self._read_verified(key, entry, first, block)
-        end = min(stop, first + len(block))
+        self._read_verified(file, request, entry, first, block)
+        end = min(request.stop, first + len(block))
         target[: end - position] = block[position - first : end - first]
         return end
 
-    def _read_verified(self, key: str, entry: StoredEntry, first: int, target: memoryview) -> None:
-        count = self._storage.read_into(self.path, entry.start + first, target)
+    def _read_verified(
+        self, file: _File, request: ReadRequest, entry: StoredEntry, first: int, target: memoryview
+    ) -> None:
+        self._fill(file, request, entry.start + first, target)
+        self._verify(request.key, entry, first, target)
+
+    def _read_exactly(
+        self, file: _File, entry: StoredEntry, request: ReadRequest, target: memoryview
+    ) -> None:
+        for at in range(0, len(target), RUN):
+            self._fill(file, request, entry.start + request.start + at, target[at : at + RUN])
+
+    def _fill(self, file: _File, request: ReadRequest, offset: int, target: memoryview) -> None:
+        count = file.handle.read_into(offset, target, direct=file.direct)
         if count != len(target):
-            raise DamagedError(f"{self.path} ends inside of {key}, at byte {entry.start + first + count}")
-        self._verify(key, entry, first, target)
+            raise DamagedError(f"{self.path} ends inside of {request.key}, at byte {offset + count}")
 
     def _verify(self, key: str, entry: StoredEntry, first: int, view: memoryview) -> None:
         block = first // BLOCK
@@ -190,26 +229,26 @@ class ShardHeader:
         # By the end, too: an empty entry begins where the next one does, and comes before it.
         return sorted(located, key=lambda pair: (pair[0].start, pair[0].stop, pair[1].start))
 
-    def _read_together(self, run: list[tuple[StoredEntry, ReadRequest]]) -> None:
+    def _read_together(self, file: _File, run: list[tuple[StoredEntry, ReadRequest]]) -> None:
         start, stop = run[0][0].start, run[-1][0].stop
         window = memoryview(bytearray(stop - start))
-        if (count := self._storage.read_into(self.path, start, window)) != len(window):
-            raise DamagedError(f"{self.path} ends inside of {run[-1][1].key}, at byte {start + count}")
+        self._fill(file, run[-1][1], start, window)
         for entry, request in run:
             view = window[entry.start - start : entry.stop - start]
             target = _checked_target(entry, request)
-            self._verify(request.key, entry, 0, view)
+            if file.options.verify:
+                self._verify(request.key, entry, 0, view)
             target[:] = view[request.start : request.stop]
 
 
 def _pieces(request: ReadRequest) -> Iterator[ReadRequest]:
     """A long request in pieces that end with a block, so that no block is read twice."""
-    if request.stop - request.start <= LONG or len(request.destination) != request.stop - request.start:
+    if request.stop - request.start <= RUN or len(request.destination) != request.stop - request.start:
         yield request
         return
     target, start = request.destination.cast("B"), request.start
     while start < request.stop:
-        stop = min(request.stop, (start // LONG + 1) * LONG)
+        stop = min(request.stop, (start // RUN + 1) * RUN)
         piece = target[start - request.start : stop - request.start]
         yield ReadRequest(request.key, start, stop, piece)
         start = stop

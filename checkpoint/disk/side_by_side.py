@@ -1,6 +1,6 @@
-"""A list of independent reads, done by two threads where there is enough to do.
+"""A list of independent reads, done by some threads where there is enough to do.
 
-One thread copies from the kernel while the other verifies; measured in docs/performance.md.
+Some wait for the device or copy from the kernel while another verifies; measured in docs/performance.md.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
-WORTH_IT = 32 << 20
-"""Bytes from which on a second thread pays."""
+WORTH_IT = 8 << 20
+"""Bytes from which on more threads pay."""
 
 
-def each(work: Callable[[T], None], items: Sequence[T], nbytes: int) -> None:
+def each(work: Callable[[T], None], items: Sequence[T], nbytes: int, threads: int) -> None:
     """Call `work` with every item, begun in their order; the first error ends it and is raised."""
-    if nbytes < WORTH_IT or len(items) < 2:
+    threads = min(threads, len(items))
+    if nbytes < WORTH_IT or threads < 2:
         for item in items:
             work(item)
         return
@@ -35,9 +36,11 @@ def each(work: Callable[[T], None], items: Sequence[T], nbytes: int) -> None:
             except BaseException as error:
                 errors.append(error)
 
-    helper = threading.Thread(target=run, name="torchrelay-read", daemon=True)
-    helper.start()
+    helpers = [threading.Thread(target=run, name="torchrelay-read", daemon=True) for _ in range(threads - 1)]
+    for helper in helpers:
+        helper.start()
     run()
-    helper.join()
+    for helper in helpers:
+        helper.join()
     if errors:
         raise errors[0]

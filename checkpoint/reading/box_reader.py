@@ -1,23 +1,26 @@
 """Boxes of leaves into tensors that hold only a part of them, from whatever parts are stored.
 
-What is not one run of bytes on both sides goes through memory of at most 32 MiB.
+What is not one run of bytes on both sides goes through slabs of memory, one per thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchrelay.checkpoint.disk.boxes import intersect, range_boxes, uncovered, whole
 from torchrelay.checkpoint.disk.manifest import LeafRow
 from torchrelay.checkpoint.disk.names import Box, Flat, Key, format_key
+from torchrelay.checkpoint.disk.read_options import ReadOptions
 from torchrelay.checkpoint.disk.shard_reader import ReadRequest, ShardHeader
+from torchrelay.checkpoint.disk.side_by_side import each
 from torchrelay.checkpoint.disk.windows import Target
 from torchrelay.checkpoint.reading.scatter import SLAB_BYTES, Copy, Slab
 from torchrelay.errors import DamagedError
 
 Open = Callable[[LeafRow, int, str], ShardHeader]
 """The header of the file of a node that holds a leaf's key."""
+ReadMany = Callable[[ShardHeader, list[ReadRequest], ReadOptions], None]
 
 
 @dataclass(frozen=True)
@@ -49,18 +52,29 @@ class BoxPlan:
         for read in reads:
             self._add(read, opened)
 
-    def read_slabs(self, read_many: Callable[[ShardHeader, list[ReadRequest]], None]) -> None:
-        """Read all slabs in the order of the files and put them into place, batch by batch."""
+    def read_slabs(self, read_many: ReadMany, options: ReadOptions) -> None:
+        """Read all slabs, begun in the order of the files, and put them into place, batch by batch.
+
+        Threads share the batches; each has memory of its own, used again for every batch.
+        """
         order = sorted(self._slabs, key=lambda one: (one.header.path, _start(one)))
-        for header, batch in _batches(order):
-            scratch = [memoryview(bytearray(one.slab.nbytes(one.item_bytes))) for one in batch]
-            requests = [
-                ReadRequest(one.slab.copy.key, _first(one), _first(one) + len(data), data)
-                for one, data in zip(batch, scratch, strict=True)
-            ]
-            read_many(header, requests)
-            for one, data in zip(batch, scratch, strict=True):
+        batches = options.turned(list(_batches(order)))
+        nbytes = sum(_size(batch) for _, batch in batches)
+        scratch: list[bytearray] = []
+        within = replace(options, number=0, threads=1)
+
+        def work(item: tuple[ShardHeader, list[_Placed]]) -> None:
+            header, batch = item
+            memory = scratch.pop() if scratch else bytearray()
+            if len(memory) < _size(batch):
+                memory = bytearray(_size(batch))
+            cut = list(_cut(memory, batch))
+            read_many(header, [_request(one, data) for one, data in cut], within)
+            for one, data in cut:
                 one.slab.put(data, one.destination, one.item_bytes)
+            scratch.append(memory)
+
+        each(work, batches, nbytes, options.threads)
 
     def _add(self, read: BoxRead, opened: Open) -> None:
         width = read.leaf.item_bytes
@@ -122,13 +136,30 @@ def _start(one: _Placed) -> int:
     return one.header.entries[one.slab.copy.key].start + _first(one)
 
 
+def _size(batch: Iterable[_Placed]) -> int:
+    return sum(one.slab.nbytes(one.item_bytes) for one in batch)
+
+
+def _cut(memory: bytearray, batch: Iterable[_Placed]) -> Iterator[tuple[_Placed, memoryview]]:
+    """Each slab with its part of the memory."""
+    view, at = memoryview(memory), 0
+    for one in batch:
+        stop = at + one.slab.nbytes(one.item_bytes)
+        yield one, view[at:stop]
+        at = stop
+
+
+def _request(one: _Placed, data: memoryview) -> ReadRequest:
+    return ReadRequest(one.slab.copy.key, _first(one), _first(one) + len(data), data)
+
+
 def _batches(order: list[_Placed]) -> Iterator[tuple[ShardHeader, list[_Placed]]]:
-    """Slabs of one file that together take at most twice the memory of one."""
+    """Slabs of one file that together take the memory of one."""
     batch: list[_Placed] = []
     size = 0
     for one in order:
         nbytes = one.slab.nbytes(one.item_bytes)
-        if batch and (one.header is not batch[0].header or size + nbytes > 2 * SLAB_BYTES):
+        if batch and (one.header is not batch[0].header or size + nbytes > SLAB_BYTES):
             yield batch[0].header, batch
             batch, size = [], 0
         batch.append(one)

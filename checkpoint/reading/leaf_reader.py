@@ -1,8 +1,8 @@
 """Verified bytes of leaves, from whatever files and pieces they lie in.
 
 Requests are sorted by file and offset; neighbouring small ones are read together and large ones go
-straight into their destination, so at most 16 MiB of memory is used beyond the destinations; boxes of
-sharded leaves that are no run of bytes take up to 32 MiB more.
+straight into their destination, boxes of sharded leaves that are no run of bytes through slabs. At most
+64 MiB of memory is used beyond the destinations.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.disk.names import Flat, Key, format_key
 from torchrelay.checkpoint.disk.parts import parts_of
+from torchrelay.checkpoint.disk.read_options import PLAIN, ReadOptions
 from torchrelay.checkpoint.disk.shard_reader import ReadRequest, ShardHeader
 from torchrelay.checkpoint.disk.windows import Target, whole_target
 from torchrelay.checkpoint.reading.box_reader import BoxPlan, BoxRead
 from torchrelay.checkpoint.reading.lookup import find_row, holder_of
-from torchrelay.checkpoint.reading.proof import seen_twice
+from torchrelay.checkpoint.reading.seen_twice import seen_twice
 from torchrelay.checkpoint.reading.shard_set import ShardSet
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import UsageError
@@ -59,8 +60,15 @@ class _Place:
 class LeafReader:
     """Reads leaves of one epoch; `shards` are those that a proof has opened already."""
 
-    def __init__(self, storage: Storage, manifest: Manifest, shards: ShardSet | None = None) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        manifest: Manifest,
+        shards: ShardSet | None = None,
+        options: ReadOptions = PLAIN,
+    ) -> None:
         self.manifest = manifest
+        self.options = options
         self.shards = shards or ShardSet(storage, manifest)
 
     def spec(self, leaf: str, node: str | None = None) -> LeafRow:
@@ -90,8 +98,8 @@ class LeafReader:
         for header, request in [*found, *plan.straight]:
             by_file.setdefault(header.path, (header, []))[1].append(request)
         for path in sorted(by_file):
-            _read_twice(*by_file[path])
-        plan.read_slabs(_read_twice)
+            _read_twice(*by_file[path], self.options)
+        plan.read_slabs(_read_twice, self.options)
 
     def read_range(
         self, leaf: str, start: int, stop: int, destination: memoryview, node: str | None = None
@@ -115,7 +123,7 @@ class LeafReader:
                 piece = ReadRequest(
                     place.text, first - begin, last - begin, target[first - start : last - start]
                 )
-                seen_twice(lambda place=place, piece=piece: place.header.read_many([piece]))  # type: ignore[misc]
+                _read_twice(place.header, [piece], self.options)
 
     def value_json(self, leaf: str, node: str | None = None) -> Json:
         """A value in its typed form."""
@@ -190,5 +198,5 @@ def _memory(spec: LeafRow, read: LeafRead, elements: int) -> memoryview:
     return memory
 
 
-def _read_twice(header: ShardHeader, requests: list[ReadRequest]) -> None:
-    seen_twice(lambda: header.read_many(requests))
+def _read_twice(header: ShardHeader, requests: list[ReadRequest], options: ReadOptions) -> None:
+    seen_twice(lambda: header.read_many(requests, options))

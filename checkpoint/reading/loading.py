@@ -16,6 +16,7 @@ from torchrelay.checkpoint.disk.value_decoding import references
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.reading.casting import Cast, cast
 from torchrelay.checkpoint.reading.leaf_reader import LeafRead, LeafReader
+from torchrelay.checkpoint.reading.load_result import LoadResult, blob_of, check_objects
 from torchrelay.checkpoint.reading.lookup import find_row, holder_of, nearest
 from torchrelay.checkpoint.reading.patterns import Chosen, Rename, renamed, renamed_all
 from torchrelay.checkpoint.selection import EVERYTHING
@@ -25,20 +26,6 @@ from torchrelay.errors import PartiallyLoadedError, RelayError, UsageError
 
 Nodes = str | Mapping[str, str] | None
 """Whose content is meant where every node has its own: one node's, or per stored blob."""
-
-
-@dataclass(frozen=True)
-class LoadResult:
-    """What a load did: leaf names by the names that the objects know, and bytes read, headers included."""
-
-    loaded: tuple[str, ...]
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    bytes_read: int = 0
-
-    def costing(self, nbytes: int) -> LoadResult:
-        """The result with the bytes that it took."""
-        return replace(self, bytes_read=nbytes)
 
 
 @dataclass(frozen=True)
@@ -61,7 +48,7 @@ def load_objects(
     atomic: bool,
 ) -> LoadResult:
     """Load into objects; see `Checkpoint.load`."""
-    _check_objects(objects)
+    check_objects(objects)
     found = _find(reader, objects, rename, nodes)
     _check_blobs(reader, objects, found, rename)
     check_kept(reader, entry, [one.stored for one in found.values()])
@@ -130,13 +117,6 @@ def check_kept(reader: LeafReader, entry: Entry, names: Iterable[str]) -> None:
                 )
 
 
-def _check_objects(objects: Mapping[str, Any]) -> None:
-    if not isinstance(objects, Mapping) or not all(isinstance(name, str) for name in objects):
-        raise UsageError(
-            f'give the objects by blob name, load({{"model": model}}), not {type(objects).__name__}'
-        )
-
-
 def _find(
     reader: LeafReader, objects: Mapping[str, Any], rename: Rename | None, nodes: Nodes
 ) -> dict[str, _Found]:
@@ -151,7 +131,7 @@ def _find(
         row = find_row(manifest, stored, node)
         holder_of(manifest, row, node)  # says which node to ask for, before anything changes
         source = first.setdefault(manifest.leaves[row].name, new)
-        blob = _blob_of(new, objects) or declared.blob
+        blob = blob_of(new, objects) or declared.blob
         found[new] = _Found(_spec(manifest, row, new, blob, source), stored, node)
     return found
 
@@ -174,12 +154,7 @@ def _inner_unrenamed(found: Mapping[str, _Found], json: Mapping[str, Any]) -> di
 
 
 def _inside(names: Iterable[str], objects: Mapping[str, Any], rename: Rename | None) -> list[str]:
-    return [name for name in names if _blob_of(renamed(name, rename), objects) is not None]
-
-
-def _blob_of(name: str, objects: Mapping[str, Any]) -> str | None:
-    """The object that a leaf belongs to. No blob's name is a dotted prefix of another's."""
-    return next((blob for blob in objects if name == blob or name.startswith(f"{blob}.")), None)
+    return [name for name in names if blob_of(renamed(name, rename), objects) is not None]
 
 
 def _spec(manifest: Manifest, number: int, name: str, blob: str, source: str) -> LeafSpec:

@@ -13,20 +13,20 @@ error, a permission, a format of another version. It says nothing about the epoc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal, TypeVar
+from typing import Literal
 
 from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
 from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.reading.seen_twice import seen_twice
 from torchrelay.checkpoint.reading.shard_set import Holder, ShardSet, holders_of
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import DamagedError, FormatError, StorageError
 
 Level = Literal["sizes", "headers", "full"]
-T = TypeVar("T")
 
 
 class Outcome(Enum):
@@ -112,22 +112,6 @@ def _look_at(shards: ShardSet, holder: Holder, level: Level) -> None:
 
 def _is_kept(leaf: LeafRow, entry: Entry) -> bool:
     return not entry.groups or leaf.group in entry.groups
-
-
-def seen_twice(look: Callable[[], T]) -> T:
-    """Look again before damage or an I/O error is believed: the bytes may have changed on their way."""
-    try:
-        return look()
-    except FormatError:
-        raise
-    except FileNotFoundError as error:
-        raise DamagedError(f"{error.filename or error} is missing") from error
-    except OSError:
-        pass
-    try:
-        return look()
-    except FileNotFoundError as error:
-        raise DamagedError(f"{error.filename or error} is missing") from error
 
 
 def _wanted_rows(manifest: Manifest, want: Collection[str] | None) -> list[int]:

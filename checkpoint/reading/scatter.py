@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from torchrelay.checkpoint.disk.boxes import Bounds, Interval, runs, volume, whole
 from torchrelay.checkpoint.disk.digest import BLOCK
 
-SLAB_BYTES = 16 << 20
-"""A slab takes at most so much memory, or one element."""
+SLAB_BYTES = 4 << 20
+"""A slab takes at most so much memory, or one element; larger ones leave the processor's cache."""
 _DENSE = 2
 """A slab larger than two blocks holds at least one wanted byte in so many."""
 
@@ -50,7 +50,7 @@ class Copy:
         while pending:
             box = pending.pop()
             start, stop = _hull(self.source, box)
-            if _fits(box, stop - start, item_bytes):
+            if _fits(self.source, box, stop - start, item_bytes):
                 yield Slab(self, box, (self.first + start, self.first + stop))
             else:
                 pending += reversed(_halves(box))
@@ -94,11 +94,26 @@ def _hull(outer: Bounds, box: Bounds) -> Interval:
     return start, stop + 1
 
 
-def _fits(box: Bounds, elements: int, item_bytes: int) -> bool:
+def _fits(outer: Bounds, box: Bounds, elements: int, item_bytes: int) -> bool:
     if volume(box) == 1:
         return True
-    dense = elements * item_bytes <= 2 * BLOCK or volume(box) * _DENSE >= elements
-    return dense and elements * item_bytes <= SLAB_BYTES
+    if elements * item_bytes > SLAB_BYTES:
+        return False
+    if elements * item_bytes <= 2 * BLOCK or volume(box) * _DENSE >= elements:
+        return True
+    # Whole blocks are read: where no gap skips one, nothing is saved by reading less at a time.
+    return _widest_gap(outer, box) * item_bytes <= BLOCK
+
+
+def _widest_gap(outer: Bounds, box: Bounds) -> int:
+    """Elements between two runs of the box, at most; the widest is where its first dimension steps."""
+    inside, stride, widest = 1, 1, 0
+    for (low, high), (a, b) in reversed(list(zip(outer, box, strict=True))):
+        if b - a > 1:
+            widest = max(widest, stride - inside)
+        inside += (b - a - 1) * stride
+        stride *= high - low
+    return widest
 
 
 def _halves(box: Bounds) -> list[Bounds]:

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from torchrelay.errors import DeadlineError, PeerError
-from torchrelay.jobs.collector import collector_paused
+from torchrelay.jobs.collector import undisturbed
 from torchrelay.runners.distributed.roll_call import ranks_text
 from torchrelay.runners.distributed.store import Deadline, StoreClient
 
@@ -67,7 +67,7 @@ class StorePeers:
         self._post(topic, value)
         if self.rank == 0:
             answer = _joined(self._gather(topic, deadline))
-            with collector_paused():
+            with undisturbed():
                 runs: _Runs = json.loads(answer)
             self._store.put(self._answer(), answer if told is None else _retold(runs, told))
         else:

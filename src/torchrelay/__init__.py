@@ -56,6 +56,7 @@ _HOMES = {
     "import_checkpoint": "checkpoint.interop.importing",
     "init": "runners.start",
     "load_blobs": "checkpoint.blob_files",
+    "load_into": "checkpoint.load_into",
     "max_epochs": "jobs.stop",
     "max_steps": "jobs.stop",
     "max_time": "jobs.stop",
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     from torchrelay.checkpoint.interop.dcp_reader import DcpReader as DcpReader
     from torchrelay.checkpoint.interop.export import export_checkpoint as export_checkpoint
     from torchrelay.checkpoint.interop.importing import import_checkpoint as import_checkpoint
+    from torchrelay.checkpoint.load_into import load_into as load_into
     from torchrelay.checkpoint.manager import CheckpointManager as CheckpointManager
     from torchrelay.checkpoint.multi_node import MultiNodeCheckpointManager as MultiNodeCheckpointManager
     from torchrelay.checkpoint.reader import open_checkpoint as open_checkpoint

@@ -148,12 +148,19 @@ def test_damage_is_noticed_on_arrival_and_only_when_seen_twice(tmp_path):
         class Once(CountingStorage):
             fired = 0
 
-            def read_into(self, name, offset, destination):
-                count = super().read_into(name, offset, destination)
-                if not self.fired:
-                    destination[0] ^= 1
-                    self.fired = 1
-                return count
+            def open_read(self, name):
+                handle = super().open_read(name)
+                read = handle.read_into
+
+                def flipping(offset, destination, *, direct=False):
+                    count = read(offset, destination, direct=direct)
+                    if not self.fired:
+                        destination[0] ^= 1
+                        self.fired = 1
+                    return count
+
+                handle.read_into = flipping
+                return handle
 
         once = Once(run.storage)
         assert torch.equal(read(LeafReader(once, run.manifests[Position(1)]), "m.w", content), content)

@@ -310,6 +310,18 @@ def test_a_block_that_is_damaged_leaves_every_object_as_it_was(run):
         ckpt.load({"model": model}, atomic=False)
 
 
+def test_blocks_are_taken_as_they_are_only_where_that_is_asked_for(run):
+    """With `headers` a damaged block loads, byte by byte as it lies there; an unknown level is refused."""
+    damage(run, 3, "trainer_0.3.main.safetensors")
+    good, loaded = make_model(9), make_model(9)
+    with pytest.raises(DamagedError):
+        open_checkpoint(run, 3, verify="full").load({"model": good})
+    open_checkpoint(run, 3, verify="headers").load({"model": loaded})
+    assert filled(good, 9) and not filled(loaded, 9)
+    with pytest.raises(UsageError, match="verify is 'off'"):
+        open_checkpoint(run, 3, verify="off")
+
+
 def test_last_falls_back_and_says_so_and_an_explicit_epoch_never_does(run):
     """A damaged manifest or a missing file: `last` warns and takes the next older, a number raises."""
     damage(run, 4, "manifest.json", 60)

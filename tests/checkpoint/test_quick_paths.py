@@ -16,8 +16,8 @@ from torchrelay.checkpoint.disk.side_by_side import WORTH_IT, each
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.pacing import STRIDE, Pacer
 from torchrelay.checkpoint.position import Position
-from torchrelay.checkpoint.undisturbed import undisturbed
 from torchrelay.errors import StorageError, UsageError
+from torchrelay.jobs.collector import undisturbed
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_every_item_is_worked_on_once(nbytes):
         with lock:
             done.append(item)
 
-    each(work, range(100), nbytes)
+    each(work, range(100), nbytes, 2)
     assert sorted(done) == list(range(100))
 
 
@@ -93,7 +93,7 @@ def test_an_error_of_either_thread_arrives(nbytes):
             raise StorageError("item 3")
 
     with pytest.raises(StorageError, match="item 3"):
-        each(work, range(1000), nbytes)
+        each(work, range(1000), nbytes, 2)
 
 
 @pytest.mark.parametrize(

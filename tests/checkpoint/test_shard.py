@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from torchrelay.checkpoint.counting_storage import CountingStorage
 from torchrelay.checkpoint.disk import dtypes
 from torchrelay.checkpoint.disk.digest import BLOCK
 from torchrelay.checkpoint.disk.names import Box, Flat, Whole, format_key
@@ -188,34 +189,30 @@ def test_any_range_is_read_and_nothing_beyond_its_blocks(tmp_path_factory, data)
     report = write_shard(storage, "", IDENTITY, [raw("first", b"xy", "uint8"), raw("k", content)])[0]
     edges = st.integers(0, size) | st.sampled_from([0, size, min(size, BLOCK)])
     start, stop = sorted((data.draw(edges), data.draw(edges)))
-    counted, read = [], storage.read_into
-
-    def counting(path, offset, destination):
-        counted.append(len(destination))
-        return read(path, offset, destination)
-
-    header = read_header(storage, report.path, expectation(report))
-    storage.read_into = counting
+    counting = CountingStorage(storage)
+    header = read_header(counting, report.path, expectation(report))
+    before = counting.bytes_read
     found = bytearray(stop - start)
     header.read_into("k", start, stop, memoryview(found))
     assert bytes(found) == content[start:stop]
     blocks = min(-(-stop // BLOCK) * BLOCK, size) - start // BLOCK * BLOCK if stop > start else 0
-    assert sum(counted) == blocks
+    assert counting.bytes_read - before == blocks
 
 
 def test_many_small_reads_become_few(storage):
     """Neighbouring small entries arrive in one read; strangers in between are not read."""
     entries = [raw(f"k{i:03}", os.urandom(50 + i)) for i in range(200)]
-    report = write_shard(storage, "", IDENTITY, [*entries, raw("large", os.urandom(3 * BLOCK))])[0]
-    header = read_header(storage, report.path, expectation(report))
+    report = write_shard(storage, "", IDENTITY, [*entries, raw("large", os.urandom(2 * BLOCK))])[0]
+    counting = CountingStorage(storage)
+    header = read_header(counting, report.path, expectation(report))
     wanted = [f"k{i:03}" for i in range(200) if i != 100] + ["large"]
     buffers = {key: bytearray(header.entries[key].nbytes) for key in wanted}
-    reads, read = [], storage.read_into
-    storage.read_into = lambda path, offset, into: reads.append(len(into)) or read(path, offset, into)
+    reads, nbytes = counting.reads, counting.bytes_read
     header.read_many(ReadRequest(key, 0, len(b), memoryview(b)) for key, b in reversed(buffers.items()))
     written = {entry.key.name: entry.data for entry in entries}
     assert all(buffers[key] == written[key] for key in wanted if key != "large")
-    assert len(reads) == 3 and sum(reads) == sum(map(len, buffers.values()))
+    assert counting.reads - reads == 3
+    assert counting.bytes_read - nbytes == sum(map(len, buffers.values()))
 
 
 def test_pieces_keep_what_they_are_pieces_of(storage):

@@ -1,0 +1,40 @@
+"""What is given to a load of objects, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torchrelay.errors import UsageError
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """What a load did: leaf names by the names that the objects know, and bytes read, headers included."""
+
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    bytes_read: int = 0
+
+    def costing(self, nbytes: int) -> LoadResult:
+        """The result with the bytes that it took."""
+        return replace(self, bytes_read=nbytes)
+
+
+def check_objects(objects: Mapping[str, Any]) -> None:
+    """Refuse what is no mapping of blob names; raises UsageError."""
+    if not isinstance(objects, Mapping) or not all(isinstance(name, str) for name in objects):
+        raise UsageError(
+            f'give the objects by blob name, load({{"model": model}}), not {type(objects).__name__}'
+        )
+
+
+def blob_of(name: str, objects: Mapping[str, Any]) -> str | None:
+    """The object that a leaf belongs to. No blob's name is a dotted prefix of another's."""
+    while name not in objects:
+        name, dot, _ = name.rpartition(".")
+        if not dot:
+            return None
+    return name
