@@ -32,8 +32,8 @@ the process had before, of all ranks together, touched pages of mapped files inc
 Tuning effort is the same for all: every engine has the quickest public settings that were found for it
 (torch.save without CRC beside its default, `mmap` and `safe_open` for parts, DCP with one and with two
 threads and with plan caching, its stagers, Orbax and torchsnapshot as they come), and as many compute
-threads as there are cores for each process. torchrelay verifies all it reads; it has no switch to turn that
-off. The line "unverified" takes the comparison out from outside, to show what it costs.
+threads as there are cores for each process. torchrelay verifies all it reads, but for the line
+"unverified", which loads with `verify="headers"`.
 
 In W7 `gate` is how much longer than without saves the optimizer's step takes behind a save, `first save` is
 blocked time and gate of the first one, `slowdown` is what a save costs the loop altogether; `noise` is how
