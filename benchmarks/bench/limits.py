@@ -11,7 +11,7 @@ from pathlib import Path
 
 PIECE = 8 << 20
 RANDOM = 64 << 20
-"""Bytes of random content, repeated: more than a processor's cache holds, and no device takes it for nothing."""
+"""Bytes of random content, repeated: more than a processor caches, and no device takes it for nothing."""
 THREADS = 4
 Move = Callable[[int, memoryview, int], int]
 
