@@ -24,7 +24,7 @@ class ReadOptions:
     verify: bool = True
     number: int = 0
     processes: int = 1
-    threads: int = 3
+    threads: int = 4
     """So many reads are under way at a time: while one thread verifies, the device has something to do."""
 
     def turned(self, items: Sequence[T]) -> list[T]:
