@@ -22,10 +22,10 @@ from torchrelay.checkpoint.load_blobs import load_some
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.keeping import Keeping
 from torchrelay.checkpoint.log.live import Entry
-from torchrelay.checkpoint.log.sweep import delete_orphans
 from torchrelay.checkpoint.members import Member, members_of, newcomers
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.replicas import ReplicaCheck
+from torchrelay.checkpoint.retaining import Retaining
 from torchrelay.checkpoint.reuse import Reuse
 from torchrelay.checkpoint.save import Clock, SaveJob, carry_out, make_plan
 from torchrelay.checkpoint.selecting import check_remade, used_patterns
@@ -34,10 +34,10 @@ from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.kinds import check_recreatable
 from torchrelay.checkpoint.structure import Structures
-from torchrelay.errors import StorageError, UsageError
+from torchrelay.errors import UsageError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.directories import local_directory
-from torchrelay.jobs.peers import decide, together
+from torchrelay.jobs.peers import together
 from torchrelay.jobs.places import NodePlace
 from torchrelay.jobs.random_streams import RandomStreams
 from torchrelay.jobs.session import Session
@@ -45,7 +45,7 @@ from torchrelay.metadata.stats import NodeStats
 
 
 class Engine:
-    """Saves and loads. `ledger` is the directory's log, `keeping` says which epochs stay.
+    """Saves and loads. `ledger` is the directory's log, `retaining` lets epochs go.
 
     With a `background`, saves of a run go on in it after `save` has returned; see `settle`.
     `selection` says which leaves are saved.
@@ -64,12 +64,13 @@ class Engine:
         reuse: bool = False,
         selection: Selection = EVERYTHING,
     ) -> None:
+        keeping = Keeping(keep_last, keep_every, keep_optimizer_last)
         self.selection = selection
-        self.keeping = Keeping(keep_last, keep_every, keep_optimizer_last)
         if type(reuse) is not bool:
             raise UsageError(f"reuse is {reuse!r:.80}; it is True or False")
         self.storage = LocalStorage(local_directory(prefix, "the checkpoint prefix"))
         self.ledger = Ledger(self.storage, takeover_secs)
+        self.retaining = Retaining(self.ledger, keeping)
         self.background = background
         self.stored_names: dict[str, str] = {}
         self._members: dict[str, dict[str, Member]] | None = None
@@ -165,7 +166,7 @@ class Engine:
         holding = self.ledger.required_holding()
         if self._members is None:
             self.seal(session)
-        self._clear_orphans()
+        self.retaining.delete_left()
         clock = Clock()
         with clock.spent("stage"):
             states = self._capture(session)
@@ -179,6 +180,7 @@ class Engine:
             replace(facts, selection=self.selection),
             holding,
             self._commit,
+            make_room=self.ledger.deletions.wait,
             reuse=self._reuse,
         )
         with clock.spent("plan"):
@@ -189,13 +191,8 @@ class Engine:
         if self.background is not None and self.ledger.in_run:
             self.background.begin(session, job, plan, clock, whole)
             return
-        self._acknowledged(session, carry_out(job, plan, clock))
-
-    def _acknowledged(self, session: Session | None, stats: NodeStats) -> None:
-        self._stats["checkpoint_save"] = stats
-        if session is not None and not self.keeping.everything:
-            # rank 0 may find out here that another job has the directory
-            decide(session.peers, "save: retention", self._retain)
+        self._stats["checkpoint_save"] = carry_out(job, plan, clock)
+        self.retaining.now(session.peers)
 
     def prepare(self, session: Session) -> None:
         """Get the memory for asynchronous saves, when the blobs exist and nothing was trained yet."""
@@ -210,13 +207,24 @@ class Engine:
     def settle(self, session: Session | None) -> Iterator[Outcome]:
         """Wait for the save in flight; what became of it, and of earlier ones nobody asked about.
 
-        Without a session it talks to nobody, so nothing is retired.
+        Retention follows behind the training, when the caller is done with an outcome. Talks to nobody;
+        without a session nothing is retired.
         """
         self.wait()
         for outcome in self.background.take_outcomes() if self.background is not None else []:
             if outcome.stats is not None:
-                self._acknowledged(session, outcome.stats)
+                self._stats["checkpoint_save"] = outcome.stats
             yield outcome
+            if outcome.stats is not None and session is not None:
+                self.retaining.behind()
+
+    def finish(self, session: Session) -> None:
+        """Return when nothing is in flight and what retention gave up is deleted. All processes together.
+
+        Raises FencedError on all when another job has taken the directory over.
+        """
+        self.wait()
+        self.retaining.end(session.peers)
 
     def _capture(self, session: Session) -> tuple[NodeState, ...]:
         members = self._members or {}
@@ -279,25 +287,6 @@ class Engine:
 
     def _commit(self, entry: Entry) -> None:
         self.ledger.required().commit(entry)
-
-    def _clear_orphans(self) -> None:
-        """Give back the space of tries that earlier generations left unfinished; once per generation."""
-        if self.ledger.writer is None:
-            return
-        try:
-            delete_orphans(self.ledger.writer)
-        except StorageError as error:
-            warnings.warn(f"unfinished tries could not be deleted: {error}", stacklevel=2)
-
-    def _retain(self) -> None:
-        """Retire what the policy gives up; a failure to delete warns and is tried again. Rank 0 only."""
-        writer = self.ledger.writer
-        if writer is None:
-            return
-        try:
-            self.keeping.carry_out(writer)
-        except StorageError as error:
-            warnings.warn(f"old epochs could not be deleted: {error}", stacklevel=2)
 
     # Loading
 

@@ -81,6 +81,8 @@ class SaveJob:
     """Whose directory this is, and on which branch."""
     commit: Callable[[Entry], None]
     """Appends the commit record; called on rank 0 only."""
+    make_room: Callable[[], object] = lambda: None
+    """Called on rank 0 before anything is written: returns when what is being deleted is gone."""
     written: Callable[[], None] = lambda: None
     """Called when the hosted nodes are on the disk; what it raises fails the save of all processes."""
     reuse: Reuse | None = None
@@ -159,6 +161,7 @@ def _write_stats(storage: Storage, path: str, stats: NodeStats) -> None:
 
 def _make_try(job: SaveJob) -> str:
     def make() -> str:
+        job.make_room()
         name = job.position.directory(secrets.token_hex(6))
         job.storage.mkdir(f"{DATA}/{name}")
         job.storage.sync_dir(DATA)
