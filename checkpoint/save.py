@@ -26,7 +26,7 @@ from torchrelay.checkpoint.disk.shard_writer import write_shard
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.ledger import Holding
 from torchrelay.checkpoint.log.live import Entry
-from torchrelay.checkpoint.planning.assignments import Assignment, Plan
+from torchrelay.checkpoint.planning.assignments import Assignment, Plan, PlannedLeaf
 from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_of
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.report import NodeReport, bytes_in, secs_in, shards_in, values_in
@@ -266,6 +266,7 @@ def _write_manifest(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) ->
         shards,
         values_in(rows),
         job.facts,
+        sizes=_value_sizes(job, plan),
     )
     if job.reuse is not None:
         manifest = job.reuse.completed(manifest)
@@ -281,6 +282,22 @@ def _write_manifest(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) ->
         needs=manifest.needs,
         groups=manifest.groups,
     )
+
+
+def _value_sizes(job: SaveJob, plan: Plan) -> dict[int, int]:
+    """The bytes of the hosted nodes' values as they are now, by row of the plan."""
+    sizes = {}
+    for row in plan.value_rows:
+        planned = plan.rows[row]
+        for state in job.states:
+            leaf = state.leaves.get(planned.leaf.name)
+            if leaf is not None and isinstance(leaf.content, Value) and _holds(plan, planned, state.rank):
+                sizes[row] = leaf.content.nbytes
+    return sizes
+
+
+def _holds(plan: Plan, planned: PlannedLeaf, node: int) -> bool:
+    return node in plan.layouts[planned.layout].nodes
 
 
 def _check_exact(job: SaveJob, plan: Plan, reports: int, shards: Sequence[ShardRow]) -> None:

@@ -59,7 +59,7 @@ class SpecExchange:
             classes = tuple(NodeClass(ranks, self._known[digest][0]) for digest, ranks in members.items())
             scopes = _merged_scopes(self._known[digest][1] for digest in members)
             _check_alike(classes, scopes, names)
-            self._last = members, self._known, classes, scopes
+            self._last = members, dict(self._known), classes, scopes
         return self._last[2], self._last[3]
 
     def _described(self, state: NodeState) -> tuple[Described, str]:

@@ -7,6 +7,7 @@ Taking a state moves no stream.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import random
@@ -165,7 +166,9 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "dtype"):
         if not value.shape:
             return _plain(value.item())
-        return {"dtype": str(value.dtype), "values": [_plain(item) for item in value.tolist()]}
+        items = value.tolist()
+        small = value.dtype.kind == "u" and value.dtype.itemsize <= 4  # the 624 words of a Mersenne Twister
+        return {"dtype": str(value.dtype), "values": items if small else [_plain(item) for item in items]}
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= _EXACT:
         return {"int": hex(value)}
     return value
@@ -197,7 +200,8 @@ def _restore_numpy(data: bytes) -> None:
 def _torch_state() -> bytes:
     import torch
 
-    return bytes(torch.get_rng_state().tolist())
+    state = torch.get_rng_state()
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
 def _restore_torch(data: bytes) -> None:
