@@ -169,8 +169,7 @@ class Engine:
         self.retaining.delete_left()
         clock = Clock()
         with clock.spent("stage"):
-            states = self._capture(session)
-            self._tell_unused(session, states, position)
+            states, failed = self._capture(session)
         job = SaveJob(
             self.storage,
             session.peers,
@@ -185,7 +184,8 @@ class Engine:
         )
         with clock.spent("plan"):
             behind = self.background is not None and self.ledger.in_run
-            demoted, whole = self._replicas.run(job, self._forced(), behind=behind)
+            demoted, whole = self._replicas.run(job, self._forced(), behind=behind, failed=failed)
+            self._tell_unused(session, states, position)
             self._demote(demoted, say=session.peers.rank == 0)
             plan = make_plan(job.with_rank_scope(self._demoted), self._exchange)
         if self.background is not None and self.ledger.in_run:
@@ -226,20 +226,20 @@ class Engine:
         self.wait()
         self.retaining.end(session.peers)
 
-    def _capture(self, session: Session) -> tuple[NodeState, ...]:
+    def _capture(self, session: Session) -> tuple[tuple[NodeState, ...], Exception | None]:
+        """The hosted nodes, or what kept this process from listing them: that is told to all later."""
         members = self._members or {}
         states: list[NodeState] = []
-
-        def look() -> None:
+        try:
             for place in session.local_nodes:
                 self._tell_late(session, place)
                 stored, names = self._stored(place.name), members.get(place.name, {})
                 states.append(
                     capture(session, place, stored, names, self._demoted, self._structures, self.selection)
                 )
-
-        together(session.peers, "save: boundary", look)
-        return tuple(states)
+        except Exception as error:
+            return (), error
+        return tuple(states), None
 
     def _forced(self) -> frozenset[str]:
         return frozenset(

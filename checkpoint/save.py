@@ -103,13 +103,18 @@ class SaveJob:
 
 
 def make_plan(job: SaveJob, exchange: SpecExchange) -> Plan:
-    """Compute all owners alone, from the leaves of all nodes; the processes compare only its hash."""
+    """Compute all owners alone, from the leaves of all nodes; the processes compare only its hash.
+
+    The hash that was compared last travels with the leaves, so the same plan needs no further exchange.
+    """
     classes, scopes = exchange.classes(job.peers, job.states, job.places)
     hosts = tuple(place.host_index for place in job.places)
     plan = exchange.plans.plan(classes, scopes, hosts)
     if job.reuse is not None:
         unchanged = job.reuse.choose(job, plan, _patience_secs(plan))
         plan = exchange.plans.plan(classes, scopes, hosts, frozenset(unchanged))
+    if job.reuse is None and exchange.confirmed(plan):
+        return plan
     hashes = job.peers.exchange("save: plan", plan.hash)
     odd = [rank for rank, one in enumerate(hashes) if one != hashes[0]]
     if odd:
@@ -117,6 +122,7 @@ def make_plan(job: SaveJob, exchange: SpecExchange) -> Plan:
             f"epoch {job.position}: the plan of rank {', '.join(map(str, odd))} differs from that of rank 0: "
             "all ranks must run the same version of the program and of torchrelay"
         )
+    exchange.agree(plan)
     return plan
 
 
