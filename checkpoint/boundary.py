@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torchrelay.checkpoint.planning.assignments import Assignment
 from torchrelay.checkpoint.selecting import select
 from torchrelay.checkpoint.selection import EVERYTHING, Selection
 from torchrelay.checkpoint.state.dtensors import local_of
-from torchrelay.checkpoint.state.flatten import leaves_of
+from torchrelay.checkpoint.state.flatten import named_leaves
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, LeafSpec, Role, Value
 from torchrelay.checkpoint.structure import Structures
 from torchrelay.errors import SaveFailedError
@@ -33,6 +33,8 @@ class NodeState:
     specs: tuple[LeafSpec, ...]
     scopes: Mapping[str, str]
     objects: Mapping[str, Any]
+    names: Mapping[int, str] = field(default_factory=dict)
+    """The leaf names of the parameters, by id; empty where nobody looked."""
 
     @property
     def rank(self) -> int:
@@ -74,8 +76,8 @@ def capture(
             "keep the name, or register it with scope='transient'"
         )
     objects = {name: workspace[name] for name in members}
-    chosen = select(leaves_of(objects), objects, selection)
-    leaves = [*chosen, *random_leaves(session.streams(place.name))]
+    listed, names = named_leaves(objects)
+    leaves = [*select(listed, objects, selection), *random_leaves(session.streams(place.name))]
     structure = structures.of(place.name, leaves, scopes_of(leaves, members, objects, demoted))
     for leaf, spec in zip(leaves, structure.specs, strict=True):
         if spec.sharding is not None:
@@ -86,6 +88,7 @@ def capture(
         structure.specs,
         structure.scopes,
         objects,
+        names,
     )
 
 

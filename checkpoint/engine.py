@@ -22,10 +22,10 @@ from torchrelay.checkpoint.load_blobs import load_some
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.keeping import Keeping
 from torchrelay.checkpoint.log.live import Entry
-from torchrelay.checkpoint.log.sweep import delete_orphans
 from torchrelay.checkpoint.members import Member, members_of, newcomers
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.replicas import ReplicaCheck
+from torchrelay.checkpoint.retaining import Retaining
 from torchrelay.checkpoint.reuse import Reuse
 from torchrelay.checkpoint.save import Clock, SaveJob, carry_out, make_plan
 from torchrelay.checkpoint.selecting import check_remade, used_patterns
@@ -34,11 +34,11 @@ from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.kinds import check_recreatable
 from torchrelay.checkpoint.structure import Structures
-from torchrelay.errors import StorageError, UsageError
+from torchrelay.errors import UsageError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.collector import undisturbed
 from torchrelay.jobs.directories import local_directory
-from torchrelay.jobs.peers import decide, together
+from torchrelay.jobs.peers import together
 from torchrelay.jobs.places import NodePlace
 from torchrelay.jobs.random_streams import RandomStreams
 from torchrelay.jobs.session import Session
@@ -46,7 +46,7 @@ from torchrelay.metadata.stats import NodeStats
 
 
 class Engine:
-    """Saves and loads. `ledger` is the directory's log, `keeping` says which epochs stay.
+    """Saves and loads. `ledger` is the directory's log, `retaining` lets epochs go.
 
     With a `background`, saves of a run go on in it after `save` has returned; see `settle`.
     `selection` says which leaves are saved.
@@ -65,12 +65,13 @@ class Engine:
         reuse: bool = False,
         selection: Selection = EVERYTHING,
     ) -> None:
+        keeping = Keeping(keep_last, keep_every, keep_optimizer_last)
         self.selection = selection
-        self.keeping = Keeping(keep_last, keep_every, keep_optimizer_last)
         if type(reuse) is not bool:
             raise UsageError(f"reuse is {reuse!r:.80}; it is True or False")
         self.storage = LocalStorage(local_directory(prefix, "the checkpoint prefix"))
         self.ledger = Ledger(self.storage, takeover_secs)
+        self.retaining = Retaining(self.ledger, keeping)
         self.background = background
         self.stored_names: dict[str, str] = {}
         self._members: dict[str, dict[str, Member]] | None = None
@@ -167,11 +168,10 @@ class Engine:
         holding = self.ledger.required_holding()
         if self._members is None:
             self.seal(session)
-        self._clear_orphans()
+        self.retaining.delete_left()
         clock = Clock()
         with clock.spent("stage"):
-            states = self._capture(session)
-            self._tell_unused(session, states, position)
+            states, failed = self._capture(session)
         job = SaveJob(
             self.storage,
             session.peers,
@@ -181,23 +181,20 @@ class Engine:
             replace(facts, selection=self.selection),
             holding,
             self._commit,
+            make_room=self.ledger.deletions.wait,
             reuse=self._reuse,
         )
         with clock.spent("plan"):
             behind = self.background is not None and self.ledger.in_run
-            demoted, whole = self._replicas.run(job, self._forced(), behind=behind)
+            demoted, whole = self._replicas.run(job, self._forced(), behind=behind, failed=failed)
+            self._tell_unused(session, states, position)
             self._demote(demoted, say=session.peers.rank == 0)
             plan = make_plan(job.with_rank_scope(self._demoted), self._exchange)
         if self.background is not None and self.ledger.in_run:
             self.background.begin(session, job, plan, clock, whole)
             return
-        self._acknowledged(session, carry_out(job, plan, clock))
-
-    def _acknowledged(self, session: Session | None, stats: NodeStats) -> None:
-        self._stats["checkpoint_save"] = stats
-        if session is not None and not self.keeping.everything:
-            # rank 0 may find out here that another job has the directory
-            decide(session.peers, "save: retention", self._retain)
+        self._stats["checkpoint_save"] = carry_out(job, plan, clock)
+        self.retaining.now(session.peers)
 
     def prepare(self, session: Session) -> None:
         """Get the memory for asynchronous saves, when the blobs exist and nothing was trained yet."""
@@ -212,28 +209,39 @@ class Engine:
     def settle(self, session: Session | None) -> Iterator[Outcome]:
         """Wait for the save in flight; what became of it, and of earlier ones nobody asked about.
 
-        Without a session it talks to nobody, so nothing is retired.
+        Retention follows behind the training, when the caller is done with an outcome. Talks to nobody;
+        without a session nothing is retired.
         """
         self.wait()
         for outcome in self.background.take_outcomes() if self.background is not None else []:
             if outcome.stats is not None:
-                self._acknowledged(session, outcome.stats)
+                self._stats["checkpoint_save"] = outcome.stats
             yield outcome
+            if outcome.stats is not None and session is not None:
+                self.retaining.behind()
 
-    def _capture(self, session: Session) -> tuple[NodeState, ...]:
+    def finish(self, session: Session) -> None:
+        """Return when nothing is in flight and what retention gave up is deleted. All processes together.
+
+        Raises FencedError on all when another job has taken the directory over.
+        """
+        self.wait()
+        self.retaining.end(session.peers)
+
+    def _capture(self, session: Session) -> tuple[tuple[NodeState, ...], Exception | None]:
+        """The hosted nodes, or what kept this process from listing them: that is told to all later."""
         members = self._members or {}
         states: list[NodeState] = []
-
-        def look() -> None:
+        try:
             for place in session.local_nodes:
                 self._tell_late(session, place)
                 stored, names = self._stored(place.name), members.get(place.name, {})
                 states.append(
                     capture(session, place, stored, names, self._demoted, self._structures, self.selection)
                 )
-
-        together(session.peers, "save: boundary", look)
-        return tuple(states)
+        except Exception as error:
+            return (), error
+        return tuple(states), None
 
     def _forced(self) -> frozenset[str]:
         return frozenset(
@@ -281,25 +289,6 @@ class Engine:
 
     def _commit(self, entry: Entry) -> None:
         self.ledger.required().commit(entry)
-
-    def _clear_orphans(self) -> None:
-        """Give back the space of tries that earlier generations left unfinished; once per generation."""
-        if self.ledger.writer is None:
-            return
-        try:
-            delete_orphans(self.ledger.writer)
-        except StorageError as error:
-            warnings.warn(f"unfinished tries could not be deleted: {error}", stacklevel=2)
-
-    def _retain(self) -> None:
-        """Retire what the policy gives up; a failure to delete warns and is tried again. Rank 0 only."""
-        writer = self.ledger.writer
-        if writer is None:
-            return
-        try:
-            self.keeping.carry_out(writer)
-        except StorageError as error:
-            warnings.warn(f"old epochs could not be deleted: {error}", stacklevel=2)
 
     # Loading
 

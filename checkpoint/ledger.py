@@ -17,6 +17,7 @@ from torchrelay.checkpoint.disk import facts_disk, manifest_disk
 from torchrelay.checkpoint.disk.manifest import Manifest
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.log.deletions import Deletions
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.log_writer import LogWriter
@@ -97,6 +98,8 @@ class Ledger:
         self.holding: Holding | None = None
         self.writer: LogWriter | None = None
         """On rank 0, while the log is ours."""
+        self.deletions = Deletions()
+        """What goes behind the training; there is none on other ranks."""
         self._pending_rewind: tuple[Position | None, dict[str, Any]] | None = None
         self._proved: Target | None = None
 
@@ -221,7 +224,11 @@ class Ledger:
         return self.holding
 
     def close(self) -> None:
-        """Release the log, so that the next writer need not wait. Warns where that fails."""
+        """Release the log, so that the next writer need not wait, after what is being deleted.
+
+        Warns where either fails.
+        """
+        self.finish_deletions()
         writer, self.writer = self.writer, None
         self.holding, self._pending_rewind, self.in_run = None, None, False
         if writer is None:
@@ -232,6 +239,18 @@ class Ledger:
             pass  # it is another's by now, who need not wait for us
         except (RelayError, OSError) as error:
             warnings.warn(f"the checkpoint log was not released: {error}", stacklevel=2)
+
+    def finish_deletions(self) -> None:
+        """Wait for what is being deleted; failures, and what takes minutes, are told as warnings."""
+        done = self.deletions.wait()
+        if not done:
+            warnings.warn("files of old epochs are still being deleted: the disk is slow", stacklevel=2)
+        self.tell_failed_deletions()
+
+    def tell_failed_deletions(self) -> None:
+        """Warn of deletions that failed; the next ones try them again."""
+        for failure in self.deletions.take_failures():
+            warnings.warn(failure, stacklevel=2)
 
     # Proving
 

@@ -185,6 +185,10 @@ class Manager:
         """Wait for the save in flight, if there is one, and tell what became of it; see `Engine.settle`."""
         return self.engine.settle(session)
 
+    def finish(self, session: Session) -> None:
+        """Return when nothing is in flight and nothing is being deleted; see `Engine.finish`."""
+        self.engine.finish(session)
+
     def load(self, epoch: int, path_prefix: str | None = None, path_type: str | None = None) -> Work:
         """Load an epoch of the current branch into the nodes' workspaces, verified, all or nothing.
 

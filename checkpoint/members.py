@@ -19,6 +19,7 @@ from torchrelay.jobs.names import RANDOM_STATES, check_blob_names
 from torchrelay.jobs.workspace import Entry, Origin, Workspace
 
 RNG_BLOB = RANDOM_STATES
+_RANK, _REPLICATED = Scope.RANK.value, Scope.REPLICATED.value
 
 
 @dataclass(frozen=True)
@@ -62,21 +63,25 @@ def scopes_of(
     leaves: Iterable[Leaf], members: Mapping[str, Member], objects: Mapping[str, Any], demoted: set[str]
 ) -> dict[str, str]:
     """The scope of every leaf; `demoted` are leaves that differed once and are `rank` since."""
-    return {
-        leaf.name: _scope(leaf, members.get(leaf.blob), objects.get(leaf.blob), demoted) for leaf in leaves
-    }
+    of_blobs = {name: _scope_of_blob(member, objects.get(name)) for name, member in members.items()}
+    return {leaf.name: _scope(leaf, members, of_blobs, demoted) for leaf in leaves}
 
 
-def _scope(leaf: Leaf, member: Member | None, value: Any, demoted: set[str]) -> str:
-    if member is None or leaf.role is Role.RNG:
-        return Scope.RANK.value
-    if not isinstance(leaf.content, Value) and is_sharded(leaf.content):
-        return Scope.SHARDED.value  # whatever was said of its blob: a part is no value of its own
+def _scope_of_blob(member: Member, value: Any) -> str:
     if member.scope is not None:
         return member.scope.value
-    if leaf.name in demoted or member.placed or is_foreign_loader(value):
-        return Scope.RANK.value
-    return Scope.REPLICATED.value
+    return _RANK if member.placed or is_foreign_loader(value) else _REPLICATED
+
+
+def _scope(leaf: Leaf, members: Mapping[str, Member], of_blobs: Mapping[str, str], demoted: set[str]) -> str:
+    scope = of_blobs.get(leaf.blob)
+    if scope is None or leaf.role is Role.RNG:
+        return _RANK
+    if not isinstance(leaf.content, Value) and is_sharded(leaf.content):
+        return Scope.SHARDED.value  # whatever was said of its blob: a part is no value of its own
+    if leaf.name in demoted and members[leaf.blob].scope is None:
+        return _RANK
+    return scope
 
 
 def is_foreign_loader(value: Any) -> bool:

@@ -28,7 +28,7 @@ from torchrelay.checkpoint.state.dtensors import local_of
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value
 from torchrelay.errors import SaveFailedError
 from torchrelay.jobs.data_parallel import wraps
-from torchrelay.jobs.peers import Peers
+from torchrelay.jobs.peers import Peers, together
 
 
 class ReplicaCheck:
@@ -39,25 +39,31 @@ class ReplicaCheck:
         self._broadcasts: dict[int, bool] = {}
 
     def run(
-        self, job: SaveJob, forced: frozenset[str], *, behind: bool = False
+        self,
+        job: SaveJob,
+        forced: frozenset[str],
+        *,
+        behind: bool = False,
+        failed: Exception | None = None,
     ) -> tuple[frozenset[str], WholeBytes | None]:
         """Return the leaves that are `rank` from now on, because they differ, and what is left to compare.
 
         `forced` are blobs whose scope `replicated` the user fixed. With `behind`, where all bytes of
         parameters and optimizer state are to be compared, samples of them are compared now and the rest is
-        left. Raises SaveFailedError, naming leaves and nodes, where a difference must not be.
+        left. Raises SaveFailedError, naming leaves and nodes, where a difference must not be; on all
+        processes what `failed` on one, which has no leaves to tell of.
         """
+
+        def check() -> None:
+            if failed is not None:
+                raise failed
+
         if len(job.places) == 1:
+            together(job.peers, "save: boundary", check)
             return frozenset(), None
         mode = mode_at(job.position.epoch, first=self._first)
         behind = behind and mode is Mode.WHOLE
-        shards = {
-            state.rank: [
-                *shared_parts(state.leaves, state.specs, state.rank),
-                *lone_parts(state.leaves, state.specs, state.rank),
-            ]
-            for state in job.states
-        }
+        shards = {state.rank: _parts(state) for state in job.states}
         strict = {
             leaf.name
             for state in job.states
@@ -65,19 +71,15 @@ class ReplicaCheck:
             if fails_when_different(leaf, forced)
         }
         strict.update(leaf.name for groups in shards.values() for group in groups for leaf in group.leaves)
+
+        def digests() -> dict[int, list[dict[str, str]]]:
+            check()
+            return self._digests(job, shards, Mode.SAMPLES if behind else mode)
+
         verdict = compare_replicas(
             job.peers,
             "save: replicas",
-            lambda: {
-                state.rank: [
-                    digests_of(leaves, Mode.SAMPLES if behind else mode)
-                    for leaves in (
-                        self._compared(state),
-                        *(group.leaves for group in shards[state.rank] if not group.lone),
-                    )
-                ]
-                for state in job.states
-            },
+            digests,
             strict,
             lone={
                 rank: [
@@ -95,6 +97,20 @@ class ReplicaCheck:
             return verdict.demote, self._whole_bytes(job, shards)
         self._first = False
         return verdict.demote, None
+
+    def _digests(
+        self, job: SaveJob, shards: Mapping[int, Sequence[Parts]], mode: Mode
+    ) -> dict[int, list[dict[str, str]]]:
+        return {
+            state.rank: [
+                digests_of(leaves, mode)
+                for leaves in (
+                    self._compared(state),
+                    *(group.leaves for group in shards[state.rank] if not group.lone),
+                )
+            ]
+            for state in job.states
+        }
 
     def _whole_bytes(self, job: SaveJob, shards: Mapping[int, Sequence[Parts]]) -> WholeBytes:
         groups = {
@@ -185,6 +201,12 @@ class WholeBytes:
 
 def _address(leaf: Leaf) -> int:
     return 0 if isinstance(leaf.content, Value) else leaf.content.data_ptr()
+
+
+def _parts(state: NodeState) -> list[Parts]:
+    """A node's parts of leaves on meshes: first those that others hold too."""
+    shared = shared_parts(state.leaves, state.specs, state.rank)
+    return [*shared, *lone_parts(state.leaves, state.specs, state.rank)]
 
 
 def shared_parts(leaves: Mapping[str, Leaf], specs: Sequence[LeafSpec], node: int) -> list[Parts]:

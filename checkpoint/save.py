@@ -27,7 +27,7 @@ from torchrelay.checkpoint.disk.workers import WRITERS
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.ledger import Holding
 from torchrelay.checkpoint.log.live import Entry
-from torchrelay.checkpoint.planning.assignments import Assignment, Plan
+from torchrelay.checkpoint.planning.assignments import Assignment, Plan, PlannedLeaf
 from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_of
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.report import NodeReport, bytes_in, secs_in, shards_in, values_in
@@ -82,6 +82,8 @@ class SaveJob:
     """Whose directory this is, and on which branch."""
     commit: Callable[[Entry], None]
     """Appends the commit record; called on rank 0 only."""
+    make_room: Callable[[], object] = lambda: None
+    """Called on rank 0 before anything is written: returns when what is being deleted is gone."""
     written: Callable[[], None] = lambda: None
     """Called when the hosted nodes are on the disk; what it raises fails the save of all processes."""
     reuse: Reuse | None = None
@@ -104,13 +106,18 @@ class SaveJob:
 
 
 def make_plan(job: SaveJob, exchange: SpecExchange) -> Plan:
-    """Compute all owners alone, from the leaves of all nodes; the processes compare only its hash."""
+    """Compute all owners alone, from the leaves of all nodes; the processes compare only its hash.
+
+    The hash that was compared last travels with the leaves, so the same plan needs no further exchange.
+    """
     classes, scopes = exchange.classes(job.peers, job.states, job.places)
     hosts = tuple(place.host_index for place in job.places)
     plan = exchange.plans.plan(classes, scopes, hosts)
     if job.reuse is not None:
         unchanged = job.reuse.choose(job, plan, _patience_secs(plan))
         plan = exchange.plans.plan(classes, scopes, hosts, frozenset(unchanged))
+    if job.reuse is None and exchange.confirmed(plan):
+        return plan
     hashes = job.peers.exchange("save: plan", plan.hash)
     odd = [rank for rank, one in enumerate(hashes) if one != hashes[0]]
     if odd:
@@ -118,6 +125,7 @@ def make_plan(job: SaveJob, exchange: SpecExchange) -> Plan:
             f"epoch {job.position}: the plan of rank {', '.join(map(str, odd))} differs from that of rank 0: "
             "all ranks must run the same version of the program and of torchrelay"
         )
+    exchange.agree(plan)
     return plan
 
 
@@ -162,6 +170,7 @@ def _write_stats(storage: Storage, path: str, stats: NodeStats) -> None:
 
 def _make_try(job: SaveJob) -> str:
     def make() -> str:
+        job.make_room()
         name = job.position.directory(secrets.token_hex(6))
         job.storage.mkdir(f"{DATA}/{name}")
         job.storage.sync_dir(DATA)
@@ -267,6 +276,7 @@ def _write_manifest(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) ->
         shards,
         values_in(rows),
         job.facts,
+        sizes=_value_sizes(job, plan),
     )
     if job.reuse is not None:
         manifest = job.reuse.completed(manifest)
@@ -282,6 +292,22 @@ def _write_manifest(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) ->
         needs=manifest.needs,
         groups=manifest.groups,
     )
+
+
+def _value_sizes(job: SaveJob, plan: Plan) -> dict[int, int]:
+    """The bytes of the hosted nodes' values as they are now, by row of the plan."""
+    sizes = {}
+    for row in plan.value_rows:
+        planned = plan.rows[row]
+        for state in job.states:
+            leaf = state.leaves.get(planned.leaf.name)
+            if leaf is not None and isinstance(leaf.content, Value) and _holds(plan, planned, state.rank):
+                sizes[row] = leaf.content.nbytes
+    return sizes
+
+
+def _holds(plan: Plan, planned: PlannedLeaf, node: int) -> bool:
+    return node in plan.layouts[planned.layout].nodes
 
 
 def _check_exact(job: SaveJob, plan: Plan, reports: int, shards: Sequence[ShardRow]) -> None:

@@ -18,7 +18,7 @@ from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.disk import canonical
 from torchrelay.checkpoint.disk.manifest import VALUE_LIMIT_BYTES
 from torchrelay.checkpoint.disk.mesh import Mesh, placements_json, placements_of
-from torchrelay.checkpoint.planning.assignments import NodeClass, identity, identity_text
+from torchrelay.checkpoint.planning.assignments import NodeClass, Plan, identity, identity_text
 from torchrelay.checkpoint.planning.repeated import RepeatedPlans
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.errors import SaveFailedError
@@ -39,6 +39,16 @@ class SpecExchange:
         self._known: dict[str, Described] = {}
         self._mine: dict[int, tuple[Described, str]] = {}
         self._last: _Answer | None = None
+        self._agreed: str | None = None
+        self._confirmed: str | None = None
+
+    def confirmed(self, plan: Plan) -> bool:
+        """Whether all processes, when they last told of their leaves, said to have agreed on this plan."""
+        return plan.hash == self._confirmed
+
+    def agree(self, plan: Plan) -> None:
+        """All processes have compared this plan."""
+        self._agreed = plan.hash
 
     def classes(
         self, peers: Peers, states: Sequence[NodeState], names: Sequence[object]
@@ -50,7 +60,10 @@ class SpecExchange:
         self._mine = {state.rank: self._described(state) for state in states}
         # Counted from the process's own rank: processes that are alike then post the very same.
         told = [[rank - peers.rank, digest] for rank, (_, digest) in self._mine.items()]
-        posted = peers.exchange("save: leaves", told)
+        answers = peers.exchange("save: leaves", [told, self._agreed])
+        posted = [part for part, _ in answers]
+        agreed = {hashed for _, hashed in answers}
+        self._confirmed = self._agreed if len(agreed) == 1 else None
         by_rank = {process + rank: digest for process, part in enumerate(posted) for rank, digest in part}
         self._learn(peers, posted, {digest: described for described, digest in self._mine.values()})
         members = _members(by_rank)

@@ -2,16 +2,19 @@
 
 Nothing is believed of an earlier save: every leaf is compared with what was found then, and whatever
 differs is described anew. What did not change is given back as the same object, so that all that follows
-from it (digests, classes, the plan) is recognised by identity.
+from it (digests, classes, the plan) is recognised by identity. How long a small value is decides nothing
+(a counter grows from 9 to 10): its spec stays, and the manifest is told the true size when it is written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import is_
 
 from torchrelay.checkpoint.disk.dtypes import logical_name
+from torchrelay.checkpoint.disk.manifest import VALUE_LIMIT_BYTES
+from torchrelay.checkpoint.state.dtensors import is_sharded
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Value, spec_of
 
 
@@ -53,13 +56,22 @@ def _spec(leaf: Leaf, known: LeafSpec | None) -> LeafSpec:
     if known is not None and _unchanged(leaf, known):
         return known
     found = spec_of(leaf)
-    return known if known is not None and found == known else found
+    if known is None:
+        return found
+    return known if found == known or _small_values(found, known) else found
+
+
+def _small_values(found: LeafSpec, known: LeafSpec) -> bool:
+    """Whether two values differ only in how long they are, and neither is too long for a manifest."""
+    if found.kind != "value" or max(found.nbytes, known.nbytes) > VALUE_LIMIT_BYTES:
+        return False
+    return replace(found, nbytes=known.nbytes) == known
 
 
 def _unchanged(leaf: Leaf, known: LeafSpec) -> bool:
     """Whether a plain tensor is as described. Values and sharded tensors are always described anew."""
     content = leaf.content
-    if isinstance(content, Value) or known.sharding is not None or hasattr(content, "placements"):
+    if isinstance(content, Value) or known.sharding is not None or is_sharded(content):
         return False
     return (
         leaf.name == known.name

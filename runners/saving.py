@@ -79,6 +79,11 @@ class Saver:
                 "mend the cause and start again, the run goes on from its newest saved epoch"
             )
 
+    def finish(self, session: SessionBase) -> None:
+        """Return when saves and what follows from them are done; all processes together."""
+        if self.manager is not None:
+            self.manager.finish(session)
+
     def drain(self, session: SessionBase) -> None:
         """Wait for the save in flight after a failure of the run: without the others, and it only warns."""
         if self.manager is None:

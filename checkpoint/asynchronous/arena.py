@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -30,7 +31,7 @@ class Room:
     at: int
     nbytes: int
 
-    @property
+    @cached_property
     def address(self) -> int:
         """Where it lies in memory."""
         return self.block.address + self.at

@@ -22,15 +22,20 @@ Find = Callable[[], Any]
 """Finds the tensor again, as its owner holds it now: of a sharded one the local part."""
 
 
-def late_leaves(objects: Mapping[str, Any]) -> dict[str, Find]:
+def late_leaves(
+    objects: Mapping[str, Any], names: Mapping[int, str] | None = None, *, above_bytes: int = -1
+) -> dict[str, Find]:
     """The leaves of a node that only registered stock optimizers write, and how to find each again.
+
+    `names` are those of the parameters by id, where they are known; of the optimizers' state only tensors
+    of more bytes than `above_bytes` are looked at.
 
     Left out is what is written elsewhere than in a step that passes the hooks of `torch.optim`:
     parameters that step inside of backward or in CUDA graphs (`capturable`), inference tensors,
     subclasses of Tensor other than DTensor, and all parameters that an unknown optimizer holds too.
     """
     optimizers = {name: value for name, value in objects.items() if isinstance(value, Optimizer)}
-    names = parameter_names(objects)
+    names = names or parameter_names(objects)
     foreign = {
         id(one) for other in optimizers.values() if not waits_at_the_gate(other) for one in parameters(other)
     }
@@ -43,7 +48,7 @@ def late_leaves(objects: Mapping[str, Any]) -> dict[str, Find]:
             found[name] = partial(_memory_of, parameter)
             prefix = f"{state_prefix(blob)}{name}."
             for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor) and _settled(value):
+                if isinstance(value, torch.Tensor) and value.nbytes > above_bytes and _settled(value):
                     found[f"{prefix}{key}"] = partial(_state_of, optimizer, parameter, key)
     return found
 

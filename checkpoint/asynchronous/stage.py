@@ -13,7 +13,7 @@ from torchrelay.checkpoint.asynchronous import gate
 from torchrelay.checkpoint.asynchronous.arena import Block, Room
 from torchrelay.checkpoint.asynchronous.copying import Copier
 from torchrelay.checkpoint.asynchronous.late import Find, late_leaves
-from torchrelay.checkpoint.asynchronous.pieces import Pieces
+from torchrelay.checkpoint.asynchronous.pieces import Piece, Pieces
 from torchrelay.checkpoint.asynchronous.samples import SAMPLE_BYTES, Verify, digest
 from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.disk.names import format_key
@@ -152,21 +152,20 @@ def stage(
     """
     copies = Stage(verify)
     staged = []
-    for state, part in zip(states, pieces.by_node, strict=True):
-        late = late_leaves(state.objects)
-        views: dict[str, memoryview] = {}
-        for one in part:
+    for state, part, rooms in zip(states, pieces.by_node, pieces.rooms_in(block), strict=True):
+        late = late_leaves(state.objects, state.names, above_bytes=SAMPLE_BYTES)
+        for one, target in zip(part, rooms.rooms, strict=True):
             leaf = one.assignment.leaf
             find = late.get(leaf.name) if one.nbytes > SAMPLE_BYTES and leaf.blob not in blocking else None
-            target = Room(block, one.at, one.nbytes)
-            _stage_one(copies, state, one.assignment, target, find)
-            views[one.key] = target.view
-        staged.append(_staged(state, views))
+            _stage_one(copies, state, one, target, find)
+        staged.append(_staged(state, rooms.views))
     return copies, tuple(staged)
 
 
-def _stage_one(copies: Stage, state: NodeState, one: Assignment, target: Room, find: Find | None) -> None:
-    name, source = one.leaf.name, state.piece(one)
+def _stage_one(copies: Stage, state: NodeState, piece: Piece, target: Room, find: Find | None) -> None:
+    one = piece.assignment
+    name = one.leaf.name
+    source = state.leaves[name].content if piece.entire else state.piece(one)
     if not isinstance(source, torch.Tensor):
         raise TypeError(f"{name} is staged already")
     if find is None or not source.is_contiguous():  # boxes of a strided shard do not lie in order
@@ -182,10 +181,12 @@ def _stage_one(copies: Stage, state: NodeState, one: Assignment, target: Room, f
 
 def guarded_addresses(state: NodeState, blocking: Collection[str]) -> frozenset[int]:
     """Where the leaves of a node lie that nobody may write before the gate opens, owned by it or not."""
-    late = late_leaves(state.objects)
+    late = late_leaves(state.objects, state.names)
     leaves = (state.leaves[name] for name in late if name in state.leaves)
     return frozenset(late[leaf.name]().data_ptr() for leaf in leaves if leaf.blob not in blocking)
 
 
 def _staged(state: NodeState, views: Mapping[str, memoryview]) -> StagedState:
-    return StagedState(state.place, state.leaves, state.specs, state.scopes, state.objects, views)
+    return StagedState(
+        state.place, state.leaves, state.specs, state.scopes, state.objects, state.names, views
+    )

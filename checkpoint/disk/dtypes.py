@@ -104,6 +104,15 @@ def logical_name(dtype: torch.dtype) -> str:
     return text
 
 
+@lru_cache(maxsize=64)
+def is_storable(dtype: torch.dtype) -> bool:
+    """Whether tensors of this type have a stored form."""
+    try:
+        return bool(logical_name(dtype))
+    except BlobError:
+        return False
+
+
 def logical_dtype(dtype: torch.dtype, name: str) -> ElementType:
     """The element type of a torch dtype; raises BlobError naming the leaf if it is not storable."""
     try:

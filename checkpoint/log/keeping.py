@@ -8,8 +8,7 @@ from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.changes import protected
 from torchrelay.checkpoint.log.live import Entry, Key, Retirement
 from torchrelay.checkpoint.log.log_writer import LogWriter
-from torchrelay.checkpoint.log.retention import RetentionPolicy, keep_all, keep_every
-from torchrelay.checkpoint.log.sweep import sweep
+from torchrelay.checkpoint.log.retention import RetentionPolicy, keep_all, keep_every, to_retire
 from torchrelay.errors import UsageError
 
 OPTIMIZER = "optim"
@@ -50,12 +49,12 @@ class Keeping:
         newest: RetentionPolicy = _NewestHealthy(self.last)
         return newest if self.every is None else newest | keep_every(self.every)
 
-    def carry_out(self, writer: LogWriter) -> None:
-        """Retire and delete; raises as `sweep` does."""
+    def retire(self, writer: LogWriter) -> None:
+        """Say durably, in the log, what is given up; deletes nothing. Raises FencedError and StorageError."""
         if self.optimizer_last is not None:
             count = self.optimizer_last
             writer.retire(lambda view: optimizers_to_retire(view, count))
-        sweep(writer, self.policy)
+        writer.retire(lambda view: to_retire(view, self.policy))
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,8 @@ class LogWriter:
 
     def forget(self, deleted: Iterable[Retirement]) -> None:
         """These retirements are deleted completely; the next record stops listing them."""
-        self._deleted.update(deleted)
+        with self._lock:  # an append by another thread may be looking through them
+            self._deleted.update(deleted)
 
     def check(self) -> None:
         """Raise FencedError if another writer was seen to have taken over. Asks no storage."""

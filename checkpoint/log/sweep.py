@@ -33,7 +33,17 @@ def sweep(writer: LogWriter, policy: RetentionPolicy, in_flight: Collection[str]
     Raises FencedError, and StorageError when a deletion failed: the next sweep goes on with it.
     """
     retired = writer.retire(lambda view: to_retire(view, policy, in_flight))
-    return Swept(retired, delete_retired(writer), delete_orphans(writer))
+    return Swept(retired, *delete_left(writer))
+
+
+def delete_left(writer: LogWriter) -> tuple[tuple[Retirement, ...], tuple[str, ...]]:
+    """Delete what nothing needs, by the log as it is: what is retired, and orphans. Raises StorageError."""
+    return delete_retired(writer), delete_orphans(writer)
+
+
+def is_left(writer: LogWriter) -> bool:
+    """Whether there may be anything to delete. Asks no storage."""
+    return bool(writer.undeleted or (writer.certain and writer.older_tries - writer.view.state.tries))
 
 
 def delete_retired(writer: LogWriter) -> tuple[Retirement, ...]:

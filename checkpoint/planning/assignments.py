@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -162,6 +162,19 @@ class Plan:
         return tuple(_leaf_row(planned) for planned in self.rows)
 
     @cached_property
+    def value_rows(self) -> tuple[int, ...]:
+        """The rows of values."""
+        return tuple(row for row, one in enumerate(self.rows) if one.leaf.kind == "value")
+
+    def rows_with(self, sizes: Mapping[int, int]) -> tuple[LeafRow, ...]:
+        """`leaf_rows` with the values of these rows as long as they are now."""
+        other = {row: size for row, size in sizes.items() if self.leaf_rows[row].nbytes != size}
+        if not other:
+            return self.leaf_rows
+        rows = enumerate(self.leaf_rows)
+        return tuple(replace(one, nbytes=other[row]) if row in other else one for row, one in rows)
+
+    @cached_property
     def blob_rows(self) -> tuple[BlobRow, ...]:
         """The blobs, as their leaves tell of them."""
         members: dict[str, list[PlannedLeaf]] = {}
@@ -237,10 +250,16 @@ def identity(leaf: LeafSpec) -> list[object]:
 
 def identity_text(leaf: LeafSpec, *more: object) -> bytes:
     """Canonical JSON of `identity` and `more`; a mesh's text is made once, however many leaves lie on it."""
-    if leaf.sharding is None:
-        return dumps([*identity(leaf), *more])
-    own = dumps(identity(replace(leaf, sharding=None)))[:-1]
-    return b"%b]" % b",".join([own, leaf.sharding.text, *map(dumps, more)])
+    if "identity" not in leaf.texts:
+        leaf.texts["identity"] = dumps(identity(replace(leaf, sharding=None) if leaf.sharding else leaf))[:-1]
+    parts = [leaf.texts["identity"]]
+    if leaf.sharding is not None:
+        parts.append(leaf.sharding.text)
+    return b"%b]" % b",".join([*parts, *map(_text, more)])
+
+
+def _text(value: object) -> bytes:
+    return (b"true" if value else b"false") if type(value) is bool else dumps(value)
 
 
 def sorted_leaves(leaves: Iterable[LeafSpec]) -> list[LeafSpec]:

@@ -59,9 +59,11 @@ def compose(
     values: Mapping[str, Json],
     facts: Facts,
     blobs: Sequence[BlobRow] | None = None,
+    sizes: Mapping[int, int] | None = None,
 ) -> Manifest:
     """The manifest of a try. `values` has the typed form of the plan's inline values, by leaf name.
 
+    `sizes` are the bytes of values by row, where they may be others than when the plan was made.
     `blobs` adds blobs without leaves and forced scopes; what it leaves out is inferred from the leaves.
     """
     return Manifest(
@@ -73,7 +75,7 @@ def compose(
         tries=(identity.try_name,),
         world=world,
         blobs=_with_said(plan.blob_rows, blobs) if blobs else plan.blob_rows,
-        leaves=plan.leaf_rows,
+        leaves=plan.rows_with(sizes or {}),
         layouts=plan.layouts,
         shards=tuple(sorted(shards, key=in_order)),
         plan_hash=plan.hash,

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from torchrelay.checkpoint.disk.dtypes import check_dense, logical_dtype
+from torchrelay.checkpoint.disk.dtypes import check_dense, is_storable, logical_dtype
 from torchrelay.checkpoint.state.dtensors import is_sharded, local_of
 from torchrelay.checkpoint.state.subclasses import is_typed_memory, is_wrapper, plain
 from torchrelay.errors import BlobError
@@ -20,12 +20,21 @@ def admitted(tensor: torch.Tensor, name: str) -> torch.Tensor:
     Refused are tensors that are sparse, quantised, nested, on the meta device or not yet initialised,
     subclasses other than Parameter and DTensor, and element types without a stored form.
     """
+    if _is_plain(tensor):
+        return tensor.detach()
     if type(tensor) not in _PLAIN:
         _check_kind(tensor, name)
     if not is_sharded(tensor):
         check_dense(tensor, name)
         logical_dtype(tensor.dtype, name)
     return tensor.detach()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether this is the usual case: a tensor of no subclass, dense, of a type that has a stored form."""
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        return False
+    return not (tensor.is_meta or tensor.is_quantized or tensor.is_nested) and is_storable(tensor.dtype)
 
 
 def _check_kind(tensor: torch.Tensor, name: str) -> None:
@@ -67,12 +76,11 @@ def admitted_in_place(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
     It stays what it is, so a subclass is admitted that adds only a type to plain memory.
     """
-    if type(tensor) in _PLAIN:
-        found = admitted(tensor, name)
-    else:
-        _check_parts(tensor, name)
-        found = plain(tensor) if is_typed_memory(tensor) else admitted(tensor, name)
-    if not found.is_contiguous() and not is_sharded(found) and _repeats(found):
+    if _is_plain(tensor) and tensor.is_contiguous():
+        return tensor.detach()  # no element of a contiguous one is met twice
+    _check_parts(tensor, name)
+    found = plain(tensor) if is_typed_memory(tensor) else admitted(tensor, name)
+    if not is_sharded(found) and _repeats(found):
         raise BlobError(f"{name} is expanded, so it cannot be loaded in place: register a clone() of it")
     return found
 

@@ -27,6 +27,11 @@ def leaves_of(objects: Mapping[str, Any]) -> list[Leaf]:
     A blob is a module, an optimizer, a tensor, an object with `state_dict` and `load_state_dict`, or a
     JSON-like value. Raises BlobError with the path inside the blob for anything else.
     """
+    return named_leaves(objects)[0]
+
+
+def named_leaves(objects: Mapping[str, Any]) -> tuple[list[Leaf], dict[int, str]]:
+    """The same, and what `parameter_names` says of these objects now."""
     names = parameter_names(objects)
     first_names: dict[int, str] = {}
     found: dict[str, Leaf] = {}
@@ -34,7 +39,7 @@ def leaves_of(objects: Mapping[str, Any]) -> list[Leaf]:
         for leaf in _leaves(blob, value, names, first_names):
             _check_unused(leaf, found)
             found[leaf.name] = leaf
-    return list(found.values())
+    return list(found.values()), names
 
 
 def parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:

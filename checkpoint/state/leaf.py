@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchrelay.checkpoint.disk.dtypes import logical_dtype
@@ -62,7 +63,10 @@ class Value:
     @property
     def nbytes(self) -> int:
         """Bytes of the compact JSON text."""
-        return len(json.dumps(self.json, separators=(",", ":"), ensure_ascii=False).encode())
+        return len(_COMPACT.encode(self.json).encode())
+
+
+_COMPACT = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +107,11 @@ class LeafSpec:
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}" if self.kind == "tensor" else "value"
+
+    @cached_property
+    def texts(self) -> dict[str, bytes]:
+        """What was written of this leaf already, by what for; a leaf's description never changes."""
+        return {}
 
 
 def spec_of(leaf: Leaf) -> LeafSpec:

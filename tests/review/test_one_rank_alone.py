@@ -11,7 +11,7 @@ from typing import Any
 import paired_sessions
 import pytest
 import torch
-from paired_sessions import Meeting, PairedSession
+from paired_sessions import Meeting, PairedPeers, PairedSession
 from ranks import on_ranks
 
 from torchrelay import Job, JobRunner, MultiNodeCheckpointManager, Task, max_epochs
@@ -19,7 +19,7 @@ from torchrelay.checkpoint import engine as engine_module
 from torchrelay.checkpoint import replicas
 from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.log.log_writer import LogWriter
-from torchrelay.errors import FencedError, RelayError
+from torchrelay.errors import BlobError, FencedError, RelayError
 from torchrelay.jobs.random_streams import RandomStreams
 from torchrelay.runners import job_runner
 
@@ -104,6 +104,63 @@ def test_replicas_that_one_rank_cannot_digest_fail_the_save_of_all(
     assert not broken
     assert results == [3, 3]
     assert [one.committed for one in results] == [3, 3]
+
+
+def test_leaves_that_one_rank_cannot_list_fail_the_save_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank that raises has nothing to compare; all count the same failure and go on together."""
+    broken: list[BaseException] = [BlobError("no such leaf")]
+    monkeypatch.setattr(engine_module, "capture", on_rank(1, broken, engine_module.capture))
+    both = sessions()
+    managers = [MultiNodeCheckpointManager(tmp_path) for _ in both]
+
+    def run(rank: int) -> Any:
+        with pytest.raises(BlobError, match="no such leaf"):
+            both[rank].run(managers[rank].save(1))
+        both[rank].run(managers[rank].save(2))
+        return managers[rank].engine.ledger.view().epochs()
+
+    for rank, session in enumerate(both):
+        session.workspace(f"trainer_{rank}")["total"] = torch.zeros(1)
+    assert [tuple(one) for one in all_ranks(run)] == [(2,), (2,)]
+    assert not broken
+
+
+def test_a_save_like_the_last_one_meets_twice_before_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replicas and leaves; the plan is compared again as soon as any rank's leaves differ."""
+    topics: dict[int, list[str]] = {0: [], 1: []}
+    exchange = PairedPeers.exchange
+
+    def counted(self: PairedPeers, topic: str, value: Any, **options: Any) -> Any:
+        topics[self.rank].append(topic)
+        return exchange(self, topic, value, **options)
+
+    monkeypatch.setattr(PairedPeers, "exchange", counted)
+    both = sessions()
+    managers = [MultiNodeCheckpointManager(tmp_path) for _ in both]
+
+    def saved(epoch: int) -> list[str]:
+        before = len(topics[0])
+        all_ranks(lambda rank: both[rank].run(managers[rank].save(epoch)))
+        assert topics[0] == topics[1]
+        return [one for one in topics[0][before:] if one.startswith("save: ")]
+
+    def put(value: torch.Tensor, ranks: tuple[int, ...] = (0, 1)) -> None:
+        for rank in ranks:
+            both[rank].workspace(f"trainer_{rank}")["total"] = value.clone()
+
+    writing = ["save: try", "save: write", "save: commit"]
+    put(torch.zeros(1))
+    assert saved(1) == ["save: replicas", "save: leaves", "save: plan", *writing]
+    put(torch.ones(1))
+    assert saved(2) == ["save: replicas", "save: leaves", *writing]
+    put(torch.ones(2))
+    assert saved(3) == ["save: replicas", "save: leaves", "save: plan", *writing]
+    put(torch.zeros(2))
+    assert saved(4) == ["save: replicas", "save: leaves", *writing]
 
 
 def test_a_manifest_that_one_rank_cannot_read_fails_a_partial_load_of_all(

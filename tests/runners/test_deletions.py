@@ -1,0 +1,175 @@
+"""What retention gives up is deleted behind the training: after its record, before anything ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchrelay import Job, JobRunner, UploadTaskGroupBuilder, max_epochs
+from torchrelay.checkpoint.local_storage import LocalStorage
+from torchrelay.checkpoint.log.deletions import Deletions
+from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.errors import StorageError
+from torchrelay.jobs.group import TaskGroup
+
+both = pytest.mark.parametrize("asynchronous", [False, True])
+
+
+def job(epochs: int, note: Callable[[int], None] = lambda epoch: None) -> Job:
+    made = Job("small", blobs={"weights": torch.zeros(4)})
+
+    @made.epoch
+    def work(ctx: Any) -> None:
+        note(ctx.epoch)
+
+    made.stop_when(max_epochs(epochs))
+    return made
+
+
+def tries(run: Path) -> list[str]:
+    """The epochs of which there is anything in the directory."""
+    return sorted(one.name.split("-")[0] for one in next(run.glob("**/data")).iterdir())
+
+
+def intercept(monkeypatch: pytest.MonkeyPatch, look: Callable[[LocalStorage, str], None]) -> None:
+    """Call `look` before each deletion below data/."""
+    delete = LocalStorage.delete
+
+    def looking(self: LocalStorage, path: str) -> None:
+        if path.startswith("data/"):
+            look(self, path)
+        delete(self, path)
+
+    monkeypatch.setattr(LocalStorage, "delete", looking)
+
+
+@both
+def test_the_record_comes_first_and_the_training_does_not_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    """A deletion that hangs through an epoch holds nobody up; the log has let go of what it deletes."""
+    reached, go_on = threading.Event(), threading.Event()
+    threads: set[threading.Thread] = set()
+    known: list[bool] = []
+
+    def look(storage: LocalStorage, path: str) -> None:
+        threads.add(threading.current_thread())
+        known.append(path.split("/")[1] in open_log(storage, "small").state.tries)
+        reached.set()
+        assert go_on.wait(60)
+
+    def note(epoch: int) -> None:
+        if epoch == (4 if asynchronous else 3):  # epoch 0 was given up at the boundary before
+            assert reached.wait(60)
+            go_on.set()
+
+    intercept(monkeypatch, look)
+    JobRunner(job(4, note), tmp_path / "run", asynchronous=asynchronous, keep_last=2).train()
+    assert known and not any(known)
+    assert threading.main_thread() not in threads
+    assert len(tries(tmp_path / "run")) == 2
+
+
+@both
+def test_nothing_is_left_to_delete_at_the_upload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    """Upload, download and exit find the directory as retention leaves it, though deletions are slow."""
+    slow = threading.Event()
+    fired: list[str] = []
+    found: list[int] = []
+
+    class Upload(UploadTaskGroupBuilder):
+        def build(self, epoch: int, checkpoint_manager: Any) -> TaskGroup:
+            found.append(len(tries(tmp_path / "run")))
+            return TaskGroup()
+
+    intercept(monkeypatch, lambda _, path: (fired.append(path), slow.wait(0.05))[0])
+    run = JobRunner(job(2), tmp_path / "run", None, Upload(), asynchronous=asynchronous, keep_last=1)
+    run.train()
+    assert fired
+    assert found == [1]
+
+
+@both
+def test_a_deletion_that_fails_warns_and_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    """One failure costs a warning; at the end nothing is left of what should have gone."""
+    failed: list[str] = []
+
+    def look(_: LocalStorage, path: str) -> None:
+        if not failed:
+            failed.append(path)
+            raise StorageError("the disk is gone for a moment")
+
+    intercept(monkeypatch, look)
+    with pytest.warns(UserWarning, match="old epochs could not be deleted: the disk is gone"):
+        JobRunner(job(4), tmp_path / "run", asynchronous=asynchronous, keep_last=1).train()
+    assert failed
+    assert len(tries(tmp_path / "run")) == 1
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+sys.path[:0] = sys.argv[2:]
+from test_deletions import LocalStorage, JobRunner, job
+delete, seen = LocalStorage.delete, []
+def dying(self, path):
+    if path.startswith("data/"):
+        seen.append(path)
+        if len(seen) == 2:
+            os._exit(9)
+    delete(self, path)
+LocalStorage.delete = dying
+JobRunner(job(4), Path(sys.argv[1]), asynchronous=True, keep_last=1).train()
+"""
+
+
+def test_what_a_killed_process_left_half_deleted_goes_in_the_next_run(tmp_path: Path) -> None:
+    """Killed between the record and the last file, the next run deletes the rest, and resumes."""
+    run = tmp_path / "run"
+    where = [str(Path(__file__).parent), *sys.path]
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(run), *where], timeout=100)
+    assert killed.returncode == 9
+    assert len(tries(run)) > 1
+    assert JobRunner(job(5), run, keep_last=1).train() == 5
+    assert len(tries(run)) == 1
+
+
+def test_everything_asked_for_is_done_in_order_by_one_thread() -> None:
+    """Waiting ends when the last one has ended; one that raises is told and stops no other."""
+    deletions, done = Deletions(), []
+    threads = set()
+
+    def work(number: int) -> None:
+        threads.add(threading.current_thread())
+        done.append(number)
+        if number == 3:
+            raise StorageError("no")
+
+    for number in range(100):
+        deletions.ask(f"number {number}", lambda number=number: work(number))  # type: ignore[misc]
+    assert deletions.wait()
+    assert done == list(range(100))
+    assert len(threads) == 1
+    assert deletions.take_failures() == ["number 3: no"]
+    assert deletions.take_failures() == []
+
+
+def test_waiting_is_bounded() -> None:
+    """Whoever waits goes on after its patience, and finds the rest done later."""
+    go_on = threading.Event()
+    deletions = Deletions()
+    deletions.ask("hanging", lambda: go_on.wait(60))
+    assert not deletions.wait(0.01)
+    go_on.set()
+    assert deletions.wait(60)
