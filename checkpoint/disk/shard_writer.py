@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torchrelay.checkpoint.disk import dtypes
 from torchrelay.checkpoint.disk.canonical import Json, sha256
-from torchrelay.checkpoint.disk.digest import BLOCK, block_digests
+from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, block_digests
 from torchrelay.checkpoint.disk.names import Key, format_key, shard_file_name
 from torchrelay.checkpoint.disk.shard import Part, ShardEntry, ShardIdentity, header_bytes, no_digests
 from torchrelay.checkpoint.disk.shard_parts import DEFAULT_LIMITS, ShardLimits, cut
@@ -127,14 +127,15 @@ def _fill(handle: WriteHandle, part: Part, seconds: Seconds) -> tuple[bytes, lis
 
 
 def _write_entry(entry: ShardEntry, sink: _Gatherer) -> bytes:
-    view, found = _bytes_of(entry), bytearray()
+    view, found = _bytes_of(entry), bytearray(entry.digests or b"")
+    known = len(found) // SIZE * BLOCK
     for start in range(0, len(view), PIECE):
         piece = view[start : start + PIECE]
-        if entry.digests is None:
+        if known < start + len(piece):
             with sink.seconds.spent("hash"):
-                found += block_digests(piece)
+                found += block_digests(piece[max(0, known - start) :])
         sink.append(piece)
-    return bytes(found) if entry.digests is None else entry.digests
+    return bytes(found)
 
 
 def _bytes_of(entry: ShardEntry) -> memoryview:
