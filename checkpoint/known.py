@@ -6,8 +6,8 @@ all of it. After a load they are found in the headers of its files.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from torchrelay.checkpoint.disk.boxes import Bounds, volume
@@ -42,6 +42,8 @@ class KnownFile:
     nbytes: int
     parts: tuple[Part | None, ...]
     digests: tuple[bytes, ...]
+    probes: Mapping[Part, bytes] = field(default_factory=dict)
+    """The digests of the first `PROBE` bytes of long parts, of those that this process wrote."""
 
     def of(self, leaves: Collection[str]) -> KnownFile:
         """The same file, for these leaves only."""

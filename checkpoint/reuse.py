@@ -193,7 +193,9 @@ class Reuse:
             known = assignments, _parts_by_key(assignments)
         self._current.tables[id(assignments)] = known
         parts = tuple(map(known[1].get, report.keys))
-        self._current.written.append(KnownFile(rank, report.path, report.bytes, parts, report.digests))
+        probes = {part: one for key, one in report.probes.items() if (part := known[1].get(key)) is not None}
+        file = KnownFile(rank, report.path, report.bytes, parts, report.digests, probes)
+        self._current.written.append(file)
 
     def completed(self, manifest: Manifest) -> Manifest:
         """The manifest of what was written, with what it refers to. Rank 0 only."""

@@ -1,8 +1,8 @@
 """Whether memory has the bytes of an epoch: parts are hashed where they lie, block by block.
 
 Nothing counts as unchanged whose bytes were not hashed in full. What differs costs little: a part ends at
-its first block that differs, and many small parts of which a sample changed to the last one are
-taken to have changed, all of them, without a look.
+its first bytes or its first block that differ, and many small parts of which a sample changed to the last
+one are taken to have changed, all of them, without a look.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from torchrelay.checkpoint.disk import dtypes
 from torchrelay.checkpoint.disk.boxes import Bounds
 from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, block_count, block_digests
+from torchrelay.checkpoint.disk.shard_writer import PROBE
 from torchrelay.checkpoint.known import KnownFile, Part
 
 if TYPE_CHECKING:
@@ -27,8 +28,8 @@ MANY_SMALL = 512
 """So many small parts are looked at whatever a sample says."""
 SAMPLE = 64
 
-_Compared = tuple[int, Part, bytes]
-"""Rank, part, and the digests that a file has of it."""
+_Compared = tuple[int, Part, bytes, bytes | None]
+"""Rank, part, the digests that a file has of it, and that of its first bytes, where it is known."""
 PartKey = tuple[int, str, int, int, Bounds | None]
 """Rank, leaf, first, last and box of a part."""
 TensorOf = Callable[[int, Part], "torch.Tensor | None"]
@@ -55,11 +56,11 @@ def look(files: Iterable[KnownFile], tensor_of: TensorOf, turn: int) -> Findings
             if part is None:
                 continue
             if part.nbytes < SMALL_BYTES:
-                small.append((file.rank, part, digests))
+                small.append((file.rank, part, digests, None))
             else:
-                _compare(found, tensor_of, file.rank, part, digests)
+                _compare(found, tensor_of, file.rank, part, digests, file.probes.get(part))
     if len(small) > MANY_SMALL and not _any_unchanged(found, tensor_of, small, turn):
-        found.changed.update([part.leaf for _, part, _ in small])
+        found.changed.update([part.leaf for _, part, *_ in small])
     else:
         for one in small:
             _compare(found, tensor_of, *one)
@@ -71,9 +72,11 @@ def _any_unchanged(found: Findings, tensor_of: TensorOf, small: list[_Compared],
     return any(_compare(found, tensor_of, *one) for one in small[turn % step :: step])
 
 
-def _compare(found: Findings, tensor_of: TensorOf, rank: int, part: Part, digests: bytes) -> bool:
+def _compare(
+    found: Findings, tensor_of: TensorOf, rank: int, part: Part, digests: bytes, probe: bytes | None
+) -> bool:
     tensor = tensor_of(rank, part)
-    same, own = (False, b"") if tensor is None else compare(tensor, part, digests)
+    same, own = (False, b"") if tensor is None else compare(tensor, part, digests, probe)
     if own:
         found.digests[rank, part.leaf, part.first, part.last, part.box] = own
     if not same:
@@ -81,10 +84,13 @@ def _compare(found: Findings, tensor_of: TensorOf, rank: int, part: Part, digest
     return same
 
 
-def compare(tensor: torch.Tensor, part: Part, digests: bytes) -> tuple[bool, bytes]:
+def compare(
+    tensor: torch.Tensor, part: Part, digests: bytes, probe: bytes | None = None
+) -> tuple[bool, bytes]:
     """Whether a tensor has the bytes of a known part, and the digests of its own first blocks.
 
-    Ends at the first difference, so that what is trained costs one block.
+    `probe` is the digest of its first bytes. Ends at the first difference, so that what is trained costs
+    these, or one block.
     """
     width, count = tensor.element_size(), part.last - part.first
     if part.last > tensor.numel() or len(digests) != block_count(count * width) * SIZE:
@@ -95,6 +101,8 @@ def compare(tensor: torch.Tensor, part: Part, digests: bytes) -> tuple[bool, byt
     if count * width <= BLOCK:
         own = block_digests(dtypes.stored_bytes(flat, part.leaf))
         return own == digests, own
+    if probe is not None and block_digests(dtypes.stored_bytes(flat[: PROBE // width], part.leaf)) != probe:
+        return False, b""
     return _compare_blocks(flat, part, digests, BLOCK // width)
 
 

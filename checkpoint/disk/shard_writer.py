@@ -21,6 +21,9 @@ PIECE = 8 * BLOCK
 GATHER = BLOCK
 """Entries below this size are copied together into writes of about this size."""
 
+PROBE = 4096
+"""The first bytes of an entry of more than a block that have a digest of their own, in memory only."""
+
 Digests = bytes
 """Of the blocks of one entry, one after another."""
 
@@ -48,7 +51,8 @@ class ShardReport:
     """One written file: what a manifest needs to know, and where the time went.
 
     `header_bytes` counts all bytes before the data (the length field and the padding too), and
-    `header_sha256` is of exactly these; `keys` are in stored order, `digests` those of their blocks.
+    `header_sha256` is of exactly these; `keys` are in stored order, `digests` those of their blocks,
+    `probes` those of the first `PROBE` bytes of long ones.
     """
 
     path: str
@@ -57,6 +61,7 @@ class ShardReport:
     header_sha256: str
     keys: tuple[str, ...] = ()
     digests: tuple[Digests, ...] = field(default=(), compare=False)
+    probes: Mapping[str, Digests] = field(default_factory=dict, compare=False)
     seconds: Seconds = field(default_factory=Seconds, compare=False)
 
 
@@ -96,7 +101,8 @@ def write_part(storage: Storage, path: str, part: Part) -> ShardReport:
     except FileExistsError:
         raise StorageError(f"{path} exists already: a try is written once; begin a new try") from None
     try:
-        header, digests = _fill(handle, part, seconds)
+        probes: dict[str, Digests] = {}
+        header, digests = _fill(handle, part, seconds, probes)
         with seconds.spent("fsync"):
             handle.sync_file()
             handle.close()
@@ -108,15 +114,17 @@ def write_part(storage: Storage, path: str, part: Part) -> ShardReport:
         raise
     keys = tuple(format_key(entry.key) for entry in part.entries)
     nbytes = len(header) + part.data_bytes
-    return ShardReport(path, nbytes, len(header), sha256(header), keys, tuple(digests), seconds)
+    return ShardReport(path, nbytes, len(header), sha256(header), keys, tuple(digests), probes, seconds)
 
 
-def _fill(handle: WriteHandle, part: Part, seconds: Seconds) -> tuple[bytes, list[bytes]]:
+def _fill(
+    handle: WriteHandle, part: Part, seconds: Seconds, probes: dict[str, Digests]
+) -> tuple[bytes, list[bytes]]:
     reserved = len(header_bytes(part, no_digests(part)))
     with seconds.spent("write"):
         handle.preallocate(reserved + part.data_bytes)
     sink = _Gatherer(handle, reserved, seconds)
-    digests = [_write_entry(entry, sink) for entry in part.entries]
+    digests = [_write_entry(entry, sink, probes) for entry in part.entries]
     sink.flush()
     header = header_bytes(part, b"".join(digests))
     if len(header) != reserved:
@@ -126,8 +134,10 @@ def _fill(handle: WriteHandle, part: Part, seconds: Seconds) -> tuple[bytes, lis
     return header, digests
 
 
-def _write_entry(entry: ShardEntry, sink: _Gatherer) -> bytes:
+def _write_entry(entry: ShardEntry, sink: _Gatherer, probes: dict[str, Digests]) -> bytes:
     view, found = _bytes_of(entry), bytearray(entry.digests or b"")
+    if len(view) > BLOCK:
+        probes[format_key(entry.key)] = block_digests(view[:PROBE])
     known = len(found) // SIZE * BLOCK
     for start in range(0, len(view), PIECE):
         piece = view[start : start + PIECE]

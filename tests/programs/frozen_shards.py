@@ -43,9 +43,11 @@ class Net(nn.Module):
 
 
 def sharded(model: Net, kind: str) -> Net:
-    """Shard a network whose first two layers are frozen; `columns` splits other dimensions than `fsdp`."""
+    """Freeze two layers and shard all; `columns` splits other dimensions than `fsdp`, `plain` none."""
     for frozen in (model.up, model.mid):
         frozen.requires_grad_(False)
+    if kind == "plain":
+        return model
     mesh = init_device_mesh("cpu", (2,))
     if kind == "fsdp":
         fully_shard(model, mesh=mesh)
