@@ -25,6 +25,7 @@ from torchrelay.checkpoint.planning.reuse import (
     EarlierTry,
     comparable,
     in_bits,
+    of_any,
     of_bits,
     own_bytes,
     same_leaves,
@@ -112,7 +113,7 @@ class Reuse:
         )
         if any(one is None or one[0] != told[0][0] for one in told):
             return frozenset()
-        unchanged = set(order).difference(*(of_bits(bits, order) for _, bits in told))
+        unchanged = set(order) - of_any((bits for _, bits in told), order)
         if not unchanged:
             return frozenset()
         chosen = decide(job.peers, "save: references", lambda: self._chosen(plan, order, unchanged))

@@ -12,7 +12,7 @@ same leaves for the same nodes, and whether a reference is worth what it keeps:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchrelay.checkpoint.disk.boxes import volume
@@ -201,3 +201,11 @@ def of_bits(bits: str, order: Sequence[str]) -> frozenset[str]:
     data = bytes.fromhex(bits)
     names = order[: 8 * len(data)]
     return frozenset(name for index, name in enumerate(names) if data[index // 8] >> index % 8 & 1)
+
+
+def of_any(several: Iterable[str], order: Sequence[str]) -> frozenset[str]:
+    """The names that are in any of several bits; a post of each of thousands of processes costs little."""
+    merged = 0
+    for bits in set(several):
+        merged |= int.from_bytes(bytes.fromhex(bits), "little")
+    return of_bits(merged.to_bytes(-(-len(order) // 8), "little").hex(), order)
