@@ -42,7 +42,11 @@ class NodeState:
         return self.place.rank
 
     def piece(self, assignment: Assignment) -> torch.Tensor | memoryview:
-        """What this node writes of a tensor: all of it, a flat range of elements, or a box of its shard."""
+        """What this node writes of a tensor."""
+        return self.tensor(assignment)
+
+    def tensor(self, assignment: Assignment) -> torch.Tensor:
+        """That part where it lies: all of a tensor, a flat range of elements, or a box of its shard."""
         spec, tensor = assignment.leaf, self.leaves[assignment.leaf.name].content
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{spec.name} is a value")

@@ -62,7 +62,7 @@ class Engine:
         keep_optimizer_last: int | None = None,
         takeover_secs: float = 15.0,
         background: Background | None = None,
-        reuse: bool = False,
+        reuse: bool = True,
         selection: Selection = EVERYTHING,
     ) -> None:
         keeping = Keeping(keep_last, keep_every, keep_optimizer_last)

@@ -1,59 +1,67 @@
-"""What this process knows of the bytes on disk: the block digests of pieces, and whether memory has the same.
+"""What this process knows of the bytes on disk: the block digests of the parts that files hold.
 
-The pieces of an epoch are shared out between the processes as they were written, so together they know
+The files of an epoch are shared out between the processes as they were written, so together they know
 all of it. After a load they are found in the headers of its files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from torchrelay.checkpoint.disk import dtypes
-from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, block_count, block_digests
-from torchrelay.checkpoint.disk.layouts import Piece
+from torchrelay.checkpoint.disk.boxes import Bounds, volume
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.disk.names import format_key
-from torchrelay.checkpoint.disk.parts import piece_key
+from torchrelay.checkpoint.disk.parts import box_key, piece_key
 from torchrelay.checkpoint.reading.shard_set import Holder, ShardSet
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import RelayError
 
-if TYPE_CHECKING:
-    import torch
 
-MANY_BLOCKS = 8
-"""Hashed at a time once the first block is as it was."""
+class Part(NamedTuple):
+    """Elements `first` up to, not including, `last` of a leaf; of a sharded leaf all of `box`."""
 
-
-@dataclass(frozen=True)
-class KnownPiece:
-    """Elements `first` up to, not including, `last` of a leaf, as a file has them.
-
-    `rank` is the node that compares them with its own; `path` and `file_bytes` say where they lie.
-    """
-
-    rank: int
     leaf: str
     first: int
     last: int
-    digests: bytes
+    nbytes: int
+    box: Bounds | None = None
+
+
+@dataclass(frozen=True)
+class KnownFile:
+    """A file, and what it holds: parts with the digests of their blocks, one after another.
+
+    `rank` is the node that compares them with its own. A part is None where nobody ever refers to it.
+    """
+
+    rank: int
     path: str
-    file_bytes: int
+    nbytes: int
+    parts: tuple[Part | None, ...]
+    digests: tuple[bytes, ...]
+    probes: Mapping[Part, bytes] = field(default_factory=dict)
+    """The digests of the first `PROBE` bytes of long parts, of those that this process wrote."""
+
+    def of(self, leaves: Collection[str]) -> KnownFile:
+        """The same file, for these leaves only."""
+        both = zip(self.parts, self.digests, strict=True)
+        kept = [(part, digests) for part, digests in both if part is not None and part.leaf in leaves]
+        return replace(self, parts=tuple(part for part, _ in kept), digests=tuple(one for _, one in kept))
 
 
 @dataclass(frozen=True)
 class Known:
-    """The pieces that this process answers for; `lost` are leaves whose files cannot be read."""
+    """The files that this process answers for; `lost` are leaves whose files cannot be read."""
 
-    pieces: tuple[KnownPiece, ...] = ()
+    files: tuple[KnownFile, ...] = ()
     lost: frozenset[str] = frozenset()
 
 
 def known_of(storage: Storage, manifest: Manifest, nodes: Sequence[str], hosted: Iterable[int]) -> Known:
-    """What the headers of an epoch's files say of the pieces that the hosted nodes answer for.
+    """What the headers of an epoch's files say of the parts that the hosted nodes answer for.
 
     `nodes` are the names of today's nodes. A node answers for what it wrote; what nodes that are gone
     wrote is shared out between all.
@@ -65,27 +73,41 @@ def known_of(storage: Storage, manifest: Manifest, nodes: Sequence[str], hosted:
         if rank in here:
             mine[number] = rank
     headers = _Headers(storage, manifest)
-    pieces, lost = [], set()
-    for leaf, piece in _pieces_of(manifest, mine):
-        found = headers.find(leaf, piece)
+    files: dict[tuple[int, str, int], dict[Part, bytes]] = {}
+    lost = set()
+    for number, leaf, part, key in _parts_of(manifest, mine):
+        found = headers.find(leaf, number, key)
         if found is None:
             lost.add(leaf.name)
         else:
-            pieces.append(KnownPiece(mine[piece.node], leaf.name, piece.first, piece.last, *found))
-    return Known(tuple(pieces), frozenset(lost))
+            digests, path, nbytes = found
+            files.setdefault((mine[number], path, nbytes), {})[part] = digests
+    known = (KnownFile(*file, tuple(parts), tuple(parts.values())) for file, parts in files.items())
+    return Known(tuple(known), frozenset(lost))
 
 
-def _pieces_of(manifest: Manifest, nodes: Iterable[int]) -> Iterator[tuple[LeafRow, Piece]]:
+def _parts_of(manifest: Manifest, nodes: Iterable[int]) -> Iterator[tuple[int, LeafRow, Part, str]]:
+    """What these nodes store of tensors: number of the node, leaf, part, and its key."""
     numbers = sorted(nodes)
     for row, leaf in enumerate(manifest.leaves):
         if leaf.kind == "tensor" and leaf.alias_of is None and leaf.role != "rng":
-            layout = manifest.layouts[leaf.layout]
-            if isinstance(layout, Mesh):  # shards are never referenced
-                continue
             for number in numbers:
-                piece = layout.held_by(number, row, leaf.elements)
-                if piece is not None:
-                    yield leaf, piece
+                for part, key in _held(manifest, row, leaf, number):
+                    yield number, leaf, part, key
+
+
+def _held(manifest: Manifest, row: int, leaf: LeafRow, number: int) -> Iterator[tuple[Part, str]]:
+    layout, width = manifest.layouts[leaf.layout], leaf.item_bytes
+    if isinstance(layout, Mesh):
+        for box in layout.stored_by(number, leaf.name, leaf.shape, width):
+            count = volume(box)
+            part = Part(leaf.name, 0, count, count * width, box)
+            yield part, format_key(box_key(leaf.name, leaf.shape, box))
+        return
+    piece = layout.held_by(number, row, leaf.elements)
+    if piece is not None:
+        part = Part(leaf.name, piece.first, piece.last, (piece.last - piece.first) * width)
+        yield part, format_key(piece_key(leaf, piece))
 
 
 class _Headers:
@@ -96,9 +118,9 @@ class _Headers:
         self._shards = ShardSet(storage, manifest)
         self._broken: set[Holder] = set()
 
-    def find(self, leaf: LeafRow, piece: Piece) -> tuple[bytes, str, int] | None:
-        """Digests, path and size of the file of a piece; None when it cannot be read."""
-        holder = (leaf.source, piece.node, leaf.group)
+    def find(self, leaf: LeafRow, node: int, key: str) -> tuple[bytes, str, int] | None:
+        """Digests, path and size of the file of a part; None when it cannot be read."""
+        holder = (leaf.source, node, leaf.group)
         if holder in self._broken:
             return None
         try:
@@ -106,41 +128,7 @@ class _Headers:
         except (RelayError, OSError):
             self._broken.add(holder)
             return None
-        key = format_key(piece_key(leaf, piece))
         for header, row in zip(files.headers, self._manifest.files[holder], strict=True):
             if key in header.entries:
                 return bytes(header.entries[key].digests), header.path, row.nbytes
         return None
-
-
-def changed_files(storage: Storage, pieces: Iterable[KnownPiece]) -> frozenset[str]:
-    """The files that are gone or of another length."""
-    sizes = {piece.path: piece.file_bytes for piece in pieces}
-    return frozenset(path for path, nbytes in sizes.items() if storage.stat(path) != nbytes)
-
-
-def compare(tensor: torch.Tensor, piece: KnownPiece) -> tuple[bool, bytes | None]:
-    """Whether a tensor has the bytes of a known piece, and the digests of its own as far as they are whole.
-
-    Ends at the first difference, so that what is trained costs one block.
-    """
-    width, count = tensor.element_size(), piece.last - piece.first
-    if piece.last > tensor.numel() or len(piece.digests) != block_count(count * width) * SIZE:
-        return False, None
-    flat = tensor
-    if count < tensor.numel() or count * width > BLOCK:
-        flat = tensor.detach().reshape(-1)[piece.first : piece.last]
-    if count * width <= BLOCK:
-        found = block_digests(dtypes.stored_bytes(flat, piece.leaf))
-        return found == piece.digests, found
-    return _compare_blocks(flat, piece, BLOCK // width)
-
-
-def _compare_blocks(flat: torch.Tensor, piece: KnownPiece, block: int) -> tuple[bool, bytes | None]:
-    found, start, stop = bytearray(), 0, block
-    while start < len(flat):
-        found += block_digests(dtypes.stored_bytes(flat[start:stop], piece.leaf))
-        if not piece.digests.startswith(found):
-            return False, bytes(found) if stop >= len(flat) else None
-        start, stop = stop, stop + MANY_BLOCKS * block
-    return True, bytes(found)

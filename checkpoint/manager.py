@@ -29,7 +29,7 @@ class CheckpointManager(Manager):
         asynchronous: bool = False,
         staging_limit: int | None = None,
         verify_staging: Verify = "samples",
-        reuse: bool = False,
+        reuse: bool = True,
         include: Patterns = None,
         exclude: Patterns = None,
     ) -> None:

@@ -39,8 +39,8 @@ class Manager:
     are staged at most (None: half of its share of the free memory), and `verify_staging` says how much
     of what was copied behind the training is compared: "samples", or "full".
 
-    With `reuse` tensors that have not changed since the epoch before are referenced there instead of
-    written again, as long as at most 8 older tries and half of each are in use.
+    Tensors that have not changed since the epoch before are referenced there instead of written again, as
+    long as at most 8 older tries and half of each are in use; with `reuse=False` every epoch stands alone.
 
     `include` and `exclude` are patterns of leaves (`"debug"`, `"*.inv_freq"`): saved is what the former mean
     (None: everything) and the latter do not. What is left out stays, after a load, as the program made it;
@@ -59,7 +59,7 @@ class Manager:
         asynchronous: bool = False,
         staging_limit: int | None = None,
         verify_staging: Verify = "samples",
-        reuse: bool = False,
+        reuse: bool = True,
         include: Patterns = None,
         exclude: Patterns = None,
     ) -> None:

@@ -15,7 +15,7 @@ from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.disk.manifest import BlobRow, Manifest
 from torchrelay.checkpoint.disk.names import format_key
 from torchrelay.checkpoint.disk.shard_writer import ShardReport
-from torchrelay.checkpoint.known import Known, KnownPiece, changed_files, compare, known_of
+from torchrelay.checkpoint.known import Known, KnownFile, Part, known_of
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.retention import kept_with
 from torchrelay.checkpoint.planning.assignments import Assignment, Plan
@@ -25,21 +25,28 @@ from torchrelay.checkpoint.planning.reuse import (
     EarlierTry,
     comparable,
     in_bits,
+    of_any,
     of_bits,
     own_bytes,
     same_leaves,
     within_limits,
 )
+from torchrelay.checkpoint.state.dtensors import is_sharded
 from torchrelay.checkpoint.state.leaf import Value
 from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.unchanged import PartKey, TensorOf, look
 from torchrelay.errors import RelayError
 from torchrelay.jobs.peers import decide, together
 
 if TYPE_CHECKING:
+    import torch
+
     from torchrelay.checkpoint.save import SaveJob
 
 _World = tuple[int, tuple[str, ...], tuple[int, ...]]
-"""Processes, names of all nodes, ranks of the hosted ones: who answers for which pieces."""
+"""Processes, names of all nodes, ranks of the hosted ones: who answers for which parts."""
+_Table = tuple[Sequence[Assignment], dict[str, Part]]
+"""What a node writes into its files of one group, and which part each key in them is."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +66,11 @@ class _Current:
     world: _World = (0, (), ())
     referenced: frozenset[str] = frozenset()
     blobs: tuple[BlobRow, ...] = ()
-    hashed: dict[tuple[int, str, int, int], bytes] = field(default_factory=dict)
-    """(rank, leaf, first, last) to the digests of what is in memory."""
-    written: list[KnownPiece] = field(default_factory=list)
+    hashed: dict[PartKey, bytes] = field(default_factory=dict)
+    """The digests of what is in memory."""
+    written: list[KnownFile] = field(default_factory=list)
+    tables: dict[int, _Table] = field(default_factory=dict)
+    """By the identity of the assignments."""
     manifest: Manifest | None = None
 
 
@@ -78,6 +87,9 @@ class Reuse:
         self._base: _Base | None = None
         self._current = _Current()
         self._written: dict[str, int] = {}
+        self._tables: dict[int, _Table] = {}
+        self._order: tuple[Plan, tuple[str, ...]] | None = None
+        self._turn = 0
 
     def forget(self) -> None:
         """Know no epoch: the next save writes everything."""
@@ -92,13 +104,16 @@ class Reuse:
     def choose(self, job: SaveJob, plan: Plan, deadline_secs: float) -> frozenset[str]:
         """The leaves that need not be written; all processes get the same. `plan` writes all leaves."""
         self._current = _Current(world=_world_of(job))
-        order = comparable(plan)
+        order = self._comparable(plan)
         told = together(
-            job.peers, "save: changed leaves", lambda: self._look(job, order), deadline_secs=deadline_secs
+            job.peers,
+            "save: changed leaves",
+            lambda: self._look(job, plan, order),
+            deadline_secs=deadline_secs,
         )
         if any(one is None or one[0] != told[0][0] for one in told):
             return frozenset()
-        unchanged = set(order).difference(*(of_bits(bits, order) for _, bits in told))
+        unchanged = set(order) - of_any((bits for _, bits in told), order)
         if not unchanged:
             return frozenset()
         chosen = decide(job.peers, "save: references", lambda: self._chosen(plan, order, unchanged))
@@ -106,12 +121,21 @@ class Reuse:
         self._current.blobs = blob_rows(plan)
         return self._current.referenced
 
-    def _look(self, job: SaveJob, order: Sequence[str]) -> list[str] | None:
+    def _comparable(self, plan: Plan) -> tuple[str, ...]:
+        if self._order is None or self._order[0] is not plan:
+            self._order = plan, comparable(plan)
+        return self._order[1]
+
+    def _look(self, job: SaveJob, plan: Plan, order: Sequence[str]) -> list[str] | None:
         """The try that this process compares with, and which leaves differ from it; None without one."""
         base = self._base = self._base_of(job)
         if base is None:
             return None
-        return [base.try_name, in_bits(self._changed(job, base.known), order)]
+        self._turn += 1
+        gone, there = _by_presence(self._storage, base.known.files)
+        found = look(there, _tensors(job, plan), self._turn)
+        self._current.hashed = found.digests
+        return [base.try_name, in_bits(found.changed | gone | base.known.lost, order)]
 
     def _base_of(self, job: SaveJob) -> _Base | None:
         world = self._current.world
@@ -120,23 +144,6 @@ class Reuse:
             known = known_of(self._storage, manifest, world[1], world[2])
             return _Base(manifest.tries[0], world, known, manifest)
         return self._base if self._base is not None and self._base.world == world else None
-
-    def _changed(self, job: SaveJob, known: Known) -> set[str]:
-        """The leaves of which a piece is not as it was, or not where it was."""
-        leaves = {state.rank: state.leaves for state in job.states}
-        gone = changed_files(self._storage, known.pieces)
-        changed = set(known.lost)
-        for piece in known.pieces:
-            leaf = leaves[piece.rank].get(piece.leaf)
-            if leaf is None or isinstance(leaf.content, Value) or piece.path in gone:
-                changed.add(piece.leaf)
-                continue
-            same, digests = compare(leaf.content, piece)
-            if not same:
-                changed.add(piece.leaf)
-            if digests is not None:
-                self._current.hashed[piece.rank, piece.leaf, piece.first, piece.last] = digests
-        return changed
 
     def _chosen(self, plan: Plan, order: Sequence[str], unchanged: Collection[str]) -> str:
         """What of the unchanged leaves to refer to, as bits. Rank 0 only."""
@@ -174,20 +181,22 @@ class Reuse:
     # While writing
 
     def digests(self, rank: int, assignment: Assignment) -> bytes | None:
-        """The digests of what a node writes, where they are known already."""
-        if assignment.box is not None:
+        """The digests of the first blocks of what a node writes, where they are known already."""
+        if not self._current.hashed:
             return None
-        return self._current.hashed.get((rank, assignment.leaf.name, assignment.first, assignment.last))
+        name, box = assignment.leaf.name, assignment.box
+        return self._current.hashed.get((rank, name, assignment.first, assignment.last, box))
 
     def wrote(self, rank: int, assignments: Sequence[Assignment], report: ShardReport) -> None:
         """Remember what a node has written into one file."""
-        by_key = {format_key(one.key): one for one in assignments}
-        for key, digests in zip(report.keys, report.digests, strict=True):
-            one = by_key[key]
-            if one.leaf.role.value != "rng" and one.box is None:
-                self._current.written.append(
-                    KnownPiece(rank, one.leaf.name, one.first, one.last, digests, report.path, report.bytes)
-                )
+        known = self._current.tables.get(id(assignments)) or self._tables.get(id(assignments))
+        if known is None or known[0] is not assignments:
+            known = assignments, _parts_by_key(assignments)
+        self._current.tables[id(assignments)] = known
+        parts = tuple(map(known[1].get, report.keys))
+        probes = {part: one for key, one in report.probes.items() if (part := known[1].get(key)) is not None}
+        file = KnownFile(rank, report.path, report.bytes, parts, report.digests, probes)
+        self._current.written.append(file)
 
     def completed(self, manifest: Manifest) -> Manifest:
         """The manifest of what was written, with what it refers to. Rank 0 only."""
@@ -201,11 +210,47 @@ class Reuse:
     def committed(self, try_name: str) -> None:
         """The save is real: the next one is compared with it."""
         current = self._current
-        kept = self._base.known.pieces if self._base is not None else ()
-        pieces = [piece for piece in kept if piece.leaf in current.referenced]
-        known = Known((*pieces, *current.written))
+        kept = self._base.known.files if self._base is not None and current.referenced else ()
+        files = [file for one in kept if (file := one.of(current.referenced)).parts]
+        known = Known((*files, *current.written))
         self._base = _Base(try_name, current.world, known, current.manifest)
+        self._tables = current.tables
         self._current = _Current()
+
+
+def _by_presence(storage: Storage, files: Sequence[KnownFile]) -> tuple[set[str], list[KnownFile]]:
+    """The leaves whose files are gone or of another length, and the files that are there."""
+    there = [file for file in files if storage.stat(file.path) == file.nbytes]
+    gone = [file for file in files if file not in there] if len(there) < len(files) else []
+    return {part.leaf for file in gone for part in file.parts if part is not None}, there
+
+
+def _tensors(job: SaveJob, plan: Plan) -> TensorOf:
+    """What the hosted nodes have, by rank and part; a box only where the plan has it write that box."""
+    states = {state.rank: state for state in job.states}
+    boxes: dict[int, dict[tuple[str, object], Assignment]] = {}
+
+    def tensor_of(rank: int, part: Part) -> torch.Tensor | None:
+        if part.box is None:
+            leaf = states[rank].leaves.get(part.leaf)
+            if leaf is None or isinstance(leaf.content, Value) or is_sharded(leaf.content):
+                return None
+            return leaf.content
+        if rank not in boxes:
+            boxes[rank] = {(a.leaf.name, a.box): a for a in plan.assignments(rank) if a.box is not None}
+        assignment = boxes[rank].get((part.leaf, part.box))
+        return None if assignment is None else states[rank].tensor(assignment)
+
+    return tensor_of
+
+
+def _parts_by_key(assignments: Sequence[Assignment]) -> dict[str, Part]:
+    """Random states and values are left out: nobody refers to them."""
+    return {
+        format_key(one.key): Part(one.leaf.name, one.first, one.last, one.nbytes, one.box)
+        for one in assignments
+        if one.leaf.kind == "tensor" and one.leaf.role.value != "rng"
+    }
 
 
 def _world_of(job: SaveJob) -> _World:

@@ -72,7 +72,7 @@ def _save_and_load(root: Path, count: int, saves: int) -> list[Line]:
 
     from torchrelay import Job, LocalSession, MultiNodeCheckpointManager
 
-    manager = MultiNodeCheckpointManager(root, keep_last=2)
+    manager = MultiNodeCheckpointManager(root, keep_last=2, reuse=False)  # nothing changes here
     session = LocalSession(["trainer_0"])
     tensors = {f"w{index:06d}": torch.full((ELEMENTS,), float(index)) for index in range(count)}
     session.workspace("trainer_0").update(tensors)
@@ -109,7 +109,7 @@ def _as_rank(root: str, saves: int) -> None:
     from torchrelay import DistributedSession, Job, MultiNodeCheckpointManager
 
     session = DistributedSession.from_env()
-    manager = MultiNodeCheckpointManager(root)
+    manager = MultiNodeCheckpointManager(root, reuse=False)  # nothing changes here
     node = session.local_nodes[0].name
     tensors = {f"w{index:06d}": torch.full((ELEMENTS,), float(index)) for index in range(1000)}
     session.workspace(node).update(tensors)

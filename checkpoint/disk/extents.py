@@ -18,18 +18,21 @@ from torchrelay.errors import BlobError
 
 GATHER = BLOCK
 """Entries below this size are copied together into extents of about this size."""
+PROBE = 4096
+"""The first bytes of an entry of more than a block that have a digest of their own, in memory only."""
 Data = TypeVar("Data", bytes, memoryview)
 
 
 class Extent(NamedTuple):
     """Bytes that lie together in the file and in memory; `slot` counts the first of their digests.
 
-    Those of an extent that needs `hashing` are of blocks that begin where it does.
+    The digests of the first `known` blocks are there already; those of other blocks, which begin where the
+    extent does, are not.
     """
 
     data: memoryview
     slot: int
-    hashing: bool
+    known: int
 
 
 class Slice(NamedTuple):
@@ -49,19 +52,22 @@ class Segment:
 
 
 class Digests:
-    """The digests of all blocks of a part in the order of keys, as they become known in any order."""
+    """The digests of all blocks of a part in the order of keys, as they become known in any order.
+
+    `probes` are those of the first bytes of entries of more than a block, by key: a later save sees by
+    them soonest that an entry has changed.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.data = bytearray(nbytes)
+        self.probes: dict[str, bytes] = {}
 
     def hash(self, piece: Slice) -> None:
         """Hash the blocks that begin in a slice."""
         extent = piece.extent
-        if not extent.hashing:
-            return
-        first, end = block_count(piece.start), block_count(piece.stop)
-        found = block_digests(extent.data[first * BLOCK : end * BLOCK])
-        self.put(extent.slot + first, found)
+        first, end = max(extent.known, block_count(piece.start)), block_count(piece.stop)
+        if first < end:
+            self.put(extent.slot + first, block_digests(extent.data[first * BLOCK : end * BLOCK]))
 
     def put(self, slot: int, found: bytes) -> None:
         """Digests that follow one another."""
@@ -85,9 +91,7 @@ def extents(entries: Sequence[ShardEntry], digests: Digests, seconds: Seconds) -
         if gathered:
             yield _together(gathered, first, digests, seconds)
         if entry.nbytes >= GATHER:
-            yield Extent(_bytes_of(entry), slot, entry.digests is None)
-            if entry.digests is not None:
-                digests.put(slot, entry.digests)
+            yield _alone(entry, slot, digests)
             slot += block_count(entry.nbytes)
         gathered, room, first = [], GATHER, slot
     if gathered:
@@ -97,7 +101,15 @@ def extents(entries: Sequence[ShardEntry], digests: Digests, seconds: Seconds) -
 def _together(gathered: list[bytes], slot: int, digests: Digests, seconds: Seconds) -> Extent:
     with seconds.spent("hash"):
         digests.put(slot, digests_of(gathered))
-    return Extent(memoryview(b"".join(gathered)), slot, hashing=False)
+    return Extent(memoryview(b"".join(gathered)), slot, len(gathered))
+
+
+def _alone(entry: ShardEntry, slot: int, digests: Digests) -> Extent:
+    view, known = _bytes_of(entry), entry.digests or b""
+    digests.put(slot, known)
+    if entry.nbytes > BLOCK:
+        digests.probes[entry.text] = block_digests(view[:PROBE])
+    return Extent(view, slot, len(known) // SIZE)
 
 
 def segments(found: Iterable[Extent], offset: int, size: int) -> Iterator[Segment]:

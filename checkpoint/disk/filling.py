@@ -16,8 +16,8 @@ PIECE = 8 * BLOCK
 """Bytes of a write from where they lie: hashed first, and still in the cache then."""
 
 
-def fill(handle: WriteHandle, part: Part, frame: HeaderFrame, seconds: Seconds, writers: int) -> bytes:
-    """Write the data of a part behind its header's place and return the digests of its blocks.
+def fill(handle: WriteHandle, part: Part, frame: HeaderFrame, seconds: Seconds, writers: int) -> Digests:
+    """Write the data of a part behind its header's place and return what was hashed.
 
     Where the handle wants aligned memory, `writers` threads take segments in turn; all have ended when
     this returns. Raises BlobError and StorageError; the file is then not whole.
@@ -31,7 +31,7 @@ def fill(handle: WriteHandle, part: Part, frame: HeaderFrame, seconds: Seconds, 
         writers = 1
         filling.in_place(segments(source, offset, PIECE))
     seconds.add_mean([own, *filling.seconds], writers)
-    return bytes(filling.digests.data)
+    return filling.digests
 
 
 class _Filling:

@@ -54,7 +54,7 @@ class ShardEntry:
 
     `dtype` (torch's name for it) and `shape` are those of the whole leaf; `data` is what is stored:
     the piece as a tensor or as 1-D bytes, kept by reference until it is written. `digests` of its
-    blocks, where somebody has hashed the very bytes already.
+    first blocks, or of all, where somebody has hashed the very bytes already.
     """
 
     key: Key

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torchrelay.checkpoint.disk.canonical import Json, sha256
 from torchrelay.checkpoint.disk.digest import SIZE, block_count
+from torchrelay.checkpoint.disk.extents import Digests as Found
 from torchrelay.checkpoint.disk.filling import fill
 from torchrelay.checkpoint.disk.names import Key, shard_file_name
 from torchrelay.checkpoint.disk.seconds import Seconds
@@ -26,7 +27,8 @@ class ShardReport:
     """One written file: what a manifest needs to know, and where the time went.
 
     `header_bytes` counts all bytes before the data (the length field and the padding too), and
-    `header_sha256` is of exactly these; `keys` are in stored order, `digests` those of their blocks.
+    `header_sha256` is of exactly these; `keys` are in stored order, `digests` those of their blocks,
+    `probes` those of the first `PROBE` bytes of long ones.
     """
 
     path: str
@@ -35,6 +37,7 @@ class ShardReport:
     header_sha256: str
     keys: tuple[str, ...] = ()
     digests: tuple[Digests, ...] = field(default=(), compare=False)
+    probes: Mapping[str, Digests] = field(default_factory=dict, compare=False)
     seconds: Seconds = field(default_factory=Seconds, compare=False)
 
 
@@ -75,7 +78,7 @@ def write_part(storage: Storage, path: str, part: Part, writers: int = WRITERS) 
     except FileExistsError:
         raise StorageError(f"{path} exists already: a try is written once; begin a new try") from None
     try:
-        header, digests = _fill(handle, part, seconds, writers)
+        header, found = _fill(handle, part, seconds, writers)
         with seconds.spent("fsync"):
             handle.sync_file()
             handle.close()
@@ -85,9 +88,16 @@ def write_part(storage: Storage, path: str, part: Part, writers: int = WRITERS) 
         with suppress(StorageError):
             storage.delete(path)
         raise
-    keys = tuple(entry.text for entry in part.entries)
-    nbytes = len(header) + part.data_bytes
-    return ShardReport(path, nbytes, len(header), sha256(header), keys, _by_entry(part, digests), seconds)
+    return ShardReport(
+        path,
+        len(header) + part.data_bytes,
+        len(header),
+        sha256(header),
+        tuple(entry.text for entry in part.entries),
+        _by_entry(part, bytes(found.data)),
+        found.probes,
+        seconds,
+    )
 
 
 def _by_entry(part: Part, digests: bytes) -> tuple[Digests, ...]:
@@ -99,12 +109,12 @@ def _by_entry(part: Part, digests: bytes) -> tuple[Digests, ...]:
     return tuple(found)
 
 
-def _fill(handle: WriteHandle, part: Part, seconds: Seconds, writers: int) -> tuple[bytes, bytes]:
+def _fill(handle: WriteHandle, part: Part, seconds: Seconds, writers: int) -> tuple[bytes, Found]:
     frame = HeaderFrame(part)
     with seconds.spent("write"):
         handle.preallocate(frame.nbytes + frame.data_bytes)
-    digests = fill(handle, part, frame, seconds, writers)
-    header = frame.filled(digests)
+    found = fill(handle, part, frame, seconds, writers)
+    header = frame.filled(bytes(found.data))
     with seconds.spent("write"):
         handle.write_at(0, memoryview(header))
-    return header, digests
+    return header, found

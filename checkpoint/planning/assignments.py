@@ -85,7 +85,19 @@ class Plan:
     hash: str
 
     def assignments(self, node: int) -> tuple[Assignment, ...]:
-        """What a node writes, in the order of the rows; aliases are written under their first name only."""
+        """What a node writes, in the order of the rows; aliases are written under their first name only.
+
+        Asked again it gives the same objects.
+        """
+        if node not in self._assigned:
+            self._assigned[node] = tuple(self._assign(node))
+        return self._assigned[node]
+
+    @cached_property
+    def _assigned(self) -> dict[int, tuple[Assignment, ...]]:
+        return {}
+
+    def _assign(self, node: int) -> list[Assignment]:
         found = []
         for row in self._rows_of(node):
             planned = self.rows[row]
@@ -96,10 +108,22 @@ class Plan:
                 found += _boxes(planned.leaf, layout, node)
             elif (piece := layout.held_by(node, row, elements(planned.leaf))) is not None:
                 found.append(Assignment(planned.leaf, piece.first, piece.last, planned.inline))
-        return tuple(found)
+        return found
 
     def files(self, node: int) -> dict[str, tuple[Assignment, ...]]:
-        """What a node writes into its files, per group; values that go into the manifest are left out."""
+        """What a node writes into its files, per group; values that go into the manifest are left out.
+
+        Asked again it gives the same objects.
+        """
+        if node not in self._files:
+            self._files[node] = self._filed(node)
+        return self._files[node]
+
+    @cached_property
+    def _files(self) -> dict[int, dict[str, tuple[Assignment, ...]]]:
+        return {}
+
+    def _filed(self, node: int) -> dict[str, tuple[Assignment, ...]]:
         groups: dict[str, list[Assignment]] = {}
         for assignment in self.assignments(node):
             if not assignment.inline:

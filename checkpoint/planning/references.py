@@ -8,7 +8,7 @@ from dataclasses import replace
 from torchrelay.checkpoint.disk.layouts import Cut, Layout, PerNode, Replicated, Split
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest, ShardRow, in_order
 from torchrelay.checkpoint.disk.mesh import Mesh
-from torchrelay.checkpoint.disk.parts import parts_of
+from torchrelay.checkpoint.disk.parts import alike, parts_of
 
 
 def with_references(
@@ -92,13 +92,18 @@ class _Merging:
         return tuple(node for node in range(len(self.new.world.nodes)) if node not in nodes)
 
     def _needed(self) -> Iterator[ShardRow]:
-        stored = [row for row in self.rows if row not in self.old.values]
-        holders = {
-            (leaf.source, node, leaf.group): None
-            for row in stored
-            if (leaf := self.old.leaves[row]).alias_of is None
-            for node, _ in parts_of(self.old.layouts[leaf.layout], row, leaf)
-        }
+        holders: dict[tuple[int, int, str], None] = {}
+        seen: set[tuple[object, ...]] = set()
+        for row in self.rows:
+            leaf = self.old.leaves[row]
+            layout = self.old.layouts[leaf.layout]
+            form = alike(layout, leaf)
+            place = (leaf.source, leaf.group, leaf.layout, row if form is None else form)
+            if leaf.alias_of is None and row not in self.old.values and place not in seen:
+                seen.add(place)
+                holders.update(
+                    dict.fromkeys((leaf.source, node, leaf.group) for node, _ in parts_of(layout, row, leaf))
+                )
         for holder in holders:
             yield from self.old.files[holder]
 

@@ -12,16 +12,18 @@ same leaves for the same nodes, and whether a reference is worth what it keeps:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from torchrelay.checkpoint.disk.boxes import volume
+from torchrelay.checkpoint.disk.layouts import Layout
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.planning.assignments import Plan, PlannedLeaf, elements
 
 MAX_EARLIER_TRIES = 8
 MIN_FILE_BYTES = 4096
-_SCOPES = ("replicated", "rank")
+_SCOPES = ("replicated", "rank", "sharded")
 _Holder = tuple[int, int, str]
 
 
@@ -31,9 +33,9 @@ def comparable(plan: Plan) -> tuple[str, ...]:
 
 
 def _is_comparable(planned: PlannedLeaf) -> bool:
-    """Random states are written always: whoever resumes needs them, and they are small. Shards are, too."""
+    """Random states are written always: whoever resumes needs them, and they are small."""
     leaf = planned.leaf
-    stored = leaf.kind == "tensor" and leaf.alias_of is None and leaf.nbytes > 0 and leaf.sharding is None
+    stored = leaf.kind == "tensor" and leaf.alias_of is None and leaf.nbytes > 0
     return stored and leaf.role.value != "rng" and planned.scope in _SCOPES
 
 
@@ -42,8 +44,9 @@ def same_leaves(
 ) -> frozenset[str]:
     """Those of the names `among` whose leaves an epoch has exactly as the plan has them.
 
-    That is: type, shape, role, scope and nodes; `nodes` are the names of the plan's nodes. A leaf that
-    all nodes of both share is the same, however many nodes there are.
+    That is: type, shape, role, scope and nodes, of a sharded leaf its mesh and placements, too; `nodes`
+    are the names of the plan's nodes. A leaf that all nodes of both share is the same, however many
+    nodes there are.
     """
     planned: dict[str, list[PlannedLeaf]] = {}
     for one in plan.rows:
@@ -64,8 +67,16 @@ def _alike(plan: Plan, rows: Sequence[PlannedLeaf], nodes: Sequence[str], manife
         world, known = set(range(len(nodes))), set(range(len(manifest.world.nodes)))
         if set(plan.layouts[rows[0].layout].nodes) == world and known <= set(manifest.nodes_of(old[0])):
             return True
-    new_sets = sorted(sorted(nodes[n] for n in plan.layouts[one.layout].nodes) for one in rows)
-    return new_sets == sorted(sorted(manifest.world.names[n] for n in manifest.nodes_of(one)) for one in old)
+    new_places = sorted(_places(plan.layouts[one.layout], nodes) for one in rows)
+    return new_places == sorted(_places(manifest.layouts[one.layout], manifest.world.names) for one in old)
+
+
+def _places(layout: Layout, names: Sequence[str]) -> list[str]:
+    """Which nodes have a leaf; on a mesh, where in it each of them is, and what is split over them."""
+    found = [names[node] for node in layout.nodes]
+    if isinstance(layout, Mesh):
+        return [repr(layout.extents), repr(layout.placements), *found]
+    return sorted(found)
 
 
 def _of_plan(one: PlannedLeaf) -> list[object]:
@@ -99,18 +110,24 @@ def within_limits(
     Leaves in a try that `tries` does not know are written again.
     """
     kept = frozenset(names)
+    lying = _places_of(manifest, kept)
     while True:
-        fewer = _worth_it(manifest, kept, tries)
+        fewer = _worth_it(lying, kept, manifest, tries)
         if fewer == kept:
             return kept
         kept = fewer
 
 
-def _worth_it(manifest: Manifest, names: frozenset[str], known: Mapping[str, EarlierTry]) -> frozenset[str]:
+def _worth_it(
+    lying: Mapping[str, Sequence[_Place]],
+    names: frozenset[str],
+    manifest: Manifest,
+    known: Mapping[str, EarlierTry],
+) -> frozenset[str]:
     by_file: Counter[_Holder] = Counter()
-    for name in names:
-        for holder, nbytes in _stored(manifest, name):
-            by_file[holder] += nbytes
+    for place, leaves in Counter(place for name in names for place in lying[name]).items():
+        for holder, nbytes in place.stored:
+            by_file[holder] += nbytes * leaves
     by_try: Counter[str] = Counter()
     for (source, _, _), nbytes in by_file.items():
         by_try[manifest.tries[source]] += nbytes
@@ -123,21 +140,46 @@ def _worth_it(manifest: Manifest, names: frozenset[str], known: Mapping[str, Ear
             along |= known[one].kept_with
     sources = {number for number, one in enumerate(manifest.tries) if one in tries}
     files = {holder for holder, used in by_file.items() if used >= MIN_FILE_BYTES and holder[0] in sources}
-    return frozenset(name for name in names if _keeps(manifest, name, sources, files))
+    return frozenset(name for name in names if _keeps(lying[name], sources, files))
 
 
-def _keeps(manifest: Manifest, name: str, sources: Collection[int], files: Collection[_Holder]) -> bool:
-    holders = [holder for holder, _ in _stored(manifest, name)]
-    return all(holder[0] in sources for holder in holders) and any(holder in files for holder in holders)
+def _keeps(places: Sequence[_Place], sources: Collection[int], files: Collection[_Holder]) -> bool:
+    in_files = (holder for place in places for holder, _ in place.stored)
+    return all(place.source in sources for place in places) and any(one in files for one in in_files)
 
 
-def _stored(manifest: Manifest, name: str) -> Iterator[tuple[_Holder, int]]:
-    """The files that hold a leaf, and how many bytes of it; shards are not referenced."""
-    for row in manifest.rows[name]:
-        leaf = manifest.leaves[row]
-        layout = manifest.layouts[leaf.layout]
-        for piece in () if isinstance(layout, Mesh) else layout.pieces(row, leaf.elements):
-            yield (leaf.source, piece.node, leaf.group), (piece.last - piece.first) * leaf.item_bytes
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """The files in which a leaf lies, and how many bytes of it; leaves that lie alike share it."""
+
+    source: int
+    stored: tuple[tuple[_Holder, int], ...]
+
+
+def _places_of(manifest: Manifest, names: Collection[str]) -> dict[str, list[_Place]]:
+    alike: dict[tuple[object, ...], _Place] = {}
+    found: dict[str, list[_Place]] = {}
+    for name in names:
+        for row in manifest.rows[name]:
+            leaf = manifest.leaves[row]
+            layout = manifest.layouts[leaf.layout]
+            form = layout.alike(name, leaf.shape, leaf.item_bytes) if isinstance(layout, Mesh) else row
+            key = (leaf.source, leaf.layout, leaf.group, form)
+            if key not in alike:
+                alike[key] = _Place(leaf.source, tuple(_stored(layout, row, leaf)))
+            found.setdefault(name, []).append(alike[key])
+    return found
+
+
+def _stored(layout: Layout, row: int, leaf: LeafRow) -> Iterator[tuple[_Holder, int]]:
+    """The files that hold a leaf, and how many bytes of it."""
+    if isinstance(layout, Mesh):
+        for node in frozenset[int]().union(*layout.writers(leaf.name, leaf.shape, leaf.item_bytes)):
+            boxes = layout.stored_by(node, leaf.name, leaf.shape, leaf.item_bytes)
+            yield (leaf.source, node, leaf.group), sum(map(volume, boxes)) * leaf.item_bytes
+        return
+    for piece in layout.pieces(row, leaf.elements):
+        yield (leaf.source, piece.node, leaf.group), (piece.last - piece.first) * leaf.item_bytes
 
 
 def own_bytes(manifest: Manifest) -> int:
@@ -159,3 +201,11 @@ def of_bits(bits: str, order: Sequence[str]) -> frozenset[str]:
     data = bytes.fromhex(bits)
     names = order[: 8 * len(data)]
     return frozenset(name for index, name in enumerate(names) if data[index // 8] >> index % 8 & 1)
+
+
+def of_any(several: Iterable[str], order: Sequence[str]) -> frozenset[str]:
+    """The names that are in any of several bits; a post of each of thousands of processes costs little."""
+    merged = 0
+    for bits in set(several):
+        merged |= int.from_bytes(bytes.fromhex(bits), "little")
+    return of_bits(merged.to_bytes(-(-len(order) // 8), "little").hex(), order)

@@ -18,6 +18,7 @@ from torchrelay.checkpoint.planning.reuse import (
     EarlierTry,
     comparable,
     in_bits,
+    of_any,
     of_bits,
     same_leaves,
     within_limits,
@@ -110,3 +111,10 @@ def test_bits_say_which_names(order: list[str], data: st.DataObject) -> None:
     """Names go into bits and come out again."""
     some = frozenset(data.draw(st.lists(st.sampled_from(order)))) if order else frozenset()
     assert of_bits(in_bits(some, order), order) == some
+
+
+@given(st.lists(st.text(max_size=3), unique=True), st.data())
+def test_bits_of_several_are_brought_together(order: list[str], data: st.DataObject) -> None:
+    """A name is among them where one of the processes has told it."""
+    parts = data.draw(st.lists(st.sets(st.sampled_from(order)), max_size=4)) if order else []
+    assert of_any((in_bits(part, order) for part in parts), order) == frozenset().union(*parts)

@@ -123,7 +123,7 @@ def main() -> None:
         assert different(folder / "async", folder / "sync", epoch) == []
     pass_gate, Stage.pass_gate = Stage.pass_gate, lambda self: None  # type: ignore[method-assign]
     with HeldUp(PATIENCE_SECS):
-        train(session, folder / "torn", kind, asynchronous=True)
+        train(session, folder / "torn", kind, asynchronous=True, reuse=False)
     Stage.pass_gate = pass_gate  # type: ignore[method-assign]
     torn = [name for epoch in (1, 2) for name in different(folder / "torn", folder / "sync", epoch)]
     assert {"model.down.weight", "optimizer.state.model.down.weight.exp_avg"} <= set(torn), torn
