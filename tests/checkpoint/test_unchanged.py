@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from torchrelay.checkpoint.disk.digest import BLOCK, block_digests
 from torchrelay.checkpoint.disk.dtypes import stored_bytes
-from torchrelay.checkpoint.disk.shard_writer import PROBE
+from torchrelay.checkpoint.disk.extents import PROBE
 from torchrelay.checkpoint.known import KnownFile, Part
 from torchrelay.checkpoint.unchanged import MANY_SMALL, SAMPLE, compare, look
 
