@@ -130,7 +130,7 @@ def test_leaves_that_one_rank_cannot_list_fail_the_save_of_all(
 def test_a_save_like_the_last_one_meets_twice_before_it_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replicas and leaves; the plan is compared again as soon as any rank's leaves differ."""
+    """Replicas and leaves, without reuse; the plan is compared again as soon as any rank's leaves differ."""
     topics: dict[int, list[str]] = {0: [], 1: []}
     exchange = PairedPeers.exchange
 
@@ -140,7 +140,7 @@ def test_a_save_like_the_last_one_meets_twice_before_it_writes(
 
     monkeypatch.setattr(PairedPeers, "exchange", counted)
     both = sessions()
-    managers = [MultiNodeCheckpointManager(tmp_path) for _ in both]
+    managers = [MultiNodeCheckpointManager(tmp_path, reuse=False) for _ in both]
 
     def saved(epoch: int) -> list[str]:
         before = len(topics[0])
