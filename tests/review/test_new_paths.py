@@ -385,3 +385,23 @@ def test_ranks_that_remember_different_things_agree_and_meet(seed: int) -> None:
     fresh = [planned(SpecExchange(), Solo(), [state(rank, one) for rank in range(RANKS)]) for one in saves]
     assert on_ranks(RANKS, work) == [fresh] * RANKS
     assert len(set(fresh)) > 1
+
+
+def test_an_interrupt_while_a_save_begins_leaves_no_closed_gate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After Ctrl-C between the gate and the thread that opens it, optimizers of this process still step."""
+    close, hit = gate.close, list[Any]()
+
+    def interrupted(copies: Any) -> None:
+        close(copies)
+        hit.append(copies)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gate, "close", interrupted)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path / "run", 2, asynchronous=True)
+        assert hit and gate._copying == []
+    finally:
+        gate._copying.clear()
