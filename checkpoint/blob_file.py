@@ -67,6 +67,8 @@ class BlobFile:
             key = encode_name(self.specs[leaf].alias_of or leaf)
             requests.append(ReadRequest(key, 0, len(memory), memory))
         seen_twice(lambda: self.header.read_many(requests, options))
+        if not self.verify:
+            self.header.check_in_place()
 
 
 @undisturbed()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from torchrelay.checkpoint.asynchronous.gate import gate
 from torchrelay.checkpoint.blob_file import BlobFile, open_blob_file
 from torchrelay.checkpoint.blob_files import read_blobs
 from torchrelay.checkpoint.reading.load_result import LoadResult, blob_of, check_objects
@@ -179,6 +180,7 @@ class FileSource:
             )
         values = {new: self.file.values[old] for new, old in stored.items() if old in self.file.values}
         plan = restoration(objects, specs, values, strict=strict)
+        gate()
         beside = [(read, _beside(read)) for read in plan.reads if atomic or read.target is not None]
         at_once = [] if atomic else [read for read in plan.reads if read.target is None]
         self._fill(stored, [*beside, *((read, read.memory()) for read in at_once)], live=not atomic)

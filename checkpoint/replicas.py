@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,7 +37,7 @@ class ReplicaCheck:
 
     def __init__(self) -> None:
         self._first = True
-        self._broadcasts: dict[int, bool] = {}
+        self._broadcasts: dict[int, tuple[weakref.ref[nn.Module], bool]] = {}
 
     def run(
         self,
@@ -139,10 +140,12 @@ class ReplicaCheck:
         """Whether DDP sends rank 0's buffers of a module around; looked up once, for it walks the heap."""
         if not isinstance(module, nn.Module):
             return False
-        if id(module) not in self._broadcasts:
+        known = self._broadcasts.get(id(module))
+        if known is None or known[0]() is not module:  # another one may have the number of one that is gone
             wrapper = module if isinstance(module, DistributedDataParallel) else wraps(module)
-            self._broadcasts[id(module)] = wrapper is not None and bool(wrapper.broadcast_buffers)
-        return self._broadcasts[id(module)]
+            known = weakref.ref(module), wrapper is not None and bool(wrapper.broadcast_buffers)
+            self._broadcasts[id(module)] = known
+        return known[1]
 
 
 @dataclass(frozen=True)

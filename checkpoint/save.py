@@ -20,6 +20,7 @@ import torch
 from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.disk.canonical import sha256
+from torchrelay.checkpoint.disk.digest import block_digests
 from torchrelay.checkpoint.disk.manifest import ShardRow
 from torchrelay.checkpoint.disk.shard import ShardEntry, ShardIdentity
 from torchrelay.checkpoint.disk.shard_writer import write_shard
@@ -233,9 +234,21 @@ def _contents(
         if isinstance(leaf.content, Value):
             values[leaf.name] = leaf.content.json
         else:
+            piece = state.piece(assignment)
             digests = None if job.reuse is None else job.reuse.digests(state.rank, assignment)
-            entries.append(_entry(assignment, state.piece(assignment), digests))
+            if digests is not None and isinstance(piece, memoryview):
+                _check_copied(leaf.name, piece, digests)
+            entries.append(_entry(assignment, piece, digests))
     return entries, values
+
+
+def _check_copied(name: str, piece: memoryview, digests: bytes) -> None:
+    """What was copied behind the training must be what was hashed before: no reader would take it else."""
+    if block_digests(piece) != digests:
+        raise SaveFailedError(
+            f"{name!r} changed while being copied behind the training: call ctx.before_mutation() before "
+            "such writes"
+        )
 
 
 def _entry(assignment: Assignment, piece: torch.Tensor | memoryview, digests: bytes | None) -> ShardEntry:

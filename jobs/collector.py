@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +31,19 @@ def undisturbed() -> Iterator[None]:
         yield
     finally:
         with _lock:
-            _inside -= 1
+            _inside = max(0, _inside - 1)  # a child that was forked inside begins anew
             if _inside == 0 and _was_on:
                 gc.enable()
+
+
+def _begin_anew() -> None:
+    """A forked child has none of the threads that would restore."""
+    global _lock, _inside  # noqa: PLW0603  # one switch per process is what there is
+    _lock = threading.Lock()
+    if _inside and _was_on:
+        gc.enable()
+    _inside = 0
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)

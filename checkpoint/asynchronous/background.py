@@ -82,7 +82,8 @@ class Background:
         """
         self.wait()
         job = replace(job, peers=self._peers(session))
-        flight = _Flight(job, plan, clock, whole)
+        # Known from now on: what interrupts this process leaves no gate that nobody opens.
+        flight = self._flight = _Flight(job, plan, clock, whole)
         try:
             with clock.spent("stage"):
                 pieces = self._pieces_of(plan, [state.rank for state in job.states])
@@ -99,7 +100,6 @@ class Background:
             flight.failed = error
         for place in session.local_nodes:
             session.workspace(place.name).gate = gate.gate
-        self._flight = flight
         flight.start(self._ended)
         if flight.stage is None:
             flight.on_disk.wait()

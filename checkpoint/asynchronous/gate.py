@@ -7,6 +7,7 @@ it costs a look at an empty list.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -24,6 +25,8 @@ class Behind(Protocol):
 
 _copying: list[Behind] = []
 _installed: list[Any] = []
+if hasattr(os, "register_at_fork"):  # the memory of a child is its own, and nobody copies there
+    os.register_at_fork(after_in_child=_copying.clear)
 
 
 def gate(*_: Any) -> None:

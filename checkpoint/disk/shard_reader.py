@@ -164,6 +164,12 @@ class ShardHeader:
         self.read_into(key, 0, len(data), memoryview(data))
         return data
 
+    def check_in_place(self) -> None:
+        """Raise DamagedError where another file has come to the path: for reads that verify no block."""
+        size = self._storage.stat(self.path)
+        if size is None or sha256(_consistent(self._storage, self.path, size)) != self.header_sha256:
+            raise DamagedError(f"{self.path} was replaced while it was read: read it again")
+
     def verify(self) -> int:
         """Read and verify all data in bounded memory; the number of bytes. Raises DamagedError.
 

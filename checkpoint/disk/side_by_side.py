@@ -5,9 +5,10 @@ Some wait for the device or copy from the kernel while another verifies; measure
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
+
+from torchrelay.checkpoint.disk.workers import share
 
 T = TypeVar("T")
 WORTH_IT = 8 << 20
@@ -15,32 +16,13 @@ WORTH_IT = 8 << 20
 
 
 def each(work: Callable[[T], None], items: Sequence[T], nbytes: int, threads: int) -> None:
-    """Call `work` with every item, begun in their order; the first error ends it and is raised."""
-    threads = min(threads, len(items))
-    if nbytes < WORTH_IT or threads < 2:
-        for item in items:
+    """Call `work` with every item, begun in their order; the first error ends it and is raised.
+
+    No thread is at work any more when this returns or raises: destinations are the caller's again.
+    """
+
+    def run(mine: Iterator[T]) -> None:
+        for item in mine:
             work(item)
-        return
-    left = iter(items)
-    lock = threading.Lock()
-    errors: list[BaseException] = []
 
-    def run() -> None:
-        while not errors:
-            with lock:
-                item = next(left, None)
-            if item is None:
-                return
-            try:
-                work(item)
-            except BaseException as error:
-                errors.append(error)
-
-    helpers = [threading.Thread(target=run, name="torchrelay-read", daemon=True) for _ in range(threads - 1)]
-    for helper in helpers:
-        helper.start()
-    run()
-    for helper in helpers:
-        helper.join()
-    if errors:
-        raise errors[0]
+    share(run, items, 1 if nbytes < WORTH_IT else min(threads, len(items)), name="torchrelay-read")

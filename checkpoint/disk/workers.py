@@ -12,7 +12,9 @@ WRITERS = 3
 the device; more gain nothing."""
 
 
-def share(work: Callable[[Iterator[T]], None], items: Iterable[T], threads: int) -> None:
+def share(
+    work: Callable[[Iterator[T]], None], items: Iterable[T], threads: int, *, name: str = "torchrelay-write"
+) -> None:
     """Call `work` in this thread and in `threads - 1` others; together they get each item once, in order.
 
     All have ended when it returns. The first error ends them after the item that each is at, and is
@@ -27,7 +29,7 @@ def share(work: Callable[[Iterator[T]], None], items: Iterable[T], threads: int)
             shared.stop()
             errors.append(error)
 
-    helpers = [threading.Thread(target=run, name="torchrelay-write", daemon=True) for _ in range(threads - 1)]
+    helpers = [threading.Thread(target=run, name=name, daemon=True) for _ in range(threads - 1)]
     try:
         _start(helpers)
         run()

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from torchrelay.checkpoint.asynchronous.gate import gate
 from torchrelay.checkpoint.interop.torch_files import saved_bytes
 from torchrelay.checkpoint.reader import Checkpoint, open_checkpoint
 from torchrelay.checkpoint.reading.handle import TensorHandle
@@ -70,6 +71,7 @@ class DcpReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Do the plan's reads, one after another."""
+        gate()
         for item in plan.items:
             name = self._names[item.storage_index.fqn]
             if item.type is LoadItemType.BYTE_IO:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from torchrelay.checkpoint.asynchronous.gate import gate
 from torchrelay.checkpoint.disk import values
 from torchrelay.checkpoint.disk.dtypes import by_name, memory_of, torch_dtype
 from torchrelay.checkpoint.disk.manifest import Manifest
@@ -63,6 +64,7 @@ def load_objects(
     if rename is not None:  # patterns are of stored names
         why = EVERYTHING.why_not
     plan = restoration(objects, specs, json, strict=strict, why_absent=why)
+    gate()
     _read(reader, plan, found, atomic=atomic)
     plan.finish()
     return LoadResult(

@@ -61,11 +61,8 @@ def tree_leaves(
 
     def refer(path: str, tensor: torch.Tensor) -> str:
         if id(tensor) not in known:
-            leaf_name = known[id(tensor)] = _unused(_INDEX.sub(r".\1", path), taken)
-            taken.add(leaf_name)
-            for leaf in _tensor_leaves(tensor, leaf_name, path):
-                taken.add(leaf.name)
-                tensors[leaf.name] = leaf
+            leaf_name = known[id(tensor)] = _named(tensor, path, taken)
+            tensors.update((leaf.name, leaf) for leaf in _tensor_leaves(tensor, leaf_name, path))
         return known[id(tensor)]
 
     def _tensor_leaves(tensor: torch.Tensor, leaf_name: str, path: str) -> Iterable[Leaf]:
@@ -87,8 +84,7 @@ def tree_tensors(value: Any, name: str) -> dict[str, torch.Tensor]:
 
     def refer(path: str, tensor: torch.Tensor) -> str:
         if id(tensor) not in known:
-            known[id(tensor)] = _unused(_INDEX.sub(r".\1", path), taken)
-            taken.add(known[id(tensor)])
+            known[id(tensor)] = _named(tensor, path, taken)
             found[known[id(tensor)]] = tensor
         return known[id(tensor)]
 
@@ -121,9 +117,19 @@ def entry_leaves(
     return tree_leaves(value, name, blob, group, tensor_role=tensor_role)
 
 
-def _unused(name: str, taken: set[str]) -> str:
-    """`name`, or with a number behind it where two paths read alike ({"a.b": x, "a": {"b": y}})."""
-    candidate, number = name, 2
-    while candidate in taken:
+def _named(tensor: torch.Tensor, path: str, taken: set[str]) -> str:
+    """A name for a tensor and, below it, the inner ones of a wrapper; all of them are `taken` then.
+
+    It is that of the path, or has a number where two paths read alike ({"a.b": x, "a": {"b": y}}).
+    """
+    name = candidate = _INDEX.sub(r".\1", path)
+    number = 2
+    while not taken.isdisjoint(names := _with_inner(tensor, candidate)):
         candidate, number = f"{name}~{number}", number + 1
+    taken.update(names)
     return candidate
+
+
+def _with_inner(tensor: torch.Tensor, name: str) -> list[str]:
+    inner = inner_tensors(tensor, name) if is_wrapper(tensor) else {}
+    return [name, *(one for key, part in inner.items() for one in _with_inner(part, f"{name}.{key}"))]

@@ -69,7 +69,7 @@ class StorePeers:
             answer = _joined(self._gather(topic, deadline))
             with undisturbed():
                 runs: _Runs = json.loads(answer)
-            self._store.put(self._answer(), answer if told is None else _retold(runs, told))
+            self._store.put(self._answer(), answer if told is None else _retold(runs, topic, told))
         else:
             runs = json.loads(self._await_answer(topic, deadline))
         self._forget()
@@ -170,10 +170,14 @@ def _joined(posts: Sequence[bytes]) -> bytes:
     return b"[%b]" % b",".join(b"[%d,%b]" % (count, post) for post, count in runs)
 
 
-def _retold(runs: _Runs, told: Callable[[Json], Json]) -> bytes:
-    """What the others get instead: each value as `told` makes it. Late ranks stay late."""
+def _retold(runs: _Runs, topic: str, told: Callable[[Json], Json]) -> bytes:
+    """What the others get instead: each value as `told` makes it. Late ranks and other topics stay."""
     entries = (
-        (count, entry if entry is None else {**entry, "value": told(entry["value"])}) for count, entry in runs
+        (
+            count,
+            {**entry, "value": told(entry["value"])} if entry and entry["topic"] == topic else entry,
+        )
+        for count, entry in runs
     )
     same = groupby(entries, key=lambda one: one[1])
     return json.dumps([[sum(count for count, _ in some), entry] for entry, some in same]).encode()
