@@ -50,7 +50,8 @@ class Engine:
 
     With a `background`, saves of a run go on in it after `save` has returned; see `settle`.
     `selection` says which leaves are saved.
-    `reuse`: leaves with the bytes of the epoch before are referenced instead of written again.
+    `reuse`: leaves with the bytes of the epoch before are referenced instead of written again; None: without
+    a `background` alone, because looking for them holds the training up.
     """
 
     def __init__(
@@ -62,13 +63,14 @@ class Engine:
         keep_optimizer_last: int | None = None,
         takeover_secs: float = 15.0,
         background: Background | None = None,
-        reuse: bool = True,
+        reuse: bool | None = None,
         selection: Selection = EVERYTHING,
     ) -> None:
         keeping = Keeping(keep_last, keep_every, keep_optimizer_last)
         self.selection = selection
-        if type(reuse) is not bool:
-            raise UsageError(f"reuse is {reuse!r:.80}; it is True or False")
+        if reuse is not None and type(reuse) is not bool:
+            raise UsageError(f"reuse is {reuse!r:.80}; it is True, False or None")
+        looking = background is None if reuse is None else reuse
         self.storage = LocalStorage(local_directory(prefix, "the checkpoint prefix"))
         self.ledger = Ledger(self.storage, takeover_secs)
         self.retaining = Retaining(self.ledger, keeping)
@@ -79,7 +81,7 @@ class Engine:
         self._structures = Structures()
         self._exchange = SpecExchange()
         self._replicas = ReplicaCheck()
-        self._reuse = Reuse(self.storage, self.ledger.view) if reuse else None
+        self._reuse = Reuse(self.storage, self.ledger.view) if looking else None
         self._streams: dict[str, RandomStreams] = {}
         self._stats: dict[str, NodeStats] = {}
         self._told_late: set[str] = set()

@@ -29,7 +29,7 @@ class CheckpointManager(Manager):
         asynchronous: bool = False,
         staging_limit: int | None = None,
         verify_staging: Verify = "samples",
-        reuse: bool = True,
+        reuse: bool | None = None,
         include: Patterns = None,
         exclude: Patterns = None,
     ) -> None:

@@ -41,6 +41,7 @@ class Manager:
 
     Tensors that have not changed since the epoch before are referenced there instead of written again, as
     long as at most 8 older tries and half of each are in use; with `reuse=False` every epoch stands alone.
+    Looking for them holds the training up, so asynchronous saves write all unless `reuse=True`.
 
     `include` and `exclude` are patterns of leaves (`"debug"`, `"*.inv_freq"`): saved is what the former mean
     (None: everything) and the latter do not. What is left out stays, after a load, as the program made it;
@@ -59,7 +60,7 @@ class Manager:
         asynchronous: bool = False,
         staging_limit: int | None = None,
         verify_staging: Verify = "samples",
-        reuse: bool = True,
+        reuse: bool | None = None,
         include: Patterns = None,
         exclude: Patterns = None,
     ) -> None:

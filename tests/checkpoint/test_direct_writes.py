@@ -309,7 +309,7 @@ def test_phases_are_averaged_over_threads():
 
 
 def test_each_byte_is_hashed_once(tmp_path, any_size_direct, monkeypatch):
-    """Blocks that lie in two segments are hashed by one thread alone; only the probe of each entry is more."""
+    """Blocks that lie in two segments are hashed by one thread alone; only the probes are more."""
     hashed, lock = [], threading.Lock()
 
     def counting(view):
