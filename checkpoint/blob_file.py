@@ -8,7 +8,7 @@ is one more value, `:leaves` (no blob can have that name): `{"leaves": [[leaf, b
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from torchrelay.checkpoint.disk import canonical
 from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.disk.dtypes import memory_of
-from torchrelay.checkpoint.disk.names import encode_name
+from torchrelay.checkpoint.disk.lazily import lazily
+from torchrelay.checkpoint.disk.names import all_plain, encode_name
 from torchrelay.checkpoint.disk.read_options import verifies
 from torchrelay.checkpoint.disk.shard_reader import ReadRequest, ShardHeader, read_header
 from torchrelay.checkpoint.disk.value_decoding import references
@@ -38,18 +39,18 @@ class BlobFile:
     """An open blob file; its header was checked, no tensor was read."""
 
     path: Path
-    specs: Mapping[str, LeafSpec]
+    specs: BlobLeaves
     """Every leaf by its name, in the order in which the blobs were given."""
     header: ShardHeader
     verify: bool = True
     """Whether every block that is read is verified."""
 
-    @property
+    @lazily
     def values(self) -> dict[str, Json]:
         """The values in their typed form."""
         return {name: json for name, json in self.header.values.items() if name != LEAVES}
 
-    @property
+    @lazily
     def inner(self) -> dict[str, str]:
         """The tensors that lie inside values, each with the name of that value."""
         found: dict[str, str] = {}
@@ -88,19 +89,24 @@ def open_blob_file(where: str | os.PathLike[str], *, verify: str = "full") -> Bl
         raise FormatError(
             f"{path} was not written by save_blobs; an epoch of a run is opened by open_checkpoint"
         )
-    file = BlobFile(path, _specs(path, header, said), header, verifying)
-    if said.get("sha256") != seal(file.specs.values(), file.values):
+    try:
+        leaves = BlobLeaves(header, {name: (blob, role) for name, blob, role in said["leaves"]})
+        file = BlobFile(path, leaves, header, verifying)
+        sealed = leaves.seal(file.values)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedError(f"{path}: its list of leaves does not fit the rest of the file") from error
+    if said.get("sha256") != sealed:
         raise DamagedError(f"{path}: the header is not the one that was saved")
     return file
 
 
 def seal(specs: Iterable[LeafSpec], values: Mapping[str, Json]) -> str:
     """SHA-256 of everything that a header says of leaves and values."""
-    leaves = [
-        [one.name, one.blob, str(one.role), one.kind, one.dtype, list(one.shape), one.alias_of]
-        for one in specs
-    ]
-    return canonical.sha256(canonical.dumps([leaves, dict(values)]))
+    return canonical.sha256(canonical.dumps([[_row(spec) for spec in specs], dict(values)]))
+
+
+def _row(one: LeafSpec) -> Json:
+    return [one.name, one.blob, str(one.role), one.kind, one.dtype, list(one.shape), one.alias_of]
 
 
 def local_path(where: str | os.PathLike[str]) -> Path:
@@ -111,11 +117,47 @@ def local_path(where: str | os.PathLike[str]) -> Path:
     return Path(text.removeprefix("file://")).absolute()
 
 
-def _specs(path: Path, header: ShardHeader, said: Json) -> dict[str, LeafSpec]:
-    try:
-        return {name: _spec(header, name, blob, Role(role)) for name, blob, role in said["leaves"]}
-    except (KeyError, TypeError, ValueError) as error:
-        raise DamagedError(f"{path}: its list of leaves does not fit the rest of the file") from error
+class BlobLeaves(Mapping[str, LeafSpec]):
+    """The leaves of a blob file by name; described when they are asked for."""
+
+    def __init__(self, header: ShardHeader, said: dict[str, tuple[str, str]]) -> None:
+        self._header = header
+        self._said = said
+        self._made: dict[str, LeafSpec] = {}
+
+    def __getitem__(self, name: str) -> LeafSpec:
+        found = self._made.get(name)
+        if found is None:
+            blob, role = self._said[name]
+            found = self._made[name] = _spec(self._header, name, blob, Role(role))
+        return found
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._said
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._said)
+
+    def __len__(self) -> int:
+        return len(self._said)
+
+    def seal(self, values: Mapping[str, Json]) -> str:
+        """What `seal` gives for these leaves; raises KeyError, TypeError or ValueError for what is none."""
+        entries, said = self._header.entries, self._said
+        if not {role for _, role in said.values()} <= _ROLES:
+            raise ValueError("a leaf has a role that is none")
+        plain = entries.keys() - self._header.values.keys() if all_plain(said) else ()
+        rows = []
+        for name, (blob, role) in said.items():
+            if name in plain:
+                kind, shape = entries.form(name)
+                rows.append([name, blob, role, "tensor", kind.name, shape, None])
+            else:
+                rows.append(_row(self[name]))
+        return canonical.sha256(canonical.dumps_read([rows, dict(values)]))
+
+
+_ROLES = {str(role) for role in Role}
 
 
 def _spec(header: ShardHeader, name: str, blob: str, role: Role) -> LeafSpec:
