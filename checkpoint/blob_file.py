@@ -65,8 +65,7 @@ class BlobFile:
         options, requests = options_here(verify=self.verify), []
         for leaf, tensor in destinations:
             memory = memory_of(tensor)
-            key = encode_name(self.specs[leaf].alias_of or leaf)
-            requests.append(ReadRequest(key, 0, len(memory), memory))
+            requests.append(ReadRequest(self.specs.key_of(leaf), 0, len(memory), memory))
         seen_twice(lambda: self.header.read_many(requests, options))
 
 
@@ -124,12 +123,14 @@ class BlobLeaves(Mapping[str, LeafSpec]):
         self._header = header
         self._said = said
         self._made: dict[str, LeafSpec] = {}
+        self._plain = header.entries.keys() - header.values.keys() if all_plain(said) else set()
 
     def __getitem__(self, name: str) -> LeafSpec:
         found = self._made.get(name)
         if found is None:
             blob, role = self._said[name]
-            found = self._made[name] = _spec(self._header, name, blob, Role(role))
+            describe = _plain_spec if name in self._plain else _spec
+            found = self._made[name] = describe(self._header, name, blob, _ROLES[role])
         return found
 
     def __contains__(self, name: object) -> bool:
@@ -141,15 +142,20 @@ class BlobLeaves(Mapping[str, LeafSpec]):
     def __len__(self) -> int:
         return len(self._said)
 
+    def key_of(self, name: str) -> str:
+        """Under which key the bytes of a leaf lie."""
+        if name in self._header.aliases:
+            return encode_name(self[name].alias_of or name)
+        return encode_name(name)
+
     def seal(self, values: Mapping[str, Json]) -> str:
         """What `seal` gives for these leaves; raises KeyError, TypeError or ValueError for what is none."""
         entries, said = self._header.entries, self._said
-        if not {role for _, role in said.values()} <= _ROLES:
+        if not {role for _, role in said.values()} <= _ROLES.keys():
             raise ValueError("a leaf has a role that is none")
-        plain = entries.keys() - self._header.values.keys() if all_plain(said) else ()
         rows = []
         for name, (blob, role) in said.items():
-            if name in plain:
+            if name in self._plain:
                 kind, shape = entries.form(name)
                 rows.append([name, blob, role, "tensor", kind.name, shape, None])
             else:
@@ -157,7 +163,14 @@ class BlobLeaves(Mapping[str, LeafSpec]):
         return canonical.sha256(canonical.dumps_read([rows, dict(values)]))
 
 
-_ROLES = {str(role) for role in Role}
+_ROLES = {str(role): role for role in Role}
+
+
+def _plain_spec(header: ShardHeader, name: str, blob: str, role: Role) -> LeafSpec:
+    """Of a leaf whose name is its key: nothing but its row is looked at."""
+    kind, extents = header.entries.form(name)
+    shape = tuple(extents)
+    return LeafSpec(name, blob, role, MAIN_GROUP, "tensor", kind.name, shape, kind.nbytes(shape))
 
 
 def _spec(header: ShardHeader, name: str, blob: str, role: Role) -> LeafSpec:

@@ -181,9 +181,10 @@ class ShardHeader:
         return sum(entry.nbytes for entry in self.entries.values())
 
     def _entry(self, key: str) -> StoredEntry:
-        if key not in self.entries:
-            raise DamagedError(f"{self.path} does not hold {key}")
-        return self.entries[key]
+        try:
+            return self.content.entries[key]
+        except KeyError:
+            raise DamagedError(f"{self.path} does not hold {key}") from None
 
     def _read_partly(
         self, file: _File, request: ReadRequest, entry: StoredEntry, position: int, target: memoryview

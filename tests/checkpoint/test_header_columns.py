@@ -69,6 +69,12 @@ def outcome(header: bytes, data_bytes: int) -> object:
     return list(found.entries.items()), found.aliases, forms(found.entries)
 
 
+def outcome_one_by_one(header: bytes, data_bytes: int) -> object:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_header, "columns_of", lambda *args: None)
+        return outcome(header, data_bytes)
+
+
 def forms(entries: Mapping[str, object]) -> object:
     return [(entries[key].dtype, list(entries[key].shape)) for key in entries] == [
         (kind, list(shape)) for kind, shape in map(entries.form, entries)
@@ -82,9 +88,10 @@ def _dtype(draw, header, inner):
 
 
 def _shape(draw, header, inner):
-    key = draw(st.sampled_from(KEYS))
+    key = draw(st.sampled_from([*KEYS, "d.empty"]))
     header[key]["shape"] = draw(
-        st.sampled_from([None, "x", 3, {}]) | st.lists(st.sampled_from(_COUNTS), max_size=4)
+        st.sampled_from([None, "x", 3, {}, [0, BIG // 2, 4], [0, True], [0, 1.0]])
+        | st.lists(st.sampled_from(_COUNTS), max_size=4)
     )
 
 
@@ -94,7 +101,9 @@ def _offsets(draw, header, inner):
     near = [-8, -1, 0, 1, 8, 16]
     moved = [old[0] + draw(st.sampled_from(near)), old[1] + draw(st.sampled_from(near))]
     header[key]["data_offsets"] = draw(
-        st.sampled_from([moved, old[::-1], [*old, 3], [old[0]], None, "ab", [True, old[1]], [0.0, old[1]]])
+        st.sampled_from(
+            [moved, old[::-1], [*old, 3], [old[0]], None, "ab", [True, old[1]], [float(old[0]), old[1]]]
+        )
     )
 
 
@@ -155,10 +164,31 @@ def test_columns_accept_refuse_and_understand_what_one_by_one_does(data):
         except (KeyError, TypeError, AttributeError, IndexError):
             return  # two changes of one thing
     text, size = text_of(header, inner), DATA_BYTES + data.draw(st.sampled_from([0, 0, 0, 1, -1]))
-    quick = outcome(text, size)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_header, "columns_of", lambda *args: None)
-        assert outcome(text, size) == quick
+    assert outcome(text, size) == outcome_one_by_one(text, size)
+
+
+@pytest.mark.parametrize(
+    ("key", "field", "new"),
+    [
+        ("d.empty", "shape", [0, BIG // 2, 4]),
+        ("d.empty", "shape", [0, True]),
+        ("d.empty", "shape", [False, 5]),
+        ("a.weight", "shape", [2.0, 3]),
+        ("a.weight", "shape", [-2, -3]),
+        ("a.weight", "data_offsets", float),
+        ("a.weight", "dtype", "I32"),
+        ("a.weight", "dtype", "F4"),
+        ("a.weight", "more", 1),
+    ],
+)
+def test_what_differs_only_in_type_is_refused_as_one_by_one(key, field, new):
+    """1.0, True and extents beside 0 compare as what they are not; columns see that, too."""
+    header = copy.deepcopy(HEADER)
+    header[key][field] = [float(one) for one in header[key][field]] if new is float else new
+    text = text_of(header, INNER)
+    found = outcome(text, DATA_BYTES)
+    assert found == outcome_one_by_one(text, DATA_BYTES)
+    assert isinstance(found[0], list) == (field == "more" or new == "I32")
 
 
 def test_the_unchanged_header_is_read_as_columns(monkeypatch):
@@ -208,5 +238,5 @@ def test_a_changed_list_of_leaves_is_damage(tmp_path, place, new):
     row = inner["values"][":leaves"]["leaves"][0]
     row[{"name": 0, "blob": 1, "role": 2, "surrogate": 1}[place]] = new
     (tmp_path / "changed").write_bytes(text_of(header, inner) + data[size:])
-    with pytest.raises(DamagedError, match="leaves|not the one that was saved"):
+    with pytest.raises(DamagedError, match=r"leaves|not the one that was saved"):
         open_blob_file(tmp_path / "changed")
