@@ -8,7 +8,7 @@ is one more value, `:leaves` (no blob can have that name): `{"leaves": [[leaf, b
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from torchrelay.checkpoint.disk import canonical
 from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.disk.dtypes import memory_of
-from torchrelay.checkpoint.disk.names import encode_name
+from torchrelay.checkpoint.disk.lazily import lazily
+from torchrelay.checkpoint.disk.names import all_plain, encode_name
 from torchrelay.checkpoint.disk.read_options import verifies
 from torchrelay.checkpoint.disk.shard_reader import ReadRequest, ShardHeader, read_header
 from torchrelay.checkpoint.disk.value_decoding import references
@@ -38,18 +39,18 @@ class BlobFile:
     """An open blob file; its header was checked, no tensor was read."""
 
     path: Path
-    specs: Mapping[str, LeafSpec]
+    specs: BlobLeaves
     """Every leaf by its name, in the order in which the blobs were given."""
     header: ShardHeader
     verify: bool = True
     """Whether every block that is read is verified."""
 
-    @property
+    @lazily
     def values(self) -> dict[str, Json]:
         """The values in their typed form."""
         return {name: json for name, json in self.header.values.items() if name != LEAVES}
 
-    @property
+    @lazily
     def inner(self) -> dict[str, str]:
         """The tensors that lie inside values, each with the name of that value."""
         found: dict[str, str] = {}
@@ -64,8 +65,7 @@ class BlobFile:
         options, requests = options_here(verify=self.verify), []
         for leaf, tensor in destinations:
             memory = memory_of(tensor)
-            key = encode_name(self.specs[leaf].alias_of or leaf)
-            requests.append(ReadRequest(key, 0, len(memory), memory))
+            requests.append(ReadRequest(self.specs.key_of(leaf), 0, len(memory), memory))
         seen_twice(lambda: self.header.read_many(requests, options))
         if not self.verify:
             self.header.check_in_place()
@@ -90,19 +90,24 @@ def open_blob_file(where: str | os.PathLike[str], *, verify: str = "full") -> Bl
         raise FormatError(
             f"{path} was not written by save_blobs; an epoch of a run is opened by open_checkpoint"
         )
-    file = BlobFile(path, _specs(path, header, said), header, verifying)
-    if said.get("sha256") != seal(file.specs.values(), file.values):
+    try:
+        leaves = BlobLeaves(header, {name: (blob, role) for name, blob, role in said["leaves"]})
+        file = BlobFile(path, leaves, header, verifying)
+        sealed = leaves.seal(file.values)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedError(f"{path}: its list of leaves does not fit the rest of the file") from error
+    if said.get("sha256") != sealed:
         raise DamagedError(f"{path}: the header is not the one that was saved")
     return file
 
 
 def seal(specs: Iterable[LeafSpec], values: Mapping[str, Json]) -> str:
     """SHA-256 of everything that a header says of leaves and values."""
-    leaves = [
-        [one.name, one.blob, str(one.role), one.kind, one.dtype, list(one.shape), one.alias_of]
-        for one in specs
-    ]
-    return canonical.sha256(canonical.dumps([leaves, dict(values)]))
+    return canonical.sha256(canonical.dumps([[_row(spec) for spec in specs], dict(values)]))
+
+
+def _row(one: LeafSpec) -> Json:
+    return [one.name, one.blob, str(one.role), one.kind, one.dtype, list(one.shape), one.alias_of]
 
 
 def local_path(where: str | os.PathLike[str]) -> Path:
@@ -113,11 +118,61 @@ def local_path(where: str | os.PathLike[str]) -> Path:
     return Path(text.removeprefix("file://")).absolute()
 
 
-def _specs(path: Path, header: ShardHeader, said: Json) -> dict[str, LeafSpec]:
-    try:
-        return {name: _spec(header, name, blob, Role(role)) for name, blob, role in said["leaves"]}
-    except (KeyError, TypeError, ValueError) as error:
-        raise DamagedError(f"{path}: its list of leaves does not fit the rest of the file") from error
+class BlobLeaves(Mapping[str, LeafSpec]):
+    """The leaves of a blob file by name; described when they are asked for."""
+
+    def __init__(self, header: ShardHeader, said: dict[str, tuple[str, str]]) -> None:
+        self._header = header
+        self._said = said
+        self._made: dict[str, LeafSpec] = {}
+        self._plain = header.entries.keys() - header.values.keys() if all_plain(said) else set()
+
+    def __getitem__(self, name: str) -> LeafSpec:
+        found = self._made.get(name)
+        if found is None:
+            blob, role = self._said[name]
+            describe = _plain_spec if name in self._plain else _spec
+            found = self._made[name] = describe(self._header, name, blob, _ROLES[role])
+        return found
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._said
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._said)
+
+    def __len__(self) -> int:
+        return len(self._said)
+
+    def key_of(self, name: str) -> str:
+        """Under which key the bytes of a leaf lie."""
+        if name in self._header.aliases:
+            return encode_name(self[name].alias_of or name)
+        return encode_name(name)
+
+    def seal(self, values: Mapping[str, Json]) -> str:
+        """What `seal` gives for these leaves; raises KeyError, TypeError or ValueError for what is none."""
+        entries, said = self._header.entries, self._said
+        if not {role for _, role in said.values()} <= _ROLES.keys():
+            raise ValueError("a leaf has a role that is none")
+        rows = []
+        for name, (blob, role) in said.items():
+            if name in self._plain:
+                kind, shape = entries.form(name)
+                rows.append([name, blob, role, "tensor", kind.name, shape, None])
+            else:
+                rows.append(_row(self[name]))
+        return canonical.sha256(canonical.dumps_read([rows, dict(values)]))
+
+
+_ROLES = {str(role): role for role in Role}
+
+
+def _plain_spec(header: ShardHeader, name: str, blob: str, role: Role) -> LeafSpec:
+    """Of a leaf whose name is its key: nothing but its row is looked at."""
+    kind, extents = header.entries.form(name)
+    shape = tuple(extents)
+    return LeafSpec(name, blob, role, MAIN_GROUP, "tensor", kind.name, shape, kind.nbytes(shape))
 
 
 def _spec(header: ShardHeader, name: str, blob: str, role: Role) -> LeafSpec:

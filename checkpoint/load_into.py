@@ -13,7 +13,7 @@ import torch
 from torchrelay.checkpoint.asynchronous.gate import gate
 from torchrelay.checkpoint.blob_file import BlobFile, open_blob_file
 from torchrelay.checkpoint.blob_files import read_blobs
-from torchrelay.checkpoint.reading.load_result import LoadResult, blob_of, check_objects
+from torchrelay.checkpoint.reading.load_result import LoadResult, blob_of, check_objects, of_objects
 from torchrelay.checkpoint.reading.lookup import nearest
 from torchrelay.checkpoint.reading.patterns import Rename, renamed, renamed_all
 from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec
@@ -206,22 +206,30 @@ class FileSource:
     def _stored_names(self, objects: Mapping[str, Any], rename: Rename | None) -> dict[str, str]:
         """New name to stored name of what goes into the objects; tensors inside values keep their names."""
         inner = self.file.inner
-        named = renamed_all((name for name in self.file.specs if name not in inner), rename)
-        found = {new: old for new, old in named.items() if blob_of(new, objects) is not None}
+        named: Iterable[str] = self.file.specs
+        if inner:
+            named = [name for name in named if name not in inner]
+        if rename is None:
+            found = {name: name for name in of_objects(named, objects)}
+        else:
+            renamed_to = renamed_all(named, rename)
+            found = {new: renamed_to[new] for new in of_objects(renamed_to, objects)}
         trees = set(found.values())
         return {**found, **{leaf: leaf for leaf, tree in inner.items() if tree in trees}}
 
     def _specs(self, objects: Mapping[str, Any], stored: Mapping[str, str]) -> dict[str, LeafSpec]:
         inner = self.file.inner
-        new_names = {old: new for new, old in stored.items()}
+        new_names = {old: new for new, old in stored.items()} if inner else {}
         first: dict[str, str] = {}
         found: dict[str, LeafSpec] = {}
         for new, old in stored.items():
             spec = self.file.specs[old]
             source = first.setdefault(spec.alias_of or old, new)
-            blob = blob_of(new_names[inner[old]] if old in inner else new, objects)
+            blob = blob_of(new_names[inner[old]] if old in inner else new, objects) or spec.blob
             alias = None if source == new else source
-            found[new] = replace(spec, name=new, blob=blob or spec.blob, alias_of=alias)
+            if (new, blob, alias) != (old, spec.blob, spec.alias_of):
+                spec = replace(spec, name=new, blob=blob, alias_of=alias)
+            found[new] = spec
         return found
 
 

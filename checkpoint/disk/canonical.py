@@ -56,6 +56,11 @@ def loads(data: bytes, *, what: str, limit_bytes: int = 64 << 20, depth: int = D
     return value
 
 
+def dumps_read(value: Json) -> bytes:
+    """What `dumps` writes, of what consists of values that `loads` gave, and needs no second look."""
+    return _ENCODER.encode(value).encode("utf-8")
+
+
 def object_of(texts: Mapping[str, bytes]) -> bytes:
     """The canonical JSON of an object whose values are canonical already."""
     return b"{%b}" % b",".join(b"%b:%b" % (dumps(key), texts[key]) for key in sorted(texts))
@@ -93,11 +98,10 @@ def _chunks(items: Sequence[Json]) -> Iterator[Sequence[Json]]:
 def _check_writable(value: Json, within: int) -> int:
     """Raises for what cannot be written; returns how many values there are."""
     count = 0
-    for level, items in enumerate(_layers(value), within + 1):
+    for level, (items, kinds) in enumerate(_layers(value), within + 1):
         if level > DEPTH_LIMIT:
             raise UsageError(f"nested deeper than {DEPTH_LIMIT} levels (or a cycle): not canonical JSON")
         count += len(items)
-        kinds = set(map(type, items))
         if unknown := kinds - _KINDS:
             kind = unknown.pop()
             raise UsageError(f"{kind.__module__}.{kind.__qualname__} is not JSON")
@@ -113,8 +117,7 @@ def _check_writable(value: Json, within: int) -> int:
 
 
 def _check_readable(value: Json, depth: int, what: str) -> None:
-    for level, items in enumerate(_layers(value), 1):
-        kinds = set(map(type, items))
+    for level, (items, kinds) in enumerate(_layers(value), 1):
         if level > depth and kinds & _CONTAINERS:
             raise DamagedError(f"{what}: nested deeper than {depth} levels")
         if int in kinds and _too_large(items) is not None:
@@ -123,24 +126,30 @@ def _check_readable(value: Json, depth: int, what: str) -> None:
             raise DamagedError(f"{what}: a number is out of range")
 
 
-def _layers(value: Json) -> Iterator[list[Json]]:
-    """All items, level by level: whole levels are checked at the speed of the built-in functions.
+def _layers(value: Json) -> Iterator[tuple[list[Json], set[type]]]:
+    """All items, level by level, with their types: whole levels at the speed of the built-in functions.
 
     In the depth a container that one level has twice is looked into once, so that cycles stay cheap.
     """
-    items, level = [value], 1
+    items, kinds, level = [value], {type(value)}, 1
     while items:
-        yield items
-        inner = [item for item in items if type(item) in _CONTAINERS]
+        yield items, kinds
+        if not kinds & _CONTAINERS:
+            return
+        inner = items if kinds <= _CONTAINERS else [item for item in items if type(item) in _CONTAINERS]
         if level > _SHALLOW:
             inner = list({id(item): item for item in inner}.values())
-        items = list(chain.from_iterable(item.values() if type(item) is dict else item for item in inner))
+        within = inner if dict not in kinds else [i.values() if type(i) is dict else i for i in inner]
+        items = list(chain.from_iterable(within))
+        kinds = set(map(type, items))
         level += 1
 
 
 def _too_large(items: list[Json]) -> int | None:
-    limit = INTEGER_LIMIT
-    return next((item for item in items if type(item) is int and not -limit < item < limit), None)
+    limit, numbers = INTEGER_LIMIT, [item for item in items if type(item) is int]
+    if -limit < min(numbers, default=0) and max(numbers, default=0) < limit:
+        return None
+    return next(number for number in numbers if not -limit < number < limit)
 
 
 def _not_finite(items: list[Json]) -> float | None:

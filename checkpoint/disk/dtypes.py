@@ -154,9 +154,9 @@ def copied_bytes(tensor: torch.Tensor, name: str) -> bytes:
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor as writable 1-D bytes; it stays alive with the view."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+    if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise ValueError("only a contiguous, resolved CPU tensor has its bytes in one piece of memory")
-    nbytes = tensor.numel() * tensor.element_size()
+    nbytes = tensor.nbytes
     if nbytes == 0:
         return memoryview(bytearray())
     memory = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())

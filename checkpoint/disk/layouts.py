@@ -57,9 +57,13 @@ class Replicated:
         """The one piece that is stored."""
         return (Piece(self.nodes[0], 0, size),)
 
+    def stores(self, node: int) -> bool:
+        """Whether `node` stores leaves, which it then does whole."""
+        return node == self.nodes[0]
+
     def held_by(self, node: int, leaf: int, size: int) -> Piece | None:
         """What `node` stores of the leaf; None when nothing."""
-        return Piece(node, 0, size) if node == self.nodes[0] else None
+        return Piece(node, 0, size) if self.stores(node) else None
 
 
 @dataclass(frozen=True)
@@ -87,9 +91,13 @@ class PerNode:
         """The nodes as a set."""
         return frozenset(self.nodes)
 
+    def stores(self, node: int) -> bool:
+        """Whether `node` stores leaves, which it then does whole."""
+        return node in self.members
+
     def held_by(self, node: int, leaf: int, size: int) -> Piece | None:
         """What `node` stores of the leaf; None when nothing."""
-        return Piece(node, 0, size) if node in self.members else None
+        return Piece(node, 0, size) if self.stores(node) else None
 
 
 @dataclass(frozen=True)

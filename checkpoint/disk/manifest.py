@@ -15,6 +15,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from torchrelay.checkpoint.disk.layouts import Layout, Split
+from torchrelay.checkpoint.disk.names import Key
 from torchrelay.checkpoint.disk.parts import parts_held
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.position import Position
@@ -170,14 +171,14 @@ class Manifest:
         """The numbers of the nodes that have this leaf."""
         return self.layouts[leaf.layout].nodes
 
-    def stored_rows(self, source: int, node: int, group: str) -> Iterator[int]:
-        """The leaf rows of which a node's file holds something."""
+    def stored_parts(self, source: int, node: int, group: str) -> Iterator[tuple[int, tuple[Key, ...]]]:
+        """The leaf rows of which a node's file holds something, and what of them."""
         for number, rows in self._rows_by_layout.get((source, group), {}).items():
             layout = self.layouts[number]
             near = rows & set(layout.items_of(node)) if isinstance(layout, Split) else rows
             for row in sorted(near):
-                if parts_held(layout, node, row, self.leaves[row]):
-                    yield row
+                if parts := parts_held(layout, node, row, self.leaves[row]):
+                    yield row, parts
 
     @cached_property
     def _rows_by_layout(self) -> Mapping[tuple[int, str], Mapping[int, set[int]]]:

@@ -54,8 +54,7 @@ def check_tables(manifest: Manifest, what: str) -> tuple[Stored, ...]:
     _check_blobs(manifest, demand)
     for number, layout in enumerate(manifest.layouts):
         _check_layout(manifest, layout, number, demand)
-    for row, leaf in enumerate(manifest.leaves):
-        _check_leaf(manifest, row, leaf, demand)
+    _check_leaves(manifest, demand)
     _check_names(manifest, demand)
     _check_values(manifest, demand)
     return tuple(_needed(manifest))
@@ -107,12 +106,17 @@ def _check_world(world: World, demand: Demand) -> None:
 def _check_blobs(manifest: Manifest, demand: Demand) -> None:
     names = {blob.name for blob in manifest.blobs}
     demand(len(names) == len(manifest.blobs), "a blob is named twice")
+    forms = set()
     for blob in manifest.blobs:
-        demand(_is_name(blob.name), f"{blob.name!r:.80} is no blob name")
-        demand(blob.kind in ("tensor", "value", "stateful"), f"blob {blob.name} is of kind {blob.kind!r}")
-        demand(blob.scope in SCOPES, f"blob {blob.name} has scope {blob.scope!r}")
+        if not _is_name(blob.name):
+            demand(False, f"{blob.name!r:.80} is no blob name")
+        if (form := (blob.kind, blob.scope)) not in forms:
+            forms.add(form)
+            demand(blob.kind in ("tensor", "value", "stateful"), f"blob {blob.name} is of kind {blob.kind!r}")
+            demand(blob.scope in SCOPES, f"blob {blob.name} has scope {blob.scope!r}")
     for leaf in manifest.leaves:
-        demand(leaf.blob in names, f"{leaf.name} is of blob {leaf.blob!r}, which is not there")
+        if leaf.blob not in names:
+            demand(False, f"{leaf.name} is of blob {leaf.blob!r}, which is not there")
 
 
 def _check_layout(manifest: Manifest, layout: Layout, number: int, demand: Demand) -> None:
@@ -157,9 +161,30 @@ def _check_mesh(mesh: Mesh, number: int, demand: Demand) -> None:
     demand(possible and factor <= MAX_SPLIT_FACTOR, f"layout {number} has impossible placements")
 
 
-def _check_leaf(manifest: Manifest, row: int, leaf: LeafRow, demand: Demand) -> None:
+def _check_leaves(manifest: Manifest, demand: Demand) -> None:
+    """What leaves have in common is checked once; of very many only what differs is looked at."""
+    forms, sizes = set(), set()
+    for row, leaf in enumerate(manifest.leaves):
+        if not _is_name(leaf.name):
+            demand(False, f"{leaf.name!r:.80} is no leaf name")
+        form = (leaf.scope, leaf.role, leaf.group, leaf.layout, leaf.source, leaf.kind)
+        if form not in forms:
+            forms.add(form)
+            _check_form(manifest, leaf, demand)
+        layout = manifest.layouts[leaf.layout]
+        if isinstance(layout, Split) and row not in layout.index:
+            demand(False, f"{leaf.name} is not among the leaves of its layout")
+        if isinstance(layout, Mesh):
+            dims = [one.dim for one in layout.placements if isinstance(one, Sharded)]
+            demand(max(dims, default=-1) < len(leaf.shape), f"{leaf.name} cannot be sharded so")
+        size = (leaf.kind, leaf.dtype, leaf.shape, leaf.nbytes)
+        if size not in sizes:
+            sizes.add(size)
+            _check_size(leaf, demand)
+
+
+def _check_form(manifest: Manifest, leaf: LeafRow, demand: Demand) -> None:
     name = leaf.name
-    demand(_is_name(name), f"{name!r:.80} is no leaf name")
     demand(leaf.scope in SCOPES, f"{name} has scope {leaf.scope!r}")
     demand(leaf.role in ROLES, f"{name} has role {leaf.role!r}")
     demand(GROUP.fullmatch(leaf.group) is not None, f"{name} is in group {leaf.group!r}")
@@ -169,19 +194,16 @@ def _check_leaf(manifest: Manifest, row: int, leaf: LeafRow, demand: Demand) -> 
     per_node = isinstance(layout, PerNode)
     demand(per_node == (leaf.scope in ("rank", "host")), f"{name} of scope {leaf.scope} has another layout")
     if isinstance(layout, Split):
-        demand(row in layout.index and leaf.kind == "tensor", f"{name} is not among the leaves of its layout")
+        demand(leaf.kind == "tensor", f"{name} is not among the leaves of its layout")
     if isinstance(layout, Mesh):
-        fits = leaf.kind == "tensor" and leaf.scope == "sharded"
-        dims = [one.dim for one in layout.placements if isinstance(one, Sharded)]
-        demand(fits and max(dims, default=-1) < len(leaf.shape), f"{leaf.name} cannot be sharded so")
-    if leaf.kind == "tensor":
-        _check_size(leaf, demand)
-    else:
-        demand(leaf.kind == "value", f"{name} is of kind {leaf.kind!r}")
-        demand(leaf.dtype is None and leaf.shape == (), f"value {name} has a dtype or a shape")
+        demand(leaf.kind == "tensor" and leaf.scope == "sharded", f"{leaf.name} cannot be sharded so")
+    demand(leaf.kind in ("tensor", "value"), f"{name} is of kind {leaf.kind!r}")
 
 
 def _check_size(leaf: LeafRow, demand: Demand) -> None:
+    if leaf.kind == "value":
+        demand(leaf.dtype is None and leaf.shape == (), f"value {leaf.name} has a dtype or a shape")
+        return
     demand(leaf.dtype is not None, f"tensor {leaf.name} has no dtype")
     size = dtypes.by_name(leaf.dtype or "").itemsize
     for extent in leaf.shape:

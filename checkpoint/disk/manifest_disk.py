@@ -214,7 +214,7 @@ class _Columns:
         numbers = self.numbers(key)
         if max(numbers, default=0) >= len(self._words) and numbers:
             raise self.fields.wrong(key)
-        return tuple(self._words[number] for number in numbers)
+        return tuple(map(self._words.__getitem__, numbers))
 
     def each(self, key: str) -> tuple[Json, ...]:
         return self._checked(tuple(self.fields.items(key)), key)
@@ -280,23 +280,13 @@ def _leaves(columns: _Columns) -> tuple[LeafRow, ...]:
     shapes = [_shape(shape, columns.fields) for shape in columns.each("shape")]
     words = {key: columns.words(key) for key in ("blob", "kind", "role", "dtype", "scope", "group")}
     numbers = {key: columns.numbers(key) for key in ("bytes", "layout", "try")}
-    return tuple(
-        LeafRow(
-            name=name,
-            blob=words["blob"][row],
-            kind=words["kind"][row],
-            role=words["role"][row],
-            dtype=words["dtype"][row] or None,
-            shape=shapes[row],
-            nbytes=numbers["bytes"][row],
-            scope=words["scope"][row],
-            group=words["group"][row],
-            layout=numbers["layout"][row],
-            alias_of=aliases.get(row),
-            source=numbers["try"][row],
-        )
-        for row, name in enumerate(names)
+    dtypes = [word or None for word in words["dtype"]]
+    table = (
+        *(names, words["blob"], words["kind"], words["role"], dtypes, shapes, numbers["bytes"]),
+        *(words["scope"], words["group"], numbers["layout"], map(aliases.get, range(len(names)))),
+        numbers["try"],
     )
+    return tuple(map(LeafRow, *table))
 
 
 def _shape(shape: Json, fields: Fields) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Collection
 from dataclasses import dataclass
 from urllib.parse import unquote_to_bytes
 
@@ -79,7 +80,7 @@ def format_key(key: Key) -> str:
 
 def parse_key(text: str) -> Key:
     """Read a key back; only what `format_key` writes is accepted, anything else is a DamagedError."""
-    if _PLAIN.fullmatch(text) and text != _METADATA:
+    if is_plain(text):
         return Whole(text)
     match = _KEY.fullmatch(text)
     if match is None:
@@ -92,6 +93,16 @@ def parse_key(text: str) -> Key:
     if not canonical:
         raise DamagedError(f"{text!r} is no tensor key: it would be written {format_key(key)!r}")
     return key
+
+
+def is_plain(name: str) -> bool:
+    """Whether a whole leaf of this name has it as its key, as nearly all have."""
+    return _PLAIN.fullmatch(name) is not None and name != _METADATA
+
+
+def all_plain(found: Collection[str]) -> bool:
+    """Whether all are plain, at once."""
+    return _PLAIN.fullmatch("".join(found)) is not None and "" not in found and _METADATA not in found
 
 
 def _key_of(match: re.Match[str]) -> Key:
@@ -113,7 +124,7 @@ def _interval(text: str) -> tuple[int, int]:
 
 def encode_name(name: str) -> str:
     """Percent-encode what a leaf's name may hold and a key may not; raises BlobError."""
-    if _PLAIN.fullmatch(name) and name != _METADATA:
+    if is_plain(name):
         return name
     if not name:
         raise BlobError("a leaf needs a name, not an empty string")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.disk.boxes import Bounds, whole
-from torchrelay.checkpoint.disk.layouts import Layout, Piece
+from torchrelay.checkpoint.disk.layouts import Layout, PerNode, Piece, Replicated
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.disk.names import Box, Flat, Key, Whole
 
@@ -26,6 +26,8 @@ def parts_of(layout: Layout, row: int, leaf: LeafRow) -> Iterator[tuple[int, Key
 
 def parts_held(layout: Layout, node: int, row: int, leaf: LeafRow) -> tuple[Key, ...]:
     """The parts of a leaf that one node stores."""
+    if isinstance(layout, (Replicated, PerNode)):
+        return (Whole(leaf.name),) if layout.stores(node) else ()
     if isinstance(layout, Mesh):
         held = layout.stored_by(node, leaf.name, leaf.shape, leaf.item_bytes)
         return tuple(box_key(leaf.name, leaf.shape, box) for box in held)

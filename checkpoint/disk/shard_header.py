@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import base64
 import binascii
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchrelay.checkpoint.disk import canonical, digest, dtypes, names, version
 from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.disk.names import Key
-from torchrelay.checkpoint.disk.shard import ALIGNMENT, METADATA_KEY, ShardIdentity, piece_shape
+from torchrelay.checkpoint.disk.shard import ALIGNMENT, METADATA_KEY, ShardIdentity
+from torchrelay.checkpoint.disk.stored_entries import (
+    Stored,
+    StoredEntries,
+    StoredEntry,
+    columns_of,
+    too_large,
+)
 from torchrelay.checkpoint.position import MAX_EPOCH, Position
 from torchrelay.errors import BlobError, DamagedError, FormatError, UsageError
 
@@ -21,38 +27,12 @@ _RESERVED = ("encryption", "codec", "stored_bytes")
 
 
 @dataclass(frozen=True)
-class StoredEntry:
-    """One tensor or piece as a file holds it.
-
-    `dtype` and `shape` are those of the whole leaf, `start` and `stop` bytes of the file, `digests`
-    one xxh3-128 per block.
-    """
-
-    key: Key
-    dtype: dtypes.ElementType
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    digests: bytes
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes stored."""
-        return self.stop - self.start
-
-    @property
-    def piece_shape(self) -> tuple[int, ...]:
-        """The logical shape of what is stored."""
-        return piece_shape(self.key, self.shape)
-
-
-@dataclass(frozen=True)
 class ShardContent:
     """What a header says: whose file this is, and where everything lies in it."""
 
     identity: ShardIdentity
     part: int
-    entries: Mapping[str, StoredEntry]
+    entries: StoredEntries
     aliases: Mapping[str, str]
     values: Mapping[str, Json]
     data_start: int
@@ -175,7 +155,35 @@ def _entries(
     digests: bytes,
     data: range,
     what: str,
+) -> StoredEntries:
+    """All entries, checked together; one by one only what has a form of its own, or once all is wrong."""
+    columns = columns_of(said, len(data), len(digests))
+    if columns is None:
+        return StoredEntries(said, _one_by_one(said, pieces, digests, data, what))
+    known: dict[str, StoredEntry] = {}
+    entries = StoredEntries(said, known, Stored(columns, digests, data.start))
+    odd = (
+        pieces.keys()
+        if names.all_plain(said)
+        else {*pieces, *(key for key in said if not names.is_plain(key))}
+    )
+    for number, text in enumerate(said) if odd else ():
+        if text in odd:
+            leaf, key = f"{what}: {text}", names.parse_key(text)
+            kind, shape = _logical(key, said[text], pieces.get(text, {}), leaf)
+            known[text] = entries.stored.entry(number, key, kind, shape)
+            _check_stored(known[text], said[text], leaf)
+    return entries
+
+
+def _one_by_one(
+    said: dict[str, Json],
+    pieces: dict[str, dict[str, Json]],
+    digests: bytes,
+    data: range,
+    what: str,
 ) -> dict[str, StoredEntry]:
+    """The same checks in the order of the file: says what is wrong, and where."""
     entries: dict[str, StoredEntry] = {}
     end, block = data.start, 0
     for text, entry in said.items():
@@ -212,8 +220,7 @@ def _logical(
 def _shape(found: Json, leaf: str) -> tuple[int, ...]:
     if not isinstance(found, list) or not all(_is_count(extent) for extent in found):
         raise DamagedError(f"{leaf}: {found!r} is no shape")
-    # A dimension of 2**62 beside one of 0 describes no bytes, but would break whoever allocates it.
-    if math.prod(max(extent, 1) for extent in found) >= canonical.INTEGER_LIMIT:
+    if too_large(found):
         raise DamagedError(f"{leaf}: shape {found!r} is too large")
     return tuple(found)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from torchrelay.checkpoint.disk.canonical import Json, sha256
 from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, first_damaged_block
@@ -12,11 +13,11 @@ from torchrelay.checkpoint.disk.read_options import PLAIN, ReadOptions
 from torchrelay.checkpoint.disk.shard_header import (
     LENGTH_LIMIT,
     ShardContent,
-    StoredEntry,
     header_length,
     parse,
 )
 from torchrelay.checkpoint.disk.side_by_side import each
+from torchrelay.checkpoint.disk.stored_entries import StoredEntries, StoredEntry
 from torchrelay.checkpoint.storage import ReadHandle, Storage, open_for_reading
 from torchrelay.errors import DamagedError, UsageError
 
@@ -35,8 +36,7 @@ class ShardExpectation:
     header_sha256: str
 
 
-@dataclass(frozen=True)
-class ReadRequest:
+class ReadRequest(NamedTuple):
     """Bytes [start, stop) of a stored entry, and the 1-D bytes they go to."""
 
     key: str
@@ -97,7 +97,7 @@ class ShardHeader:
         self._storage = storage
 
     @property
-    def entries(self) -> Mapping[str, StoredEntry]:
+    def entries(self) -> StoredEntries:
         """What is stored, by key, in the order of the file."""
         return self.content.entries
 
@@ -187,9 +187,10 @@ class ShardHeader:
         return sum(entry.nbytes for entry in self.entries.values())
 
     def _entry(self, key: str) -> StoredEntry:
-        if key not in self.entries:
-            raise DamagedError(f"{self.path} does not hold {key}")
-        return self.entries[key]
+        try:
+            return self.content.entries[key]
+        except KeyError:
+            raise DamagedError(f"{self.path} does not hold {key}") from None
 
     def _read_partly(
         self, file: _File, request: ReadRequest, entry: StoredEntry, position: int, target: memoryview

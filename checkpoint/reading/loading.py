@@ -17,7 +17,7 @@ from torchrelay.checkpoint.disk.value_decoding import references
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.reading.casting import Cast, cast
 from torchrelay.checkpoint.reading.leaf_reader import LeafRead, LeafReader
-from torchrelay.checkpoint.reading.load_result import LoadResult, blob_of, check_objects
+from torchrelay.checkpoint.reading.load_result import LoadResult, blob_of, check_objects, of_objects
 from torchrelay.checkpoint.reading.lookup import find_row, holder_of, nearest
 from torchrelay.checkpoint.reading.patterns import Chosen, Rename, renamed, renamed_all
 from torchrelay.checkpoint.selection import EVERYTHING
@@ -124,10 +124,11 @@ def _find(
 ) -> dict[str, _Found]:
     """The stored leaves that are of the objects' blobs once they are renamed."""
     manifest = reader.manifest
-    names = [name for name in manifest.rows if manifest.leaves[manifest.rows[name][0]].role != "rng"]
+    inside = _inside(manifest.rows, objects, rename)
+    names = [name for name in inside if manifest.leaves[manifest.rows[name][0]].role != "rng"]
     first: dict[str, str] = {}
     found: dict[str, _Found] = {}
-    for new, stored in renamed_all(_inside(names, objects, rename), rename).items():
+    for new, stored in renamed_all(names, rename).items():
         declared = manifest.leaves[manifest.rows[stored][0]]
         node = nodes.get(declared.blob) if isinstance(nodes, Mapping) else nodes
         row = find_row(manifest, stored, node)
@@ -156,6 +157,8 @@ def _inner_unrenamed(found: Mapping[str, _Found], json: Mapping[str, Any]) -> di
 
 
 def _inside(names: Iterable[str], objects: Mapping[str, Any], rename: Rename | None) -> list[str]:
+    if rename is None:
+        return of_objects(names, objects)
     return [name for name in names if blob_of(renamed(name, rename), objects) is not None]
 
 

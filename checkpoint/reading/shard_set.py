@@ -13,7 +13,7 @@ from typing import Any
 
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest, ShardRow
 from torchrelay.checkpoint.disk.names import format_key
-from torchrelay.checkpoint.disk.parts import alike, parts_held, parts_of
+from torchrelay.checkpoint.disk.parts import alike, parts_of
 from torchrelay.checkpoint.disk.paths import position_of, shard_path
 from torchrelay.checkpoint.disk.shard import ShardIdentity
 from torchrelay.checkpoint.disk.shard_reader import ShardExpectation, ShardHeader, read_header
@@ -87,17 +87,17 @@ class ShardSet:
 
     def _check_content(self, holder: Holder, found: HeldFiles) -> None:
         tensors, values = self._expected(holder)
-        stored = {key: entry for header in found.headers for key, entry in header.entries.items()}
+        stored = {key: header.entries for header in found.headers for key in header.entries}
         path = found.headers[0].path
         if len(stored) != sum(len(header.entries) for header in found.headers):
             raise DamagedError(f"{path} and its parts hold a key twice")
         for key, leaf in tensors.items():
-            entry = stored.get(key)
-            if entry is None:
+            if key not in stored:
                 raise DamagedError(f"{path} does not hold {key}, which the manifest puts there")
-            if (entry.dtype.name, entry.shape) != (leaf.dtype, leaf.shape):
+            kind, shape = stored[key].form(key)
+            if kind.name != leaf.dtype or tuple(shape) != leaf.shape:
                 raise DamagedError(
-                    f"{path}: {key} is {entry.dtype.name}{list(entry.shape)}, "
+                    f"{path}: {key} is {kind.name}{list(shape)}, "
                     f"the manifest has {leaf.dtype}{list(leaf.shape)}"
                 )
         if missing := sorted(values - found.values.keys()):
@@ -109,12 +109,12 @@ class ShardSet:
     def _expected(self, holder: Holder) -> tuple[dict[str, LeafRow], set[str]]:
         tensors: dict[str, LeafRow] = {}
         values: set[str] = set()
-        for row in self.manifest.stored_rows(*holder):
+        for row, parts in self.manifest.stored_parts(*holder):
             leaf = self.manifest.leaves[row]
             if leaf.kind == "value":
                 values.add(leaf.name)
                 continue
-            for key in parts_held(self.manifest.layouts[leaf.layout], holder[1], row, leaf):
+            for key in parts:
                 tensors[format_key(key)] = leaf
         return tensors, values
 

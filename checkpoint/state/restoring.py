@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -296,23 +297,26 @@ class Draft:
 
 def same_form(spec: LeafSpec, live: torch.Tensor) -> bool:
     """Whether a stored leaf is a tensor of this shape and element type."""
-    return spec.kind == "tensor" and str(spec) == form(live)
+    return spec.kind == "tensor" and spec.dtype == _dtype_name(live.dtype) and spec.shape == live.shape
 
 
 def form(tensor: torch.Tensor) -> str:
     """Element type and shape as `LeafSpec` prints them: float32[2, 3]."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return f"{_dtype_name(tensor.dtype)}{list(tensor.shape)}"
+
+
+@lru_cache(maxsize=64)
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _source(spec: LeafSpec) -> str:
     return spec.alias_of or spec.name
 
 
-def _own_memory(live: torch.Tensor) -> torch.Tensor | None:
-    plain = live.detach()
-    direct = (
-        plain.device.type == "cpu" and plain.is_contiguous() and not plain.is_conj() and not plain.is_neg()
-    )
+def _own_memory(plain: torch.Tensor) -> torch.Tensor | None:
+    """The detached tensor itself where its memory is what is stored, in order."""
+    direct = plain.is_cpu and plain.is_contiguous() and not plain.is_conj() and not plain.is_neg()
     return plain if direct else None
 
 

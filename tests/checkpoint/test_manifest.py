@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from torchrelay.checkpoint.disk import canonical
 from torchrelay.checkpoint.disk.manifest import Manifest, ShardRow
+from torchrelay.checkpoint.disk.manifest_check import check
 from torchrelay.checkpoint.disk.runs import pack_names, pack_numbers, unpack_names, unpack_numbers
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_of
@@ -187,6 +189,29 @@ def test_a_manifest_that_cannot_be_is_refused(path, new):
     """Ranges, names, sizes, duplicates and types are checked before anything is used."""
     with pytest.raises((DamagedError, FormatError)):
         Manifest.decode(changed(path, new))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": ""}, {"blob": "absent"}, {"scope": "host"}, {"role": "none"}, {"group": "Main"},
+        {"layout": 99}, {"source": 99}, {"kind": "none"}, {"dtype": None}, {"dtype": "float64"},
+        {"shape": (1,)}, {"nbytes": 1},
+    ],
+)  # fmt: skip
+def test_a_leaf_that_cannot_be_is_refused_behind_others_that_can(change):
+    """What leaves have in common is checked once; the last of many like it is still not believed unseen."""
+    manifest = Manifest.decode(DATA)
+    model = next(
+        leaf
+        for leaf in manifest.leaves
+        if leaf.kind == "tensor" and leaf.scope == "replicated" and not manifest.layouts[leaf.layout].split
+    )
+    alike = [replace(model, name=f"more.{number}") for number in range(3)]
+    check(replace(manifest, leaves=(*manifest.leaves, *alike)), "manifest")
+    alike[-1] = replace(alike[-1], **change)
+    with pytest.raises((DamagedError, FormatError)):
+        check(replace(manifest, leaves=(*manifest.leaves, *alike)), "manifest")
 
 
 def test_split_leaves_are_covered_exactly_or_refused():

@@ -1,0 +1,167 @@
+"""What a file holds, by key: columns that were checked as a whole; objects for what is asked for.
+
+A file has tens of thousands of entries of which a load may need five.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from operator import mul, sub
+from typing import NamedTuple
+
+from torchrelay.checkpoint.disk import canonical, digest, dtypes, names
+from torchrelay.checkpoint.disk.canonical import Json
+from torchrelay.checkpoint.disk.dtypes import ElementType
+from torchrelay.checkpoint.disk.names import Key
+from torchrelay.checkpoint.disk.shard import piece_shape
+from torchrelay.errors import FormatError
+
+
+class StoredEntry(NamedTuple):
+    """One tensor or piece as a file holds it.
+
+    `dtype` and `shape` are those of the whole leaf, `start` and `stop` bytes of the file, `digests`
+    one xxh3-128 per block.
+    """
+
+    key: Key
+    dtype: ElementType
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    digests: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes stored."""
+        return self.stop - self.start
+
+    @property
+    def piece_shape(self) -> tuple[int, ...]:
+        """The logical shape of what is stored."""
+        return piece_shape(self.key, self.shape)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Entries that lie side by side, as their file says: `shapes` and `kinds` are the stored ones.
+
+    Offsets count from the beginning of the data; `blocks` are the numbers of the first blocks, and of
+    the one after the last.
+    """
+
+    kinds: Sequence[ElementType]
+    shapes: Sequence[Sequence[int]]
+    starts: Sequence[int]
+    stops: Sequence[int]
+    blocks: Sequence[int]
+
+
+def columns_of(said: Mapping[str, Json], data_bytes: int, digest_bytes: int) -> Columns | None:
+    """The columns of a header's entries if there is nothing to object to, else None: look for what it is.
+
+    Checked are types, element types, shapes, that the entries fill the data without a gap, and that
+    there are as many digests as blocks; keys are not looked at.
+    """
+    try:
+        entries = list(said.values())
+        shapes = [entry["shape"] for entry in entries]
+        bounds = [entry["data_offsets"] for entry in entries]
+        codes = [entry["dtype"] for entry in entries]
+        known = {code: dtypes.by_code(code) for code in set(codes)}
+    except (KeyError, TypeError, IndexError, FormatError):
+        return None
+    if not _all_are(dict, entries) or not _all_are(list, shapes) or not _all_are(list, bounds):
+        return None
+    edges = list(chain.from_iterable(bounds))
+    if not set(map(len, bounds)) <= {2} or not _are_counts(edges) or not _are_counts(_flat(shapes)):
+        return None
+    starts, stops = edges[0::2], edges[1::2]
+    if [0, *stops] != [*starts, data_bytes] or data_bytes >= canonical.INTEGER_LIMIT:
+        return None
+    kinds, sizes = [known[code] for code in codes], list(map(sub, stops, starts))
+    widths = (kind.itemsize for kind in kinds)
+    if min(sizes, default=0) < 0 or list(map(mul, map(math.prod, shapes), widths)) != sizes:
+        return None
+    if any(too_large(shape) for shape, size in zip(shapes, sizes, strict=True) if not size):
+        return None
+    blocks = list(accumulate(map(digest.block_count, sizes), initial=0))
+    return Columns(kinds, shapes, starts, stops, blocks) if digest_bytes == blocks[-1] * digest.SIZE else None
+
+
+def too_large(shape: Sequence[int]) -> bool:
+    """Whether nobody could allocate it: 2**62 beside 0 describes no bytes, but breaks whoever tries."""
+    return math.prod(max(extent, 1) for extent in shape) >= canonical.INTEGER_LIMIT
+
+
+def _all_are(kind: type, items: Sequence[object]) -> bool:
+    return set(map(type, items)) <= {kind}
+
+
+def _are_counts(numbers: Sequence[int]) -> bool:
+    return _all_are(int, numbers) and min(numbers, default=0) >= 0
+
+
+def _flat(shapes: Sequence[Sequence[int]]) -> list[int]:
+    return list(chain.from_iterable(shapes))
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The columns of a file with their digests; `data_start` is where in the file the data begin."""
+
+    columns: Columns
+    digests: bytes
+    data_start: int
+
+    def entry(self, number: int, key: Key, kind: ElementType, shape: tuple[int, ...]) -> StoredEntry:
+        """The entry of this number, which somebody found to be `key`, of this logical type and shape."""
+        columns = self.columns
+        first, after = columns.blocks[number], columns.blocks[number + 1]
+        digests = self.digests[first * digest.SIZE : after * digest.SIZE]
+        start, stop = self.data_start + columns.starts[number], self.data_start + columns.stops[number]
+        return StoredEntry(key, kind, shape, start, stop, digests)
+
+
+_NOTHING = Stored(Columns((), (), (), (), (0,)), b"", 0)
+
+
+class StoredEntries(Mapping[str, StoredEntry]):
+    """The entries of a file by key, in its order.
+
+    `known` has those that were looked at one by one; every other lies in `stored`, as a whole leaf under
+    its own name.
+    """
+
+    def __init__(self, keys: Iterable[str], known: dict[str, StoredEntry], stored: Stored = _NOTHING) -> None:
+        self.stored = stored
+        self._known = known
+        self._numbers = {key: number for number, key in enumerate(keys)}
+
+    def __getitem__(self, key: str) -> StoredEntry:
+        found = self._known.get(key)
+        if found is None:
+            number, columns = self._numbers[key], self.stored.columns
+            shape = tuple(columns.shapes[number])
+            found = self.stored.entry(number, names.Whole(key), columns.kinds[number], shape)
+            self._known[key] = found
+        return found
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._numbers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def form(self, key: str) -> tuple[ElementType, Sequence[int]]:
+        """Element type and shape of a leaf; makes no object, because whoever asks for all needs none."""
+        if (found := self._known.get(key)) is not None:
+            return found.dtype, found.shape
+        number, columns = self._numbers[key], self.stored.columns
+        return columns.kinds[number], columns.shapes[number]
