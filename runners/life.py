@@ -101,7 +101,7 @@ class Life:
                 return finished
             if self.manager is not None:
                 self.journal.say_choice(choice, self.look)
-            self._open(choice)
+            self._open()
             result = self._live(choice)
         except BaseException as error:
             self._failed(error)
@@ -208,7 +208,7 @@ class Life:
 
     # Starting
 
-    def _open(self, choice: Choice) -> None:
+    def _open(self) -> None:
         """Become the writer of the log."""
         if self.manager is None:
             return

@@ -84,11 +84,6 @@ def compose(
     )
 
 
-def blob_rows(plan: Plan) -> tuple[BlobRow, ...]:
-    """The blobs of a plan, as its leaves tell of them."""
-    return plan.blob_rows
-
-
 def _with_said(found: Sequence[BlobRow], said: Sequence[BlobRow]) -> tuple[BlobRow, ...]:
     blobs = {blob.name: blob for blob in (*found, *said)}
     return tuple(blobs[name] for name in sorted(blobs))
