@@ -10,9 +10,9 @@ import json
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from torchrelay.checkpoint.reuse import Reuse
 from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.leaf import Leaf, Value
 from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.timing import Clock, patience_secs
 from torchrelay.errors import PeerError, SaveFailedError, StorageError
 from torchrelay.jobs.collector import undisturbed
 from torchrelay.jobs.peers import Peers, decide, together
@@ -45,26 +46,6 @@ from torchrelay.metadata.stats import NodeStats, NodeTimes
 
 Row = list[Any]
 """A node's report as it travels (`report`)."""
-
-BASE_PATIENCE_SECS = 600.0
-SLOWEST_BYTES_PER_SEC = 10e6
-"""A rank that writes slower than this on top of the base is late."""
-
-
-@dataclass
-class Clock:
-    """Seconds by phase of this process."""
-
-    secs: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def spent(self, phase: str) -> Iterator[None]:
-        """Add the time of a block to a phase."""
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            self.secs[phase] = self.secs.get(phase, 0.0) + time.monotonic() - start
 
 
 @dataclass(frozen=True)
@@ -196,11 +177,6 @@ def _write_all(job: SaveJob, plan: Plan, try_name: str, clock: Clock) -> list[li
 def _patience_secs(plan: Plan) -> float:
     """How long the slowest node may take: what a very slow disk needs for the largest share."""
     return patience_secs(plan.largest_share)
-
-
-def patience_secs(nbytes: int) -> float:
-    """How long the others wait for a rank that writes or reads so much from a very slow disk."""
-    return BASE_PATIENCE_SECS + nbytes / SLOWEST_BYTES_PER_SEC
 
 
 def _write_node(
