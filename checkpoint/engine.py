@@ -27,13 +27,14 @@ from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.replicas import ReplicaCheck
 from torchrelay.checkpoint.retaining import Retaining
 from torchrelay.checkpoint.reuse import Reuse
-from torchrelay.checkpoint.save import Clock, SaveJob, carry_out, make_plan
+from torchrelay.checkpoint.save import SaveJob, carry_out, make_plan
 from torchrelay.checkpoint.selecting import check_remade, used_patterns
 from torchrelay.checkpoint.selection import EVERYTHING, Selection
 from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.kinds import check_recreatable
 from torchrelay.checkpoint.structure import Structures
+from torchrelay.checkpoint.timing import Clock
 from torchrelay.errors import UsageError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.collector import undisturbed

@@ -17,12 +17,12 @@ from torchrelay.checkpoint.members import RNG_BLOB, Member
 from torchrelay.checkpoint.reading.leaf_reader import LeafRead, LeafReader
 from torchrelay.checkpoint.reading.sharing import options_of
 from torchrelay.checkpoint.reshard import Assigned, assign
-from torchrelay.checkpoint.save import Clock, patience_secs
 from torchrelay.checkpoint.selecting import left_out
 from torchrelay.checkpoint.selection import EVERYTHING, Selection
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.checkpoint.state.restore import Restoration, restoration
 from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.timing import Clock, patience_secs
 from torchrelay.errors import PartiallyLoadedError, RelayError, StorageError
 from torchrelay.jobs.peers import together
 from torchrelay.jobs.places import NodePlace

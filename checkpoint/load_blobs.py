@@ -16,9 +16,9 @@ from torchrelay.checkpoint.load import spec_of_row
 from torchrelay.checkpoint.reading.leaf_reader import LeafRead, LeafReader
 from torchrelay.checkpoint.reading.lookup import find_row, holder_of, split_name
 from torchrelay.checkpoint.reading.sharing import options_of
-from torchrelay.checkpoint.save import Clock, patience_secs
 from torchrelay.checkpoint.state.restore import Restoration, restoration
 from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.timing import Clock, patience_secs
 from torchrelay.errors import DamagedError, UsageError
 from torchrelay.jobs.peers import together
 from torchrelay.jobs.session import Session

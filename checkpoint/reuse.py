@@ -19,7 +19,6 @@ from torchrelay.checkpoint.known import Known, KnownFile, Part, known_of
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.retention import kept_with
 from torchrelay.checkpoint.planning.assignments import Assignment, Plan
-from torchrelay.checkpoint.planning.compose import blob_rows
 from torchrelay.checkpoint.planning.references import with_references
 from torchrelay.checkpoint.planning.reuse import (
     EarlierTry,
@@ -118,7 +117,7 @@ class Reuse:
             return frozenset()
         chosen = decide(job.peers, "save: references", lambda: self._chosen(plan, order, unchanged))
         self._current.referenced = of_bits(chosen, order)
-        self._current.blobs = blob_rows(plan)
+        self._current.blobs = plan.blob_rows
         return self._current.referenced
 
     def _comparable(self, plan: Plan) -> tuple[str, ...]:
@@ -128,7 +127,7 @@ class Reuse:
 
     def _look(self, job: SaveJob, plan: Plan, order: Sequence[str]) -> list[str] | None:
         """The try that this process compares with, and which leaves differ from it; None without one."""
-        base = self._base = self._base_of(job)
+        base = self._base = self._base_now()
         if base is None:
             return None
         self._turn += 1
@@ -137,7 +136,8 @@ class Reuse:
         self._current.hashed = found.digests
         return [base.try_name, in_bits(found.changed | gone | base.known.lost, order)]
 
-    def _base_of(self, job: SaveJob) -> _Base | None:
+    def _base_now(self) -> _Base | None:
+        """What to compare with; None without an epoch, or where the nodes are others since."""
         world = self._current.world
         if self._loaded is not None:
             manifest, self._loaded = self._loaded, None

@@ -10,9 +10,9 @@ import json
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.disk.canonical import sha256
 from torchrelay.checkpoint.disk.digest import block_digests
 from torchrelay.checkpoint.disk.manifest import ShardRow
+from torchrelay.checkpoint.disk.paths import DATA, manifest_path, stats_path, try_directory
 from torchrelay.checkpoint.disk.shard import ShardEntry, ShardIdentity
 from torchrelay.checkpoint.disk.shard_writer import write_shard
 from torchrelay.checkpoint.disk.workers import WRITERS
@@ -36,6 +37,7 @@ from torchrelay.checkpoint.reuse import Reuse
 from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.leaf import Leaf, Value
 from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.timing import Clock, patience_secs
 from torchrelay.errors import PeerError, SaveFailedError, StorageError
 from torchrelay.jobs.collector import undisturbed
 from torchrelay.jobs.peers import Peers, decide, together
@@ -44,27 +46,6 @@ from torchrelay.metadata.stats import NodeStats, NodeTimes
 
 Row = list[Any]
 """A node's report as it travels (`report`)."""
-
-DATA = "data"
-BASE_PATIENCE_SECS = 600.0
-SLOWEST_BYTES_PER_SEC = 10e6
-"""A rank that writes slower than this on top of the base is late."""
-
-
-@dataclass
-class Clock:
-    """Seconds by phase of this process."""
-
-    secs: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def spent(self, phase: str) -> Iterator[None]:
-        """Add the time of a block to a phase."""
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            self.secs[phase] = self.secs.get(phase, 0.0) + time.monotonic() - start
 
 
 @dataclass(frozen=True)
@@ -148,7 +129,7 @@ def carry_out(job: SaveJob, plan: Plan, clock: Clock) -> NodeStats:
     took = {"commit": time.monotonic() - begin}
     stats = NodeStats(_times(job, row, took if index == 0 else {}) for index, row in enumerate(rows))
     if job.peers.rank == 0:
-        _write_stats(job.storage, f"{DATA}/{try_name}/stats.json", stats)
+        _write_stats(job.storage, stats_path(try_name), stats)
     return stats
 
 
@@ -156,9 +137,9 @@ def _discard(job: SaveJob, try_name: str) -> None:
     """Give back the space of a try that failed. Every process has reported, so nobody writes there."""
     if job.peers.rank == 0:
         with suppress(StorageError):
-            for name in job.storage.list(f"{DATA}/{try_name}"):
-                job.storage.delete(f"{DATA}/{try_name}/{name}")
-            job.storage.delete(f"{DATA}/{try_name}")
+            for name in job.storage.list(try_directory(try_name)):
+                job.storage.delete(f"{try_directory(try_name)}/{name}")
+            job.storage.delete(try_directory(try_name))
 
 
 def _write_stats(storage: Storage, path: str, stats: NodeStats) -> None:
@@ -173,7 +154,7 @@ def _make_try(job: SaveJob) -> str:
     def make() -> str:
         job.make_room()
         name = job.position.directory(secrets.token_hex(6))
-        job.storage.mkdir(f"{DATA}/{name}")
+        job.storage.mkdir(try_directory(name))
         job.storage.sync_dir(DATA)
         job.storage.sync_dir("")
         return name
@@ -186,7 +167,7 @@ def _write_all(job: SaveJob, plan: Plan, try_name: str, clock: Clock) -> list[li
 
     def write() -> list[Row]:
         rows = [_write_node(job, plan, try_name, state, dict(clock.secs)).row() for state in job.states]
-        job.storage.sync_dir(f"{DATA}/{try_name}")
+        job.storage.sync_dir(try_directory(try_name))
         job.written()
         return rows
 
@@ -198,17 +179,12 @@ def _patience_secs(plan: Plan) -> float:
     return patience_secs(plan.largest_share)
 
 
-def patience_secs(nbytes: int) -> float:
-    """How long the others wait for a rank that writes or reads so much from a very slow disk."""
-    return BASE_PATIENCE_SECS + nbytes / SLOWEST_BYTES_PER_SEC
-
-
 def _write_node(
     job: SaveJob, plan: Plan, try_name: str, state: NodeState, before: dict[str, float]
 ) -> NodeReport:
     secs = {**before, "hash": 0.0, "write": 0.0, "fsync": 0.0}
     shards: list[ShardRow] = []
-    where = f"{DATA}/{try_name}"
+    where = try_directory(try_name)
     for group, assignments in plan.files(state.rank).items():
         identity = ShardIdentity(job.holding.job, job.position, state.place.name, group, try_name)
         entries, values = _contents(job, state, assignments)
@@ -294,8 +270,8 @@ def _write_manifest(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) ->
     if job.reuse is not None:
         manifest = job.reuse.completed(manifest)
     data = manifest_disk.encode(manifest)
-    _write_file(job.storage, f"{DATA}/{try_name}/manifest.json", data)
-    job.storage.sync_dir(f"{DATA}/{try_name}")
+    _write_file(job.storage, manifest_path(try_name), data)
+    job.storage.sync_dir(try_directory(try_name))
     return Entry(
         branch=manifest.branch,
         position=job.position,

@@ -9,31 +9,23 @@ Every process of the session runs the same life; what is decided is decided once
 
 from __future__ import annotations
 
-import uuid
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.facts import Facts
-from torchrelay.checkpoint.ledger import Target
+from torchrelay.checkpoint.ledger import Look, Target
 from torchrelay.checkpoint.manager_base import Manager
 from torchrelay.checkpoint.position import Position
-from torchrelay.errors import (
-    PartiallyLoadedError,
-    StorageError,
-    UsageError,
-    exit_code_of,
-)
+from torchrelay.errors import PartiallyLoadedError, StorageError, exit_code_of
 from torchrelay.jobs.data_parallel import bare_ddp_instances
 from torchrelay.jobs.data_parallel import drop as drop_wrappers
-from torchrelay.jobs.peers import decide
 from torchrelay.jobs.random_streams import RandomStreams
 from torchrelay.jobs.seeding import current_seed
-from torchrelay.metadata.file_handler import FileMetadataHandler
 from torchrelay.runners.binding import bind_blobs
-from torchrelay.runners.choosing import Choice, Past, Resume, Wish, check_epoch, choose
+from torchrelay.runners.choosing import Choice, Resume
 from torchrelay.runners.journal import Journal
 from torchrelay.runners.options import Options
-from torchrelay.runners.preflight import check_before_start
+from torchrelay.runners.outset import finished_already, look_and_choose, request_of
 from torchrelay.runners.result import RunResult, Status
 from torchrelay.runners.run_state import RunState
 from torchrelay.runners.saving import Saver
@@ -43,9 +35,6 @@ from torchrelay.runners.tail import run_tail
 
 if TYPE_CHECKING:
     from torchrelay.runners.job_runner import JobRunner
-
-PROCESS = uuid.uuid4().hex
-"""Tells requests of this process from those of an earlier one."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +74,8 @@ class Life:
             **limits_of(runner.job.stop_conditions),
         )
         self.saver = Saver(self.manager, self.journal, plan.max_failed_saves)
+        self.look = Look()
+        """What the log said when the position was chosen."""
         self.streams: dict[str, RandomStreams] = {}
         self.status: Status = "FINISHED"
         self._began = False
@@ -95,13 +86,13 @@ class Life:
         """Live; a failure is noted in the run directory, releases the log and is raised."""
         self.session.begin(self.state)
         try:
-            choice = self._choose()
-            finished = self._already_finished(choice)
+            choice = look_and_choose(self)
+            finished = finished_already(self, choice)
             if finished is not None:
                 return finished
             if self.manager is not None:
                 self.journal.say_choice(choice, self.look)
-            self._open(choice)
+            self._open()
             result = self._live(choice)
         except BaseException as error:
             self._failed(error)
@@ -109,6 +100,11 @@ class Life:
         finally:
             self._close()
         return result
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The names of the nodes that are saved."""
+        return self.job.nodes_to_checkpoint() or tuple(place.name for place in self.session.nodes)
 
     def _live(self, choice: Choice) -> RunResult:
         target = self._target(choice)
@@ -124,91 +120,9 @@ class Life:
         run_tail(self)
         return self._finish(verdict)
 
-    # Choosing
-
-    def _choose(self) -> Choice:
-        self.job.check()
-        self.session.place(self.job.nodes())
-        check_before_start(self.job, self.session, self.run_directory)
-        if self.manager is None:
-            if self.wish_epoch is not None:
-                raise UsageError(
-                    f"epoch {self.wish_epoch} was asked for, but nothing is saved: give JobRunner a run "
-                    "directory or a manager"
-                )
-            return Choice("fresh")
-        run = self.run_directory
-        self.manager.bind(self.job, default_name=run.name if run else None)
-        wish = self._wish(self.manager)
-        self.look = self.manager.engine.ledger.look(self.session.peers, tolerant=self.run_directory is None)
-        for notice in self.look.notices:
-            self.journal.warn(notice)
-        past = Past(
-            commits=self.look.commits,
-            branch_request=self.look.request,
-            epochs_over=self._over_at_look(),
-        )
-        # Rank 0 chooses for all: which process began a branch is known by rank 0's identity alone.
-        choice = Choice(**decide(self.session.peers, "choose", lambda: asdict(choose(wish, past))))
-        if choice.epoch is not None:
-            self.manager.engine.ledger.prove(self.session.peers, choice.epoch)
-        return choice
-
-    def _over_at_look(self) -> bool:
-        """Whether the epochs are over at the newest entry of the current branch."""
-        look = self.look
-        return (
-            look.facts is not None
-            and look.epoch is not None
-            and over_by_facts(self.job, look.facts, look.epoch).stop
-        )
-
-    @property
-    def _nodes(self) -> tuple[str, ...]:
-        return self.job.nodes_to_checkpoint() or tuple(place.name for place in self.session.nodes)
-
-    def _wish(self, manager: Manager) -> Wish:
-        """Ask the handler, on rank 0 only; the default handler of a run directory does not decide."""
-        decides = manager.metadata_handler is not None and not (
-            self.run_directory is not None and isinstance(manager.metadata_handler, FileMetadataHandler)
-        )
-
-        def ask() -> int | None:
-            manager.set_params(self._nodes)
-            return check_epoch(
-                manager.get_resume_from_epoch_id(self.wish_epoch), "the metadata handler's last_epoch"
-            )
-
-        epoch = decide(self.session.peers, "resume epoch", ask)
-        return Wish(
-            epoch=epoch,
-            decided=decides,
-            resume=self.plan.resume,
-            automatic=self.run_directory is not None,
-            again=self.again,
-            process=PROCESS,
-        )
-
-    def _already_finished(self, choice: Choice) -> RunResult | None:
-        """The result of a run whose epochs are over and whose tail is done; None when work is left."""
-        if choice.start != "newest" or self.look.facts is None or self.look.epoch is None:
-            return None
-        if not self._over_at_look():
-            return None
-        if not self.journal.tail_done(self.look.branch, self.look.epoch):
-            return None
-        self.journal.say(f"finished at epoch {self.look.epoch} already; nothing to do")
-        return RunResult(
-            self.look.epoch,
-            stop=tuple(v["reason"] for v in self.look.facts.stop.values() if v["stop"]),
-            metrics=self.look.facts.metrics,
-            run_dir=self.run_directory.path if self.run_directory else None,
-            committed=self.look.epoch,
-        )
-
     # Starting
 
-    def _open(self, choice: Choice) -> None:
+    def _open(self) -> None:
         """Become the writer of the log."""
         if self.manager is None:
             return
@@ -226,8 +140,7 @@ class Life:
         """
         if self.manager is not None and choice.rewind:
             base = None if choice.epoch is None else Position(choice.epoch)
-            request = {"epoch": choice.epoch, "process": PROCESS}
-            self.manager.engine.ledger.rewind(self.session.peers, base, request)
+            self.manager.engine.ledger.rewind(self.session.peers, base, request_of(choice))
 
     def _target(self, choice: Choice) -> Target | None:
         """The proved position to load: exactly the explicit one, or the newest that can be proved."""
@@ -259,7 +172,7 @@ class Life:
         self.session.run(self.job.init_group)
         self._derive_streams()
         if self.manager is not None:
-            self.session.run(self.manager.init(self._nodes))
+            self.session.run(self.manager.init(self.nodes))
             self._begin_branch(choice)
             if not any(self.session.workspace(place.name).entries() for place in self.session.local_nodes):
                 self.journal.warn(
@@ -280,7 +193,7 @@ class Life:
         """Load the target; where its bytes prove damaged, automatic resume loads an older one over it."""
         while True:
             epoch = target.position.epoch
-            self.session.run(manager.init(self._nodes, retrieve_from_epoch=epoch))
+            self.session.run(manager.init(self.nodes, retrieve_from_epoch=epoch))
             try:
                 self.session.run(manager.load(epoch))
                 return target

@@ -125,8 +125,12 @@ def test_manifest_tables() -> None:
     for table in ("blobs", "leaves", "shards", "world", "job", "position"):
         assert set(frozen[table]) <= set(code(told[table])), table
     assert set(frozen["facts"]) <= set(code(told["facts"]))
+    referring = json.loads((GOLDEN / "manifest_referring_v1.json").read_bytes())
     optional = {"selection"}
-    assert optional <= set(code(told["facts"]))
+    assert set(referring["facts"]) == set(frozen["facts"]) | optional
+    assert {*optional, *referring["facts"]["selection"]} <= set(code(told["facts"]))
+    wrapper = section("Leaves").split("role `subclass`", 1)[1].split("the inner names", 1)[0]
+    assert set(code(wrapper)[-1].strip("{}").replace('"', "").split(", ")) == set(referring["values"][0][1])
     assert {one.name for one in fields(Facts)} - {"run_id"} - optional | {"run"} == set(frozen["facts"])
     kinds = {code(row[0])[0]: code(row[1]) for row in rows("Manifest", 1)}
     meshes = json.loads((GOLDEN / "manifest_mesh_v1.json").read_bytes())["layouts"]

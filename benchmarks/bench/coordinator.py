@@ -30,9 +30,10 @@ from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.planning.assignments import Plan
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.report import NodeReport
-from torchrelay.checkpoint.save import Clock, SaveJob, carry_out, make_plan
+from torchrelay.checkpoint.save import SaveJob, carry_out, make_plan
 from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role
+from torchrelay.checkpoint.timing import Clock
 from torchrelay.jobs.places import NodePlace
 from torchrelay.runners.distributed.store_peers import StorePeers
 

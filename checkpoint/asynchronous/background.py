@@ -16,7 +16,8 @@ from torchrelay.checkpoint.asynchronous.stage import Stage, guarded_addresses, s
 from torchrelay.checkpoint.planning.assignments import Plan
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.replicas import WholeBytes
-from torchrelay.checkpoint.save import Clock, SaveJob, carry_out
+from torchrelay.checkpoint.save import SaveJob, carry_out
+from torchrelay.checkpoint.timing import Clock
 from torchrelay.errors import UsageError
 from torchrelay.jobs.peers import Peers
 from torchrelay.jobs.session import Session

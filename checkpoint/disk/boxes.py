@@ -181,11 +181,6 @@ def uncovered(shape: Sequence[int], boxes: Sequence[Bounds]) -> str | None:
     return _uncovered(whole(shape), [box for box in boxes if volume(box)], ())
 
 
-def uncovered_range(total: int, ranges: Sequence[Interval]) -> str | None:
-    """Prove that ranges cover [0, total) exactly once; None, or what is wrong in words."""
-    return uncovered((total,), [(interval,) for interval in ranges])
-
-
 def _uncovered(space: Bounds, boxes: Sequence[Bounds], prefix: Bounds) -> str | None:
     if len(boxes) == 1 and boxes[0] == space:
         return None

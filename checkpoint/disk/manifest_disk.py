@@ -32,6 +32,7 @@ from torchrelay.checkpoint.disk.paths import manifest_path
 from torchrelay.checkpoint.disk.runs import pack_names, pack_numbers, unpack_names, unpack_numbers
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.recent import Recent
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import DamagedError
 
@@ -47,7 +48,7 @@ _KNOWN = frozenset([*_KEYS.split(), "values", "words"])
 
 def encode(manifest: Manifest) -> bytes:
     """The bytes of `manifest.json`; raises DamagedError for a manifest that no reader would accept."""
-    tables = _tables(manifest)
+    tables = _recent.get(lambda one: one.fits(manifest), lambda: _tables(manifest))
     check_files(manifest, tables.stored, _NEW)
     words = _Numbers(tables.words)
     known = {
@@ -81,8 +82,7 @@ class _Tables:
         return all(one is other or one == other for one, other in zip(self.of, _parts(manifest), strict=True))
 
 
-_last: list[_Tables] = []
-_KEPT = 4
+_recent: Recent[_Tables] = Recent(4)
 
 
 def _parts(manifest: Manifest) -> tuple[object, ...]:
@@ -92,14 +92,6 @@ def _parts(manifest: Manifest) -> tuple[object, ...]:
 
 
 def _tables(manifest: Manifest) -> _Tables:
-    found = next((one for one in _last if one.fits(manifest)), None)
-    if found is None:
-        found = _made_tables(manifest)
-        _last[:] = [found, *_last[: _KEPT - 1]]
-    return found
-
-
-def _made_tables(manifest: Manifest) -> _Tables:
     stored = check_tables(manifest, _NEW)
     words, classes = _Numbers(), _Numbers()
     layouts = [layout_json(layout, classes.of(layout.nodes)) for layout in manifest.layouts]

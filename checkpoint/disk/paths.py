@@ -10,6 +10,7 @@ from torchrelay.checkpoint.position import Position
 
 DATA = "data"
 MANIFEST = "manifest.json"
+STATS = "stats.json"
 _STAMP = re.compile(r"e([0-9]{8})(?:s([0-9]{6,9}))?-.*", re.ASCII)
 
 
@@ -21,6 +22,11 @@ def try_directory(try_name: str) -> str:
 def manifest_path(try_name: str) -> str:
     """The manifest of a try."""
     return f"{try_directory(try_name)}/{MANIFEST}"
+
+
+def stats_path(try_name: str) -> str:
+    """How long a try took."""
+    return f"{try_directory(try_name)}/{STATS}"
 
 
 def position_of(try_name: str) -> Position:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torchrelay.checkpoint.disk.canonical import Json, sha256
 from torchrelay.checkpoint.disk.digest import SIZE, block_count
-from torchrelay.checkpoint.disk.extents import Digests as Found
+from torchrelay.checkpoint.disk.extents import Digests
 from torchrelay.checkpoint.disk.filling import fill
 from torchrelay.checkpoint.disk.names import Key, shard_file_name
 from torchrelay.checkpoint.disk.seconds import Seconds
@@ -18,8 +18,8 @@ from torchrelay.checkpoint.disk.workers import WRITERS
 from torchrelay.checkpoint.storage import Storage, WriteHandle
 from torchrelay.errors import StorageError
 
-Digests = bytes
-"""Of the blocks of one entry, one after another."""
+EntryDigests = bytes
+"""Of the blocks of one entry, one after another; a name, because a report has a field `bytes`."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class ShardReport:
     header_bytes: int
     header_sha256: str
     keys: tuple[str, ...] = ()
-    digests: tuple[Digests, ...] = field(default=(), compare=False)
-    probes: Mapping[str, Digests] = field(default_factory=dict, compare=False)
+    digests: tuple[EntryDigests, ...] = field(default=(), compare=False)
+    probes: Mapping[str, EntryDigests] = field(default_factory=dict, compare=False)
     seconds: Seconds = field(default_factory=Seconds, compare=False)
 
 
@@ -100,7 +100,7 @@ def write_part(storage: Storage, path: str, part: Part, writers: int = WRITERS) 
     )
 
 
-def _by_entry(part: Part, digests: bytes) -> tuple[Digests, ...]:
+def _by_entry(part: Part, digests: bytes) -> tuple[EntryDigests, ...]:
     found, at = [], 0
     for entry in part.entries:
         size = SIZE * block_count(entry.nbytes)
@@ -109,7 +109,7 @@ def _by_entry(part: Part, digests: bytes) -> tuple[Digests, ...]:
     return tuple(found)
 
 
-def _fill(handle: WriteHandle, part: Part, seconds: Seconds, writers: int) -> tuple[bytes, Found]:
+def _fill(handle: WriteHandle, part: Part, seconds: Seconds, writers: int) -> tuple[bytes, Digests]:
     frame = HeaderFrame(part)
     with seconds.spent("write"):
         handle.preallocate(frame.nbytes + frame.data_bytes)

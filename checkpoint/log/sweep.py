@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from torchrelay.checkpoint.disk.names import TRY, parse_shard_file_name
-from torchrelay.checkpoint.disk.paths import DATA
+from torchrelay.checkpoint.disk.paths import DATA, try_directory
 from torchrelay.checkpoint.log.live import Retirement
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.log.retention import RetentionPolicy, to_retire
@@ -91,7 +91,7 @@ def _group_of(file_name: str) -> str | None:
 
 
 def _delete_try(storage: Storage, one: Retirement) -> None:
-    directory = f"{DATA}/{one.try_name}"
+    directory = try_directory(one.try_name)
     for name in storage.list(directory):
         if one.groups is None or _group_of(name) in one.groups:
             storage.delete(f"{directory}/{name}")

@@ -36,7 +36,7 @@ SAMPLES = 4
 """A sampled tensor is compared in this many stretches, the first and the last bytes among them."""
 _SAME_BY_CONSTRUCTION = ("parameter", "optimizer")
 
-Digests = Mapping[str, str]
+ByLeaf = Mapping[str, str]
 """Leaf name to digest (hex)."""
 
 
@@ -79,7 +79,7 @@ def digests_of(leaves: Iterable[Leaf], mode: Mode) -> dict[str, str]:
     return {leaf.name: _digest(leaf, mode) for leaf in leaves}
 
 
-def verdict(digests_by_node: Mapping[int, Digests], forced_replicated: Collection[str]) -> Verdict:
+def verdict(digests_by_node: Mapping[int, ByLeaf], forced_replicated: Collection[str]) -> Verdict:
     """Judge digests of all nodes. A leaf is compared between the nodes that have it.
 
     `forced_replicated` names the leaves whose difference fails the save.
@@ -100,13 +100,13 @@ class Lone:
     """Leaves of a node of which it knows no other holder; hashed only if another node has the same names."""
 
     names: tuple[str, ...]
-    digest: Callable[[], Digests]
+    digest: Callable[[], ByLeaf]
 
 
 def compare_replicas(
     peers: Peers,
     topic: str,
-    digest: Callable[[], Mapping[int, Sequence[Digests]]],
+    digest: Callable[[], Mapping[int, Sequence[ByLeaf]]],
     forced_replicated: Collection[str],
     *,
     lone: Mapping[int, Sequence[Lone]] | None = None,
@@ -119,7 +119,7 @@ def compare_replicas(
     raise. A group travels as two digests, of its names and its content; details follow only for groups
     that show a difference, and one per leaf set where nodes have different leaves in their first group.
     """
-    hosted: dict[int, list[Digests]] = {}
+    hosted: dict[int, list[ByLeaf]] = {}
     alone = lone or {}
 
     def look() -> list[Json]:
@@ -160,7 +160,7 @@ _Group = tuple[int, int, str, str]
 def _twins(
     peers: Peers,
     topic: str,
-    hosted: Mapping[int, list[Digests]],
+    hosted: Mapping[int, list[ByLeaf]],
     alone: Mapping[int, Sequence[Lone]],
     twins: Collection[str],
     deadline_secs: float | None,
@@ -209,7 +209,7 @@ def _asked(groups: Sequence[_Group]) -> frozenset[tuple[int, int]]:
     return frozenset(asked)
 
 
-def _combined(digests: Digests) -> list[str]:
+def _combined(digests: ByLeaf) -> list[str]:
     """A digest of the names and one of the content."""
     names = sorted(digests)
     return [_named(names), _hash("".join(digests[name] for name in names).encode())]

@@ -10,6 +10,7 @@ from torchrelay.checkpoint.disk.manifest import BlobRow, Manifest, ShardRow, Wor
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.planning.assignments import Plan
 from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.recent import Recent
 from torchrelay.jobs.places import NodePlace
 
 Json = Any
@@ -32,13 +33,11 @@ def world_of(places: Sequence[NodePlace]) -> World:
 
     The last one is remembered, so that it is the same object while the places are the same.
     """
-    known = _last_world.get("places")
-    if known is None or known[0] != tuple(places):
-        known = _last_world["places"] = tuple(places), _world_of(places)
-    return known[1]
+    asked = tuple(places)
+    return _worlds.get(lambda one: one[0] == asked, lambda: (asked, _world_of(asked)))[1]
 
 
-_last_world: dict[str, tuple[tuple[NodePlace, ...], World]] = {}
+_worlds: Recent[tuple[tuple[NodePlace, ...], World]] = Recent(1)
 
 
 def _world_of(places: Sequence[NodePlace]) -> World:
@@ -82,11 +81,6 @@ def compose(
         values={row: values[name] for row, name in plan.inline_rows.items()},
         facts=facts,
     )
-
-
-def blob_rows(plan: Plan) -> tuple[BlobRow, ...]:
-    """The blobs of a plan, as its leaves tell of them."""
-    return plan.blob_rows
 
 
 def _with_said(found: Sequence[BlobRow], said: Sequence[BlobRow]) -> tuple[BlobRow, ...]:

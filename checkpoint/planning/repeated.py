@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchrelay.checkpoint.planning.assignments import NodeClass, Plan
 from torchrelay.checkpoint.planning.plan import plan_classes
+from torchrelay.checkpoint.recent import Recent
 
 _REMEMBERED = 4
 """Plans: a save that refers to older bytes asks twice."""
@@ -23,12 +23,17 @@ class _Answered:
     referenced: frozenset[str]
     plan: Plan
 
+    def to(self, classes: object, scopes: object, hosts: tuple[int, ...], referenced: frozenset[str]) -> bool:
+        """Whether this was asked."""
+        same = self.classes is classes and self.scopes is scopes
+        return same and self.hosts == hosts and self.referenced == referenced
+
 
 class RepeatedPlans:
     """Remembers the last few plans; anything that is not the same object is asked anew."""
 
     def __init__(self) -> None:
-        self._answered: deque[_Answered] = deque(maxlen=_REMEMBERED)
+        self._answered: Recent[_Answered] = Recent(_REMEMBERED)
 
     def plan(
         self,
@@ -38,10 +43,9 @@ class RepeatedPlans:
         referenced: frozenset[str] = frozenset(),
     ) -> Plan:
         """The plan of `plan_classes` for the same arguments."""
-        for one in self._answered:
-            alike = one.classes is classes and one.scopes is scopes and one.hosts == hosts
-            if alike and one.referenced == referenced:
-                return one.plan
-        plan = plan_classes(classes, scopes=scopes, hosts=hosts, referenced=referenced)
-        self._answered.appendleft(_Answered(classes, scopes, hosts, referenced, plan))
-        return plan
+
+        def make() -> _Answered:
+            plan = plan_classes(classes, scopes=scopes, hosts=hosts, referenced=referenced)
+            return _Answered(classes, scopes, hosts, referenced, plan)
+
+        return self._answered.get(lambda one: one.to(classes, scopes, hosts, referenced), make).plan

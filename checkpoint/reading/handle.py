@@ -64,7 +64,7 @@ class TensorHandle:
     def __getitem__(self, key: Any) -> torch.Tensor:
         """A part by integers and slices, as of a tensor; only whole blocks that hold it are read."""
         keys = self._full(key if isinstance(key, tuple) else (key,))
-        box, then = zip(*map(_interval, keys, self.shape), strict=True) if keys else ((), ())
+        box, then = zip(*map(_interval, keys), strict=True) if keys else ((), ())
         part = self.read_box(list(box))
         return part[then] if then else part
 
@@ -96,7 +96,7 @@ class TensorHandle:
         return number % extent
 
 
-def _interval(key: Any, extent: int) -> tuple[Interval, Any]:
+def _interval(key: Any) -> tuple[Interval, Any]:
     """What to read of one dimension, and how to index what was read."""
     if isinstance(key, slice):
         return (key.start, key.stop), slice(None, None, key.step)

@@ -124,7 +124,7 @@ def test_the_test_vectors_are_frozen(monkeypatch):
 )
 def test_ranges_cover_exactly_once_or_the_place_is_named(total, ranges, problem):
     """Holes, overlaps and what lies outside are named."""
-    found = boxes.uncovered_range(total, ranges)
+    found = boxes.uncovered((total,), [(interval,) for interval in ranges])
     if problem is None:
         assert found is None
     else:

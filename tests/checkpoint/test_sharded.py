@@ -20,6 +20,7 @@ from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.planning.assignments import NodeClass
 from torchrelay.checkpoint.planning.plan import plan_classes
 from torchrelay.checkpoint.replicas import lone_parts, shared_parts
+from torchrelay.checkpoint.selection import Selection
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role
 from torchrelay.errors import DamagedError, FormatError, SaveFailedError
 
@@ -133,6 +134,24 @@ def test_the_frozen_boxes_and_manifest_are_still_written(monkeypatch):
     data = (GOLDEN / "manifest_mesh_v1.json").read_bytes()
     assert make_mesh.manifest().encode() == data
     assert Manifest.decode(data).encode() == data
+
+
+def test_the_frozen_manifest_that_refers_to_it_is_still_written_and_read(monkeypatch):
+    """A referenced leaf lies where it lay, a wrapper is a value and its parts, what was left out is said."""
+    monkeypatch.syspath_prepend(str(GOLDEN))
+    import make_referring
+
+    data = (GOLDEN / "manifest_referring_v1.json").read_bytes()
+    assert make_referring.manifest().encode() == data
+    read, earlier = Manifest.decode(data), make_referring.earlier()
+    assert read.encode() == data
+    assert read.facts.selection == Selection(None, ("optimizer*",))
+    (old,), (new,) = earlier.rows["model.all"], read.rows["model.all"]
+    assert read.tries[read.leaves[new].source] == earlier.tries[0]
+    assert read.layouts[read.leaves[new].layout] == earlier.layouts[earlier.leaves[old].layout]
+    (row,) = read.rows["model.q"]
+    assert (read.leaves[row].role, read.leaves[row].kind) == ("subclass", "value")
+    assert all(f"model.q.{inner}" in read.rows for inner in read.values[row]["inner"])
 
 
 @pytest.mark.parametrize(

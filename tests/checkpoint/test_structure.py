@@ -16,6 +16,7 @@ from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.disk.manifest import VALUE_LIMIT_BYTES
 from torchrelay.checkpoint.planning.assignments import NodeClass, PlannedLeaf
 from torchrelay.checkpoint.planning.plan import plan_classes
+from torchrelay.checkpoint.recent import Recent
 from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value, spec_of
 from torchrelay.checkpoint.structure import Structures
@@ -183,3 +184,20 @@ def test_a_manifest_tells_how_long_values_are_now(tmp_path: Path) -> None:
         found = open_checkpoint(tmp_path / "run", epoch=epoch)
         sizes = {leaf.name: leaf.nbytes for leaf in found.manifest.leaves}
         assert sizes["shared"] == sizes["mine"] == len(text) + 2
+
+
+@given(st.integers(1, 4), st.lists(st.integers(0, 6), max_size=30))
+def test_answers_are_those_of_their_questions_and_no_more_than_a_few_are_kept(size, asked) -> None:
+    """Whatever was asked before, the answer fits; it is made anew only where the last few do not fit."""
+    recent, made = Recent[tuple[int, object]](size), list[int]()
+
+    def make(number: int) -> tuple[int, object]:
+        made.append(number)
+        return number, object()
+
+    for number in asked:
+        known = number in made[-size:]
+        count = len(made)
+        found = recent.get(lambda one, number=number: one[0] == number, lambda number=number: make(number))
+        assert found[0] == number
+        assert len(made) == count + (not known)

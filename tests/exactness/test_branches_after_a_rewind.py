@@ -14,7 +14,7 @@ from torchrun import REPOSITORY, clean_environment
 
 import torchrelay
 from torchrelay import Context, Job, JobRunner, LocalSession, max_epochs, open_checkpoint
-from torchrelay.runners import life
+from torchrelay.runners import outset
 
 PROGRAM = REPOSITORY / "tests/programs/branching.py"
 KILLED = -9
@@ -80,7 +80,7 @@ def attempt(
     folder: Path, monkeypatch: pytest.MonkeyPatch, process: str, crash_in: int | None = None, **how: object
 ) -> list[int]:
     """One attempt of the toy, played as if in a process of its own; returns the epochs it began."""
-    monkeypatch.setattr(life, "PROCESS", process)
+    monkeypatch.setattr(outset, "PROCESS", process)
     began: list[int] = []
     job = Job("branching", blobs={"total": torch.zeros(1)})
 

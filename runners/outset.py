@@ -1,0 +1,113 @@
+"""Before a run begins: what is checked, what the user and the log say, and the position that follows.
+
+Nothing is changed anywhere, and nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from torchrelay.checkpoint.manager_base import Manager
+from torchrelay.errors import UsageError
+from torchrelay.jobs.peers import decide
+from torchrelay.metadata.file_handler import FileMetadataHandler
+from torchrelay.runners.choosing import Choice, Past, Wish, check_epoch, choose
+from torchrelay.runners.preflight import check_before_start
+from torchrelay.runners.result import RunResult
+from torchrelay.runners.stopping import over_by_facts
+
+if TYPE_CHECKING:
+    from torchrelay.runners.life import Life
+
+PROCESS = uuid.uuid4().hex
+"""Tells requests of this process from those of an earlier one."""
+
+
+def look_and_choose(life: Life) -> Choice:
+    """The position to begin from, alike on all processes; what the log said is in `life.look` then.
+
+    Raises UsageError and the errors of the checks; DamagedError or UnknownEpochError for an explicit epoch.
+    """
+    life.job.check()
+    life.session.place(life.job.nodes())
+    check_before_start(life.job, life.session, life.run_directory)
+    manager, run, peers = life.manager, life.run_directory, life.session.peers
+    if manager is None:
+        if life.wish_epoch is not None:
+            raise UsageError(
+                f"epoch {life.wish_epoch} was asked for, but nothing is saved: give JobRunner a run "
+                "directory or a manager"
+            )
+        return Choice("fresh")
+    manager.bind(life.job, default_name=run.name if run else None)
+    wish = _wish(life, manager)
+    life.look = manager.engine.ledger.look(peers, tolerant=run is None)
+    for notice in life.look.notices:
+        life.journal.warn(notice)
+    past = Past(
+        commits=life.look.commits,
+        branch_request=life.look.request,
+        epochs_over=_over_at_look(life),
+    )
+    # Rank 0 chooses for all: which process began a branch is known by rank 0's identity alone.
+    choice = Choice(**decide(peers, "choose", lambda: asdict(choose(wish, past))))
+    if choice.epoch is not None:
+        manager.engine.ledger.prove(peers, choice.epoch)
+    return choice
+
+
+def request_of(choice: Choice) -> dict[str, Any]:
+    """What a branch that this process begins for a choice remembers, to be known again by the next one."""
+    return {"epoch": choice.epoch, "process": PROCESS}
+
+
+def finished_already(life: Life, choice: Choice) -> RunResult | None:
+    """The result of a run whose epochs are over and whose tail is done; None when work is left."""
+    look, run = life.look, life.run_directory
+    if choice.start != "newest" or look.facts is None or look.epoch is None:
+        return None
+    if not _over_at_look(life) or not life.journal.tail_done(look.branch, look.epoch):
+        return None
+    life.journal.say(f"finished at epoch {look.epoch} already; nothing to do")
+    return RunResult(
+        look.epoch,
+        stop=tuple(v["reason"] for v in look.facts.stop.values() if v["stop"]),
+        metrics=look.facts.metrics,
+        run_dir=run.path if run else None,
+        committed=look.epoch,
+    )
+
+
+def _wish(life: Life, manager: Manager) -> Wish:
+    """Ask the handler, on rank 0 only; the default handler of a run directory does not decide."""
+    in_directory = life.run_directory is not None
+    handler = manager.metadata_handler
+    decides = handler is not None and not (in_directory and isinstance(handler, FileMetadataHandler))
+
+    def ask() -> int | None:
+        manager.set_params(life.nodes)
+        return check_epoch(
+            manager.get_resume_from_epoch_id(life.wish_epoch), "the metadata handler's last_epoch"
+        )
+
+    epoch = decide(life.session.peers, "resume epoch", ask)
+    return Wish(
+        epoch=epoch,
+        decided=decides,
+        resume=life.plan.resume,
+        automatic=in_directory,
+        again=life.again,
+        process=PROCESS,
+    )
+
+
+def _over_at_look(life: Life) -> bool:
+    """Whether the epochs are over at the newest entry of the current branch."""
+    look = life.look
+    return (
+        look.facts is not None
+        and look.epoch is not None
+        and over_by_facts(life.job, look.facts, look.epoch).stop
+    )
