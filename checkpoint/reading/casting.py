@@ -24,7 +24,7 @@ def checked_cast(dtype: Cast) -> Cast:
 
 def check_types_used(names: Iterable[str], dtype: Cast) -> None:
     """Raise UsageError for a pattern that means none of the names: most likely a misspelt one."""
-    known = list(names) if isinstance(dtype, Mapping) else []
+    known = list(dict.fromkeys(names)) if isinstance(dtype, Mapping) else []
     for pattern in dtype if isinstance(dtype, Mapping) else ():
         if not any(matches(name, pattern) for name in known):
             raise UsageError(f"no leaf matches {pattern!r}, a pattern of dtype{nearest(pattern, known)}")

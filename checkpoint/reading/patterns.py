@@ -51,6 +51,8 @@ def renamed(name: str, rename: Rename | None) -> str:
     `head` fits `head` and `head.weight`, never `header`; `encoder.` fits `encoder.weight` and, where no
     part before it fits, `model.encoder.weight`.
     """
+    if rename is not None and not isinstance(rename, Mapping):
+        raise UsageError(f'rename is {rename!r}; give new names by old ones, such as {{"ema": "model"}}')
     for old, new in (rename or {}).items():
         if name == old or name.startswith(old if old.endswith(".") else f"{old}."):
             return new + name[len(old) :] if new else name[len(old) :].removeprefix(".")
@@ -69,8 +71,6 @@ def check_prefix_used(names: Iterable[str], prefix: str) -> None:
 
 def renamed_all(names: Iterable[str], rename: Rename | None) -> dict[str, str]:
     """New name to old; raises UsageError where two would become one, or one would have no name."""
-    if rename is not None and not isinstance(rename, Mapping):
-        raise UsageError(f'rename is {rename!r}; give new names by old ones, such as {{"ema": "model"}}')
     found: dict[str, str] = {}
     for name in names:
         new = renamed(name, rename)

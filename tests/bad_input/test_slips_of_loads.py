@@ -51,6 +51,12 @@ def test_odd_arguments_of_a_save(tmp_path, blobs, options, told):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_rename_that_is_no_mapping(file):
+    """Also where objects are filled."""
+    with pytest.raises(UsageError, match=r"rename is 'net'; give new names by old ones"):
+        torchrelay.load_into(file, {"model": torch.nn.Linear(2, 1)}, rename="net")
+
+
 def test_what_is_no_path(tmp_path):
     """A number where a path belongs."""
     for call in (torchrelay.open_checkpoint, torchrelay.load_blobs):
