@@ -19,6 +19,8 @@ from torchrelay.checkpoint.disk.dtypes import memory_of
 from torchrelay.checkpoint.disk.lazily import lazily
 from torchrelay.checkpoint.disk.names import all_plain, encode_name
 from torchrelay.checkpoint.disk.read_options import verifies
+from torchrelay.checkpoint.disk.shard import METADATA_KEY
+from torchrelay.checkpoint.disk.shard_header import LENGTH_LIMIT
 from torchrelay.checkpoint.disk.shard_reader import ReadRequest, ShardHeader, read_header
 from torchrelay.checkpoint.disk.value_decoding import references
 from torchrelay.checkpoint.local_storage import LocalStorage
@@ -84,7 +86,15 @@ def open_blob_file(where: str | os.PathLike[str], *, verify: str = "full") -> Bl
         raise UsageError(
             f"{path} is {'no file' if path.exists() else 'not there'}: give a file of save_blobs"
         )
-    header = read_header(LocalStorage(path.parent), path.name)
+    try:
+        header = read_header(LocalStorage(path.parent), path.name)
+    except (DamagedError, FormatError) as error:
+        if not _of_others(path):
+            raise
+        raise FormatError(
+            f"{path} was not written by save_blobs: open it with safetensors, or take it over with "
+            "import_checkpoint(..., format='safetensors')"
+        ) from error
     said = header.values.get(LEAVES)
     if said is None:
         raise FormatError(
@@ -101,6 +111,20 @@ def open_blob_file(where: str | os.PathLike[str], *, verify: str = "full") -> Bl
     return file
 
 
+def _of_others(path: Path) -> bool:
+    """Whether a file is a safetensors file whose metadata say nothing of torchrelay."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(LENGTH_LIMIT, path.stat().st_size - 8):
+                return False
+            said = canonical.loads(file.read(length), what="header", limit_bytes=LENGTH_LIMIT)
+    except (OSError, DamagedError, FormatError):
+        return False
+    metadata = said.get("__metadata__", {}) if isinstance(said, dict) else None
+    return isinstance(metadata, dict) and METADATA_KEY not in metadata
+
+
 def seal(specs: Iterable[LeafSpec], values: Mapping[str, Json]) -> str:
     """SHA-256 of everything that a header says of leaves and values."""
     return canonical.sha256(canonical.dumps([[_row(spec) for spec in specs], dict(values)]))
@@ -112,6 +136,8 @@ def _row(one: LeafSpec) -> Json:
 
 def local_path(where: str | os.PathLike[str]) -> Path:
     """The path of a blob file; raises UsageError for URLs other than `file://`."""
+    if not isinstance(where, (str, bytes, os.PathLike)):
+        raise UsageError(f"{where!r} is no path: give a file")
     text = os.fspath(where)
     if not isinstance(text, str) or "://" in text.removeprefix("file://"):
         raise UsageError(f"{where!r} is no path of a local or mounted directory, where blob files lie")

@@ -7,7 +7,7 @@ model.load_state_dict(load_blobs("weights.safetensors", "model", prefix="model."
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,10 @@ import torch
 
 from torchrelay.checkpoint.blob_file import BlobFile, open_blob_file
 from torchrelay.checkpoint.blob_file_writing import file_bytes, write_blob_file
-from torchrelay.checkpoint.reading.casting import Cast, cast, checked_cast
+from torchrelay.checkpoint.reading.casting import Cast, cast, check_types_used, checked_cast
+from torchrelay.checkpoint.reading.devices import checked_device
 from torchrelay.checkpoint.reading.lookup import nearest
-from torchrelay.checkpoint.reading.patterns import Rename, renamed_all
+from torchrelay.checkpoint.reading.patterns import Rename, check_prefix_used, pattern_list, renamed_all
 from torchrelay.checkpoint.selecting import check_patterns_used, select
 from torchrelay.checkpoint.selection import Patterns, Selection, selection_of
 from torchrelay.checkpoint.state.flatten import leaves_of
@@ -81,7 +82,7 @@ def _leaves(
     meta: bool = False,
 ) -> list[Leaf]:
     if not isinstance(blobs, Mapping) or not blobs:
-        raise UsageError(f'give the blobs by name, save_blobs(url, {{"model": model}}), not {blobs!r}')
+        raise UsageError(f'give the blobs by name, save_blobs(url, {{"model": model}}), not {_shown(blobs)}')
     named = {new: blobs[old] for new, old in renamed_all(blobs, rename).items()}
     check_blob_names(named)
     found = leaves_of(named)
@@ -89,6 +90,7 @@ def _leaves(
     leaves = select(found, named, selection)
     if checked_cast(dtype) is None:
         return leaves
+    check_types_used((leaf.name for leaf in found), dtype)
     kinds = {blob: kind_of(value) for blob, value in named.items()}
     return [_converted(leaf, kinds[leaf.blob], dtype, meta=meta) for leaf in leaves]
 
@@ -104,7 +106,7 @@ def load_blobs(
     device: str | torch.device | None = None,
     verify: str = "full",
 ) -> dict[str, Any]:
-    """Load tensors and values from files of `save_blobs`, all or nothing, every byte verified.
+    """Load tensors and values from files of `save_blobs`, all or nothing, every byte verified (see `verify`).
 
     Without `names` everything is loaded; `model` means that tensor or value, or all below it, `*`, `?`
     and `[...]` stand for any text. A module comes as its tensors by full name (`model.0.weight`), an
@@ -118,6 +120,7 @@ def load_blobs(
     """
     if rename is not None and prefix is not None:
         raise UsageError("rename and prefix were both given: rename={'model.': ''} says what prefix says")
+    checked_device(device)
     files = _open_all(urls, verify)
     chosen = _chosen(files, _patterns(names), strict=strict)
     new_names = _stripped(chosen, prefix) if prefix else renamed_all(chosen, rename)
@@ -132,6 +135,8 @@ def load_blobs(
 
 
 def _open_all(urls: Url | Sequence[Url], verify: str) -> list[BlobFile]:
+    if not isinstance(urls, (str, os.PathLike, Iterable)):
+        raise UsageError(f"{urls!r} is no path: give a file of save_blobs")
     given = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
     if not given:
         raise UsageError("load_blobs was given no file: name at least one")
@@ -146,7 +151,7 @@ def _open_all(urls: Url | Sequence[Url], verify: str) -> list[BlobFile]:
 def _patterns(names: str | Sequence[str] | None) -> list[str]:
     if names is None:
         return ["*"]
-    patterns = [names] if isinstance(names, str) else list(names)
+    patterns = pattern_list(names)
     for pattern in patterns:
         if patterns.count(pattern) > 1:
             raise UsageError(f"{pattern!r} is asked for twice: list every name once")
@@ -182,6 +187,7 @@ def _paths(files: Sequence[BlobFile]) -> str:
 
 def _stripped(names: Mapping[str, Any], prefix: str) -> dict[str, str]:
     found: dict[str, str] = {}
+    check_prefix_used(names, prefix)
     for name in names:
         new = name.removeprefix(prefix)
         if not new or found.setdefault(new, name) != name:
@@ -207,6 +213,10 @@ def _alone(spec: LeafSpec, blob: str) -> LeafSpec:
     if spec.blob == blob and spec.role is role:
         return spec
     return replace(spec, blob=blob, role=role)
+
+
+def _shown(blobs: object) -> str:
+    return "none" if blobs == {} else type(blobs).__name__
 
 
 def _converted(leaf: Leaf, kind: Kind, dtype: Cast, *, meta: bool) -> Leaf:

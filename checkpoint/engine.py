@@ -24,6 +24,7 @@ from torchrelay.checkpoint.log.keeping import Keeping
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.members import Member, members_of, newcomers
 from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.reading.lookup import nearest
 from torchrelay.checkpoint.replicas import ReplicaCheck
 from torchrelay.checkpoint.retaining import Retaining
 from torchrelay.checkpoint.reuse import Reuse
@@ -273,9 +274,9 @@ class Engine:
         used = session.peers.exchange("save: patterns", used_patterns(names, self.selection))
         unused = [one for one in self.selection.patterns if not any(one in part for part in used)]
         if unused and session.peers.rank == 0:
-            warnings.warn(
-                f"no leaf matches {', '.join(map(repr, unused))} of include= and exclude=", stacklevel=2
-            )
+            known = nearest(unused[0], names)
+            text = f"no leaf matches {', '.join(map(repr, unused))} of include= and exclude={known}"
+            warnings.warn(text, stacklevel=2)
 
     def _tell_late(self, session: Session, place: NodePlace) -> None:
         members = (self._members or {}).get(place.name, {})

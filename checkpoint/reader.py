@@ -19,7 +19,8 @@ from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.reading.blob_info import Blobs, LeafInfo, leaf_info
-from torchrelay.checkpoint.reading.casting import Cast, checked_cast
+from torchrelay.checkpoint.reading.casting import Cast, check_types_used, checked_cast
+from torchrelay.checkpoint.reading.devices import checked_device
 from torchrelay.checkpoint.reading.epoch_choice import wanted
 from torchrelay.checkpoint.reading.handle import TensorHandle
 from torchrelay.checkpoint.reading.leaf_reader import LeafReader
@@ -186,8 +187,8 @@ class Checkpoint:
         """Load tensors by name or glob (`model.encoder`, `model.*.weight`, `trainer_1:rng.torch`).
 
         Tied names give one tensor. `dtype` converts floating-point tensors only: all of them, or by
-        pattern of their new names, `{"encoder.*": torch.bfloat16}`, the first that fits. With `strict` a
-        pattern that matches nothing is an error.
+        pattern of their new names, `{"encoder.*": torch.bfloat16}`, the first that fits; each must
+        mean a leaf. With `strict` a pattern that matches nothing is an error.
         """
         chosen = choose(self.manifest, patterns, "tensor", strict=strict)
         places = dict(chosen)
@@ -197,8 +198,9 @@ class Checkpoint:
             )
         names = renamed_all(places, rename)
         wanted_names = {new: (name, places[name]) for new, name in names.items()}
+        check_types_used((*names, *self.manifest.rows), checked_cast(dtype))
         with self._naming_damage():
-            return load_tensors(self._reader, self.entry, wanted_names, device, checked_cast(dtype))
+            return load_tensors(self._reader, self.entry, wanted_names, checked_device(device), dtype)
 
     def value(self, name: str) -> Any:
         """A value, such as `total` or, where every node has its own, `trainer_1:total`."""

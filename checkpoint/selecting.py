@@ -31,7 +31,8 @@ def select(leaves: Sequence[Leaf], objects: Mapping[str, Any], selection: Select
     _check_optimizers(objects, units, wanted)
     chosen = [leaf for unit, members in units.items() if unit in wanted for leaf in members]
     if leaves and not chosen:
-        raise BlobError(f"{_told(selection)} leaves nothing to save: name what to save")
+        known = nearest((selection.include or ("",))[0], [leaf.name for leaf in leaves])
+        raise BlobError(f"{_told(selection)} leaves nothing to save: name what to save{known}")
     names = {leaf.name for leaf in chosen}
     return _with_own_content([leaf for leaf in leaves if leaf.name in names])
 

@@ -50,7 +50,7 @@ def selection_of(include: Patterns, exclude: Patterns) -> Selection:
     found = None if include is None else _checked(include, "include")
     if found == ():
         raise UsageError("include=[] would save nothing: leave it out, or name what to save")
-    return Selection(found, _checked(exclude or (), "exclude"))
+    return Selection(found, () if exclude is None else _checked(exclude, "exclude"))
 
 
 def _checked(given: object, what: str) -> tuple[str, ...]:

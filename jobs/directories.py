@@ -15,6 +15,8 @@ def local_directory(given: str | os.PathLike[str], what: str) -> Path:
     Raises UsageError, naming it as `what`, for an empty path, a URL, and control characters, which
     would tear every message and log line that names the path.
     """
+    if not isinstance(given, (str, bytes, os.PathLike)):
+        raise UsageError(f"{what} {given!r} is no path: give a str or a Path")
     text = os.fspath(given)
     if not isinstance(text, str):
         raise UsageError(f"{what} {given!r} is given in bytes: give a str or a Path")

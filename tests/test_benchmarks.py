@@ -56,6 +56,19 @@ def test_the_table_has_what_it_promises_and_a_broken_engine_is_told(tmp_path):
     assert "| broken | failed: RuntimeError" in page, page
 
 
+def test_slips_on_the_command_line_are_told_before_anything_is_made(tmp_path):
+    """Unknown engines, folders that are not there and numbers that cannot be: one line, exit code 2."""
+    for slip, told in (
+        (("--engines", "torch.svae"), "no engine 'torch.svae'"),
+        (("--directory", str(tmp_path / "absent")), "is no folder"),
+        (("--threads", "0"), "--threads is above 0"),
+        (("--output", "/proc/absent"), "cannot make --output"),
+    ):
+        done = run(tmp_path, *slip)
+        assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_stopped_run_goes_on(tmp_path):
     """Finished rounds are kept and not measured again; another way of measuring is not mixed with them."""
     engines = ("--engines", "torch.save")

@@ -172,6 +172,10 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=5)
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    if asked.saves < 1:
+        parser.error("--saves is a number from 1")
+    if asked.what == "plot" and (len(asked.files) != 2 or not asked.files[0].is_file()):
+        parser.error("plot takes a file of results that is there, and the name of a picture")
     if asked.rank_of is not None:
         _as_rank(asked.rank_of, asked.saves)
         return

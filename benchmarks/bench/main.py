@@ -22,7 +22,7 @@ from bench.table import Head, as_json, page
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 EXAMPLES = """examples:
-  benchmarks/run --small                             all workloads, within 5 minutes on 2 cores
+  benchmarks/run --small                             all workloads, some minutes on 2 cores
   benchmarks/run --rounds 5                          the full sizes; needs 24 GiB of memory and 30 GB of disk
   benchmarks/run --only W1,W3 --rounds 5 --scale 0.5
   benchmarks/run --only W1 --engines torchrelay safetensors
@@ -70,7 +70,23 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
             parser.error(f"no workload {name!r}: there are {', '.join([*WORKLOADS, *OTHERS])}")
     if given.rounds < 1 or given.saves < 1 or given.scale <= 0 or given.cap <= 0:
         parser.error("--rounds, --saves, --scale and --cap are above 0")
+    if given.threads is not None and given.threads < 1:
+        parser.error("--threads is above 0")
+    if not given.directory.is_dir():
+        parser.error(f"--directory {given.directory} is no folder: give one on the device to be measured")
+    if problem := unknown_engine(given.engines, given.only):
+        parser.error(problem)
     return given
+
+
+def unknown_engine(named: Sequence[str], only: Sequence[str]) -> str:
+    """What is wrong with the first name that means no engine of the chosen workloads; empty if all do."""
+    chosen = [one for one in WORKLOADS.values() if not only or one.name in only]
+    for name in named if chosen else ():
+        if not any(engines_of(one, [name], small=False) for one in chosen):
+            known = dict.fromkeys(engine for one in chosen for engine in one.engines)
+            return f"no engine {name!r}: there are {', '.join(known)}"
+    return ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,7 +101,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     output: Path = given.output or RESULTS / (today + ("-small" if given.small else ""))
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"benchmarks/run: error: cannot make --output {output}: {error.strerror}", file=sys.stderr)
+        return 2
     way = {name: getattr(given, name) for name in ("scale", "saves", "cap", "small", "engines", "threads")}
     record = Record(output / "rounds.jsonl", way)
     scratch = Path(tempfile.mkdtemp(prefix="bench-", dir=given.directory)).resolve()

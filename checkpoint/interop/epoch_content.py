@@ -8,9 +8,9 @@ from typing import Any
 from torchrelay.checkpoint.disk.dtypes import by_name
 from torchrelay.checkpoint.interop.content import Content, Outgoing
 from torchrelay.checkpoint.reader import Checkpoint
-from torchrelay.checkpoint.reading.casting import Cast, cast_of, checked_cast
+from torchrelay.checkpoint.reading.casting import Cast, cast_of, check_types_used, checked_cast
 from torchrelay.checkpoint.reading.lookup import find_row
-from torchrelay.checkpoint.reading.patterns import choose
+from torchrelay.checkpoint.reading.patterns import check_prefix_used, choose, pattern_list
 from torchrelay.errors import UsageError
 
 
@@ -29,6 +29,7 @@ def content_of(
     stored: dict[tuple[int, str | None], str] = {}
     chosen = _chosen(checkpoint, blobs)
     new_names = _new_names([name for name, _, _ in chosen], prefix)
+    check_types_used((*new_names.values(), *manifest.rows), dtype)
     for name, node, kind in chosen:
         if kind != "tensor":
             continue
@@ -50,7 +51,7 @@ def content_of(
 
 def _chosen(checkpoint: Checkpoint, blobs: str | Sequence[str] | None) -> list[tuple[str, str | None, str]]:
     manifest = checkpoint.manifest
-    patterns = ["*"] if blobs is None else [blobs] if isinstance(blobs, str) else list(blobs)
+    patterns = ["*"] if blobs is None else pattern_list(blobs)
     found: list[tuple[str, str | None, str]] = []
     for pattern in patterns:
         hits = [
@@ -75,6 +76,7 @@ def _chosen(checkpoint: Checkpoint, blobs: str | Sequence[str] | None) -> list[t
 def _new_names(names: Sequence[str], prefix: str) -> dict[str, str]:
     found: dict[str, str] = {}
     taken: dict[str, str] = {}
+    check_prefix_used(names, prefix)
     for name in names:
         new = name.removeprefix(prefix)
         if not new or taken.setdefault(new, name) != name:

@@ -52,9 +52,9 @@ def export_checkpoint(
 
     `to` is `safetensors` (one file), `hf` (a directory of files of at most `shard_bytes` of data, with
     an index), `torch` (one file for `torch.load`), or `dcp` (a directory). The first two hold tensors
-    only. `prefix` is taken off names; `dtype` converts floating-point tensors, all or by pattern of the
-    new names. Every byte is verified on its way; memory stays bounded. The result appears whole and durable
-    or not at all; a file is replaced only with `overwrite`, a directory never.
+    only. `prefix`, with which some name must begin, is taken off; `dtype` converts floating-point tensors,
+    all or by pattern of the new names. Every byte is verified on its way; memory stays bounded. The result
+    appears whole and durable or not at all; a file is replaced only with `overwrite`, a directory never.
     Raises UsageError, BlobError for what the format cannot hold, and what `open_checkpoint` raises.
     """
     if to not in FORMATS:

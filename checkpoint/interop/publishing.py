@@ -19,7 +19,7 @@ def check_free(path: Path, *, overwrite: bool, directory: bool) -> None:
         if directory or not path.is_file():
             raise UsageError(f"{path} exists already and is never replaced: choose another name")
         if not overwrite:
-            raise UsageError(f"{path} exists already: choose another name, or overwrite")
+            raise UsageError(f"{path} exists already: choose another name, or overwrite=True (--overwrite)")
 
 
 def publish(
@@ -45,7 +45,9 @@ def publish(
     except StorageError:
         raise
     except FileExistsError:
-        raise UsageError(f"{path} exists already: choose another name, or overwrite") from None
+        raise UsageError(
+            f"{path} exists already: choose another name, or overwrite=True (--overwrite)"
+        ) from None
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
     finally:

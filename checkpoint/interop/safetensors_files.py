@@ -66,7 +66,7 @@ def read_safetensors(path: Path) -> Incoming:
             size = path.stat().st_size
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(HEADER_LIMIT, size - 8):
-                raise FormatError(f"{path} is no safetensors file, or is cut short")
+                raise FormatError("its header does not fit the file, which may be cut short")
             header = canonical.loads(file.read(length), what="its header", limit_bytes=HEADER_LIMIT)
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except (FormatError, DamagedError) as error:

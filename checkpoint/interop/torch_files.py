@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import io
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,8 @@ def read_torch_file(path: Path) -> Any:
     except Exception as error:  # a hostile file can make the unpickler raise anything
         if isinstance(error, OSError) and error.errno != errno.EINVAL:  # EINVAL: torch seeks where nothing is
             raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
-        reason = " ".join(str(error).split())[:200]
         raise FormatError(
-            f"{path} is no file of torch.save that can be read without running its code: {reason}"
+            f"{path} is no file of torch.save that can be read without running its code: {_reason(error)}"
         ) from error
 
 
@@ -68,6 +68,16 @@ def saved_bytes(value: Any) -> io.BytesIO:
     torch.save(value, memory)
     memory.seek(0)
     return memory
+
+
+def _reason(error: Exception) -> str:
+    """What is in the way, without torch's advice to run the file's code."""
+    text = str(error)
+    refused = re.search(r"Unsupported [^.]*: ?(?:GLOBAL )?[\w.]+", text)
+    if refused is not None:
+        return f"{refused[0]}; save tensors, numbers, texts and containers of these (a state_dict)"
+    first = " ".join(text.partition("\n")[0].split())
+    return f"{type(error).__name__} {first}"[:200]
 
 
 def _mappable(path: Path) -> bool:

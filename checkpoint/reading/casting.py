@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
+from torchrelay.checkpoint.reading.lookup import nearest
 from torchrelay.checkpoint.wildcards import matches
 from torchrelay.errors import UsageError
 
@@ -19,6 +20,14 @@ def checked_cast(dtype: Cast) -> Cast:
         if not isinstance(one, torch.dtype) or not one.is_floating_point:
             raise UsageError(f"dtype={one!r}: give a floating-point type of torch, such as torch.bfloat16")
     return dtype
+
+
+def check_types_used(names: Iterable[str], dtype: Cast) -> None:
+    """Raise UsageError for a pattern that means none of the names: most likely a misspelt one."""
+    known = list(dict.fromkeys(names)) if isinstance(dtype, Mapping) else []
+    for pattern in dtype if isinstance(dtype, Mapping) else ():
+        if not any(matches(name, pattern) for name in known):
+            raise UsageError(f"no leaf matches {pattern!r}, a pattern of dtype{nearest(pattern, known)}")
 
 
 def cast_of(name: str, dtype: Cast) -> torch.dtype | None:

@@ -44,6 +44,8 @@ def place_of(where: str | os.PathLike[str] | Storage) -> Place:
     """
     if isinstance(where, Storage):
         return Place(CountingStorage(where))
+    if not isinstance(where, (str, os.PathLike)):
+        raise UsageError(f"{where!r} is no path: give a run directory")
     if "://" in str(where):
         raise UsageError(
             f"{where} is a URL; checkpoints are read from local or mounted directories: give a path"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from torchrelay.checkpoint.disk.layouts import PerNode
 from torchrelay.checkpoint.disk.manifest import Manifest
@@ -17,6 +17,14 @@ Chosen = tuple[str, str | None]
 """A leaf's name and the node whose own is meant."""
 
 
+def pattern_list(patterns: str | Sequence[str]) -> list[str]:
+    """Patterns as a list; raises UsageError for anything but a text or texts."""
+    given = [patterns] if isinstance(patterns, str) else patterns
+    if not isinstance(given, Sequence | Set) or not all(isinstance(one, str) for one in given):
+        raise UsageError(f"{patterns!r:.80} is no name or pattern: give one, or a list of them")
+    return list(given)
+
+
 def choose(manifest: Manifest, patterns: str | Sequence[str], kind: str, *, strict: bool) -> list[Chosen]:
     """Leaves of a kind that match any pattern, each once, in the order of the patterns.
 
@@ -25,7 +33,7 @@ def choose(manifest: Manifest, patterns: str | Sequence[str], kind: str, *, stri
     share (or only one has). A pattern that matches nothing is an error unless `strict` is False.
     """
     found: dict[Chosen, None] = {}
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+    for pattern in pattern_list(patterns):
         node, text = split_name(pattern, manifest.world.names)
         matching = [name for name in manifest.rows if matches(name, text) and _has_kind(manifest, name, kind)]
         usable = [name for name in matching if _unambiguous(manifest, name, node)]
@@ -43,6 +51,8 @@ def renamed(name: str, rename: Rename | None) -> str:
     `head` fits `head` and `head.weight`, never `header`; `encoder.` fits `encoder.weight` and, where no
     part before it fits, `model.encoder.weight`.
     """
+    if rename is not None and not isinstance(rename, Mapping):
+        raise UsageError(f'rename is {rename!r}; give new names by old ones, such as {{"ema": "model"}}')
     for old, new in (rename or {}).items():
         if name == old or name.startswith(old if old.endswith(".") else f"{old}."):
             return new + name[len(old) :] if new else name[len(old) :].removeprefix(".")
@@ -52,12 +62,19 @@ def renamed(name: str, rename: Rename | None) -> str:
     return name
 
 
+def check_prefix_used(names: Iterable[str], prefix: str) -> None:
+    """Raise UsageError for a prefix that no name begins with: most likely a misspelt one."""
+    known = list(names)
+    if known and not any(name.startswith(prefix) for name in known):
+        raise UsageError(f"no name begins with prefix={prefix!r}{nearest(prefix, known)}")
+
+
 def renamed_all(names: Iterable[str], rename: Rename | None) -> dict[str, str]:
     """New name to old; raises UsageError where two would become one, or one would have no name."""
     found: dict[str, str] = {}
     for name in names:
         new = renamed(name, rename)
-        if not new or found.setdefault(new, name) != name:
+        if (not new and rename) or found.setdefault(new, name) != name:
             other = f"{found[new]!r} and {name!r} both" if new else repr(name)
             raise UsageError(f"rename={rename!r} makes {other} {new!r}: choose other names")
     return found

@@ -86,6 +86,7 @@ class Findings:
     ) -> None:
         """Raise one BlobError that lists all differences; without `strict` only the unlike ones count."""
         lines = [f"differs: {text}" for text in self.unlike]
+        reasons: dict[str, str] = {}
         if strict:
             missing = [name for name in self.missing if name not in kept]
             near = missing[:_NEAREST_FOR]
@@ -99,9 +100,10 @@ class Findings:
             raise BlobError(
                 "the checkpoint does not fit the given objects; nothing was changed:\n  "
                 + "\n  ".join(lines)
-                + "\nBuild the objects as they were when the epoch was saved, or load only blobs that fit, "
+                + "\nBuild the objects as they were when it was saved, or load only blobs that fit, "
                 "with open_checkpoint or ctx.load_blobs"
                 + (" (their strict=False skips leaves that only one side has)" if not self.unlike else "")
+                + ("; a run resumes with the include and exclude of the save" if reasons else "")
             )
 
 

@@ -44,6 +44,8 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=200, help="what forward and backward take at least")
     parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
+    if min(options.mib, options.epochs, options.rounds) < 1 or options.step_ms < 0:
+        parser.error("--mib, --epochs and --rounds are numbers from 1, --step-ms is not negative")
     session = torchrelay.init() if "RANK" in os.environ else None
     found: dict[str, Times] = {}
     for number in range(options.rounds):

@@ -22,6 +22,8 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
+    if options.pairs < 1:
+        parser.error("--pairs is a number from 1")
     begin, failures = time.monotonic(), 0
     for first in range(0, options.pairs, CHUNK):
         seed, count = options.seed + first // CHUNK, min(CHUNK, options.pairs - first)

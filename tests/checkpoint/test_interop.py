@@ -350,6 +350,9 @@ def test_odd_arguments_are_refused(run, tmp_path):
         {"blobs": "total"},
         {"blobs": ["trainer_0:own", "trainer_1:own"]},
         {"blobs": "model", "prefix": "model.wide"},
+        {"blobs": "model", "prefix": "modle."},
+        {"blobs": 3},
+        {"dtype": {"modle.*": torch.bfloat16}},
     ):
         with pytest.raises(UsageError):
             export_checkpoint(run, out, **options)

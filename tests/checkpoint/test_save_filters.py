@@ -206,7 +206,7 @@ def test_a_blob_file_without_some_leaves(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"include": []}, {"exclude": 3}, {"include": [""]}, {"exclude": ["a", None]}]
+    "wrong", [{"include": []}, {"exclude": 3}, {"include": [""]}, {"exclude": ""}, {"exclude": ["a", None]}]
 )
 def test_what_are_no_patterns_is_refused(tmp_path, wrong):
     """Before anything is written."""
