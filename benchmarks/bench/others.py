@@ -16,7 +16,7 @@ def command_of(name: str, scale: float, scratch: Path, *, small: bool) -> Sequen
     """The command line of a workload."""
     if name == "W8":
         frozen = BENCHMARKS / "frozen.py"
-        mib = str(max(16, round(512 * min(1.0, scale))))
+        mib = str(max(16, round(2048 * min(1.0, scale))))
         line = [sys.executable, str(frozen), "--mib", mib, "--where", str(scratch)]
         return [*line, "--saves", "3"] if small else line
     growth = BENCHMARKS / "bench" / "growth.py"
