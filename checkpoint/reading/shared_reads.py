@@ -102,7 +102,7 @@ class _Ahead:
     """Reads batches in a thread, in order, while earlier ones are on their way to the others."""
 
     def __init__(self, reads: SharedReads, batches: tuple[Batch, ...]) -> None:
-        self.failed: Exception | None = None
+        self.failed: BaseException | None = None
         self._reads = reads
         self._batches = batches
         self._done = threading.Semaphore(0)
@@ -130,7 +130,7 @@ class _Ahead:
                     return
                 self._reads.read(batch)
                 self._done.release()
-        except Exception as error:
+        except BaseException as error:
             self.failed = error
         finally:
             if self._batches:

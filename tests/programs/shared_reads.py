@@ -1,7 +1,8 @@
 """Four ranks that pretend to be on two hosts resume copies of one run, and tell what each has read.
 
-`shared_reads.py FOLDER CASES...`: the run is trained first; each case is `name:share:trouble`, with a trouble
-that rank 0 makes in the copy (`flip-<node>`) or that a rank meets (`fail-<rank>`, `fail-<rank>-late`).
+`shared_reads.py FOLDER CASES...`: the run is trained first; each case is `name:share:trouble`, with a trouble that
+rank 0 makes in the copy (`flip-<node>`) or that a rank meets: its reads fail (`fail-<rank>`,
+with `-late` not at once), bytes change on their way to it (`noise-<rank>`), it stops sending and receiving (`cut-<rank>`).
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from torch import nn
 os.environ["GROUP_RANK"] = str(int(os.environ["RANK"]) // 2)
 
 import torchrelay
-from torchrelay import Job, JobRunner, max_epochs
+from torchrelay import DistributedSession, Job, JobRunner, max_epochs
 from torchrelay.checkpoint.counting_storage import CountingStorage
+from torchrelay.errors import PeerError, StorageError
 from torchrelay.jobs.peers import together
 
 SIZES = {"big": 5_000_000, "odd": 1_234_567, **{f"small{index}": 777 + index for index in range(300)}}
@@ -41,7 +43,24 @@ class Failing(CountingStorage):
         super().count(nbytes)
         if nbytes > 1 << 19 and self.bytes_read > self.free:
             self.fired += 1
-            raise OSError(errno.EIO, "the mount of this rank is gone")
+            raise StorageError(errno.EIO, "the mount of this rank is gone")
+
+
+class Troubled:
+    """A wire that changes a byte of the second broadcast that comes here, or ends there."""
+
+    def __init__(self, wire: Any, kind: str) -> None:
+        self.wire, self.rank, self.kind, self.fired, self.came = wire, wire.rank, kind, 0, 0
+
+    def broadcast(self, memory: memoryview, source: int) -> None:
+        self.came += source != self.rank
+        here = source != self.rank and self.came == 2 and not self.fired
+        self.fired += here
+        if here and self.kind == "cut":
+            raise PeerError("the cable is cut")
+        self.wire.broadcast(memory, source)
+        if here:
+            memory[len(memory) // 2] ^= 4
 
 
 class Model(nn.Module):
@@ -107,6 +126,10 @@ def resume(session: Any, run: Path, share: bool | None, trouble: str) -> dict[st
         engine.storage = Failing(engine.storage, 2 << 20 if late else 0)
     else:
         engine.storage = CountingStorage(engine.storage)
+    wires = [session.wire()] if share else []
+    if kind in ("noise", "cut") and rank == int(who):
+        wires = [Troubled(session.wire(), kind)]
+        session.wire = lambda: wires[0]
     counted: list[int] = []
     loads = engine.load
 
@@ -129,13 +152,15 @@ def resume(session: Any, run: Path, share: bool | None, trouble: str) -> dict[st
     return {
         "bytes": counted, "error": error, "warned": texts, "secs": time.monotonic() - began,
         "epoch": seen[0][0] if seen else None, "right": right(seen, rank) if seen else None,
-        "fired": getattr(engine.storage, "fired", 0), "wire": session.world.groups._wire is not None,
+        "fired": getattr(engine.storage, "fired", 0),
+        "noise": sum(getattr(wire, "fired", 0) for wire in wires),
     }  # fmt: skip
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    with torchrelay.init() as session:
+    secs = 6.0 if ":cut-" in sys.argv[-1] else 1800.0
+    with DistributedSession.from_env(timeout_secs=secs) as session:
         JobRunner(job(2, []), folder / "run", reuse=False).train(session)
         for case in sys.argv[2:]:
             name, share, trouble = case.split(":")
@@ -151,6 +176,7 @@ def main() -> None:
             told = session.peers.exchange(
                 f"told {name}", resume(session, folder / name, wanted, trouble), deadline_secs=60
             )
+            vars(session).pop("wire", None)
             if session.peers.rank == 0:
                 (folder / f"{name}.json").write_text(json.dumps(told))
 
