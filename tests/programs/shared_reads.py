@@ -1,8 +1,8 @@
 """Four ranks that pretend to be on two hosts resume copies of one run, and tell what each has read.
 
-`shared_reads.py FOLDER CASES...`: the run is trained first; each case is `name:share:trouble`, with a trouble that
-rank 0 makes in the copy (`flip-<node>`) or that a rank meets: its reads fail (`fail-<rank>`,
-with `-late` not at once), bytes change on their way to it (`noise-<rank>`), it stops sending and receiving (`cut-<rank>`).
+`shared_reads.py FOLDER CASES...`: the run is trained first; each case is `name:share:trouble`, with a trouble
+that rank 0 makes in the copy (`flip-<node>`) or that a rank meets: its reads fail (`fail-<rank>`, or
+`fail-<rank>-late`), a byte changes on its way to it (`noise-<rank>`), it leaves the others (`cut-<rank>`).
 """
 
 from __future__ import annotations
