@@ -54,6 +54,7 @@ class Engine:
     `selection` says which leaves are saved.
     `reuse`: leaves with the bytes of the epoch before are referenced instead of written again; None: without
     a `background` alone, because looking for them holds the training up.
+    `share_reads`: what all nodes load is read by one host each and sent to the others.
     """
 
     def __init__(
@@ -67,11 +68,15 @@ class Engine:
         background: Background | None = None,
         reuse: bool | None = None,
         selection: Selection = EVERYTHING,
+        share_reads: bool | None = None,
     ) -> None:
         keeping = Keeping(keep_last, keep_every, keep_optimizer_last)
         self.selection = selection
         if reuse is not None and type(reuse) is not bool:
             raise UsageError(f"reuse is {reuse!r:.80}; it is True, False or None")
+        if share_reads is not None and type(share_reads) is not bool:
+            raise UsageError(f"share_reads is {share_reads!r:.80}; it is True, False or None")
+        self.share_reads = bool(share_reads)
         looking = background is None if reuse is None else reuse
         self.storage = LocalStorage(local_directory(prefix, "the checkpoint prefix"))
         self.ledger = Ledger(self.storage, takeover_secs)
@@ -100,7 +105,7 @@ class Engine:
 
     def reading_from(self, prefix: str) -> Engine:
         """A copy that reads another directory."""
-        other = Engine(prefix, selection=self.selection)
+        other = Engine(prefix, selection=self.selection, share_reads=self.share_reads)
         other.stored_names, other._members, other._demoted = self.stored_names, self._members, self._demoted
         return other
 
@@ -304,7 +309,13 @@ class Engine:
         """Load a proved position; random states wait in `take_streams` for the runner to restore them."""
         self.wait()
         job = LoadJob(
-            self.storage, session, target.manifest, self._stored, self._members or {}, self.selection
+            self.storage,
+            session,
+            target.manifest,
+            self._stored,
+            self._members or {},
+            self.selection,
+            self.share_reads,
         )
         self._streams, self._stats["checkpoint_load"] = load_all(job)
         if self._reuse is not None:

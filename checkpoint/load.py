@@ -13,17 +13,21 @@ from torchrelay.checkpoint.disk.dtypes import memory_of
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.load_shared import agreed, offer, shareable
 from torchrelay.checkpoint.members import RNG_BLOB, Member
 from torchrelay.checkpoint.reading.leaf_reader import LeafRead, LeafReader
+from torchrelay.checkpoint.reading.shared_reads import SharedReads
+from torchrelay.checkpoint.reading.shares import Ranges
 from torchrelay.checkpoint.reading.sharing import options_of
 from torchrelay.checkpoint.reshard import Assigned, assign
 from torchrelay.checkpoint.selecting import left_out
 from torchrelay.checkpoint.selection import EVERYTHING, Selection
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.checkpoint.state.restore import Restoration, restoration
+from torchrelay.checkpoint.state.restoring import Read
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.timing import Clock, patience_secs
-from torchrelay.errors import PartiallyLoadedError, RelayError, StorageError
+from torchrelay.errors import PartiallyLoadedError, PeerError, RelayError, StorageError
 from torchrelay.jobs.peers import together
 from torchrelay.jobs.places import NodePlace
 from torchrelay.jobs.random_streams import RandomStreams
@@ -42,6 +46,8 @@ class LoadJob:
     members: Mapping[str, Mapping[str, Member]]
     selection: Selection = EVERYTHING
     """What the saves of this run take; what they leave out, and the epoch lacks, stays as it is."""
+    share_reads: bool = False
+    """Whether what all nodes load is read by one host each; see `reading/shared_reads`."""
 
 
 @dataclass
@@ -52,6 +58,7 @@ class _NodeLoad:
     stored: str
     assigned: Assigned
     restoration: Restoration
+    streams: RandomStreams
     clock: Clock = field(default_factory=Clock)
     bytes: int = 0
 
@@ -62,29 +69,29 @@ def load_all(job: LoadJob) -> tuple[dict[str, RandomStreams], NodeStats]:
     Raises the same error on all processes: before anything changed where names, shapes, dtypes or
     policies do not fit, PartiallyLoadedError after.
     """
-    loads: list[_NodeLoad] = []
     reader = LeafReader(job.storage, job.manifest, options=options_of(job.session))
+    loads: list[_NodeLoad] = []
+    rows: dict[int, Read] = {}
+
+    def check() -> Ranges | None:
+        loads.extend(_prepare(job, reader, place) for place in job.session.local_nodes)
+        if not job.share_reads:
+            return None
+        rows.update(shareable(job.manifest, loads[0].restoration.reads, node_of(job, loads[0].stored)))
+        return offer(job.session, rows)
+
+    offers = together(job.session.peers, "load: check", check)
+    shared = agreed(job.session, reader, rows, offers)
+    size = sum(leaf.nbytes for leaf in job.manifest.leaves)  # no node reads more than everything
     together(
         job.session.peers,
-        "load: check",
-        lambda: loads.extend(_prepare(job, reader, place) for place in job.session.local_nodes),
+        "load: read",
+        lambda: _read_all(job, reader, loads, shared),
+        deadline_secs=patience_secs(size),
     )
-    streams: dict[str, RandomStreams] = {}
-
-    def read() -> None:
-        try:
-            streams.update((load.place.name, _streams(job, reader, load)) for load in loads)
-        except StorageError as error:
-            raise type(error)(
-                f"epoch {job.manifest.position} in {job.storage.url} cannot be loaded, nothing was changed: "
-                f"{error}; choose another epoch, or restore the file from a copy"
-            ) from error
-        _read_all(job, reader, loads)
-
-    size = sum(leaf.nbytes for leaf in job.manifest.leaves)  # no node reads more than everything
-    together(job.session.peers, "load: read", read, deadline_secs=patience_secs(size))
-    rows = together(job.session.peers, "load: done", lambda: [_times(job, load) for load in loads])
-    return streams, NodeStats(NodeTimes(**row) for part in rows for row in part)
+    times = together(job.session.peers, "load: done", lambda: [_times(job, load) for load in loads])
+    streams = {load.place.name: load.streams for load in loads}
+    return streams, NodeStats(NodeTimes(**row) for part in times for row in part)
 
 
 def _prepare(job: LoadJob, reader: LeafReader, place: NodePlace) -> _NodeLoad:
@@ -102,12 +109,24 @@ def _prepare(job: LoadJob, reader: LeafReader, place: NodePlace) -> _NodeLoad:
         absent = left_out(objects, job.selection) - set(specs)
         why = job.manifest.facts.selection.why_not
         found = restoration(objects, specs, assigned.values, kept=assigned.kept | absent, why_absent=why)
-    return _NodeLoad(place, stored, assigned, found, clock)
+        streams = _checked_streams(job, reader, assigned, place, stored)
+    return _NodeLoad(place, stored, assigned, found, streams, clock)
 
 
-def _read_all(job: LoadJob, reader: LeafReader, loads: Sequence[_NodeLoad]) -> None:
-    changed = False
+def _read_all(
+    job: LoadJob,
+    reader: LeafReader,
+    loads: Sequence[_NodeLoad],
+    shared: tuple[SharedReads, frozenset[str]] | None,
+) -> None:
+    """Shared reads come first: nothing before them may keep one process from the others' broadcasts."""
+    changed = shared is not None
+    come: frozenset[str] = frozenset()
     try:
+        if shared is not None:
+            with loads[0].clock.spent("read"):
+                shared[0].run()
+            come = shared[1]
         for load in loads:
             with load.clock.spent("read"):
                 reads = [
@@ -115,7 +134,7 @@ def _read_all(job: LoadJob, reader: LeafReader, loads: Sequence[_NodeLoad]) -> N
                     for read in load.restoration.reads
                 ]
                 changed = changed or bool(reads)
-                reader.read_many(reads)
+                reader.read_many(read for read in reads if read.leaf not in come)
                 load.bytes = sum(len(read.destination) for read in reads)
             with load.clock.spent("restore"):
                 changed = True
@@ -124,6 +143,8 @@ def _read_all(job: LoadJob, reader: LeafReader, loads: Sequence[_NodeLoad]) -> N
                     workspace.set_loaded(name, value)
                 for name, value in load.assigned.computed.items():
                     workspace.set_loaded(name, value)
+    except PeerError:
+        raise  # another process is lost: that says more than what became of the objects
     except RelayError as error:
         if not changed:
             raise
@@ -138,16 +159,30 @@ def node_of(job: LoadJob, stored: str) -> str | None:
     return stored if stored in job.manifest.world.number else None
 
 
-def _streams(job: LoadJob, reader: LeafReader, load: _NodeLoad) -> RandomStreams:
+def _checked_streams(
+    job: LoadJob, reader: LeafReader, assigned: Assigned, place: NodePlace, stored: str
+) -> RandomStreams:
+    try:
+        return _streams(job, reader, assigned, place, stored)
+    except StorageError as error:
+        raise type(error)(
+            f"epoch {job.manifest.position} in {job.storage.url} cannot be loaded, nothing was changed: "
+            f"{error}; choose another epoch, or restore the file from a copy"
+        ) from error
+
+
+def _streams(
+    job: LoadJob, reader: LeafReader, assigned: Assigned, place: NodePlace, stored: str
+) -> RandomStreams:
     """The node's own random states; a node that is new derives its streams."""
-    names = [name for name in load.assigned.random if name.startswith(f"{RNG_BLOB}.")]
+    names = [name for name in assigned.random if name.startswith(f"{RNG_BLOB}.")]
     if not names:
         facts, position = job.manifest.facts, job.manifest.position
-        return RandomStreams.derive(_seed(job.manifest, facts), load.place.rank, position.epoch)
+        return RandomStreams.derive(_seed(job.manifest, facts), place.rank, position.epoch)
     found = {}
     for name in names:
-        data = bytearray(reader.spec(name, load.stored).nbytes)
-        reader.read_into(name, memoryview(data), load.stored)
+        data = bytearray(reader.spec(name, stored).nbytes)
+        reader.read_into(name, memoryview(data), stored)
         found[name.removeprefix(f"{RNG_BLOB}.")] = bytes(data)
     return RandomStreams.decode(found)
 

@@ -32,6 +32,7 @@ class CheckpointManager(Manager):
         reuse: bool | None = None,
         include: Patterns = None,
         exclude: Patterns = None,
+        share_reads: bool | None = None,
     ) -> None:
         super().__init__(
             db_prefix,
@@ -46,6 +47,7 @@ class CheckpointManager(Manager):
             reuse=reuse,
             include=include,
             exclude=exclude,
+            share_reads=share_reads,
         )
         self.node_name = check_node_name(node_name)
 

@@ -46,6 +46,10 @@ class Manager:
     `include` and `exclude` are patterns of leaves (`"debug"`, `"*.inv_freq"`): saved is what the former mean
     (None: everything) and the latter do not. What is left out stays, after a load, as the program made it;
     a run that left it out resumes only with the same exception. Random states are always saved.
+
+    `share_reads=True` is for several hosts and a storage that is slower than the network between them: of
+    tensors that all nodes load whole, 8 MiB and more together, each host reads a share and sends it to the
+    others, which verify it. All processes need the same setting, else each host reads everything, as without.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class Manager:
         reuse: bool | None = None,
         include: Patterns = None,
         exclude: Patterns = None,
+        share_reads: bool | None = None,
     ) -> None:
         self.db_prefix = str(db_prefix)
         self.metadata_handler = metadata_handler
@@ -75,6 +80,7 @@ class Manager:
             background=background_of(asynchronous, staging_limit, verify_staging),
             reuse=reuse,
             selection=selection_of(include, exclude),
+            share_reads=share_reads,
         )
         self._nodes: tuple[str, ...] | None = None
         self._path_prefix: str | None = None

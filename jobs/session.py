@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torchrelay.jobs.peers import Peers
 from torchrelay.jobs.places import NodePlace
 from torchrelay.jobs.random_streams import RandomStreams
+from torchrelay.jobs.wire import Wire
 from torchrelay.jobs.workspace import Workspace
 
 
@@ -42,6 +43,12 @@ class Session(Protocol):
 
     def set_streams(self, node: str, streams: RandomStreams) -> None:
         """Make a hosted node continue from these random streams."""
+
+    def wire(self) -> Wire | None:
+        """What moves bytes between the processes, made at the first call; None where there is only one.
+
+        All processes call this in the same order.
+        """
 
     def run(self, work: Any) -> Any:
         """Run a TaskGroup, SessionGroup, Task or callable on the nodes it names; blocks until done."""

@@ -10,6 +10,7 @@ from torchrelay.errors import NotAllowedNowError, RelayError
 from torchrelay.jobs.group import TaskGroup
 from torchrelay.jobs.names import check_node_name
 from torchrelay.jobs.places import NodePlace
+from torchrelay.jobs.wire import Wire
 from torchrelay.runners.distributed.launch_env import LaunchEnv, read_launch_env
 from torchrelay.runners.distributed.process_groups import (
     DEFAULT_TIMEOUT_SECS,
@@ -119,6 +120,10 @@ class DistributedSession(SessionBase):
     def group_of_ranks(self, ranks: Sequence[int]) -> Any:
         """The process group of some ranks; None for a single one, which has nobody to talk to."""
         return self.world.groups.of_ranks(ranks) if len(ranks) > 1 else None
+
+    def wire(self) -> Wire | None:
+        """What moves bytes between the ranks over a gloo group of its own, made at the first call."""
+        return self.world.groups.wire()
 
     def run(self, work: Any) -> Any:
         """Run a TaskGroup, Task, SessionGroup or callable on the nodes it names; blocks until done."""

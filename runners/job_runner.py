@@ -40,8 +40,8 @@ class JobRunner:
     kept as an abandoned branch). `best=(metric, "max" or "min")` says which epoch `"best"` names.
     `max_failed_saves` saves that fail in a row end the run (3 for run directories; a bare manager
     only warns). `save_initial=False` leaves epoch 0, the state after `init`, out.
-    `keep_last`, `keep_every`, `keep_optimizer_last`, `reuse`, `include` and `exclude` are those of the
-    managers.
+    `keep_last`, `keep_every`, `keep_optimizer_last`, `reuse`, `include`, `exclude` and `share_reads` are
+    those of the managers.
     `upload_task_group_builder` builds the group that sends the last epoch elsewhere; `agree_every` is
     the number of steps between two looks at whether a rank wants to end the epoch (EpochLoader only).
 
@@ -72,6 +72,7 @@ class JobRunner:
         reuse: bool | None = None,
         include: Patterns = None,
         exclude: Patterns = None,
+        share_reads: bool | None = None,
     ) -> None:
         if not isinstance(job, Job):
             raise UsageError(f"job is {job!r:.80}; give a torchrelay.Job")
@@ -95,6 +96,7 @@ class JobRunner:
             "reuse": reuse,
             "include": include,
             "exclude": exclude,
+            "share_reads": share_reads,
         }
         self.manager = self._manager(
             where, {name: value for name, value in given.items() if value is not None}

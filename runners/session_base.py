@@ -25,6 +25,7 @@ from torchrelay.jobs.places import NodePlace
 from torchrelay.jobs.random_streams import RandomStreams
 from torchrelay.jobs.seeding import current_seed
 from torchrelay.jobs.task import Task
+from torchrelay.jobs.wire import Wire
 from torchrelay.jobs.workspace import Workspace, WorkspaceType
 from torchrelay.runners.context import Context
 from torchrelay.runners.executor import chosen, run_node
@@ -86,6 +87,10 @@ class SessionBase(Managed):
 
     def group_of_ranks(self, ranks: Sequence[int]) -> Any:
         """The process group of some ranks, None for nobody to talk to; all call this in the same order."""
+        return None
+
+    def wire(self) -> Wire | None:
+        """What moves bytes between the processes, None for a single one; all call this in the same order."""
         return None
 
     def task_failed(self, what: str, error: BaseException) -> None:

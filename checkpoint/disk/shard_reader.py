@@ -158,6 +158,14 @@ class ShardHeader:
         else:
             self._read_together(file, run)
 
+    def check(self, request: ReadRequest) -> None:
+        """Verify bytes that are in the destination already: whole blocks, the last may be the entry's end.
+
+        Raises DamagedError.
+        """
+        entry = self._entry(request.key)
+        self._verify(request.key, entry, request.start, _checked_target(entry, request))
+
     def read(self, key: str) -> bytearray:
         """All bytes of an entry, verified, in fresh memory."""
         data = bytearray(self._entry(key).nbytes)

@@ -94,12 +94,16 @@ class LeafReader:
                 found += self._requests(read)
             else:
                 boxes.append(self._boxes(read))
-        plan = BoxPlan(boxes, self._header)
+        plan = BoxPlan(boxes, self.header)
         for header, request in [*found, *plan.straight]:
             by_file.setdefault(header.path, (header, []))[1].append(request)
         for path in sorted(by_file):
             _read_twice(*by_file[path], self.options)
         plan.read_slabs(_read_twice, self.options)
+
+    def read_stored(self, header: ShardHeader, requests: list[ReadRequest]) -> None:
+        """Do reads of one file, verified; a mismatch is read again before it is believed."""
+        _read_twice(header, requests, self.options)
 
     def read_range(
         self, leaf: str, start: int, stop: int, destination: memoryview, node: str | None = None
@@ -179,14 +183,15 @@ class LeafReader:
         row = find_row(self.manifest, leaf, node)
         found = self.manifest.leaves[row]
         parts = self._parts(row, holder_of(self.manifest, row, node))
-        return [_Place(key, self._header(found, number, format_key(key))) for number, key in parts]
+        return [_Place(key, self.header(found, number, format_key(key))) for number, key in parts]
 
     def _parts(self, row: int, owner: int | None) -> list[tuple[int, Key]]:
         leaf = self.manifest.leaves[row]
         parts = parts_of(self.manifest.layouts[leaf.layout], row, leaf)
         return [part for part in parts if owner is None or part[0] == owner]
 
-    def _header(self, leaf: LeafRow, node: int, key: str) -> ShardHeader:
+    def header(self, leaf: LeafRow, node: int, key: str) -> ShardHeader:
+        """The header of the file of a node that holds a key of a leaf; raises as `read_many` does."""
         return seen_twice(lambda: self.shards.open((leaf.source, node, leaf.group))).with_key(key)
 
 

@@ -1,4 +1,4 @@
-"""The process groups of a session: the training's, a small one for flags, and those of placed tasks.
+"""The process groups of a session: the training's, small ones for flags and bytes, those of placed tasks.
 
 Only groups made here are destroyed here; a default group that the user made stays the user's.
 """
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from torchrelay.errors import UsageError
+from torchrelay.runners.distributed.group_wire import GroupWire
 from torchrelay.runners.distributed.launch_env import LaunchEnv
 from torchrelay.runners.distributed.store import StoreClient
 
@@ -74,6 +75,7 @@ class ProcessGroups:
         self._timeout = timedelta(seconds=timeout_secs)
         self._made: list[Any] = []
         self._placed: dict[tuple[int, ...], Any] = {}
+        self._wire: GroupWire | None = None
         self.owns_default = not dist.is_initialized()
         if self.owns_default:
             self._init_default(store, device, backend)
@@ -107,6 +109,15 @@ class ProcessGroups:
             self._placed[members] = self._new_group(list(members), None)
         return self._placed[members]
 
+    def wire(self) -> GroupWire | None:
+        """Return what moves bytes of CPU memory, made at the first time; None for a single rank.
+
+        All ranks call this in the same order. Its group is a gloo group that nothing else uses.
+        """
+        if self._wire is None and self._env.world_size > 1:
+            self._wire = GroupWire(self._new_group(None, "gloo"), self._env.rank)
+        return self._wire
+
     def destroy(self) -> None:
         """Destroy what was made here, once. Live DDP objects are harmless afterwards."""
         if not dist.is_initialized():  # the user destroyed them
@@ -118,6 +129,7 @@ class ProcessGroups:
                 dist.destroy_process_group(group)
         self._made.clear()
         self._placed.clear()
+        self._wire = None
 
     def _init_default(self, store: StoreClient | None, device: torch.device, backend: str) -> None:
         # The launcher's store outlives attempts and torch adds no prefix of its own: with the default
