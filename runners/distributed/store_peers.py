@@ -111,7 +111,7 @@ class StorePeers:
 
     def _lead(self, topic: str, hosts: Hosts, secs: float, told: Callable[[Json], Json] | None) -> _Runs:
         """Rank 0's part: gather, publish, and return what all said."""
-        answer = _joined(self._gather(topic, hosts, Deadline(secs)))
+        answer = joined(self._gather(topic, hosts, Deadline(secs)))
         with undisturbed():
             runs = _runs_in(answer)
         self._store.put(self._answer(), answer if told is None else _retold(runs, topic, told))
@@ -134,13 +134,13 @@ class StorePeers:
             if deadline.over:
                 return self._present(hosts)
         found = self._store.get(own + reports)
-        return [_joined(found[: len(own)]), *found[len(own) :]]
+        return [joined(found[: len(own)]), *found[len(own) :]]
 
     def _report(self, topic: str, members: Sequence[int], secs: float, patience: Deadline) -> None:
         """Join the posts of the own host for rank 0, unless it answers without."""
         keys = [self._key(rank) for rank in members]
         if self._await(keys, topic, secs, patience):
-            self._store.put(self._reported(self.rank), _joined(self._store.get(keys)))
+            self._store.put(self._reported(self.rank), joined(self._store.get(keys)))
 
     def _await(self, keys: Sequence[str], topic: str, secs: float, patience: Deadline) -> bool:
         """Wait until the keys exist (True) or rank 0 has answered."""
@@ -157,7 +157,7 @@ class StorePeers:
         """The reports that are there; of the other hosts the posts that are there."""
         return [
             self._post_of(self._reported(leader))
-            or _joined([self._post_of(self._key(rank)) or b"null" for rank in host])
+            or joined([self._post_of(self._key(rank)) or b"null" for rank in host])
             for leader, host in zip(hosts.leaders, hosts.members, strict=True)
         ]
 
@@ -215,7 +215,7 @@ class StorePeers:
         return f"round/{of_round or self._round}/all"
 
 
-def _joined(texts: Sequence[bytes]) -> bytes:
+def joined(texts: Sequence[bytes]) -> bytes:
     """Runs of equal texts as one JSON text: what all say alike costs no more than what one says.
 
     Joined posts are a host's report, joined reports the answer to all.
