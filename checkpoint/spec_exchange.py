@@ -18,7 +18,7 @@ from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.disk import canonical
 from torchrelay.checkpoint.disk.manifest import VALUE_LIMIT_BYTES
 from torchrelay.checkpoint.disk.mesh import Mesh, placements_json, placements_of
-from torchrelay.checkpoint.planning.assignments import NodeClass, Plan, identity, identity_text
+from torchrelay.checkpoint.planning.assignments import NodeClass, Plan, identity, identity_head
 from torchrelay.checkpoint.planning.repeated import RepeatedPlans
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.errors import SaveFailedError
@@ -112,9 +112,15 @@ def _members(by_rank: Mapping[int, str]) -> _Members:
 
 def _digest(specs: Sequence[LeafSpec], scopes: Mapping[str, str]) -> str:
     """Of everything that a plan depends on."""
-    large = (spec.kind == "value" and spec.nbytes > VALUE_LIMIT_BYTES for spec in specs)
-    leaves = b",".join(map(identity_text, specs, large))
+    leaves = b",".join(map(_described_leaf, specs))
     return canonical.sha256(b"[[%b],%b]" % (leaves, canonical.dumps(dict(scopes))))
+
+
+def _described_leaf(spec: LeafSpec) -> bytes:
+    """A leaf as text; its mesh by a digest, because that of thousands of nodes is long."""
+    large = spec.kind == "value" and spec.nbytes > VALUE_LIMIT_BYTES
+    mesh = b"" if spec.sharding is None else spec.sharding.digest.encode()
+    return b'%b,"%b",%d]' % (identity_head(spec), mesh, large)
 
 
 def _to_json(digest: str, described: Described) -> dict[str, Any]:

@@ -35,7 +35,8 @@ from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role
 from torchrelay.checkpoint.timing import Clock
 from torchrelay.jobs.places import NodePlace
-from torchrelay.runners.distributed.store_peers import StorePeers
+from torchrelay.runners.distributed.hosts import Hosts
+from torchrelay.runners.distributed.store_peers import StorePeers, joined
 
 PER_HOST = 8
 HEADER_BYTES = 16384
@@ -94,10 +95,14 @@ class Aside:
 
 
 class Crowd:
-    """A store to which all others post at once: `said(rank, topic, value of rank 0)` is what they say."""
+    """A store to which all others post at once: `said(rank, topic, value of rank 0)` is what they say.
 
-    def __init__(self, size: int, aside: Aside) -> None:
+    Of `hosts`, if any, the reports are there as well.
+    """
+
+    def __init__(self, size: int, aside: Aside, hosts: Hosts | None) -> None:
         self.size = size
+        self._hosts = hosts.members[1:] if hosts else ()
         self.said: Callable[[int, str, Json], Json] = lambda rank, topic, value: value
         self.answered = 0
         self.answered_at = 0.0
@@ -114,6 +119,9 @@ class Crowd:
                 for other in range(1, self.size):
                     said = self.said(other, entry["topic"], entry["value"])
                     self._values[f"{prefix}/{other}"] = json.dumps({**entry, "value": said}).encode()
+                for host in self._hosts:
+                    posts = [self._values[f"{prefix}/{other}"] for other in host]
+                    self._values[f"{prefix}/host/{host[0]}"] = joined(posts)
             else:
                 self.answered += len(value)
                 self.answered_at = self._aside.now()
@@ -140,7 +148,8 @@ class Crowd:
             for key in keys:
                 prefix, _, rank = key.rpartition("/")
                 others = range(self.size) if rank == "0" else ()
-                for gone in (key, *(f"{prefix}/{other}" for other in others)):
+                leaders = [f"host/{host[0]}" for host in self._hosts] if rank == "0" else ()
+                for gone in (key, *(f"{prefix}/{other}" for other in (*others, *leaders))):
                     self._values.pop(gone, None)
 
 
@@ -170,12 +179,16 @@ def _mesh(kind: str, nodes: int) -> Mesh | None:
 
 @dataclass
 class Coordinator:
-    """Rank 0 of a job of `nodes` ranks that saves the same leaves again and again into `root`."""
+    """Rank 0 of a job of `nodes` ranks that saves the same leaves again and again into `root`.
+
+    `flat`: it reads the post of every rank, however many there are.
+    """
 
     root: Path
     kind: str
     blobs: int
     nodes: int
+    flat: bool = False
     epoch: int = 0
     aside: Aside = field(default_factory=Aside)
 
@@ -197,10 +210,15 @@ class Coordinator:
         )
         self._specs = specs_of(self.kind, self.blobs, self.nodes)
         self._exchange = SpecExchange()
-        self._crowd = Crowd(self.nodes, self.aside)
+        hosts = Hosts.of(
+            range(self.nodes)[first : first + PER_HOST] for first in range(0, self.nodes, PER_HOST)
+        )
+        grouped = not self.flat and self.nodes > StorePeers.most_posts
+        self._crowd = Crowd(self.nodes, self.aside, hosts if grouped else None)
         self._planned: Plan | None = None
         self._posts: list[Json] = []
         self._peers = StorePeers(self._crowd, 0, self.nodes)  # type: ignore[arg-type]
+        self._peers.hosts = hosts if grouped else None
 
     def close(self) -> None:
         """Give the log back."""

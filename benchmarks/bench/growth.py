@@ -5,9 +5,10 @@
     benchmarks/growth real      real saves of 1 to 64 processes
     benchmarks/growth plot FILE.jsonl FILE.png
 
-`--small` runs a small configuration. Every line printed is one JSON object: medians of `--saves` saves after
-the first one, whose figures begin with `first_`. `blobs` ends with the exponent of the growth of each figure;
-one above 1.15 is more than n log n over this range.
+`--small` runs a small configuration; with `--flat` rank 0 reads every rank's post, however many there are.
+Every line printed is one JSON object: medians of `--saves` saves after the first one, whose figures begin
+with `first_`. `blobs` ends with the exponent of the growth of each figure; one above 1.15 is more than
+n log n over this range.
 """
 
 from __future__ import annotations
@@ -35,14 +36,16 @@ ELEMENTS = 16
 Line = dict[str, Any]
 
 
-def coordinator_lines(ranks: Sequence[int], saves: int, blobs: int = 1000) -> Iterator[Line]:
+def coordinator_lines(
+    ranks: Sequence[int], saves: int, blobs: int = 1000, *, flat: bool = False
+) -> Iterator[Line]:
     """W9: processor seconds of planning and committing on rank 0, the device aside; bytes of the manifest."""
     from bench.coordinator import Coordinator
 
     for kind in KINDS:
         for nodes in ranks:
             with tempfile.TemporaryDirectory() as root:
-                coordinator = Coordinator(Path(root), kind, blobs, nodes)
+                coordinator = Coordinator(Path(root), kind, blobs, nodes, flat)
                 first = coordinator.save()
                 later = [coordinator.save() for _ in range(saves)]
                 coordinator.close()
@@ -51,6 +54,7 @@ def coordinator_lines(ranks: Sequence[int], saves: int, blobs: int = 1000) -> It
                 "kind": kind,
                 "ranks": nodes,
                 "blobs": blobs,
+                "flat": flat,
                 **_figures(first, later),
             }
 
@@ -170,6 +174,7 @@ def main() -> None:
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--saves", type=int, default=5)
+    parser.add_argument("--flat", action="store_true")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.saves < 1:
@@ -184,7 +189,9 @@ def main() -> None:
         plot(map(json.loads, source.read_text().splitlines()), picture)
         return
     lines = {
-        "ranks": lambda: coordinator_lines(SMALL_RANKS if asked.small else RANKS, asked.saves),
+        "ranks": lambda: coordinator_lines(
+            SMALL_RANKS if asked.small else RANKS, asked.saves, flat=asked.flat
+        ),
         "blobs": lambda: blob_lines(SMALL_BLOBS if asked.small else BLOBS, asked.saves),
         "real": lambda: process_lines(SMALL_PROCESSES if asked.small else PROCESSES, asked.saves),
     }

@@ -97,6 +97,11 @@ class Mesh:
         described = [list(self.nodes), list(self.extents), placements_json(self.placements)]
         return canonical.dumps(described)[1:-1]
 
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 (hex) of `text`."""
+        return canonical.sha256(self.text)
+
     def writers(self, name: str, shape: Sequence[int], item_bytes: int) -> tuple[frozenset[int], ...]:
         """The nodes that store something of leaf `name`, as one or several sets that all leaves share."""
         form = self.alike(name, shape, item_bytes)

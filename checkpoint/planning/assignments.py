@@ -274,12 +274,21 @@ def identity(leaf: LeafSpec) -> list[object]:
 
 def identity_text(leaf: LeafSpec, *more: object) -> bytes:
     """Canonical JSON of `identity` and `more`; a mesh's text is made once, however many leaves lie on it."""
+    return b"".join(identity_parts(leaf, *more))
+
+
+def identity_parts(leaf: LeafSpec, *more: object) -> list[bytes]:
+    """The text of `identity_text` in parts, for who does not need it in one piece: a mesh's can be long."""
+    mesh = leaf.sharding
+    meshed = [] if mesh is None else [b",", mesh.text]
+    return [identity_head(leaf), *meshed, b"".join(b",%b" % _text(one) for one in more) + b"]"]
+
+
+def identity_head(leaf: LeafSpec) -> bytes:
+    """The part of `identity_text` that comes before the mesh."""
     if "identity" not in leaf.texts:
         leaf.texts["identity"] = dumps(identity(replace(leaf, sharding=None) if leaf.sharding else leaf))[:-1]
-    parts = [leaf.texts["identity"]]
-    if leaf.sharding is not None:
-        parts.append(leaf.sharding.text)
-    return b"%b]" % b",".join([*parts, *map(_text, more)])
+    return leaf.texts["identity"]
 
 
 def _text(value: object) -> bytes:

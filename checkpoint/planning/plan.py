@@ -14,7 +14,7 @@ every node whose class has an identical leaf.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,8 @@ from torchrelay.checkpoint.planning.assignments import (
     NodeClass,
     Plan,
     PlannedLeaf,
-    identity_text,
+    identity_head,
+    identity_parts,
     item_bytes,
     sorted_leaves,
 )
@@ -88,14 +89,6 @@ def plan_classes(
 
 def plan_hash(question: Question) -> str:
     """SHA-256 (hex) over all that decides a plan; ranks compare it before they write."""
-    classes = (
-        b"[%b,[%b]]"
-        % (
-            canonical.dumps(list(one.nodes)),
-            b",".join(_stated(leaf, question) for leaf in sorted_leaves(one.leaves)),
-        )
-        for one in question.classes
-    )
     rest = {
         "version": PLAN_VERSION,
         "cut": question.cut,
@@ -104,12 +97,28 @@ def plan_hash(question: Question) -> str:
         "referenced": sorted(question.referenced),
     }
     texts = {key: canonical.dumps(value) for key, value in rest.items()}
-    stated = canonical.object_of({**texts, "classes": b"[%b]" % b",".join(classes)})
-    return hashlib.sha256(stated).hexdigest()
+    before, after = canonical.object_of({**texts, "classes": _HERE}).split(_HERE)
+    # By parts: with meshes of thousands of nodes the text is long.
+    hashed = hashlib.sha256(before + b"[")
+    for number, one in enumerate(question.classes):
+        hashed.update(b"%b[%b,[" % (b"," * (number > 0), canonical.dumps(list(one.nodes))))
+        for part in _stated(one, question):
+            hashed.update(part)
+        hashed.update(b"]]")
+    hashed.update(b"]" + after)
+    return hashed.hexdigest()
 
 
-def _stated(leaf: LeafSpec, question: Question) -> bytes:
-    return identity_text(leaf, PlannedLeaf(leaf, question.scope_of(leaf), 0).inline)
+_HERE = b"\0"
+"""Nowhere in canonical JSON."""
+
+
+def _stated(one: NodeClass, question: Question) -> Iterator[bytes]:
+    """The leaves of a class as JSON, in parts."""
+    for number, leaf in enumerate(sorted_leaves(one.leaves)):
+        if number:
+            yield b","
+        yield from identity_parts(leaf, PlannedLeaf(leaf, question.scope_of(leaf), 0).inline)
 
 
 def _make(question: Question, key: str) -> Plan:
@@ -142,12 +151,12 @@ def _holders(
     classes: Sequence[NodeClass], referenced: frozenset[str]
 ) -> list[tuple[LeafSpec, tuple[int, ...]]]:
     """Every distinct leaf with the nodes that have it, by name and first node."""
-    found: dict[bytes | str, tuple[LeafSpec, list[int]]] = {}
+    found: dict[object, tuple[LeafSpec, list[int]]] = {}
     for number, node_class in enumerate(classes):
         for leaf in node_class.leaves:
             if leaf.name not in referenced:
                 # Names differ within a class, so a single one needs no other key.
-                key = leaf.name if len(classes) == 1 else identity_text(leaf)
+                key = leaf.name if len(classes) == 1 else _form(leaf)
                 found.setdefault(key, (leaf, []))[1].append(number)
     sets: dict[tuple[int, ...], tuple[int, ...]] = {}
     held = []
@@ -157,6 +166,11 @@ def _holders(
             sets[some] = tuple(sorted(node for number in some for node in classes[number].nodes))
         held.append((leaf, sets[some]))
     return sorted(joined(held), key=lambda pair: (pair[0].name, pair[1]))
+
+
+def _form(leaf: LeafSpec) -> tuple[bytes, str]:
+    """The same for leaves of one identity."""
+    return identity_head(leaf), leaf.sharding.digest if leaf.sharding is not None else ""
 
 
 def _splits(leaf: LeafSpec) -> bool:

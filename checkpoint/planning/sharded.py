@@ -39,10 +39,10 @@ def joined(held: Sequence[Held]) -> list[Held]:
 
 
 def _joined(group: Sequence[Held]) -> Held:
-    meshes = sorted((leaf.sharding for leaf, _ in group if leaf.sharding), key=lambda mesh: min(mesh.nodes))
     leaf, nodes = group[0]
-    if len(meshes) == 1:
+    if len(group) == 1:
         return leaf, nodes
+    meshes = sorted((leaf.sharding for leaf, _ in group if leaf.sharding), key=lambda mesh: min(mesh.nodes))
     places = tuple(node for mesh in meshes for node in mesh.nodes)
     if len(set(places)) != len(places):
         raise SaveFailedError(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
 from torchrelay.errors import DeadlineError, PeerError
 from torchrelay.jobs.collector import undisturbed
+from torchrelay.runners.distributed.hosts import Hosts
 from torchrelay.runners.distributed.roll_call import ranks_text
 from torchrelay.runners.distributed.store import Deadline, StoreClient
 
@@ -19,16 +20,22 @@ _LEAVERS = "leavers"
 
 Json = Any
 _Runs = list[tuple[int, Any]]
-"""Entries in rank order, with the number of ranks in a row that posted the very same one."""
+"""Entries in the hosts' order, with the number of ranks in a row that posted the very same one."""
 
 
 class StorePeers:
     """The processes of a distributed session as `jobs.peers.Peers`.
 
     In every round each rank posts its value; rank 0 gathers them and publishes one list, so that
-    the others read a single key. `name_of(rank)` says who a rank is in messages; `failure()`
-    returns what the watcher knows about a failed rank, so that nobody waits for it.
+    the others read a single key. Of more than `most_posts` ranks on known `hosts` rank 0 reads the posts
+    of its own host only, and of each other host the report in which the lowest rank there joins the posts.
+    Reports shorten the way and decide nothing: rank 0's clock alone says who is late, and where a report
+    is missing then, rank 0 reads the posts themselves. `hosts` may be set between two rounds, the same on
+    all ranks. `name_of(rank)` says who a rank is in messages; `failure()` returns what the watcher knows
+    about a failed rank, so that nobody waits for it.
     """
+
+    most_posts = 512
 
     def __init__(
         self,
@@ -44,6 +51,8 @@ class StorePeers:
         self.size = size
         self.name_of = name_of
         self.failure = failure
+        self.hosts: Hosts | None = None
+        self._flat = Hosts.one(size)
         self._store = store
         self._deadline_secs = deadline_secs
         self._round = 0
@@ -63,24 +72,19 @@ class StorePeers:
         a rank failed, or the store is lost. After an error the peers are out of step: use no more.
         """
         self._round += 1
-        deadline = Deadline(self._deadline_secs if deadline_secs is None else deadline_secs)
+        secs = self._deadline_secs if deadline_secs is None else deadline_secs
+        hosts = self._grouping()
         self._post(topic, value)
-        if self.rank == 0:
-            answer = _joined(self._gather(topic, deadline))
-            with undisturbed():
-                runs: _Runs = json.loads(answer)
-            self._store.put(self._answer(), answer if told is None else _retold(runs, topic, told))
-        else:
-            runs = json.loads(self._await_answer(topic, deadline))
-        self._forget()
+        runs = self._lead(topic, hosts, secs, told) if self.rank == 0 else self._follow(topic, hosts, secs)
+        self._forget(leads=self.rank in hosts.leaders)
         if any(entry is None or entry["topic"] != topic for _, entry in runs):
-            self._refuse(topic, [entry for count, entry in runs for _ in range(count)], deadline.secs)
-        return [value for count, entry in runs for value in [entry["value"]] * count]
+            self._refuse(topic, hosts.in_rank_order(_spread(runs)), secs)
+        return hosts.in_rank_order(_spread((count, entry["value"]) for count, entry in runs))
 
     def apart(self) -> StorePeers:
         """The same ranks over a connection and below keys of their own, for another thread."""
         self._lines += 1
-        return StorePeers(
+        line = StorePeers(
             self._store.clone(f"line-{self._lines}"),
             self.rank,
             self.size,
@@ -88,6 +92,8 @@ class StorePeers:
             name_of=self.name_of,
             failure=self.failure,
         )
+        line.hosts = self.hosts
+        return line
 
     def leave(self) -> None:
         """Say that this rank comes to no further round, so that nobody waits for it."""
@@ -98,27 +104,65 @@ class StorePeers:
         entry = {"topic": topic, "value": value}
         self._store.put(self._key(self.rank), json.dumps(entry, allow_nan=True).encode())
 
-    def _gather(self, topic: str, deadline: Deadline) -> list[bytes]:
-        """Wait for the posts of all ranks; a rank that is late has null."""
-        keys = [self._key(rank) for rank in range(self.size)]
-        while not self._store.wait(keys, deadline.left):
+    def _grouping(self) -> Hosts:
+        if self.hosts is None or self.size <= self.most_posts:
+            return self._flat
+        return self.hosts
+
+    def _lead(self, topic: str, hosts: Hosts, secs: float, told: Callable[[Json], Json] | None) -> _Runs:
+        """Rank 0's part: gather, publish, and return what all said."""
+        answer = joined(self._gather(topic, hosts, Deadline(secs)))
+        with undisturbed():
+            runs = _runs_in(answer)
+        self._store.put(self._answer(), answer if told is None else _retold(runs, topic, told))
+        return runs
+
+    def _follow(self, topic: str, hosts: Hosts, secs: float) -> _Runs:
+        patience = Deadline(secs + _SLACK_SECS)
+        if self.rank in hosts.leaders:
+            self._report(topic, hosts.around(self.rank), secs, patience)
+        self._await([self._answer()], topic, secs, patience)
+        return _runs_in(self._store.get([self._answer()])[0])
+
+    def _gather(self, topic: str, hosts: Hosts, deadline: Deadline) -> list[bytes]:
+        """Wait for the reports of all hosts; a rank that is late has null in its host's."""
+        own = [self._key(rank) for rank in hosts.around(0)]
+        reports = [self._reported(leader) for leader in hosts.leaders[1:]]
+        while not self._store.wait(own + reports, deadline.left):
             self._stop_for_failure()
             self._stop_for_leavers(topic)
             if deadline.over:
-                return self._present(keys)
-        return self._store.get(keys)
+                return self._present(hosts)
+        found = self._store.get(own + reports)
+        return [joined(found[: len(own)]), *found[len(own) :]]
 
-    def _await_answer(self, topic: str, deadline: Deadline) -> bytes:
-        patience = Deadline(deadline.secs + _SLACK_SECS)
-        while not self._store.wait([self._answer()], patience.left):
+    def _report(self, topic: str, members: Sequence[int], secs: float, patience: Deadline) -> None:
+        """Join the posts of the own host for rank 0, unless it answers without."""
+        keys = [self._key(rank) for rank in members]
+        if self._await(keys, topic, secs, patience):
+            self._store.put(self._reported(self.rank), joined(self._store.get(keys)))
+
+    def _await(self, keys: Sequence[str], topic: str, secs: float, patience: Deadline) -> bool:
+        """Wait until the keys exist (True) or rank 0 has answered."""
+        while not self._store.wait(keys, patience.left):
+            if self._store.has(self._answer()):
+                return False
             self._stop_for_failure()
             self._stop_for_leavers(topic)
             if patience.over:
-                raise DeadlineError(self._unanswered(topic, deadline.secs))
-        return self._store.get([self._answer()])[0]
+                raise DeadlineError(self._unanswered(topic, secs))
+        return True
 
-    def _present(self, keys: Sequence[str]) -> list[bytes]:
-        return [self._store.get([key])[0] if self._store.has(key) else b"null" for key in keys]
+    def _present(self, hosts: Hosts) -> list[bytes]:
+        """The reports that are there; of the other hosts the posts that are there."""
+        return [
+            self._post_of(self._reported(leader))
+            or joined([self._post_of(self._key(rank)) or b"null" for rank in host])
+            for leader, host in zip(hosts.leaders, hosts.members, strict=True)
+        ]
+
+    def _post_of(self, key: str) -> bytes | None:
+        return self._store.get([key])[0] if self._store.has(key) else None
 
     def _unanswered(self, topic: str, secs: float) -> str:
         late = [rank for rank in range(self.size) if not self._store.has(self._key(rank))]
@@ -148,11 +192,15 @@ class StorePeers:
         late = [rank for rank, entry in enumerate(entries) if entry is None]
         raise DeadlineError(late_text(topic, secs, late, self.name_of))
 
-    def _forget(self) -> None:
+    def _forget(self, *, leads: bool) -> None:
         """Delete own keys that everybody has read: whoever posts a round has read the ones before."""
         old = self._round - _KEPT_ROUNDS
-        if old > 0:
-            self._store.delete(self._key(self.rank, old), *([self._answer(old)] if self.rank == 0 else []))
+        if old <= 0:
+            return
+        of_leader = (
+            [self._answer(old)] if self.rank == 0 else [self._reported(self.rank, old)] if leads else []
+        )
+        self._store.delete(self._key(self.rank, old), *of_leader)
 
     def _left(self, rank: int) -> str:
         return f"left/{rank}"
@@ -160,14 +208,30 @@ class StorePeers:
     def _key(self, rank: int, of_round: int | None = None) -> str:
         return f"round/{of_round or self._round}/{rank}"
 
+    def _reported(self, leader: int, of_round: int | None = None) -> str:
+        return f"round/{of_round or self._round}/host/{leader}"
+
     def _answer(self, of_round: int | None = None) -> str:
         return f"round/{of_round or self._round}/all"
 
 
-def _joined(posts: Sequence[bytes]) -> bytes:
-    """Runs of equal posts as one JSON text: what all ranks say alike costs no more than what one says."""
-    runs = [(post, sum(1 for _ in same)) for post, same in groupby(posts)]
-    return b"[%b]" % b",".join(b"[%d,%b]" % (count, post) for post, count in runs)
+def joined(texts: Sequence[bytes]) -> bytes:
+    """Runs of equal texts as one JSON text: what all say alike costs no more than what one says.
+
+    Joined posts are a host's report, joined reports the answer to all.
+    """
+    runs = [(text, sum(1 for _ in same)) for text, same in groupby(texts)]
+    return b"[%b]" % b",".join(b"[%d,%b]" % (count, text) for text, count in runs)
+
+
+def _runs_in(answer: bytes) -> _Runs:
+    """The runs of entries in the reports of all hosts, in the hosts' order."""
+    return [run for report in _spread(json.loads(answer)) for run in report]
+
+
+def _spread(runs: Iterable[tuple[int, Any]]) -> list[Any]:
+    """The entries of runs one by one, equal ones as one object."""
+    return [one for count, entry in runs for one in [entry] * count]
 
 
 def _retold(runs: _Runs, topic: str, told: Callable[[Json], Json]) -> bytes:
@@ -180,7 +244,8 @@ def _retold(runs: _Runs, topic: str, told: Callable[[Json], Json]) -> bytes:
         for count, entry in runs
     )
     same = groupby(entries, key=lambda one: one[1])
-    return json.dumps([[sum(count for count, _ in some), entry] for entry, some in same]).encode()
+    report = [[sum(count for count, _ in some), entry] for entry, some in same]
+    return json.dumps([[1, report]]).encode()
 
 
 def mismatch_text(topic: str, entries: Sequence[Json], name_of: Callable[[int], str]) -> str | None:

@@ -16,9 +16,10 @@ import torch
 from torchrelay.errors import PeerError, RelayError
 from torchrelay.jobs.peers import Peers, Solo
 from torchrelay.jobs.places import NodePlace
+from torchrelay.runners.distributed.hosts import Hosts
 from torchrelay.runners.distributed.launch_env import LaunchEnv
 from torchrelay.runners.distributed.process_groups import ProcessGroups
-from torchrelay.runners.distributed.processes import ProcessId, own_process
+from torchrelay.runners.distributed.processes import ProcessId, by_group, own_process
 from torchrelay.runners.distributed.roll_call import agree_on_nonce, ranks_text
 from torchrelay.runners.distributed.store import Deadline, StoreClient, connect
 from torchrelay.runners.distributed.store_peers import StorePeers
@@ -153,6 +154,7 @@ class World:
         ).start()
         peers.name_of = lambda rank: str(self.processes[rank])
         peers.failure = self.watcher.failure_text
+        peers.hosts = Hosts.of(by_group(self.processes).values())
         self.peers = peers
 
     def _introduce(self, peers: StorePeers) -> None:

@@ -14,7 +14,7 @@ from torchrelay.checkpoint.disk.boxes import Replicated, Sharded
 from torchrelay.checkpoint.disk.manifest import Manifest
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.planning.assignments import NodeClass, identity, identity_text
-from torchrelay.checkpoint.planning.plan import plan_classes
+from torchrelay.checkpoint.planning.plan import PLAN_VERSION, Question, plan_classes, plan_hash
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.errors import DamagedError
 
@@ -76,6 +76,36 @@ def test_an_identity_with_a_mesh_has_the_text_that_it_had_in_one_piece():
     for leaf in (spec("plain", (3, 4)), spec("sharded", (3, 4), mesh)):
         assert identity_text(leaf) == canonical.dumps(identity(leaf))
         assert identity_text(leaf, True) == canonical.dumps([*identity(leaf), True])
+
+
+def test_the_hash_of_a_plan_is_of_one_canonical_text():
+    """Hashed by parts, it stays the SHA-256 of one JSON object; manifests of earlier versions keep it."""
+    mesh = Mesh((0, 1, 2, 3), (2, 2), (Replicated(), Sharded(1, 2)))
+    leaves = (spec("b", (3, 4), mesh), spec("a", (3,)), spec("c", (), kind="value"))
+    for classes in ((), (NodeClass((0, 1, 2, 3), leaves),), (NodeClass((0,), leaves), NodeClass((1, 2), ()))):
+        for options in (
+            {},
+            {"hosts": (0, 0, 1), "scopes": {"a": "rank"}, "referenced": frozenset({"c", "a"})},
+        ):
+            question = Question(classes, 512, **options)
+            stated = {
+                "version": PLAN_VERSION,
+                "cut": 512,
+                "scopes": question.scopes,
+                "hosts": question.hosts and list(question.hosts),
+                "referenced": sorted(question.referenced),
+                "classes": [
+                    [
+                        list(one.nodes),
+                        [
+                            [*identity(leaf), leaf.kind == "value"]
+                            for leaf in sorted(one.leaves, key=lambda leaf: leaf.name)
+                        ],
+                    ]
+                    for one in classes
+                ],
+            }
+            assert plan_hash(question) == canonical.sha256(canonical.dumps(stated))
 
 
 def test_a_manifest_encoded_before_is_no_less_checked_and_has_the_same_bytes():
