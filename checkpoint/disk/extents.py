@@ -1,14 +1,18 @@
 """The bytes of a shard's entries in the order of the file, cut into segments of one write each.
 
 Digest blocks begin anew with every entry, segments at multiples of their size, so a block may lie in two
-segments: whoever has its beginning hashes all of it, from the source. So each byte is hashed once.
+segments. Hashed is the copy that is written, once each byte: what another thread does to the source
+meanwhile may mix an entry, but never makes a block that differs from its digest.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
+
+import xxhash
 
 from torchrelay.checkpoint.disk import dtypes
 from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, block_count, block_digests, digests_of
@@ -26,13 +30,12 @@ Data = TypeVar("Data", bytes, memoryview)
 class Extent(NamedTuple):
     """Bytes that lie together in the file and in memory; `slot` counts the first of their digests.
 
-    The digests of the first `known` blocks are there already; those of other blocks, which begin where the
-    extent does, are not.
+    Those of an extent that needs `hashing` are of blocks that begin where it does.
     """
 
     data: memoryview
     slot: int
-    known: int
+    hashing: bool
 
 
 class Slice(NamedTuple):
@@ -61,13 +64,33 @@ class Digests:
     def __init__(self, nbytes: int) -> None:
         self.data = bytearray(nbytes)
         self.probes: dict[str, bytes] = {}
+        self._parts: dict[int, dict[int, bytes | memoryview]] = {}
+        self._lock = threading.Lock()
 
-    def hash(self, piece: Slice) -> None:
-        """Hash the blocks that begin in a slice."""
-        extent = piece.extent
-        first, end = max(extent.known, block_count(piece.start)), block_count(piece.stop)
-        if first < end:
-            self.put(extent.slot + first, block_digests(extent.data[first * BLOCK : end * BLOCK]))
+    def hash(self, piece: Slice, copied: memoryview) -> None:
+        """Hash a slice of one block at most, as it was `copied`."""
+        extent, block = piece.extent, piece.start // BLOCK
+        if not extent.hashing:
+            return
+        left = min(BLOCK, len(extent.data) - block * BLOCK)
+        if len(copied) == left:
+            self.put(extent.slot + block, block_digests(copied))
+        else:
+            self._hash_part(extent.slot + block, piece.start, copied, left)
+
+    def _hash_part(self, slot: int, start: int, copied: memoryview, nbytes: int) -> None:
+        """A part of a block of `nbytes`, which several threads copy: whoever comes last hashes them all."""
+        with self._lock:
+            parts = self._parts.setdefault(slot, {})
+            if sum(map(len, parts.values())) + len(copied) < nbytes:
+                parts[start] = bytes(copied)  # its place will be used again before the others have come
+                return
+            del self._parts[slot]
+        parts[start] = copied
+        hashed = xxhash.xxh3_128()
+        for at in sorted(parts):
+            hashed.update(parts[at])
+        self.put(slot, hashed.digest())
 
     def put(self, slot: int, found: bytes) -> None:
         """Digests that follow one another."""
@@ -101,15 +124,14 @@ def extents(entries: Sequence[ShardEntry], digests: Digests, seconds: Seconds) -
 def _together(gathered: list[bytes], slot: int, digests: Digests, seconds: Seconds) -> Extent:
     with seconds.spent("hash"):
         digests.put(slot, digests_of(gathered))
-    return Extent(memoryview(b"".join(gathered)), slot, len(gathered))
+    return Extent(memoryview(b"".join(gathered)), slot, hashing=False)
 
 
 def _alone(entry: ShardEntry, slot: int, digests: Digests) -> Extent:
-    view, known = _bytes_of(entry), entry.digests or b""
-    digests.put(slot, known)
+    view = _bytes_of(entry)
     if entry.nbytes > BLOCK:
         digests.probes[entry.text] = block_digests(view[:PROBE])
-    return Extent(view, slot, len(known) // SIZE)
+    return Extent(view, slot, hashing=True)
 
 
 def segments(found: Iterable[Extent], offset: int, size: int) -> Iterator[Segment]:

@@ -5,31 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torchrelay.checkpoint.disk import bounce
-from torchrelay.checkpoint.disk.digest import BLOCK
 from torchrelay.checkpoint.disk.extents import Digests, Segment, blocks, extents, segments
 from torchrelay.checkpoint.disk.seconds import Seconds
 from torchrelay.checkpoint.disk.shard import HeaderFrame, Part
 from torchrelay.checkpoint.disk.workers import share
 from torchrelay.checkpoint.storage import WriteHandle
 
-PIECE = 8 * BLOCK
-"""Bytes of a write from where they lie: hashed first, and still in the cache then."""
-
 
 def fill(handle: WriteHandle, part: Part, frame: HeaderFrame, seconds: Seconds, writers: int) -> Digests:
     """Write the data of a part behind its header's place and return what was hashed.
 
-    Where the handle wants aligned memory, `writers` threads take segments in turn; all have ended when
-    this returns. Raises BlobError and StorageError; the file is then not whole.
+    Where the handle wants aligned memory, `writers` threads take segments in turn, else this one alone and in
+    order; all have ended when this returns. Raises BlobError and StorageError; the file is then not whole.
     """
     filling = _Filling(handle, frame.digest_bytes)
-    offset, own = frame.nbytes, Seconds()
+    own, writers = Seconds(), writers if handle.alignment else 1
     source = extents(part.entries, filling.digests, own)
-    if handle.alignment:
-        share(filling.by_copy, segments(source, offset, bounce.SIZE), writers)
-    else:
-        writers = 1
-        filling.in_place(segments(source, offset, PIECE))
+    share(filling.write, segments(source, frame.nbytes, bounce.SIZE), writers)
     seconds.add_mean([own, *filling.seconds], writers)
     return filling.digests
 
@@ -47,28 +39,17 @@ class _Filling:
         self.seconds.append(seconds)
         return seconds
 
-    def in_place(self, todo: Iterator[Segment]) -> None:
-        """Write from the memory of the tensors."""
-        seconds = self._clock()
-        for segment in todo:
-            offset = segment.offset
-            for piece in segment.slices:
-                with seconds.spent("hash"):
-                    self.digests.hash(piece)
-                with seconds.spent("write"):
-                    self._handle.write_at(offset, piece.extent.data[piece.start : piece.stop])
-                offset += piece.stop - piece.start
-
-    def by_copy(self, todo: Iterator[Segment]) -> None:
-        """Copy a segment together in aligned memory, block by block as it is hashed, and write that."""
+    def write(self, todo: Iterator[Segment]) -> None:
+        """Copy a segment together in aligned memory, block by block; hash and write that."""
         seconds = self._clock()
         with bounce.pool().buffer() as room:
             for segment in todo:
                 at = 0
                 for piece in blocks(segment):
-                    with seconds.spent("hash"):
-                        self.digests.hash(piece)
                     with seconds.spent("write"):
-                        at += bounce.copy(room, at, piece.extent.data[piece.start : piece.stop])
+                        end = at + bounce.copy(room, at, piece.extent.data[piece.start : piece.stop])
+                    with seconds.spent("hash"):
+                        self.digests.hash(piece, room[at:end])
+                    at = end
                 with seconds.spent("write"):
                     self._handle.write_at(segment.offset, room[:at])

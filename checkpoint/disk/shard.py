@@ -53,15 +53,13 @@ class ShardEntry:
     """One tensor, or a piece of one, that goes into a shard.
 
     `dtype` (torch's name for it) and `shape` are those of the whole leaf; `data` is what is stored:
-    the piece as a tensor or as 1-D bytes, kept by reference until it is written. `digests` of its
-    first blocks, or of all, where somebody has hashed the very bytes already.
+    the piece as a tensor or as 1-D bytes, kept by reference until it is written.
     """
 
     key: Key
     dtype: str
     shape: tuple[int, ...]
     data: torch.Tensor | memoryview
-    digests: bytes | None = None
 
     @lazily
     def text(self) -> str:

@@ -24,6 +24,7 @@ from torchrelay.checkpoint.disk.digest import BLOCK, block_digests
 from torchrelay.checkpoint.disk.names import Whole
 from torchrelay.checkpoint.disk.seconds import Seconds
 from torchrelay.checkpoint.disk.shard import ShardEntry, ShardIdentity
+from torchrelay.checkpoint.disk.shard_reader import read_header
 from torchrelay.checkpoint.disk.shard_writer import write_shard
 from torchrelay.checkpoint.local_storage import LocalStorage, LocalWriteHandle
 from torchrelay.checkpoint.position import Position
@@ -309,17 +310,40 @@ def test_phases_are_averaged_over_threads():
 
 
 def test_each_byte_is_hashed_once(tmp_path, any_size_direct, monkeypatch):
-    """Blocks that lie in two segments are hashed by one thread alone; only the probes are more."""
-    hashed, lock = [], threading.Lock()
+    """Blocks that lie in two segments are hashed part by part, in the copies that are written."""
+    hashed, lock, hashing = [], threading.Lock(), extents.Digests.hash
 
-    def counting(view):
+    def counting(self, piece, copied):
         with lock:
-            hashed.append(len(view))
-        return block_digests(view)
+            hashed.append(len(copied))
+        hashing(self, piece, copied)
 
-    monkeypatch.setattr(extents, "block_digests", counting)
+    monkeypatch.setattr(extents.Digests, "hash", counting)
     written(tmp_path, of_sizes([5 * BLOCK + 64, 9 * BLOCK + 1, 7 * BLOCK]), writers=3)
-    assert sum(hashed) == 21 * BLOCK + 65 + 3 * extents.PROBE
+    assert sum(hashed) == 21 * BLOCK + 65
+
+
+@pytest.mark.parametrize("limit", [1, 1 << 40])
+def test_what_is_written_to_meanwhile_is_proved_all_the_same(tmp_path, monkeypatch, limit):
+    """A thread of the program that writes to tensors during a save never makes blocks that do not verify."""
+    monkeypatch.setattr(local_storage, "WORTH_IT", limit)
+    sources = [bytearray(_CONTENT[:size]) for size in (5 * BLOCK + 64, 9 * BLOCK + 1, 100, 7 * BLOCK)]
+    write_at, writes, lock = LocalWriteHandle.write_at, [], threading.Lock()
+
+    def disturbing(self, offset, data):
+        with lock:
+            writes.append(offset)
+            for source in sources:
+                source[:] = bytes([len(writes)]) * len(source)
+        write_at(self, offset, data)
+
+    monkeypatch.setattr(LocalWriteHandle, "write_at", disturbing)
+    entries = [raw(f"t{index}", source) for index, source in enumerate(sources)]
+    (report,) = write_shard(LocalStorage(tmp_path), "", IDENTITY, entries, writers=3)
+    assert len(writes) > 5
+    content = (tmp_path / report.path).read_bytes()
+    assert len({content[at] for at in range(len(content) - 7 * BLOCK, len(content), BLOCK)}) > 1  # it fired
+    assert read_header(LocalStorage(tmp_path), report.path).verify() == sum(map(len, sources))
 
 
 def test_an_error_ends_the_work_of_all():

@@ -10,8 +10,11 @@ import torch
 from frozen_job import check_epoch, frozen_job, train, tries_of, written
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from torchrelay import (
+    Context,
+    Job,
     JobRunner,
     LocalSession,
     export_checkpoint,
@@ -58,6 +61,34 @@ def test_asynchronous_saves_refer_too(tmp_path: Path, nodes: int) -> None:
         assert written(tmp_path, epoch) <= 0.15 * written(tmp_path, 0)
     check_all(tmp_path, [0, 3, 4], HEAD, nodes)
     assert set(prove_all(tmp_path)) == {"proved"}
+
+
+@pytest.mark.parametrize("row", [0, 10, 4095])
+def test_a_late_tensor_may_change_in_any_block(tmp_path: Path, row: int) -> None:
+    """Behind the training too, a tensor of which one block has changed is written and holds what it must."""
+    job = Job("rows")
+
+    def build(ctx: Context) -> nn.Module:
+        model = nn.Linear(256, 4096, bias=False)
+        model.weight.register_hook(lambda grad: grad * (torch.arange(4096) == row)[:, None])
+        ctx["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model
+
+    job.blobs(model=build, optimizer=lambda ctx: ctx["optimizer"])
+    seen: dict[int, torch.Tensor] = {}
+
+    @job.epoch
+    def step(ctx: Context) -> None:
+        ctx["optimizer"].zero_grad()
+        ctx["model"](torch.ones(256)).sum().backward()
+        ctx["optimizer"].step()
+        seen[ctx.epoch] = ctx["model"].weight.detach().clone()
+
+    job.stop_when(max_epochs(3))
+    JobRunner(job, tmp_path, reuse=True, asynchronous=True).train(LocalSession())
+    for epoch, weight in seen.items():
+        assert open_checkpoint(tmp_path, epoch=epoch).load_tensors("model.*")["model.weight"].equal(weight)
+    assert not seen[1].equal(seen[2]) and prove_all(tmp_path) == ["proved"] * 4
 
 
 @pytest.mark.parametrize("form", ["safetensors", "hf", "torch", "dcp"])
