@@ -14,9 +14,15 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("jobs", "checkpoint", "runners", "metadata")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
-FORBIDDEN_MODULES = {"pickle", "dill", "cloudpickle", "shelve", "marshal"}
-"""They run code that a file chooses."""
-FORBIDDEN_CALLS = {"eval", "exec", "torch.save", "torch.load", "yaml.load", "yaml.unsafe_load"}
+FORBIDDEN_MODULES = {"pickle", "dill", "cloudpickle", "shelve", "marshal", "tarfile"}
+"""They run code that a file chooses, or write where a file says."""
+FORBIDDEN_CALLS = {
+    *("eval", "exec", "torch.save", "torch.load", "torch.hub.load", "torch.hub.load_state_dict_from_url"),
+    *("yaml.load", "yaml.full_load", "yaml.unsafe_load", "shutil.unpack_archive", "os.system", "os.popen"),
+    *("urllib.request.urlopen", "urllib.request.urlretrieve"),
+}
+FORBIDDEN_METHODS = {"extract", "extractall"}
+"""Archives are read member by member, never unpacked to the paths that they name."""
 TORCH_FILES = "checkpoint/interop/torch_files.py"
 """The one file that may call torch.save and torch.load: it reads other people's files, through the restricted
 unpickler alone, and writes what is asked for in torch's format. Nothing of ours is stored that way."""
@@ -68,7 +74,8 @@ def violations(tree: ast.Module) -> Iterator[str]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.Call):
             name = dotted(node.func)
-            if name in FORBIDDEN_CALLS or pickles(name):
+            method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+            if name in FORBIDDEN_CALLS or pickles(name) or method in FORBIDDEN_METHODS:
                 yield f"line {node.lineno}: {name}()"
             continue
         else:
@@ -89,6 +96,11 @@ def violations(tree: ast.Module) -> Iterator[str]:
         "dist.broadcast_object_list([])",
         "eval('1')",
         "import yaml\nyaml.load('')",
+        "import tarfile",
+        "archive.extractall('x')",
+        "import shutil\nshutil.unpack_archive('x')",
+        "from urllib.request import urlopen",
+        "import torch\ntorch.hub.load('x', 'y')",
         "from . import sibling",
     ],
 )

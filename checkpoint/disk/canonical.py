@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NoReturn
@@ -33,9 +34,8 @@ def dumps(value: Json, *, within: int = 0) -> bytes:
     text = _in_parts(value) if many else _ENCODER.encode(value)
     try:
         return text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        near = text[max(0, error.start - 20) : error.end]
-        raise UsageError(f"{near!r} has a lone surrogate, which UTF-8 cannot hold") from None
+    except UnicodeEncodeError:
+        raise UsageError(f"{_lone_surrogate(value)} has a lone surrogate, which UTF-8 cannot hold") from None
 
 
 def loads(data: bytes, *, what: str, limit_bytes: int = 64 << 20, depth: int = DEPTH_LIMIT) -> Json:
@@ -53,6 +53,8 @@ def loads(data: bytes, *, what: str, limit_bytes: int = 64 << 20, depth: int = D
     except ValueError as error:
         raise DamagedError(f"{what}: {error}") from None
     _check_readable(value, depth, what)
+    if _SURROGATE.search(data) and (near := _lone_surrogate(value)):
+        raise DamagedError(f"{what}: {near} has a lone surrogate, which UTF-8 cannot hold")
     return value
 
 
@@ -111,8 +113,9 @@ def _check_writable(value: Json, within: int) -> int:
             raise UsageError(f"{wrong} is not JSON: use its tagged form")
         if dict in kinds:
             keys = chain.from_iterable(item for item in items if type(item) is dict)
-            if wrong_key := next((key for key in keys if type(key) is not str), None):
-                raise UsageError(f"a JSON object has string keys, not {wrong_key!r}")
+            for key in keys:
+                if type(key) is not str:
+                    raise UsageError(f"a JSON object has string keys, not {key!r}")
     return count
 
 
@@ -156,6 +159,16 @@ def _not_finite(items: list[Json]) -> float | None:
     return next((item for item in items if type(item) is float and not math.isfinite(item)), None)
 
 
+def _lone_surrogate(value: Json) -> str:
+    """Where the text that a value would be written as cannot be UTF-8, or nothing."""
+    text = _ENCODER.encode(value)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return repr(text[max(0, error.start - 20) : error.end])
+    return ""
+
+
 def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     found = dict(pairs)
     if len(found) != len(pairs):
@@ -170,5 +183,7 @@ def _no_constant(text: str) -> NoReturn:
 
 
 _CONTAINERS = frozenset({dict, list, tuple})
+_SURROGATE = re.compile(rb"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
+"""An escape that may stand for half a character; UTF-8 itself has none."""
 _KINDS = _CONTAINERS | {type(None), bool, int, float, str}
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)

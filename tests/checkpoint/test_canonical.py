@@ -51,6 +51,8 @@ def test_canonical_json_comes_back_and_is_written_the_same_again(value):
         b"[" * 200 + b"]" * 200,
         b"[" * 100_000 + b"]" * 100_000,
         b"[1] 2",
+        b'["\\ud800"]',
+        b'{"a\\uDFFF":1}',
     ],
 )
 def test_what_canonical_json_cannot_hold_is_damage_that_names_the_file(text):
@@ -68,7 +70,9 @@ def test_size_and_depth_are_bounded_as_asked():
         canonical.loads(b"[1]", what="x", limit_bytes=2)
 
 
-@pytest.mark.parametrize("value", [2**53, float("nan"), {1: 2}, "\ud800", {"a": object()}, [b"x"]])
+@pytest.mark.parametrize(
+    "value", [2**53, float("nan"), {1: 2}, {0: 1}, {None: 1}, "\ud800", {"a": object()}, [b"x"]]
+)
 def test_what_could_not_be_read_back_is_never_written(value):
     """Writing refuses what reading would refuse."""
     with pytest.raises(UsageError):

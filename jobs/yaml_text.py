@@ -1,0 +1,244 @@
+"""Configuration text: the part of YAML 1.2 that says one thing only, with the place of every value.
+
+Left out, each with a message that names line and column: aliases and anchors (a few hundred bytes of them
+stand for billions of values), merge keys, tags (they build objects), duplicate keys (the last would win
+in silence), several documents. What a plain word means is told in `yaml_scalars`.
+
+Source: YAML 1.2.2, core schema; PyYAML gives the events, so that nothing recursive walks the text.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from torchrelay.errors import UsageError
+from torchrelay.jobs.yaml_scalars import NotOne, plain, short
+
+LIMIT_BYTES = 1 << 20
+LIMIT_DEPTH = 32
+LIMIT_VALUES = 10_000
+
+Where = tuple[str | int, ...]
+"""Keys and indices from the top of a document."""
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """A place in a text; both count from 1."""
+
+    line: int
+    column: int
+
+
+@dataclass(frozen=True, order=True)
+class Problem:
+    """What is wrong at a place."""
+
+    place: Place
+    message: str
+
+
+class YamlError(UsageError):
+    """A text is not the YAML that is read here; `problems` has all that was found, in order."""
+
+    def __init__(self, name: str, problems: list[Problem]) -> None:
+        self.problems = tuple(sorted(problems))
+        lines = (f"{name}:{one.place.line}:{one.place.column}: {one.message}" for one in self.problems)
+        super().__init__("\n".join(lines))
+
+
+@dataclass(frozen=True)
+class Document:
+    """A mapping of strings, and the place of every value and of every key in it."""
+
+    value: dict[str, Any]
+    values: Mapping[Where, Place]
+    keys: Mapping[Where, Place]
+
+
+def read_yaml_file(path: str | os.PathLike[str]) -> Document:
+    """Read a regular file of at most 1 MiB. Raises UsageError, which names the file and the reason."""
+    try:
+        data = _content(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    return read_yaml(data, str(Path(path)))
+
+
+def _content(path: str | os.PathLike[str]) -> bytes:
+    """A byte more than may be; pipes are not waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("no regular file")
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(LIMIT_BYTES + 1)
+    finally:
+        os.close(descriptor)
+
+
+def read_yaml(data: bytes, name: str) -> Document:
+    """Read a document whose top is a mapping; `name` stands for it in messages.
+
+    Raises YamlError with everything that is refused; where the syntax is broken, with what came before it.
+    """
+    if len(data) > LIMIT_BYTES:
+        raise YamlError(name, [Problem(Place(1, 1), f"larger than {LIMIT_BYTES >> 20} MiB, the limit")])
+    reading = _Reading()
+    try:
+        reading.read(yaml.parse(data.decode("utf-8"), Loader=_LOADER))
+    except UnicodeDecodeError as error:
+        reading.wrong(_place_of(data, error.start), f"byte {error.start} is no UTF-8: save the file as UTF-8")
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        reading.wrong(_of_mark(mark) if mark else Place(1, 1), str(error.problem or error.context))
+    except yaml.YAMLError as error:  # a character that no YAML has
+        at = getattr(error, "position", 0)
+        reading.wrong(_place_of(data, at), f"character {at} cannot stand in YAML: {short(error)}")
+    if not reading.problems and not isinstance(reading.top, dict):
+        reading.wrong(Place(1, 1), "a mapping (`key: value` lines) is expected at the top")
+    if reading.problems:
+        raise YamlError(name, reading.problems)
+    return Document(reading.top, reading.values, reading.keys)
+
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _EndError(Exception):
+    """Nothing of the rest is worth reading."""
+
+
+@dataclass
+class _Open:
+    """A collection that has begun. `key` is the one that waits for its value; `begun`, where it was."""
+
+    where: Where
+    into: dict[str, Any] | list[Any]
+    key: str | None = None
+    waiting: bool = False
+
+
+@dataclass
+class _Reading:
+    """One pass over the events of a text."""
+
+    problems: list[Problem] = field(default_factory=list)
+    values: dict[Where, Place] = field(default_factory=dict)
+    keys: dict[Where, Place] = field(default_factory=dict)
+    top: Any = None
+    _open: list[_Open] = field(default_factory=list)
+    _documents: int = 0
+    _count: int = 0
+
+    def wrong(self, place: Place, message: str) -> None:
+        self.problems.append(Problem(place, message))
+
+    def read(self, events: Iterator[yaml.Event]) -> None:
+        """Build the document; problems are collected."""
+        try:
+            for event in events:
+                self._take(event, _of_mark(event.start_mark))
+        except _EndError:
+            return
+
+    def _take(self, event: yaml.Event, place: Place) -> None:
+        if isinstance(event, yaml.DocumentStartEvent):
+            self._documents += 1
+            if self._documents > 1:
+                self._give_up(place, "a second document begins: one file has one")
+        elif isinstance(event, yaml.CollectionEndEvent):
+            self._open.pop()
+        elif isinstance(event, yaml.AliasEvent):
+            self.wrong(place, f"aliases (*{event.anchor}) are not read: write the value out")
+            self._put(None, place)
+        elif isinstance(event, yaml.NodeEvent):
+            self._node(event, place)
+
+    def _node(self, event: yaml.NodeEvent, place: Place) -> None:
+        self._count += 1
+        if self._count > LIMIT_VALUES:
+            self._give_up(place, f"more than {LIMIT_VALUES} values")
+        if event.anchor is not None:
+            self.wrong(place, f"anchors (&{event.anchor}) are not read: write the value out")
+        if (tag := getattr(event, "tag", None)) not in (None, "!"):
+            self.wrong(place, f"tags ({tag}) are not allowed")
+        if isinstance(event, yaml.ScalarEvent):
+            self._scalar(event, place)
+        else:
+            self._collection({} if isinstance(event, yaml.MappingStartEvent) else [], place)
+
+    def _scalar(self, event: yaml.ScalarEvent, place: Place) -> None:
+        around = self._open[-1] if self._open else None
+        if around is not None and isinstance(around.into, dict) and not around.waiting:
+            self._key(around, event, place)
+        else:
+            self._put(self._plain(event.value, place) if event.implicit[0] else event.value, place)
+
+    def _key(self, around: _Open, event: yaml.ScalarEvent, place: Place) -> None:
+        key = event.value
+        if key == "<<" and event.implicit[0]:
+            self.wrong(place, "merge keys (<<) are not read: write the keys out")
+        elif key in around.into:
+            first = self.keys[(*around.where, key)]
+            self.wrong(place, f"{short(key)} stands twice in one mapping, first in line {first.line}")
+        else:
+            self.keys[(*around.where, key)] = place
+        around.key, around.waiting = key, True
+
+    def _collection(self, empty: dict[str, Any] | list[Any], place: Place) -> None:
+        if len(self._open) >= LIMIT_DEPTH:
+            self._give_up(place, f"nested deeper than {LIMIT_DEPTH} levels")
+        around = self._open[-1] if self._open else None
+        if around is not None and isinstance(around.into, dict) and not around.waiting:
+            self._give_up(place, "a key is a mapping or a list; keys are words")
+        where = self._put(empty, place)
+        self._open.append(_Open(where, empty))
+
+    def _put(self, value: Any, place: Place) -> Where:
+        """Store a value where it belongs; returns where that is."""
+        where: Where = self._into(self._open[-1], value, place) if self._open else ()
+        if not where:
+            self.top = value
+        self.values[where] = place
+        return where
+
+    def _into(self, around: _Open, value: Any, place: Place) -> Where:
+        if isinstance(around.into, list):
+            around.into.append(value)
+            return (*around.where, len(around.into) - 1)
+        if not around.waiting:  # an alias in place of a key
+            around.key = f"line {place.line}"
+            around.waiting = True
+            return (*around.where, around.key)
+        key, around.waiting = str(around.key), False
+        around.into.setdefault(key, value)
+        return (*around.where, key)
+
+    def _plain(self, text: str, place: Place) -> Any:
+        value = plain(text)
+        if isinstance(value, NotOne):
+            self.wrong(place, value.message)
+            return None
+        return value
+
+    def _give_up(self, place: Place, message: str) -> None:
+        self.wrong(place, message)
+        raise _EndError
+
+
+def _of_mark(mark: Any) -> Place:
+    return Place(mark.line + 1, mark.column + 1)
+
+
+def _place_of(data: bytes, offset: int) -> Place:
+    """The place of a byte."""
+    before = data[:offset]
+    return Place(before.count(b"\n") + 1, offset - (before.rfind(b"\n") + 1) + 1)

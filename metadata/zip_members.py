@@ -1,0 +1,159 @@
+"""Zip archives that are read, never unpacked: every member is checked before any byte of it is used.
+
+Only stored members (no ratio to blow up), with plain relative names that occur once, that lie one right
+after the other from the first byte of the file, so that nothing hides between them. Nothing is ever
+written to a path that an archive names: callers ask for members by names that they know, or copy bytes to
+names of their own.
+
+Source: PKWARE APPNOTE 6.3; Python's `zipfile` reads the directory.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import struct
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from torchrelay.errors import DamagedError, StorageError
+
+LIMIT_MEMBERS = 100_000
+LIMIT_NAME = 1024
+_NAME = re.compile(r"[A-Za-z0-9_.@+=,~ -]+(/[A-Za-z0-9_.@+=,~ -]+)*")
+_LOCAL = struct.Struct("<4s5H3I2H")
+_ENCRYPTED = 0x1
+
+
+@dataclass(frozen=True)
+class Member:
+    """Where the bytes of a member lie in the archive."""
+
+    name: str
+    offset: int
+    nbytes: int
+    crc: int
+
+
+@dataclass(frozen=True)
+class ZipMembers:
+    """The checked members of an open archive, by name in the order of the file."""
+
+    what: str
+    members: Mapping[str, Member]
+    _file: BinaryIO
+    _zip: zipfile.ZipFile
+
+    def read(self, name: str, limit_bytes: int) -> bytes:
+        """The bytes of a member, their CRC checked.
+
+        Raises DamagedError where it is missing, larger than the limit, or not what was stored.
+        """
+        member = self.members.get(name)
+        if member is None:
+            raise DamagedError(f"{self.what}: has no member {name!r}")
+        if member.nbytes > limit_bytes:
+            raise DamagedError(f"{self.what}: {name!r} has {member.nbytes} bytes, more than {limit_bytes}")
+        try:
+            return self._zip.read(name)
+        except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
+            raise DamagedError(f"{self.what}: {name!r} is damaged ({error})") from None
+
+
+@contextmanager
+def open_zip(path: str | os.PathLike[str]) -> Iterator[ZipMembers]:
+    """Open and check an archive: a regular file, whatever its name.
+
+    Raises DamagedError for what is no such archive, StorageError where the file cannot be read.
+    """
+    what = str(path)
+    try:
+        file = _regular(path)
+    except (OSError, ValueError) as error:
+        raise StorageError(f"{what}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    with file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            archive = zipfile.ZipFile(file)
+        except (
+            zipfile.BadZipFile,
+            EOFError,
+            NotImplementedError,
+            ValueError,
+            struct.error,
+            OSError,
+        ) as error:
+            raise DamagedError(f"{what}: is no zip archive ({error})") from None
+        with archive:
+            yield ZipMembers(what, _checked(archive, file, size, what), file, archive)
+
+
+def _regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Pipes are not waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return open(descriptor, "rb")
+    os.close(descriptor)
+    raise ValueError("no regular file")
+
+
+def _checked(archive: zipfile.ZipFile, file: BinaryIO, size: int, what: str) -> dict[str, Member]:
+    infos = archive.infolist()
+    if len(infos) > LIMIT_MEMBERS:
+        raise DamagedError(f"{what}: {len(infos)} members, more than {LIMIT_MEMBERS}")
+    members: dict[str, Member] = {}
+    end = 0
+    for info in sorted(infos, key=lambda info: info.header_offset):
+        if wrong := _wrong(info) or ("stands twice" if info.filename in members else ""):
+            raise DamagedError(f"{what}: member {info.filename[:80]!r} {wrong}")
+        if info.header_offset != end:
+            raise DamagedError(
+                f"{what}: member {info.filename!r} does not begin where the one before it ends"
+            )
+        start = _start(file, info)
+        end = start + info.file_size
+        if end > min(size, archive.start_dir):
+            raise DamagedError(
+                f"{what}: member {info.filename!r} reaches beyond the members' part of the file"
+            )
+        members[info.filename] = Member(info.filename, start, info.file_size, info.CRC)
+    if end != archive.start_dir:
+        raise DamagedError(f"{what}: there is something between the members and their directory")
+    return members
+
+
+def _wrong(info: zipfile.ZipInfo) -> str:
+    """What a member has that ours never have, or nothing."""
+    kind = stat.S_IFMT(info.external_attr >> 16)
+    if len(info.filename) > LIMIT_NAME or not _NAME.fullmatch(info.filename):
+        return "has a name that no archive of ours has"
+    if any(part.strip(" .") == "" for part in info.filename.split("/")):
+        return "has a name that leads elsewhere"
+    if info.orig_filename != info.filename:
+        return "has a name with more than meets the eye"
+    if info.flag_bits & _ENCRYPTED:
+        return "is encrypted"
+    if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+        return "is compressed; members are stored"
+    if kind not in (0, stat.S_IFREG):
+        return "is no regular file"
+    return ""
+
+
+def _start(file: BinaryIO, info: zipfile.ZipInfo) -> int:
+    """Where the bytes begin, by the header before them, which must say what the directory says."""
+    file.seek(info.header_offset)
+    raw = file.read(_LOCAL.size)
+    if len(raw) < _LOCAL.size:
+        raise DamagedError(f"{file.name}: the header of {info.filename!r} is cut off")
+    magic, _, flags, method, _, _, _, _, _, name_size, extra_size = _LOCAL.unpack(raw)
+    name = file.read(name_size)
+    if magic != b"PK\x03\x04" or method != zipfile.ZIP_STORED or flags & _ENCRYPTED:
+        raise DamagedError(f"{file.name}: the header of {info.filename!r} is not that of a stored member")
+    if name != info.filename.encode("ascii"):
+        raise DamagedError(f"{file.name}: the header of {info.filename!r} has another name")
+    return info.header_offset + _LOCAL.size + int(name_size) + int(extra_size)
