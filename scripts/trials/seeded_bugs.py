@@ -1,0 +1,285 @@
+"""Bugs that are planted one at a time, and the tests that must notice: what the tests are worth.
+
+Each bug is a replacement of one piece of code by another in a copy of the repository. A test that passes
+there all the same misses the bug.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A piece of code that stands once in a file, what it becomes, and the tests of which one must fail."""
+
+    name: str
+    path: str
+    old: str
+    new: str
+    tests: Sequence[str]
+
+
+def bugs() -> Iterator[Bug]:
+    """All of them, by the promise that they break."""
+    yield from _durability()
+    yield from _the_log()
+    yield from _retention()
+    yield from _verification()
+    yield from _behind()
+    yield from _together()
+
+
+def _durability() -> Iterator[Bug]:
+    storage, writer = "checkpoint/local_storage.py", "checkpoint/disk/shard_writer.py"
+    yield Bug(
+        "a shard is not synced",
+        writer,
+        "            handle.sync_file()\n            handle.close()",
+        "            handle.close()",
+        ["tests/checkpoint/test_shard.py"],
+    )
+    yield Bug(
+        "the header is written first",
+        writer,
+        "    found = fill(handle, part, frame, seconds, writers)\n",
+        "    handle.write_at(0, memoryview(frame.filled(bytes(frame.digest_bytes))))\n"
+        "    found = fill(handle, part, frame, seconds, writers)\n",
+        ["tests/checkpoint/test_shard.py"],
+    )
+    yield Bug(
+        "the directory of a try is not synced",
+        "checkpoint/save.py",
+        "    job.storage.sync_dir(try_directory(try_name))\n    return Entry(",
+        "    return Entry(",
+        ["tests/checkpoint/test_log_crash.py"],
+    )
+    yield Bug(
+        "the manifest is not synced",
+        "checkpoint/save.py",
+        "        handle.write_at(0, memoryview(data))\n        handle.sync_file()\n",
+        "        handle.write_at(0, memoryview(data))\n",
+        ["tests/checkpoint/test_log_crash.py"],
+    )
+    yield Bug(
+        "the log is not synced before an append returns",
+        "checkpoint/log/log_append.py",
+        "            _check_still_newest(storage, tail, record.slot)\n            storage.sync_dir(LOG)\n",
+        "            _check_still_newest(storage, tail, record.slot)\n",
+        ["tests/checkpoint/test_log_crash.py"],
+    )
+    yield Bug(
+        "a record gets its name before it is synced",
+        storage,
+        "            self._write_whole(temporary, data, sync=True)\n",
+        "            self._write_whole(temporary, data, sync=False)\n",
+        ["tests/checkpoint/test_log_crash.py"],
+    )
+    yield Bug(
+        "a base file is not synced before the record that refers to it",
+        "checkpoint/log/log_append.py",
+        "    storage.sync_dir(LOG)  # durable before the record that refers to it\n",
+        "",
+        ["tests/checkpoint/test_log_crash.py"],
+    )
+    yield Bug(
+        "a short write is taken for a whole one",
+        storage,
+        "                view, offset = view[written:], offset + written\n",
+        "                view, offset = view[len(view) :], offset + written\n",
+        ["tests/checkpoint/test_direct_writes.py", "tests/checkpoint/test_quick_paths.py"],
+    )
+    yield Bug(
+        "an error of a writing thread is swallowed",
+        "checkpoint/disk/workers.py",
+        "    if errors:\n        raise min(errors",
+        "    if errors and not helpers:\n        raise min(errors",
+        ["tests/checkpoint/test_direct_writes.py", "tests/checkpoint/test_writers.py"],
+    )
+    yield Bug(
+        "an epoch is acknowledged before it is committed",
+        "checkpoint/save.py",
+        "    job.commit(entry)\n",
+        "    import threading\n\n    threading.Timer(0.5, job.commit, [entry]).start()\n",
+        ["tests/acceptance"],
+    )
+
+
+def _the_log() -> Iterator[Bug]:
+    append = "checkpoint/log/log_append.py"
+    yield Bug(
+        "a record replaces what has its slot",
+        "checkpoint/local_storage.py",
+        "                os.link(temporary, full)\n",
+        "                os.replace(temporary, full)\n",
+        ["tests/checkpoint/test_log_writer.py", "tests/checkpoint/test_log_takeover.py"],
+    )
+    yield Bug(
+        "a fenced writer goes on behind the takeover",
+        append,
+        "other is not None and other.generation > draft.generation:",
+        "other is None:",
+        ["tests/checkpoint/test_log_takeover.py"],
+    )
+    yield Bug(
+        "a creation whose answer was lost is not read back",
+        append,
+        "        return found == data  # the nonce makes our bytes like no other's\n",
+        "        return False\n",
+        ["tests/checkpoint/test_log_writer.py", "tests/checkpoint/test_log_crash.py"],
+    )
+    yield Bug(
+        "a writer is replaced without being watched",
+        "checkpoint/log/takeover.py",
+        "if verdict.right is Right.WATCH and moves(storage, patience_secs):",
+        "if False:",
+        ["tests/checkpoint/test_log_takeover.py"],
+    )
+    yield Bug(
+        "a record's digest is not looked at",
+        "checkpoint/disk/sealed.py",
+        "    if canonical.sha256(body) != tail[1].decode():",
+        "    if False:",
+        ["tests/checkpoint/test_log_damage.py", "tests/checkpoint/test_log_record.py"],
+    )
+    yield Bug(
+        "the chain of the log is not checked",
+        "checkpoint/log/log_reader.py",
+        "    if newer.previous_sha256 != older_sha256 or newer.generation < older.generation:\n",
+        "    if False:\n",
+        ["tests/checkpoint/test_log_damage.py"],
+    )
+    yield Bug(
+        "a rewind abandons nothing until an epoch is saved",
+        "runners/life.py",
+        "            self.manager.engine.ledger.rewind(self.session.peers, base, request_of(choice))\n",
+        "            pass\n",
+        ["tests/exactness/test_branches_after_a_rewind.py"],
+    )
+
+
+def _retention() -> Iterator[Bug]:
+    retention = "checkpoint/log/retention.py"
+    yield Bug(
+        "tagged and pinned epochs are retired",
+        retention,
+        " | protected(view.state)\n",
+        "\n",
+        ["tests/checkpoint/test_log_retention.py"],
+    )
+    yield Bug(
+        "what an epoch refers to is retired",
+        retention,
+        "        further = set(entry.needs) - needed if entry else set()\n",
+        "        further = set()\n",
+        ["tests/checkpoint/test_reuse.py", "tests/checkpoint/test_log_retention.py"],
+    )
+    yield Bug(
+        "keep_last counts damaged epochs",
+        retention,
+        "    return [entry for entry in line if entry.healthy and entry.resumable]\n",
+        "    return list(line)\n",
+        ["tests/checkpoint/test_log_retention.py"],
+    )
+    yield Bug(
+        "files are deleted before the log says so",
+        "checkpoint/retaining.py",
+        "            self.keeping.retire(writer)\n        except StorageError as error:",
+        "            self.ledger.deletions.ask('x', lambda: delete_left(writer))\n"
+        "            self.keeping.retire(writer)\n        except StorageError as error:",
+        ["tests/checkpoint/test_log_crash.py"],
+    )
+    yield Bug(
+        "abandoned epochs go before the branch has passed them",
+        retention,
+        "    return bool(own) and own[0] > entry.position\n",
+        "    return True\n",
+        ["tests/checkpoint/test_log_retention.py"],
+    )
+
+
+def _verification() -> Iterator[Bug]:
+    yield Bug(
+        "a manifest's SHA-256 is not compared",
+        "checkpoint/disk/manifest_disk.py",
+        "    if canonical.sha256(data) != entry.manifest_sha256:\n",
+        "    if False:\n",
+        ["tests/checkpoint/test_proof.py", "tests/checkpoint/test_manifest.py"],
+    )
+    yield Bug(
+        "blocks are read without being verified",
+        "checkpoint/disk/shard_reader.py",
+        "        if damaged is not None:\n            offset = entry.start",
+        "        if damaged is not None and not key:\n            offset = entry.start",
+        ["tests/checkpoint/test_shard_damage.py"],
+    )
+    yield Bug(
+        "a header's SHA-256 is not compared",
+        "checkpoint/disk/shard_reader.py",
+        "    if sha256(header) != expect.header_sha256:\n",
+        "    if False:\n",
+        ["tests/checkpoint/test_shard_damage.py", "tests/checkpoint/test_proof.py"],
+    )
+    yield Bug(
+        "links are followed",
+        "checkpoint/local_storage.py",
+        "            if full.is_symlink():\n",
+        "            if False:\n",
+        ["tests/bad_input/test_met_damage.py"],
+    )
+    yield Bug(
+        "the last of two equal JSON keys wins",
+        "checkpoint/disk/canonical.py",
+        "    if len(found) != len(pairs):\n",
+        "    if False:\n",
+        ["tests/checkpoint/test_canonical.py"],
+    )
+    yield Bug(
+        "a leaf counts as unchanged when its first bytes are",
+        "checkpoint/unchanged.py",
+        "    return _compare_blocks(flat, part, digests, BLOCK // width)\n",
+        "    return True, digests\n",
+        ["tests/checkpoint/test_unchanged.py"],
+    )
+
+
+def _behind() -> Iterator[Bug]:
+    yield Bug(
+        "nobody waits at the gate",
+        "checkpoint/asynchronous/gate.py",
+        "        one.pass_gate()\n",
+        "        pass\n",
+        ["tests/runners/test_background_saves.py"],
+    )
+    yield Bug(
+        "what is written is not what is hashed",
+        "checkpoint/disk/filling.py",
+        "                        self.digests.hash(piece, room[at:end])\n",
+        "                        self.digests.hash(piece, piece.extent.data[piece.start : piece.stop])\n",
+        ["tests/checkpoint/test_direct_writes.py"],
+    )
+
+
+def _together() -> Iterator[Bug]:
+    yield Bug(
+        "plans of ranks are not compared",
+        "checkpoint/save.py",
+        "    odd = [rank for rank, one in enumerate(hashes) if one != hashes[0]]\n",
+        "    odd = list[int]()\n",
+        ["tests/checkpoint/test_plan.py", "tests/review"],
+    )
+    yield Bug(
+        "shards of another number of nodes are committed",
+        "checkpoint/save.py",
+        "    if wanted != found or reports != len(job.places):\n",
+        "    if False:\n",
+        ["tests/checkpoint/test_writers.py", "tests/checkpoint/test_sharded_damage.py"],
+    )
+    yield Bug(
+        "random states are not restored",
+        "runners/life.py",
+        "        for name, streams in self.streams.items():\n",
+        "        for name, streams in dict(self.streams if self.state.epoch < 0 else {}).items():\n",
+        ["tests/acceptance/test_what_users_trip_over.py", "tests/acceptance/test_caffe2_runner.py"],
+    )
