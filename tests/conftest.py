@@ -6,3 +6,26 @@ import os
 
 # One thread, as in the launched programs whose results are compared with this process's, bit by bit.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def tell(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """Have figures printed at the end of the run, whatever process the test ran in."""
+    return lambda text: record_property("told", text)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print what tests have told."""
+    reports = (report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, ()))
+    told = [
+        text for report in reports for name, text in getattr(report, "user_properties", ()) if name == "told"
+    ]
+    if told:
+        terminalreporter.section("figures")
+        for text in told:
+            terminalreporter.write_line(text)

@@ -19,11 +19,13 @@ SECS = 20.0
 
 
 @pytest.mark.slow
-def test_only_typed_errors_come_out(capfd: pytest.CaptureFixture[str]) -> None:
+def test_only_typed_errors_come_out(tell: Callable[[str], None]) -> None:
     """Of config, log, manifest, shard header and archive: thousands of mutants, and no finding."""
     reports = fuzzing.run(list(targets()), SECS, SEED)
-    with capfd.disabled():
-        print(f"\nfuzzing, seed {SEED}: " + ", ".join(f"{one.name} {one.inputs}" for one in reports))
+    tell(
+        f"fuzzing, seed {SEED}, inputs in {SECS:g} s: "
+        + ", ".join(f"{one.name} {one.inputs}" for one in reports)
+    )
     assert {one.name for one in reports} == {"config", "log", "manifest", "header", "archive"}
     assert not [finding for one in reports for finding in one.findings]
     for one in reports:
