@@ -58,6 +58,13 @@ def test_damaged_epochs_do_not_count():
     assert going(view, keep_last(1)) == [0, 1, 2]
 
 
+def test_as_many_epochs_stay_as_were_asked_for_however_many_are_damaged():
+    """Of epochs 0 to 5, of which 4 and 5 are damaged, `keep_last(2)` keeps 2 and 3 to resume from."""
+    whole = map(entry, range(4))
+    view = view_of(*whole, *(replace(entry(number), health=DAMAGED) for number in (4, 5)))
+    assert going(view, keep_last(2)) == [0, 1]
+
+
 def test_a_mid_epoch_position_stays_until_its_epoch_is_over():
     """The newest position of a running epoch is never retired by a policy."""
     view = view_of(*map(entry, range(4)), entry(3, step=7))
