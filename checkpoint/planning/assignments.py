@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -290,22 +289,30 @@ def identity_parts(leaf: LeafSpec, *, inline: bool) -> tuple[bytes, ...]:
 
 def identity_head(leaf: LeafSpec) -> bytes:
     """The canonical JSON of `identity` up to the mesh; written once for each leaf."""
-    if "identity" not in leaf.texts:
-        leaf.texts["identity"] = _head(leaf)
-    return leaf.texts["identity"]
+    texts = leaf.texts
+    if "identity" not in texts:
+        texts["identity"] = _head(leaf)
+    return texts["identity"]
 
 
 def _head(leaf: LeafSpec) -> bytes:
-    """Put together here, because a call of the encoder costs more than all of this; it has what is odd."""
+    """Put together here, because a call of the encoder costs more than all of this."""
     size = leaf.nbytes if leaf.kind == "tensor" else 0
-    if max(size, *leaf.shape, 0) < INTEGER_LIMIT:
-        name = word(leaf.name)
-        blob = name if leaf.blob == leaf.name else word(leaf.blob)
-        kind = f"{_word(leaf.kind)},{_word(leaf.role.value)},{_word(leaf.dtype)}"
-        shape = ",".join(map(str, leaf.shape))
-        text = f"[{name},{blob},{_word(leaf.group)},{word(leaf.alias_of)},{kind},[{shape}],{size}"
-        with suppress(UnicodeEncodeError):
-            return text.encode("utf-8")
+    if max(size, *leaf.shape, 0) >= INTEGER_LIMIT:
+        return _encoded_head(leaf)
+    name = word(leaf.name)
+    blob = name if leaf.blob == leaf.name else word(leaf.blob)
+    kind = f"{_word(leaf.kind)},{_word(leaf.role.value)},{_word(leaf.dtype)}"
+    shape = ",".join(map(str, leaf.shape))
+    text = f"[{name},{blob},{_word(leaf.group)},{word(leaf.alias_of)},{kind},[{shape}],{size}"
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError:
+        return _encoded_head(leaf)
+
+
+def _encoded_head(leaf: LeafSpec) -> bytes:
+    """The same from the encoder; raises UsageError saying what of it is no canonical JSON."""
     return dumps(identity(replace(leaf, sharding=None)))[:-1]
 
 
