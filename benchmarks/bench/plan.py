@@ -161,9 +161,7 @@ WORKLOADS = {
                 "torchsnapshot async",
                 "Orbax async",
             ),
-            frozenset(
-                ("torchrelay, synchronous", "DCP async, DefaultStager, plan caching", "torchsnapshot async")
-            ),
+            frozenset(("torchrelay, synchronous", "DCP async, DefaultStager, plan caching")),
         ),
     )
 }
