@@ -2,12 +2,14 @@
 
 Nothing counts as unchanged whose bytes were not hashed in full. What differs costs little: a part ends at
 its first bytes or its first block that differ, and many small parts of which a sample changed to the last
-one are taken to have changed, all of them, without a look.
+one are taken to have changed, all of them, without a look. Parts of more than a block are shared between
+a few threads: hashing lets the interpreter go, and one core reads memory slower than several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,7 @@ from torchrelay.checkpoint.disk import dtypes
 from torchrelay.checkpoint.disk.boxes import Bounds
 from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, block_count, block_digests
 from torchrelay.checkpoint.disk.extents import PROBE
+from torchrelay.checkpoint.disk.workers import share
 from torchrelay.checkpoint.known import KnownFile, Part
 
 if TYPE_CHECKING:
@@ -22,14 +25,17 @@ if TYPE_CHECKING:
 
 MANY_BLOCKS = 8
 """Hashed at a time once the first block is as it was."""
+LOOKERS = 4
+"""Threads that hash parts of more than a block, at most one for each core. Shorter ones take as long in
+Python as in hashing, and threads would only wait for one another."""
 SMALL_BYTES = 64 << 10
 """A part below this costs as much to look at as to write."""
 MANY_SMALL = 512
 """So many small parts are looked at whatever a sample says."""
 SAMPLE = 64
 
-_Compared = tuple[int, Part, bytes, bytes | None]
-"""Rank, part, the digests that a file has of it, and that of its first bytes, where it is known."""
+_Short = tuple[int, Part, bytes]
+"""Rank, part of at most a block, and the digests that a file has of it."""
 PartKey = tuple[int, str, int, int, Bounds | None]
 """Rank, leaf, first, last and box of a part."""
 TensorOf = Callable[[int, Part], "torch.Tensor | None"]
@@ -46,71 +52,131 @@ class Findings:
     changed: set[str] = field(default_factory=set)
     digests: dict[PartKey, bytes] = field(default_factory=dict)
 
+    def add(self, rank: int, part: Part, own: bytes, *, same: bool) -> bool:
+        """Note what a look at a part has shown; returns whether it is as it was."""
+        if own:
+            self.digests[rank, part.leaf, part.first, part.last, part.box] = own
+        if not same:
+            self.changed.add(part.leaf)
+        return same
+
 
 def look(files: Iterable[KnownFile], tensor_of: TensorOf, turn: int) -> Findings:
     """Compare what files hold with memory. Another `turn` takes another sample."""
     found = Findings()
-    small: list[_Compared] = []
+    small: list[_Short] = []
+    long: list[_Long] = []
     for file in files:
         for part, digests in zip(file.parts, file.digests, strict=True):
             if part is None:
                 continue
             if part.nbytes < SMALL_BYTES:
-                small.append((file.rank, part, digests, None))
-            else:
-                _compare(found, tensor_of, file.rank, part, digests, file.probes.get(part))
+                small.append((file.rank, part, digests))
+            elif part.nbytes <= BLOCK:
+                _look_at_short(found, tensor_of, file.rank, part, digests)
+            elif one := _begun(found, tensor_of, file.rank, part, digests, file.probes.get(part)):
+                long.append(one)
+    _look_at_long(found, long)
     if len(small) > MANY_SMALL and not _any_unchanged(found, tensor_of, small, turn):
         found.changed.update([part.leaf for _, part, *_ in small])
     else:
-        for one in small:
-            _compare(found, tensor_of, *one)
+        for short in small:
+            _look_at_short(found, tensor_of, *short)
     return found
 
 
-def _any_unchanged(found: Findings, tensor_of: TensorOf, small: list[_Compared], turn: int) -> bool:
+def _any_unchanged(found: Findings, tensor_of: TensorOf, small: list[_Short], turn: int) -> bool:
     step = len(small) // SAMPLE
-    return any(_compare(found, tensor_of, *one) for one in small[turn % step :: step])
+    return any(_look_at_short(found, tensor_of, *short) for short in small[turn % step :: step])
 
 
-def _compare(
+def _look_at_short(found: Findings, tensor_of: TensorOf, rank: int, part: Part, digests: bytes) -> bool:
+    flat = _elements(tensor_of(rank, part), part, digests)
+    own = b"" if flat is None else block_digests(dtypes.stored_bytes(flat, part.leaf))
+    return found.add(rank, part, own, same=flat is not None and own == digests)
+
+
+def _elements(tensor: torch.Tensor | None, part: Part, digests: bytes) -> torch.Tensor | None:
+    """The elements of a part, in a row where they are some of a tensor; None where there are not as many."""
+    count = part.last - part.first
+    if tensor is None or part.last > tensor.numel():
+        return None
+    if len(digests) != block_count(count * tensor.element_size()) * SIZE:
+        return None
+    return tensor if count == tensor.numel() else tensor.detach().reshape(-1)[part.first : part.last]
+
+
+@dataclass
+class _Long:
+    """A part that is hashed in steps, by any thread."""
+
+    rank: int
+    part: Part
+    flat: torch.Tensor
+    digests: bytes
+    own: dict[int, bytes] = field(default_factory=dict)
+    """By first block, the digests of what is in memory."""
+    differs: bool = False
+
+    @property
+    def steps(self) -> Iterator[tuple[_Long, int, int]]:
+        """First one block, then several at a time: what has changed shows mostly in the first."""
+        count = len(self.digests) // SIZE
+        yield self, 0, 1
+        for start in range(1, count, MANY_BLOCKS):
+            yield self, start, min(start + MANY_BLOCKS, count)
+
+    def hash(self, start: int, stop: int) -> None:
+        """Look at some blocks, unless another one is known to differ."""
+        if self.differs:
+            return
+        width = BLOCK // self.flat.element_size()
+        elements = self.flat[start * width : stop * width]
+        own = self.own[start] = block_digests(dtypes.stored_bytes(elements, self.part.leaf))
+        if own != self.digests[start * SIZE : stop * SIZE]:
+            self.differs = True
+
+    @property
+    def first_digests(self) -> bytes:
+        """The digests of the blocks from the first one on, without gaps."""
+        found = bytearray()
+        while own := self.own.get(len(found) // SIZE):
+            found += own
+        return bytes(found)
+
+
+def _begun(
     found: Findings, tensor_of: TensorOf, rank: int, part: Part, digests: bytes, probe: bytes | None
-) -> bool:
-    tensor = tensor_of(rank, part)
-    same, own = (False, b"") if tensor is None else compare(tensor, part, digests, probe)
-    if own:
-        found.digests[rank, part.leaf, part.first, part.last, part.box] = own
-    if not same:
-        found.changed.add(part.leaf)
-    return same
+) -> _Long | None:
+    """A long part that is to be hashed; None where all is said already.
 
-
-def compare(
-    tensor: torch.Tensor, part: Part, digests: bytes, probe: bytes | None = None
-) -> tuple[bool, bytes]:
-    """Whether a tensor has the bytes of a known part, and the digests of its own first blocks.
-
-    `probe` is the digest of its first bytes. Ends at the first difference, so that what is trained costs
-    these, or one block.
+    `probe` is the digest of its first bytes, and tells what differs.
     """
-    width, count = tensor.element_size(), part.last - part.first
-    if part.last > tensor.numel() or len(digests) != block_count(count * width) * SIZE:
-        return False, b""
-    flat = tensor
-    if count < tensor.numel() or count * width > BLOCK:
-        flat = tensor.detach().reshape(-1)[part.first : part.last]
-    if count * width <= BLOCK:
-        own = block_digests(dtypes.stored_bytes(flat, part.leaf))
-        return own == digests, own
-    if probe is not None and block_digests(dtypes.stored_bytes(flat[: PROBE // width], part.leaf)) != probe:
-        return False, b""
-    return _compare_blocks(flat, part, digests, BLOCK // width)
+    tensor = _elements(tensor_of(rank, part), part, digests)
+    if tensor is None:
+        found.add(rank, part, b"", same=False)
+        return None
+    flat = tensor.detach().reshape(-1)
+    first = flat[: PROBE // flat.element_size()]
+    if probe is not None and block_digests(dtypes.stored_bytes(first, part.leaf)) != probe:
+        found.add(rank, part, b"", same=False)
+        return None
+    one = _Long(rank, part, flat, digests)
+    if tensor.is_contiguous():
+        return one
+    _look_at_long(found, [one])  # at once: it is a copy, and many of them would not find room
+    return None
 
 
-def _compare_blocks(flat: torch.Tensor, part: Part, digests: bytes, block: int) -> tuple[bool, bytes]:
-    own, start, stop = bytearray(), 0, block
-    while start < len(flat):
-        own += block_digests(dtypes.stored_bytes(flat[start:stop], part.leaf))
-        if not digests.startswith(own):
-            return False, bytes(own)
-        start, stop = stop, stop + MANY_BLOCKS * block
-    return True, bytes(own)
+def _look_at_long(found: Findings, long: list[_Long]) -> None:
+    """Hash all of them, and note what it shows."""
+
+    def work(steps: Iterator[tuple[_Long, int, int]]) -> None:
+        for one, start, stop in steps:
+            one.hash(start, stop)
+
+    # What a device sends is copied in the stream of the thread that asks.
+    threads = min(LOOKERS, os.cpu_count() or 1) if all(one.flat.is_cpu for one in long) else 1
+    share(work, (step for one in long for step in one.steps), threads if long else 1, name="torchrelay-look")
+    for one in long:
+        found.add(one.rank, one.part, one.first_digests, same=not one.differs)

@@ -17,18 +17,23 @@ from torchrelay.errors import DamagedError, StorageError
 MAX_JSON_BYTES = 16 << 20
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Replace `path` by pretty JSON: written beside, synced, renamed, directory synced."""
+def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
+    """Replace `path` by pretty JSON: written beside, synced, renamed, directory synced.
+
+    Unless `durable` nothing is synced: then a power cut may take the content back, or damage it.
+    """
     data = (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
     temporary = path.with_name(f".tmp-{secrets.token_hex(6)}")
     try:
         with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         temporary.chmod(0o644)
         temporary.replace(path)
-        sync_directory(path.parent)
+        if durable:
+            sync_directory(path.parent)
     except OSError as error:
         with suppress(OSError):
             temporary.unlink()

@@ -148,9 +148,10 @@ class RunDirectory:
         """The content of `status.json`; empty when there is none."""
         return read_json(self.path / "status.json") or {}
 
-    def write_status(self, state: State, **details: Any) -> None:
-        """Replace `status.json`."""
-        write_json(self.path / "status.json", {"state": state, "updated": round(time.time(), 3), **details})
+    def write_status(self, state: State, *, durable: bool = True, **details: Any) -> None:
+        """Replace `status.json`; see `write_json` for what is not `durable`."""
+        status = {"state": state, "updated": round(time.time(), 3), **details}
+        write_json(self.path / "status.json", status, durable=durable)
 
     def log_metrics(self, generation: int, line: Mapping[str, Any]) -> None:
         """Append the reduced metrics of one epoch."""

@@ -128,7 +128,9 @@ class Journal:
         self._note(self.run.log_metrics, self._generation, line)
         if state.ended_early:
             self._event("short epoch", epoch=state.epoch, reason=state.ended_early)
-        self._status("RUNNING", epoch=state.epoch, stop=list(verdict.reasons))
+        # Behind a save in flight a sync waits for the disk, and the training with it.
+        durable = saved is not None
+        self._status("RUNNING", durable=durable, epoch=state.epoch, stop=list(verdict.reasons))
 
     def save_failed(self, position: Position, error: Exception, in_a_row: int) -> None:
         """Warn loudly: the epoch does not look saved anywhere."""

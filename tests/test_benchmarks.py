@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -82,3 +83,26 @@ def test_a_stopped_run_goes_on(tmp_path):
     assert record.read_text().startswith(before)
     other = run(tmp_path, "--rounds", "2", "--saves", "1", *engines)
     assert other.returncode != 0 and "measured otherwise" in other.stderr
+
+
+def test_growth_leaves_lines_a_page_and_a_plot(tmp_path):
+    """Every printed line is in the folder, its figures are in the page's table, the growth below it."""
+    command = [sys.executable, REPOSITORY / "benchmarks/bench/growth.py", "blobs", "--small", "--saves", "1"]
+    done = subprocess.run(
+        [*command, "--output", tmp_path],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "growth-blobs.jsonl").read_text()
+    assert lines == done.stdout
+    page = (tmp_path / "growth-blobs.md").read_text()
+    for line in map(json.loads, lines.splitlines()):
+        figures = line.get("exponents") or {key: one for key, one in line.items() if key.endswith("_secs")}
+        assert len(figures) >= 2
+        for key, figure in figures.items():
+            assert f"`{key}` {figure}" in page or (key in page and f"| {figure:.4f} |" in page), page
+    drawn = (tmp_path / "growth-blobs.png").exists()
+    assert drawn == ("(growth-blobs.png)" in page) == (importlib.util.find_spec("matplotlib") is not None)

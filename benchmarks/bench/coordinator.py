@@ -34,6 +34,7 @@ from torchrelay.checkpoint.save import SaveJob, carry_out, make_plan
 from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role
 from torchrelay.checkpoint.timing import Clock
+from torchrelay.jobs.collector import undisturbed
 from torchrelay.jobs.places import NodePlace
 from torchrelay.runners.distributed.hosts import Hosts
 from torchrelay.runners.distributed.store_peers import StorePeers, joined
@@ -224,8 +225,9 @@ class Coordinator:
         """Give the log back."""
         self._writer.close()
 
+    @undisturbed()
     def save(self) -> dict[str, float]:
-        """One save; returns sizes in bytes, and processor seconds.
+        """One save, without the garbage collector as in `Engine.save`; returns bytes and processor seconds.
 
         These are of planning, of committing (from the first exchange after the plan to the acknowledgement),
         and of writing down how long each node took, after that.

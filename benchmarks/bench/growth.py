@@ -5,24 +5,26 @@
     benchmarks/growth real      real saves of 1 to 64 processes
     benchmarks/growth plot FILE.jsonl FILE.png
 
-`--small` runs a small configuration; with `--flat` rank 0 reads every rank's post, however many there are.
-Every line printed is one JSON object: medians of `--saves` saves after the first one, whose figures begin
-with `first_`. `blobs` ends with the exponent of the growth of each figure; one above 1.15 is more than
-n log n over this range.
+With `--output FOLDER` the lines, a page and a plot are left there. `--small` runs a small configuration;
+with `--flat` rank 0 reads every rank's post, however many there are. Every line printed is one JSON object:
+medians of `--saves` saves after the first one, whose figures begin with `first_`. `blobs` ends with the
+exponent of the growth of each figure; one above 1.15 is more than n log n over this range.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import math
 import os
+import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,40 +97,70 @@ def _save_and_load(root: Path, count: int, saves: int) -> list[Line]:
 
 
 def process_lines(counts: Sequence[int], saves: int) -> Iterator[Line]:
-    """Wall seconds per save of rank 0, with so many real processes that replicate 1,000 small tensors."""
+    """Saves of so many real processes that replicate 1,000 small tensors, between two barriers.
+
+    Seconds that rank 0 waits from the call to the acknowledgement, processor seconds of its process and of
+    all of them together in a save, and the memory of all of them, shared pages counted once, in MB.
+    """
     for count in counts:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
         with tempfile.TemporaryDirectory() as root:
             asked = [__file__, "--rank-of", root, "--saves", str(saves)]
-            told = subprocess.run([*command, *asked], check=True, capture_output=True, text=True, timeout=900)
-        times = json.loads(told.stdout.splitlines()[-1])
-        figures = _figures({"save_secs": times[0]}, [{"save_secs": one} for one in times[1:]])
-        yield {"what": "processes", "ranks": count, "cores": os.cpu_count(), **figures}
+            done = subprocess.run(
+                [*command, *asked], capture_output=True, text=True, timeout=900, check=False
+            )
+            if done.returncode:
+                raise SystemExit(f"{count} processes ended with {done.returncode}: {done.stderr[-2000:]}")
+            ranks = [json.loads(Path(root, f"rank-{rank}.json").read_text()) for rank in range(count)]
+        together = [sum(secs) for secs in zip(*(one["processor_secs"] for one in ranks), strict=True)]
+        rows = zip(ranks[0]["secs"], ranks[0]["processor_secs"], together, strict=True)
+        found = [
+            dict(zip(("save_secs", "processor_secs", "all_processor_secs"), row, strict=True)) for row in rows
+        ]
+        memory = round(sum(one["memory_mb"] for one in ranks))
+        yield {
+            "what": "processes",
+            "ranks": count,
+            "blobs": 1000,
+            "cores": os.cpu_count(),
+            "memory_mb": memory,
+            **_figures(found[0], found[1:]),
+        }
 
 
 def _as_rank(root: str, saves: int) -> None:
-    """One of the processes of `process_lines`."""
+    """One of the processes of `process_lines`; leaves its figures in a file."""
     import torch
 
     from torchrelay import DistributedSession, Job, MultiNodeCheckpointManager
 
-    session = DistributedSession.from_env()
-    manager = MultiNodeCheckpointManager(root, reuse=False)  # nothing changes here
+    torch.set_num_threads(1)
+    session = DistributedSession.from_env(start_secs=300.0)
+    manager = MultiNodeCheckpointManager(Path(root, "run"), reuse=False)  # nothing changes here
     node = session.local_nodes[0].name
     tensors = {f"w{index:06d}": torch.full((ELEMENTS,), float(index)) for index in range(1000)}
     session.workspace(node).update(tensors)
     manager.bind(Job("growth"))
     session.run(manager.init([place.name for place in session.nodes]))
     manager.engine.ledger.in_run = True
-    times = []
+    secs, processor_secs = [], []
     for epoch in range(saves + 1):
-        begin = time.perf_counter()
+        torch.distributed.barrier()
+        begin, begun = time.perf_counter(), time.process_time()
         session.run(manager.save(epoch))
-        times.append(time.perf_counter() - begin)
+        secs.append(time.perf_counter() - begin)
+        processor_secs.append(time.process_time() - begun)
+    torch.distributed.barrier()
+    found = {"secs": secs, "processor_secs": processor_secs, "memory_mb": _memory_mb()}
+    Path(root, f"rank-{session.peers.rank}.json").write_text(json.dumps(found))
     manager.engine.ledger.close()
-    if session.peers.rank == 0:
-        print(json.dumps(times), flush=True)
     session.close()
+
+
+def _memory_mb() -> float:
+    """Memory of this process, in which pages that processes share count in equal parts."""
+    told = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in told if line.startswith("Pss:")) / 1000
 
 
 def _figures(first: Line, later: Sequence[Line]) -> Line:
@@ -143,60 +175,59 @@ def _exponent(lines: Sequence[Line], key: str) -> float:
     return round(math.log(large[key] / small[key]) / math.log(large["blobs"] / small["blobs"]), 3)
 
 
-def plot(lines: Iterable[Line], path: Path) -> None:
-    """Draw what was measured, one panel per kind of measurement. Needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    panels: dict[str, list[Line]] = {}
-    for line in lines:
-        panels.setdefault(line["what"], []).append(line)
-    drawn = {what: found for what, found in panels.items() if "exponents" not in found[0]}
-    figure, axes = pyplot.subplots(1, len(drawn), figsize=(6 * len(drawn), 4), squeeze=False)
-    for axis, (what, found) in zip(axes[0], drawn.items(), strict=True):
-        by = "blobs" if what == "blobs" else "ranks"
-        for kind in dict.fromkeys(line.get("kind", "") for line in found):
-            some = [line for line in found if line.get("kind", "") == kind]
-            for key in (key for key in some[0] if key.endswith("_secs")):
-                axis.plot([one[by] for one in some], [one[key] for one in some], "o-", label=f"{kind} {key}")
-        axis.set(xscale="log", yscale="log", xlabel=by, ylabel="seconds", title=what)
-        axis.legend(fontsize=6)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
-def main() -> None:
-    """Measure, and print a line for each point."""
+def parsed() -> argparse.Namespace:
+    """The command line, checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("what", nargs="?", choices=("ranks", "blobs", "real", "plot"), default="ranks")
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--saves", type=int, default=5)
     parser.add_argument("--flat", action="store_true")
+    parser.add_argument("--output", type=Path, help="a folder for the lines, a page and a plot")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.saves < 1:
         parser.error("--saves is a number from 1")
+    if asked.output is not None and not asked.output.is_dir():
+        parser.error(f"--output {asked.output} is no folder")
     if asked.what == "plot" and (len(asked.files) != 2 or not asked.files[0].is_file()):
         parser.error("plot takes a file of results that is there, and the name of a picture")
+    return asked
+
+
+def measured(asked: argparse.Namespace) -> Iterator[Line]:
+    """The points that were asked for, one by one."""
+    if asked.what == "ranks":
+        return coordinator_lines(SMALL_RANKS if asked.small else RANKS, asked.saves, flat=asked.flat)
+    if asked.what == "blobs":
+        return blob_lines(SMALL_BLOBS if asked.small else BLOBS, asked.saves)
+    return process_lines(SMALL_PROCESSES if asked.small else PROCESSES, asked.saves)
+
+
+def main() -> None:
+    """Measure, print a line for each point, and leave all of them in the folder, if one was given."""
+    asked = parsed()
     if asked.rank_of is not None:
         _as_rank(asked.rank_of, asked.saves)
         return
+    from bench import growth_page
+
     if asked.what == "plot":
         source, picture = asked.files
-        plot(map(json.loads, source.read_text().splitlines()), picture)
+        if not growth_page.plot(map(json.loads, source.read_text().splitlines()), picture):
+            raise SystemExit(
+                "benchmarks/growth: error: a plot needs matplotlib (see benchmarks/requirements.txt)"
+            )
         return
-    lines = {
-        "ranks": lambda: coordinator_lines(
-            SMALL_RANKS if asked.small else RANKS, asked.saves, flat=asked.flat
-        ),
-        "blobs": lambda: blob_lines(SMALL_BLOBS if asked.small else BLOBS, asked.saves),
-        "real": lambda: process_lines(SMALL_PROCESSES if asked.small else PROCESSES, asked.saves),
-    }
-    for line in lines[asked.what]():
+    lines = []
+    for line in measured(asked):
         print(json.dumps(line), flush=True)
+        lines.append(line)
+    if asked.output is not None:
+        today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+        command = shlex.join(["benchmarks/growth", *sys.argv[1:]])
+        for path in growth_page.leave(asked.output, asked.what, lines, today, command):
+            print(f"wrote {path}", file=sys.stderr)
 
 
 if __name__ == "__main__":

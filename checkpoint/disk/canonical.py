@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from json.encoder import encode_basestring
 from typing import Any, NoReturn
 
 from torchrelay.errors import DamagedError, UsageError
@@ -61,6 +62,11 @@ def loads(data: bytes, *, what: str, limit_bytes: int = 64 << 20, depth: int = D
 def dumps_read(value: Json) -> bytes:
     """What `dumps` writes, of what consists of values that `loads` gave, and needs no second look."""
     return _ENCODER.encode(value).encode("utf-8")
+
+
+def word(text: str | None) -> str:
+    """The canonical JSON of a string or null, before it is encoded as UTF-8 (which `dumps` may refuse)."""
+    return "null" if text is None else encode_basestring(text)
 
 
 def object_of(texts: Mapping[str, bytes]) -> bytes:

@@ -48,8 +48,7 @@ class World:
         return {name: index for index, name in enumerate(self.names)}
 
 
-@dataclass(frozen=True)
-class BlobRow:
+class BlobRow(NamedTuple):
     """A named blob: `kind` is `tensor`, `value` or `stateful`; `scope` is the registered or inferred one."""
 
     name: str

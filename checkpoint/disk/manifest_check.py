@@ -164,6 +164,7 @@ def _check_mesh(mesh: Mesh, number: int, demand: Demand) -> None:
 def _check_leaves(manifest: Manifest, demand: Demand) -> None:
     """What leaves have in common is checked once; of very many only what differs is looked at."""
     forms, sizes = set(), set()
+    dims = {number: _highest_dim(layout) for number, layout in enumerate(manifest.layouts)}
     for row, leaf in enumerate(manifest.leaves):
         if not _is_name(leaf.name):
             demand(False, f"{leaf.name!r:.80} is no leaf name")
@@ -174,13 +175,18 @@ def _check_leaves(manifest: Manifest, demand: Demand) -> None:
         layout = manifest.layouts[leaf.layout]
         if isinstance(layout, Split) and row not in layout.index:
             demand(False, f"{leaf.name} is not among the leaves of its layout")
-        if isinstance(layout, Mesh):
-            dims = [one.dim for one in layout.placements if isinstance(one, Sharded)]
-            demand(max(dims, default=-1) < len(leaf.shape), f"{leaf.name} cannot be sharded so")
+        if dims[leaf.layout] >= len(leaf.shape):
+            demand(False, f"{leaf.name} cannot be sharded so")
         size = (leaf.kind, leaf.dtype, leaf.shape, leaf.nbytes)
         if size not in sizes:
             sizes.add(size)
             _check_size(leaf, demand)
+
+
+def _highest_dim(layout: Layout) -> int:
+    """The last dimension of a tensor that a mesh splits; -1 for none."""
+    placements = layout.placements if isinstance(layout, Mesh) else ()
+    return max((one.dim for one in placements if isinstance(one, Sharded)), default=-1)
 
 
 def _check_form(manifest: Manifest, leaf: LeafRow, demand: Demand) -> None:

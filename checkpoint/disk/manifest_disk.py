@@ -182,7 +182,9 @@ class _Numbers:
         return self._numbers[item]
 
     def column(self, items: Sequence[Any]) -> list[Json]:
-        return pack_numbers([self.of(item) for item in items])
+        for item in dict.fromkeys(items):
+            self.of(item)
+        return pack_numbers(list(map(self._numbers.__getitem__, items)))
 
 
 class _Columns:

@@ -23,7 +23,12 @@ def pack_numbers(numbers: Sequence[int]) -> list[Json]:
     """Numbers with their runs of four and more folded."""
     packed: list[Json] = []
     start = 0
+    last = len(numbers) - _SHORTEST_RUN
     while start < len(numbers):
+        if start > last or numbers[start + 2] - (middle := numbers[start + 1]) != middle - numbers[start]:
+            packed.append(numbers[start])
+            start += 1
+            continue
         stop = _run_end(numbers, start)
         if stop - start >= _SHORTEST_RUN:
             packed.append([numbers[start], numbers[start + 1] - numbers[start], stop - start])
@@ -53,7 +58,7 @@ def pack_names(names: Sequence[str]) -> list[Json]:
     packed: list[Json] = []
     start = 0
     while start < len(names):
-        match = _NUMBERED.fullmatch(names[start])
+        match = _NUMBERED.fullmatch(names[start]) if names[start][-1:].isdigit() else None
         stop = start + 1
         while match and stop < len(names) and names[stop] == f"{match[1]}{int(match[2]) + stop - start}":
             stop += 1

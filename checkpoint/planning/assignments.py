@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torchrelay.checkpoint.disk.boxes import Bounds, volume
-from torchrelay.checkpoint.disk.canonical import dumps
+from torchrelay.checkpoint.disk.canonical import INTEGER_LIMIT, dumps, word
 from torchrelay.checkpoint.disk.layouts import Layout, PerNode, Split
 from torchrelay.checkpoint.disk.manifest import VALUE_LIMIT_BYTES, BlobRow, LeafRow
 from torchrelay.checkpoint.disk.mesh import Mesh, placements_json
@@ -61,9 +61,8 @@ class Assignment:
         return self.leaf.nbytes // count * (self.last - self.first) if count else 0
 
 
-@dataclass(frozen=True)
-class PlannedLeaf:
-    """A leaf, its scope, and the number of its layout."""
+class PlannedLeaf(NamedTuple):
+    """A leaf, its scope, and the number of its layout. There are many, hence a named tuple."""
 
     leaf: LeafSpec
     scope: str
@@ -72,8 +71,7 @@ class PlannedLeaf:
     @property
     def inline(self) -> bool:
         """Whether this is a replicated value that is small enough for the manifest."""
-        leaf = self.leaf
-        return leaf.kind == "value" and self.scope == "replicated" and leaf.nbytes <= VALUE_LIMIT_BYTES
+        return is_inline(self.leaf, self.scope)
 
 
 @dataclass(frozen=True)
@@ -149,7 +147,8 @@ class Plan:
             if isinstance(layout, Split):
                 found.update(_split_shares(layout, [self.rows[row].leaf for row in layout.items]))
             elif isinstance(layout, Mesh):
-                share = sum(layout.largest_share(leaf.shape, item_bytes(leaf)) for leaf in leaves)
+                alike = Counter((leaf.shape, item_bytes(leaf)) for leaf in leaves)
+                share = sum(layout.largest_share(*form) * count for form, count in alike.items())
                 found.update(dict.fromkeys(layout.nodes, share))
             else:
                 share = sum(leaf.nbytes for leaf in leaves if leaf.kind == "tensor")
@@ -239,6 +238,8 @@ def _leaf_row(planned: PlannedLeaf) -> LeafRow:
 
 def _blob_row(name: str, leaves: Sequence[PlannedLeaf]) -> BlobRow:
     """A blob that is a leaf itself is a tensor or a value, unless only an object can take that leaf."""
+    if len(leaves) == 1 and leaves[0].leaf.name == name and leaves[0].leaf.kind == "tensor":
+        return BlobRow(name, "tensor", leaves[0].scope)
     scopes = {planned.scope for planned in leaves}
     own = next((planned.leaf for planned in leaves if planned.leaf.name == name), None)
     kind = "stateful" if own is None or own.role.value in ("state", "subclass") else own.kind
@@ -248,6 +249,11 @@ def _blob_row(name: str, leaves: Sequence[PlannedLeaf]) -> BlobRow:
 def _boxes(leaf: LeafSpec, mesh: Mesh, node: int) -> list[Assignment]:
     boxes = mesh.stored_by(node, leaf.name, leaf.shape, item_bytes(leaf))
     return [Assignment(leaf, 0, volume(box), box=box) for box in boxes]
+
+
+def is_inline(leaf: LeafSpec, scope: str) -> bool:
+    """Whether this is a replicated value that is small enough for the manifest."""
+    return leaf.kind == "value" and scope == "replicated" and leaf.nbytes <= VALUE_LIMIT_BYTES
 
 
 def item_bytes(leaf: LeafSpec) -> int:
@@ -272,27 +278,45 @@ def identity(leaf: LeafSpec) -> list[object]:
     return [*described, list(mesh.nodes), list(mesh.extents), placements_json(mesh.placements)]
 
 
-def identity_text(leaf: LeafSpec, *more: object) -> bytes:
-    """Canonical JSON of `identity` and `more`; a mesh's text is made once, however many leaves lie on it."""
-    return b"".join(identity_parts(leaf, *more))
+def identity_parts(leaf: LeafSpec, *, inline: bool) -> tuple[bytes, ...]:
+    """Canonical JSON of `identity` and `inline`, in parts: the text of a mesh can be long.
 
-
-def identity_parts(leaf: LeafSpec, *more: object) -> list[bytes]:
-    """The text of `identity_text` in parts, for who does not need it in one piece: a mesh's can be long."""
-    mesh = leaf.sharding
-    meshed = [] if mesh is None else [b",", mesh.text]
-    return [identity_head(leaf), *meshed, b"".join(b",%b" % _text(one) for one in more) + b"]"]
+    That is made once, however many leaves lie on it.
+    """
+    mesh, end = leaf.sharding, b",true]" if inline else b",false]"
+    return (identity_head(leaf), end) if mesh is None else (identity_head(leaf), b",", mesh.text, end)
 
 
 def identity_head(leaf: LeafSpec) -> bytes:
-    """The part of `identity_text` that comes before the mesh."""
-    if "identity" not in leaf.texts:
-        leaf.texts["identity"] = dumps(identity(replace(leaf, sharding=None) if leaf.sharding else leaf))[:-1]
-    return leaf.texts["identity"]
+    """The canonical JSON of `identity` up to the mesh; written once for each leaf."""
+    texts = leaf.texts
+    if "identity" not in texts:
+        texts["identity"] = _head(leaf)
+    return texts["identity"]
 
 
-def _text(value: object) -> bytes:
-    return (b"true" if value else b"false") if type(value) is bool else dumps(value)
+def _head(leaf: LeafSpec) -> bytes:
+    """Put together here, because a call of the encoder costs more than all of this."""
+    size = leaf.nbytes if leaf.kind == "tensor" else 0
+    if max(size, *leaf.shape, 0) >= INTEGER_LIMIT:
+        return _encoded_head(leaf)
+    name = word(leaf.name)
+    blob = name if leaf.blob == leaf.name else word(leaf.blob)
+    kind = f"{_word(leaf.kind)},{_word(leaf.role.value)},{_word(leaf.dtype)}"
+    shape = ",".join(map(str, leaf.shape))
+    text = f"[{name},{blob},{_word(leaf.group)},{word(leaf.alias_of)},{kind},[{shape}],{size}"
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError:
+        return _encoded_head(leaf)
+
+
+def _encoded_head(leaf: LeafSpec) -> bytes:
+    """The same from the encoder; raises UsageError saying what of it is no canonical JSON."""
+    return dumps(identity(replace(leaf, sharding=None)))[:-1]
+
+
+_word = lru_cache(maxsize=256)(word)
 
 
 def sorted_leaves(leaves: Iterable[LeafSpec]) -> list[LeafSpec]:

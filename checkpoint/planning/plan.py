@@ -26,6 +26,7 @@ from torchrelay.checkpoint.planning.assignments import (
     PlannedLeaf,
     identity_head,
     identity_parts,
+    is_inline,
     item_bytes,
     sorted_leaves,
 )
@@ -116,19 +117,20 @@ _HERE = b"\0"
 def _stated(one: NodeClass, question: Question) -> Iterator[bytes]:
     """The leaves of a class as JSON, in parts."""
     for number, leaf in enumerate(sorted_leaves(one.leaves)):
+        inline = leaf.kind == "value" and is_inline(leaf, question.scope_of(leaf))
         if number:
             yield b","
-        yield from identity_parts(leaf, PlannedLeaf(leaf, question.scope_of(leaf), 0).inline)
+        yield from identity_parts(leaf, inline=inline)
 
 
 def _make(question: Question, key: str) -> Plan:
     held = _holders(question.classes, question.referenced)
     rows = tuple(leaf for leaf, _ in held)
     layouts = _Layouts()
-    numbers = [-1] * len(rows)
+    numbers, scopes = [-1] * len(rows), [question.scope_of(leaf) for leaf in rows]
     strings: dict[tuple[int, str], tuple[tuple[int, ...], list[int]]] = {}  # of node sets by identity
     for row, (leaf, nodes) in enumerate(held):
-        scope = question.scope_of(leaf)
+        scope = scopes[row]
         if leaf.sharding is not None:
             numbers[row] = layouts.number(leaf.sharding)
         elif scope == "replicated" and _splits(leaf):
@@ -139,25 +141,22 @@ def _make(question: Question, key: str) -> Plan:
         number = layouts.number(_split_layout(nodes, members, rows, question.cut))
         for row in members:
             numbers[row] = number
-    planned = zip(rows, numbers, strict=True)
-    return Plan(
-        tuple(PlannedLeaf(leaf, question.scope_of(leaf), number) for leaf, number in planned),
-        tuple(layouts.found),
-        key,
-    )
+    return Plan(tuple(map(PlannedLeaf, rows, scopes, numbers)), tuple(layouts.found), key)
 
 
 def _holders(
     classes: Sequence[NodeClass], referenced: frozenset[str]
 ) -> list[tuple[LeafSpec, tuple[int, ...]]]:
     """Every distinct leaf with the nodes that have it, by name and first node."""
+    if len(classes) == 1:  # within a class names differ
+        nodes = tuple(sorted(classes[0].nodes))
+        one = [(leaf, nodes) for leaf in classes[0].leaves if leaf.name not in referenced]
+        return sorted(joined(one), key=lambda pair: pair[0].name)
     found: dict[object, tuple[LeafSpec, list[int]]] = {}
     for number, node_class in enumerate(classes):
         for leaf in node_class.leaves:
             if leaf.name not in referenced:
-                # Names differ within a class, so a single one needs no other key.
-                key = leaf.name if len(classes) == 1 else _form(leaf)
-                found.setdefault(key, (leaf, []))[1].append(number)
+                found.setdefault(_form(leaf), (leaf, []))[1].append(number)
     sets: dict[tuple[int, ...], tuple[int, ...]] = {}
     held = []
     for leaf, numbers in found.values():

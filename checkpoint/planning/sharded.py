@@ -23,25 +23,31 @@ def joined(held: Sequence[Held]) -> list[Held]:
     The joined mesh has the sub-meshes, by their first nodes, along a new first dimension. Raises
     SaveFailedError, naming the leaf, where a node of a mesh does not have it, or sub-meshes overlap.
     """
-    found: list[Held] = []
-    alike: dict[LeafSpec, list[Held]] = {}
+    named: dict[str, list[Held]] = {}
     complete: set[tuple[int, int]] = set()  # many leaves have the same objects, checked once
     for leaf, nodes in held:
-        if leaf.sharding is None:
-            found.append((leaf, nodes))
-            continue
-        if (id(leaf.sharding), id(nodes)) not in complete:
+        named.setdefault(leaf.name, []).append((leaf, nodes))
+        if leaf.sharding is not None and (id(leaf.sharding), id(nodes)) not in complete:
             _check_complete(leaf, leaf.sharding, nodes)
             complete.add((id(leaf.sharding), id(nodes)))
-        apart = replace(leaf, sharding=replace(leaf.sharding, nodes=()))
-        alike.setdefault(apart, []).append((leaf, nodes))
-    return found + [_joined(group) for group in alike.values()]
+    return [one for group in named.values() for one in (group if len(group) == 1 else _joined_forms(group))]
+
+
+def _joined_forms(group: Sequence[Held]) -> list[Held]:
+    """Of leaves of one name, those that differ only in the nodes of their mesh are made one."""
+    found: list[Held] = []
+    alike: dict[LeafSpec, list[Held]] = {}
+    for leaf, nodes in group:
+        if leaf.sharding is None:
+            found.append((leaf, nodes))
+        else:
+            apart = replace(leaf, sharding=replace(leaf.sharding, nodes=()))
+            alike.setdefault(apart, []).append((leaf, nodes))
+    return found + [_joined(some) if len(some) > 1 else some[0] for some in alike.values()]
 
 
 def _joined(group: Sequence[Held]) -> Held:
-    leaf, nodes = group[0]
-    if len(group) == 1:
-        return leaf, nodes
+    leaf = group[0][0]
     meshes = sorted((leaf.sharding for leaf, _ in group if leaf.sharding), key=lambda mesh: min(mesh.nodes))
     places = tuple(node for mesh in meshes for node in mesh.nodes)
     if len(set(places)) != len(places):

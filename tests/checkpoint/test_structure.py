@@ -94,7 +94,7 @@ def unsized(found: Any) -> Any:
         return replace(found, nbytes=0) if small else found
     if isinstance(found, NodeClass):
         return replace(found, leaves=unsized(found.leaves))
-    return replace(found, leaf=unsized(found.leaf)) if isinstance(found, PlannedLeaf) else found
+    return found._replace(leaf=unsized(found.leaf)) if isinstance(found, PlannedLeaf) else found
 
 
 def planned(nodes: list[Node], structures: Structures, exchange: SpecExchange) -> Any:

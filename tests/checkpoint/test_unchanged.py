@@ -11,7 +11,7 @@ from torchrelay.checkpoint.disk.digest import BLOCK, block_digests
 from torchrelay.checkpoint.disk.dtypes import stored_bytes
 from torchrelay.checkpoint.disk.extents import PROBE
 from torchrelay.checkpoint.known import KnownFile, Part
-from torchrelay.checkpoint.unchanged import MANY_SMALL, SAMPLE, compare, look
+from torchrelay.checkpoint.unchanged import MANY_SMALL, SAMPLE, look
 
 
 def known(tensors: dict[str, torch.Tensor], *, probes: bool = True) -> KnownFile:
@@ -88,9 +88,38 @@ def test_one_element_anywhere_is_a_change(count: int, data: st.DataObject, probe
 def test_the_same_first_bytes_are_no_proof() -> None:
     """A probe only tells what differs."""
     tensor = torch.zeros(BLOCK)
-    (part,), (digests,), probes = (file := known({"w": tensor})).parts, file.digests, file.probes
+    file = known({"w": tensor})
+    assert file.probes
     tensor[-1] = 1
-    assert compare(tensor, part, digests, probes[part])[0] is False
+    assert look([file], Memory({"w": tensor}), 1).changed == {"w"}
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 20), st.booleans(), st.floats(0, 1)), min_size=2, max_size=6))
+def test_of_long_parts_looked_at_together_exactly_those_that_differ_are_told(
+    drawn: list[tuple[int, bool, float]],
+) -> None:
+    """However threads share the blocks, nobody's change is another's, and digests are of first blocks."""
+    tensors = {f"w{at}": torch.full((size * BLOCK // 8,), float(at)) for at, (size, *_) in enumerate(drawn)}
+    file = known(tensors, probes=False)
+    changed = {f"w{at}" for at, (_, changes, _) in enumerate(drawn) if changes}
+    for at, (_, changes, where) in enumerate(drawn):
+        if changes:
+            tensors[f"w{at}"][int(where * (len(tensors[f"w{at}"]) - 1))] += 0.5
+    found = look([file], Memory(tensors), 1)
+    assert found.changed == changed
+    for (_, name, *_), told in found.digests.items():
+        full = block_digests(stored_bytes(tensors[name], name))
+        assert full.startswith(told) and (name in changed or told == full)
+
+
+def test_what_does_not_lie_in_order_is_compared_as_it_is_stored() -> None:
+    """A transposed tensor has the bytes of its rows, not of its memory."""
+    tensors = {name: torch.arange(BLOCK, dtype=torch.float32).reshape(1024, -1) for name in ("same", "other")}
+    file = known({name: one.t().contiguous() for name, one in tensors.items()})
+    now = {name: one.t() for name, one in tensors.items()}
+    tensors["other"][3, 3] += 1
+    assert look([file], Memory(now), 1).changed == {"other"}
 
 
 def test_what_memory_lacks_has_changed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import threading
 import warnings
 from collections.abc import Callable
@@ -30,6 +31,8 @@ from torchrelay.checkpoint.asynchronous.background import Background
 from torchrelay.checkpoint.asynchronous.copying import Copier
 from torchrelay.errors import SaveFailedError, StorageError, UsageError
 from torchrelay.jobs.group import TaskGroup
+from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.runners.journal import Journal
 
 
 class Handler:
@@ -101,6 +104,36 @@ def test_the_handler_is_told_on_the_main_thread_in_order(tmp_path: Path) -> None
     assert handler.threads == {threading.main_thread()}
     phases = [set(detail) for what, detail in handler.told if what == "report"]
     assert phases == [{"plan", "stage", "hash", "write", "fsync", "commit"}] * 4
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_behind_a_save_in_flight_an_epoch_is_noted_without_waiting_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    """The status is there for readers at once; it is synced only where nothing else is being written."""
+    noting, synced, seen = [False], [], []
+    epoch_done, fsync = Journal.epoch_done, os.fsync
+
+    def note(self: Journal, *given: Any) -> None:
+        noting[0] = True
+        try:
+            epoch_done(self, *given)
+        finally:
+            noting[0] = False
+
+    def sync(descriptor: int) -> None:
+        if noting[0] and threading.current_thread() is threading.main_thread():
+            synced.append(descriptor)
+        fsync(descriptor)
+
+    monkeypatch.setattr(Journal, "epoch_done", note)
+    monkeypatch.setattr(os, "fsync", sync)
+    run = RunDirectory(tmp_path / "run")
+    job = small_job(3, lambda epoch: seen.append(run.status()["epoch"]))
+    assert JobRunner(job, run.path, asynchronous=asynchronous).train() == 3
+    assert seen[1:] == [1, 2]
+    assert bool(synced) is not asynchronous
+    assert run.status()["state"] == "FINISHED"
 
 
 def test_a_failure_is_counted_at_the_next_boundary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
