@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
 import os
 import secrets
@@ -16,6 +17,7 @@ from torchrelay.checkpoint.pacing import Pacer
 from torchrelay.errors import StorageError
 
 MODE = 0o644
+_PRIVATE = ".tmp-"
 
 
 def _refusal(path: str | Path, verb: str, error: OSError) -> StorageError:
@@ -139,10 +141,10 @@ class LocalStorage:
     def link_exclusive(self, path: str, data: bytes) -> None:
         """Write and sync under a private name, then give it the real one: `link` never replaces."""
         full = self._path(path)
-        temporary = full.with_name(f".tmp-{secrets.token_hex(8)}")
+        temporary = full.with_name(f"{_PRIVATE}{secrets.token_hex(8)}")
         with _named(full, "create", FileExistsError):
-            self._write_whole(temporary, data, sync=True)
             try:
+                self._write_whole(temporary, data, sync=True)
                 os.link(temporary, full)
             except FileExistsError:
                 # A lost reply (NFS) repeats a link that had worked: then both names are one file.
@@ -155,7 +157,7 @@ class LocalStorage:
     def replace(self, path: str, data: bytes) -> None:
         """Write beside and rename over; readers see the old or the new, after a crash maybe neither."""
         full = self._path(path)
-        temporary = full.with_name(f".tmp-{secrets.token_hex(8)}")
+        temporary = full.with_name(f"{_PRIVATE}{secrets.token_hex(8)}")
         with _named(full, "replace"):
             try:
                 self._write_whole(temporary, data, sync=False)
@@ -245,9 +247,27 @@ class LocalStorage:
         full = self._path(path)
         with _named(full, "list"):
             try:
-                return sorted(name for name in os.listdir(full) if not name.startswith(".tmp-"))
+                return sorted(name for name in os.listdir(full) if not name.startswith(_PRIVATE))
             except (FileNotFoundError, NotADirectoryError):
                 return []
+
+    def leftovers(self, path: str) -> builtins.list[str]:
+        """Sorted private names, of writes under way and of those that a crash cut off."""
+        full = self._path(path)
+        with _named(full, "list"):
+            try:
+                return sorted(name for name in os.listdir(full) if name.startswith(_PRIVATE))
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+
+    def room(self) -> tuple[int, int] | None:
+        """What statvfs says; None where it counts nothing, as some network file systems do."""
+        try:
+            found = os.statvfs(self.root)
+        except OSError:
+            return None
+        files = found.f_favail if found.f_files else 2**63
+        return (found.f_bavail * found.f_frsize, files) if found.f_blocks else None
 
 
 def _create(full: Path) -> LocalWriteHandle:
