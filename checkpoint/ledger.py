@@ -138,6 +138,13 @@ class Ledger:
         """What the log says now: our own writer's view while we hold it. Rank 0 only."""
         return self.writer.view if self.writer is not None else open_log(self.storage, self.job_name)
 
+    def may_name(self, entry: Entry) -> bool:
+        """Whether the log on the disk names an entry's try; True where it cannot be read. Rank 0 only."""
+        try:
+            return entry.try_name in open_log(self.storage, self.job_name).state.tries
+        except OSError:
+            return True
+
     def find(self, peers: Peers, epoch: int) -> Entry:
         """The entry of an epoch as seen from the current branch; UnknownEpochError lists what there is."""
         return entry_of(decide(peers, "find the epoch", lambda: entry_json(self._known(epoch))), "the log")

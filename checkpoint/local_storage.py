@@ -15,6 +15,7 @@ from torchrelay.checkpoint.direct import ALIGNMENT, WORTH_IT, DirectFile, open_d
 from torchrelay.checkpoint.local_reading import LocalReadHandle
 from torchrelay.checkpoint.pacing import Pacer
 from torchrelay.errors import StorageError
+from torchrelay.metadata.same_place import SamePlace
 
 MODE = 0o644
 _PRIVATE = ".tmp-"
@@ -120,6 +121,16 @@ class LocalStorage:
         self.root = Path(root).absolute()
         self.url = str(self.root)
         self._root_is_durable = False
+        self._place = SamePlace(self.root)
+
+    def check_place(self) -> None:
+        """Raise LostDirectoryError where the root is not the directory any more that was written to."""
+        self._place.check()
+
+    def _changed(self, path: str) -> Path:
+        """The path of what is about to be made, replaced or deleted."""
+        self.check_place()
+        return self._path(path)
 
     def _path(self, path: str) -> Path:
         parts = path.split("/") if path else []
@@ -134,13 +145,13 @@ class LocalStorage:
 
     def open_exclusive(self, path: str) -> LocalWriteHandle:
         """Create with O_EXCL; the mode does not depend on the umask."""
-        full = self._path(path)
+        full = self._changed(path)
         with _named(full, "create", FileExistsError):
             return _create(full)
 
     def link_exclusive(self, path: str, data: bytes) -> None:
         """Write and sync under a private name, then give it the real one: `link` never replaces."""
-        full = self._path(path)
+        full = self._changed(path)
         temporary = full.with_name(f"{_PRIVATE}{secrets.token_hex(8)}")
         with _named(full, "create", FileExistsError):
             try:
@@ -156,7 +167,7 @@ class LocalStorage:
 
     def replace(self, path: str, data: bytes) -> None:
         """Write beside and rename over; readers see the old or the new, after a crash maybe neither."""
-        full = self._path(path)
+        full = self._changed(path)
         temporary = full.with_name(f"{_PRIVATE}{secrets.token_hex(8)}")
         with _named(full, "replace"):
             try:
@@ -178,7 +189,7 @@ class LocalStorage:
 
     def mkdir(self, path: str) -> None:
         """Create with parents."""
-        full = self._path(path)
+        full = self._changed(path)
         with _named(full, "create directory"):
             try:
                 full.mkdir(parents=True, exist_ok=True)
@@ -235,7 +246,7 @@ class LocalStorage:
 
     def delete(self, path: str) -> None:
         """Unlink, or remove an empty directory."""
-        full = self._path(path)
+        full = self._changed(path)
         with _named(full, "delete"), suppress(FileNotFoundError):
             if full.is_dir() and not full.is_symlink():
                 full.rmdir()

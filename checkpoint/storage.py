@@ -112,6 +112,14 @@ class Room(Protocol):
         """Free bytes and free files for this user; None where the system does not say."""
 
 
+@runtime_checkable
+class Placed(Protocol):
+    """A storage whose place can be lost while it is in use."""
+
+    def check_place(self) -> None:
+        """Raise LostDirectoryError where writing would go elsewhere than before."""
+
+
 class _EachAlone:
     """Reads of a storage that opens a file anew for each."""
 
