@@ -12,22 +12,28 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from torchrelay.checkpoint.disk import canonical
+from torchrelay.checkpoint.disk.fields import Fields
 from torchrelay.checkpoint.disk.manifest import Manifest
 from torchrelay.checkpoint.disk.manifest_disk import LIMIT_BYTES, decode
 from torchrelay.checkpoint.disk.names import TRY, parse_shard_file_name
 from torchrelay.checkpoint.disk.paths import DATA, manifest_path, try_directory
-from torchrelay.checkpoint.log.live import Entry, Key
+from torchrelay.checkpoint.log import changes
+from torchrelay.checkpoint.log.live import Entry, Key, State
 from torchrelay.checkpoint.log.record import (
     LOG,
     BaseRef,
     Record,
     decode_base,
     encode_base,
+    entry_of,
+    key_of,
+    retirement_of,
+    slot_path,
     whole_entries,
 )
 from torchrelay.checkpoint.repair.history import History
 from torchrelay.checkpoint.storage import Storage
-from torchrelay.errors import DamagedError, StorageError
+from torchrelay.errors import DamagedError, RelayError, StorageError
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,8 @@ def _guesses(
     inline = {entry.key for entry in record.state.entries}
     if before is not None and (before.base is None or before.base.name in known):
         entries = whole_entries(before, () if before.base is None else known[before.base.name])
-        yield _less(entries, inline | _retired(record, entries))
+        with suppress(RelayError):
+            yield _less(_applied(replace(before.state, entries=entries), record).entries, inline)
     written = tuple(_from_manifests(storage, record))
     for thinner in (False, True):
         found = {one.key: _thinned(storage, one) if thinner else one for one in written}
@@ -106,10 +113,16 @@ def _less(entries: Iterable[Entry], keys: set[Key]) -> tuple[Entry, ...]:
     return tuple(entry for entry in entries if entry.key not in keys)
 
 
-def _retired(record: Record, entries: tuple[Entry, ...]) -> set[Key]:
-    """What is retiring since this record, by tries; groups alone do not end an entry."""
-    gone = {one.try_name for one in record.state.retiring if one.groups is None}
-    return {entry.key for entry in entries if entry.try_name in gone}
+def _applied(state: State, record: Record) -> State:
+    """The state after a record, as far as it changes entries; raises RelayError for an odd payload."""
+    fields = Fields(record.payload, slot_path(record.slot))
+    if record.kind == "commit":
+        return changes.committed(state, entry_of(fields.fields("entry").values, fields.what))
+    if record.kind == "retire":
+        return changes.retired(state, fields.each("retired", retirement_of))[0]
+    if record.kind == "quarantine":
+        return changes.quarantined(state, key_of(fields))
+    return state
 
 
 def _from_manifests(storage: Storage, record: Record) -> Iterator[Entry]:

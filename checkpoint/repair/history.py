@@ -106,7 +106,7 @@ def _said(step: _Step) -> str:
     if kind == "retire":
         return _retired(step)
     if kind == "quarantine" and step.means(_key(payload)):
-        return f"quarantined: {payload.get('reason') or 'no reason was noted'}"
+        return f"found damaged: {payload.get('reason') or 'no reason was noted'}"
     if kind in ("tag", "pin") and step.means(_key(payload.get("target"))):
         return f"{'tagged' if kind == 'tag' else 'pinned'} as {payload.get('name')!r}"
     return ""
