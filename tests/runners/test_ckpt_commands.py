@@ -32,9 +32,7 @@ LEAVES = [parameter("w", torch.arange(6.0)), moment("m", torch.arange(3.0))]
 
 
 def make(root: Path) -> Path:
-    """Epochs 0 to 6 of branch 0: 0 and 1 retired, 2 without its optimizer, 4 quarantined; branch 1 of 5
-    has 6, and 7 up to its middle.
-    """
+    """Branch 0 has epochs 2 (without its optimizer) to 6, 4 quarantined; branch 1, of 5, has 6 and 6+12."""
     run = RunDirectory(root)
     run.create("asked", None, 1)
     run.write_status("FINISHED", epoch=6)
