@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Saver:
     """Saves through a manager; a failed save is a loud warning and a counter.
 
-    What makes every later save impossible too is raised: being fenced, losing a peer or the directory, and at
-    epoch 0 a blob that cannot be stored.
+    What makes every later save impossible too is raised: being fenced, losing a peer, and at
+    epoch 0 a blob that cannot be stored; where failures are limited, also the loss of the directory.
     """
 
     def __init__(self, manager: Manager | None, journal: Journal, max_failed: int | None) -> None:
@@ -95,8 +95,10 @@ class Saver:
                 self._saved(session, self.manager, outcome.position)
 
     def _failed(self, position: Position, error: Exception) -> None:
-        if isinstance(error, (FencedError, LostDirectoryError, PeerError)):
+        if isinstance(error, (FencedError, PeerError)):
             raise error
+        if isinstance(error, LostDirectoryError) and self.max_failed is not None:
+            raise error  # it will not come back by trying
         if position == Position(0) and isinstance(error, UsageError):
             raise error
         self._count_failure(position, error)

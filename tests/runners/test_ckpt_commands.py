@@ -15,7 +15,7 @@ import pytest
 import torch
 from epochs import Writing, moment, parameter
 
-from torchrelay import Job, JobRunner, LocalSession, max_epochs
+from torchrelay import Context, Job, JobRunner, LocalSession, max_epochs
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.keeping import Keeping
 from torchrelay.checkpoint.log.live import Key
@@ -168,6 +168,35 @@ def test_why_tells_what_a_run_fell_back_from(tmp_path: Path, capsys: pytest.Capt
     assert "epoch 3 (branch 0)  quarantined: found damaged: data/" in out and "the header is" in out
     assert "abandoned after damage: branch 1 began at epoch 2" in out
     assert "a start now would resume from epoch 4 of branch 1" in out
+
+
+def test_a_run_goes_on_after_its_newest_epoch_was_quarantined(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Quarantined by hand, or by a start that was killed before its rewind: the next one begins a branch, and saves."""
+
+    def train(epochs: int) -> list[int]:
+        ran: list[int] = []
+        job = Job("quarantined", blobs={"total": torch.zeros(300)})
+
+        @job.epoch
+        def add(ctx: Context) -> None:
+            ran.append(ctx.epoch)
+            ctx["total"] += ctx.epoch
+
+        job.stop_when(max_epochs(epochs))
+        with LocalSession() as session:
+            assert JobRunner(job, tmp_path / "run").train(session).committed == epochs
+            assert not ran or session.blob("total")[0] == sum(range(epochs + 1))
+        return ran
+
+    train(3)
+    spoil(shard(tmp_path / "run", "3"))
+    assert told(capsys, "verify", tmp_path / "run", "--quarantine")[0] == 5
+    assert train(5) == [3, 4, 5]
+    assert "epoch 3 (branch 0)  quarantined: " in told(capsys, "why", tmp_path / "run", "3,branch=0")[1]
+    assert train(5) == []
+    assert told(capsys, "verify", tmp_path / "run", "--epoch", "3")[0] == 0
 
 
 @pytest.mark.parametrize("epoch", ["nine", "-1", "7,branch=x", "last", "1+", "1e3"])
