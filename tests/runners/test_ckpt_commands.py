@@ -173,7 +173,7 @@ def test_why_tells_what_a_run_fell_back_from(tmp_path: Path, capsys: pytest.Capt
 def test_a_run_goes_on_after_its_newest_epoch_was_quarantined(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Quarantined by hand, or by a start that was killed before its rewind: the next one begins a branch, and saves."""
+    """Quarantined by hand, or by a start that was killed before its rewind: the next begins a branch."""
 
     def train(epochs: int) -> list[int]:
         ran: list[int] = []
