@@ -34,6 +34,7 @@ from torchrelay.checkpoint.selection import EVERYTHING, Selection
 from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.kinds import check_recreatable
+from torchrelay.checkpoint.storage import Placed
 from torchrelay.checkpoint.structure import Structures
 from torchrelay.checkpoint.timing import Clock
 from torchrelay.errors import UsageError
@@ -190,6 +191,7 @@ class Engine:
             replace(facts, selection=self.selection),
             holding,
             self._commit,
+            known=self.ledger.may_name,
             make_room=self.ledger.deletions.wait,
             reuse=self._reuse,
         )
@@ -204,6 +206,11 @@ class Engine:
             return
         self._stats["checkpoint_save"] = carry_out(job, plan, clock)
         self.retaining.now(session.peers)
+
+    def check_place(self) -> None:
+        """Raise LostDirectoryError where the directory of the checkpoints is not there any more."""
+        if isinstance(self.storage, Placed):
+            self.storage.check_place()
 
     def prepare(self, session: Session) -> None:
         """Get the memory for asynchronous saves, when the blobs exist and nothing was trained yet."""

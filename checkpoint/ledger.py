@@ -138,6 +138,13 @@ class Ledger:
         """What the log says now: our own writer's view while we hold it. Rank 0 only."""
         return self.writer.view if self.writer is not None else open_log(self.storage, self.job_name)
 
+    def may_name(self, entry: Entry) -> bool:
+        """Whether the log on the disk names an entry's try; True where it cannot be read. Rank 0 only."""
+        try:
+            return entry.try_name in open_log(self.storage, self.job_name).state.tries
+        except OSError:
+            return True
+
     def find(self, peers: Peers, epoch: int) -> Entry:
         """The entry of an epoch as seen from the current branch; UnknownEpochError lists what there is."""
         return entry_of(decide(peers, "find the epoch", lambda: entry_json(self._known(epoch))), "the log")
@@ -305,11 +312,11 @@ class Ledger:
                     f"no epoch in {self.storage.url} can be proved ({'; '.join(tried) or 'none is left'}). "
                     "Restore the files from a copy, or begin anew with resume='never'"
                 )
-            entry = entry_of(told, "the log")
+            entry = entry_of(told["entry"], "the log")
             proof = prove_together(peers, self.storage, entry)
             if proof.outcome is not Outcome.DAMAGED:
                 target = self._target(entry, proof)
-                if tried:
+                if told["passed"]:
                     self._fall_back(peers, entry.position)
                 return target
             tried.append(self._give_up(peers, entry, proof.reason, say))
@@ -321,8 +328,15 @@ class Ledger:
         return f"epoch {entry.position}: {reason}"
 
     def _newest(self) -> Any:
-        newest = self.required().view.newest()
-        return None if newest is None else entry_json(newest)
+        """The newest entry to try, and whether others of its branch stand beyond it.
+
+        These are quarantined, now or before: by a start that ended before its rewind, or by hand.
+        """
+        view = self.required().view
+        newest = view.newest()
+        if newest is None:
+            return None
+        return {"entry": entry_json(newest), "passed": view.line()[-1].key != newest.key}
 
     def _quarantine(self, entry: Entry, reason: str) -> None:
         self.required().quarantine(entry.key, reason)

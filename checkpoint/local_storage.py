@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
 import os
 import secrets
@@ -14,8 +15,10 @@ from torchrelay.checkpoint.direct import ALIGNMENT, WORTH_IT, DirectFile, open_d
 from torchrelay.checkpoint.local_reading import LocalReadHandle
 from torchrelay.checkpoint.pacing import Pacer
 from torchrelay.errors import StorageError
+from torchrelay.metadata.same_place import SamePlace
 
 MODE = 0o644
+_PRIVATE = ".tmp-"
 
 
 def _refusal(path: str | Path, verb: str, error: OSError) -> StorageError:
@@ -118,6 +121,16 @@ class LocalStorage:
         self.root = Path(root).absolute()
         self.url = str(self.root)
         self._root_is_durable = False
+        self._place = SamePlace(self.root)
+
+    def check_place(self) -> None:
+        """Raise LostDirectoryError where the root is not the directory any more that was written to."""
+        self._place.check()
+
+    def _changed(self, path: str) -> Path:
+        """The path of what is about to be made, replaced or deleted."""
+        self.check_place()
+        return self._path(path)
 
     def _path(self, path: str) -> Path:
         parts = path.split("/") if path else []
@@ -132,17 +145,17 @@ class LocalStorage:
 
     def open_exclusive(self, path: str) -> LocalWriteHandle:
         """Create with O_EXCL; the mode does not depend on the umask."""
-        full = self._path(path)
+        full = self._changed(path)
         with _named(full, "create", FileExistsError):
             return _create(full)
 
     def link_exclusive(self, path: str, data: bytes) -> None:
         """Write and sync under a private name, then give it the real one: `link` never replaces."""
-        full = self._path(path)
-        temporary = full.with_name(f".tmp-{secrets.token_hex(8)}")
+        full = self._changed(path)
+        temporary = full.with_name(f"{_PRIVATE}{secrets.token_hex(8)}")
         with _named(full, "create", FileExistsError):
-            self._write_whole(temporary, data, sync=True)
             try:
+                self._write_whole(temporary, data, sync=True)
                 os.link(temporary, full)
             except FileExistsError:
                 # A lost reply (NFS) repeats a link that had worked: then both names are one file.
@@ -154,8 +167,8 @@ class LocalStorage:
 
     def replace(self, path: str, data: bytes) -> None:
         """Write beside and rename over; readers see the old or the new, after a crash maybe neither."""
-        full = self._path(path)
-        temporary = full.with_name(f".tmp-{secrets.token_hex(8)}")
+        full = self._changed(path)
+        temporary = full.with_name(f"{_PRIVATE}{secrets.token_hex(8)}")
         with _named(full, "replace"):
             try:
                 self._write_whole(temporary, data, sync=False)
@@ -176,7 +189,7 @@ class LocalStorage:
 
     def mkdir(self, path: str) -> None:
         """Create with parents."""
-        full = self._path(path)
+        full = self._changed(path)
         with _named(full, "create directory"):
             try:
                 full.mkdir(parents=True, exist_ok=True)
@@ -233,7 +246,7 @@ class LocalStorage:
 
     def delete(self, path: str) -> None:
         """Unlink, or remove an empty directory."""
-        full = self._path(path)
+        full = self._changed(path)
         with _named(full, "delete"), suppress(FileNotFoundError):
             if full.is_dir() and not full.is_symlink():
                 full.rmdir()
@@ -245,9 +258,27 @@ class LocalStorage:
         full = self._path(path)
         with _named(full, "list"):
             try:
-                return sorted(name for name in os.listdir(full) if not name.startswith(".tmp-"))
+                return sorted(name for name in os.listdir(full) if not name.startswith(_PRIVATE))
             except (FileNotFoundError, NotADirectoryError):
                 return []
+
+    def leftovers(self, path: str) -> builtins.list[str]:
+        """Sorted private names, of writes under way and of those that a crash cut off."""
+        full = self._path(path)
+        with _named(full, "list"):
+            try:
+                return sorted(name for name in os.listdir(full) if name.startswith(_PRIVATE))
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+
+    def room(self) -> tuple[int, int] | None:
+        """What statvfs says; None where it counts nothing, as some network file systems do."""
+        try:
+            found = os.statvfs(self.root)
+        except OSError:
+            return None
+        files = found.f_favail if found.f_files else 2**63
+        return (found.f_bavail * found.f_frsize, files) if found.f_blocks else None
 
 
 def _create(full: Path) -> LocalWriteHandle:

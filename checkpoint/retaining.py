@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchrelay.checkpoint.ledger import Ledger
 from torchrelay.checkpoint.log.keeping import Keeping
+from torchrelay.checkpoint.log.live import Key
+from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.log.sweep import delete_left, is_left
+from torchrelay.checkpoint.reading.lasting import Lasting
 from torchrelay.errors import StorageError
 from torchrelay.jobs.peers import Peers, decide
 
@@ -19,6 +22,7 @@ class Retaining:
 
     ledger: Ledger
     keeping: Keeping
+    lasting: Lasting = field(default_factory=Lasting)
 
     def now(self, peers: Peers) -> None:
         """Say in the log what goes. All processes together: FencedError when another job has the log."""
@@ -35,8 +39,10 @@ class Retaining:
             return
 
         def work() -> None:
-            self.keeping.retire(writer)
+            unsure = self._retire_but(writer)
             delete_left(writer)
+            if unsure:
+                raise StorageError(unsure)
 
         self._ask("old epochs", work)
 
@@ -57,11 +63,26 @@ class Retaining:
         if writer is None:
             return
         try:
-            self.keeping.retire(writer)
+            unsure = self._retire_but(writer)
         except StorageError as error:
-            warnings.warn(f"old epochs could not be deleted: {error}", stacklevel=2)
+            unsure = str(error)
         else:
             self._ask("old epochs", lambda: delete_left(writer))
+        if unsure:
+            warnings.warn(f"old epochs could not be deleted: {unsure}", stacklevel=2)
+
+    def _retire_but(self, writer: LogWriter) -> str:
+        """Give up what may go, as long as an epoch that stays is proved; returns what is not, for people."""
+        view, keeping = writer.view, self.keeping
+        if not (keeping.chosen(view) or keeping.chosen_optimizers(view)):
+            return ""  # nothing goes, so nothing need be looked at
+        unproved = self.lasting.unproved(self.ledger.storage, view)
+        suspects: frozenset[Key] = frozenset(proof.entry.key for proof in unproved)
+        keeping.retire(writer, suspects)
+        reasons = (
+            f"epoch {proof.entry.position} is {proof.outcome.value} ({proof.reason})" for proof in unproved
+        )
+        return "; ".join(reasons) + ": older ones stay in its place" if unproved else ""
 
     def _end(self) -> None:
         self.ledger.finish_deletions()

@@ -32,6 +32,7 @@ from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_o
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.report import NodeReport, bytes_in, secs_in, shards_in, values_in
 from torchrelay.checkpoint.reuse import Reuse
+from torchrelay.checkpoint.space import check_room, is_full
 from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.leaf import Leaf, Value
 from torchrelay.checkpoint.storage import Storage
@@ -62,6 +63,8 @@ class SaveJob:
     """Whose directory this is, and on which branch."""
     commit: Callable[[Entry], None]
     """Appends the commit record; called on rank 0 only."""
+    known: Callable[[Entry], bool] = lambda entry: True
+    """Whether the log, read anew, may name an entry; asked on rank 0 when its commit failed."""
     make_room: Callable[[], object] = lambda: None
     """Called on rank 0 before anything is written: returns when what is being deleted is gone."""
     written: Callable[[], None] = lambda: None
@@ -112,7 +115,7 @@ def make_plan(job: SaveJob, exchange: SpecExchange) -> Plan:
 def carry_out(job: SaveJob, plan: Plan, clock: Clock) -> NodeStats:
     """Write, commit and acknowledge; returns where the time went, by node. Only rank 0 knows it."""
     with clock.spent("plan"):
-        try_name = _make_try(job)
+        try_name = _make_try(job, plan)
     try:
         rows = [row for part in _write_all(job, plan, try_name, clock) for row in part or ()]
     except PeerError:
@@ -148,9 +151,10 @@ def _write_stats(storage: Storage, path: str, stats: NodeStats) -> None:
         warnings.warn(f"the epoch is saved, its timings are not: {error}", stacklevel=2)
 
 
-def _make_try(job: SaveJob) -> str:
+def _make_try(job: SaveJob, plan: Plan) -> str:
     def make() -> str:
         job.make_room()
+        check_room(job.storage, plan, job.position)
         name = job.position.directory(secrets.token_hex(6))
         job.storage.mkdir(try_directory(name))
         job.storage.sync_dir(DATA)
@@ -238,7 +242,12 @@ def _commit(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) -> None:
     except Exception:
         _discard(job, try_name)  # no record can name it yet
         raise
-    job.commit(entry)
+    try:
+        job.commit(entry)
+    except StorageError as error:
+        if is_full(error) and not job.known(entry):
+            _discard(job, try_name)  # else the full epoch itself would keep every later one from being saved
+        raise
 
 
 def _write_manifest(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) -> Entry:

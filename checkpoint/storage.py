@@ -96,6 +96,30 @@ class Storage(Protocol):
         """Names in a directory, sorted, for orphans and retention only; empty when there is none."""
 
 
+@runtime_checkable
+class Leftovers(Protocol):
+    """A storage that writes under private names first, which a crash leaves behind."""
+
+    def leftovers(self, path: str) -> list[str]:
+        """Private names in a directory, sorted; `list` does not show them. Empty when there is none."""
+
+
+@runtime_checkable
+class Room(Protocol):
+    """A storage that can say how much room is left."""
+
+    def room(self) -> tuple[int, int] | None:
+        """Free bytes and free files for this user; None where the system does not say."""
+
+
+@runtime_checkable
+class Placed(Protocol):
+    """A storage whose place can be lost while it is in use."""
+
+    def check_place(self) -> None:
+        """Raise LostDirectoryError where writing would go elsewhere than before."""
+
+
 class _EachAlone:
     """Reads of a storage that opens a file anew for each."""
 

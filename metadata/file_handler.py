@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.metadata.files import append_line, read_lines
+from torchrelay.metadata.same_place import SamePlace
 from torchrelay.metadata.stats import NodeStats
 
 FILE_NAME = "metadata.jsonl"
@@ -20,6 +21,7 @@ class FileMetadataHandler:
     def __init__(self, directory: str | Path) -> None:
         self.path = Path(directory) / FILE_NAME
         self._nodes: list[str] = []
+        self._place = SamePlace(self.path.parent)
 
     def set_params(
         self,
@@ -55,4 +57,5 @@ class FileMetadataHandler:
         return sorted({line["epoch"] for line in lines if type(line.get("epoch")) is int})
 
     def _append(self, line: dict[str, Any]) -> None:
+        self._place.check()
         append_line(self.path, {"time": round(time.time(), 3), **line})

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from torchrelay.errors import DamagedError, FormatError, StorageError, UsageError
 from torchrelay.metadata.files import append_line, read_json, read_lines, write_json
+from torchrelay.metadata.same_place import SamePlace
 
 State = Literal["RUNNING", "FINISHED", "STOPPED", "PREEMPTED", "FAILED"]
 FORMAT = {"major": 1, "minor": 0, "features": []}
@@ -36,6 +37,7 @@ class RunDirectory:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).absolute()
         self.checkpoints = self.path / "checkpoints"
+        self._place = SamePlace(self.path)
 
     @property
     def name(self) -> str:
@@ -150,15 +152,18 @@ class RunDirectory:
 
     def write_status(self, state: State, *, durable: bool = True, **details: Any) -> None:
         """Replace `status.json`; see `write_json` for what is not `durable`."""
+        self._place.check()
         status = {"state": state, "updated": round(time.time(), 3), **details}
         write_json(self.path / "status.json", status, durable=durable)
 
     def log_metrics(self, generation: int, line: Mapping[str, Any]) -> None:
         """Append the reduced metrics of one epoch."""
+        self._place.check()
         append_line(self.path / f"metrics.{generation}.jsonl", dict(line))
 
     def log_event(self, generation: int, kind: str, **details: Any) -> None:
         """Append what happened."""
+        self._place.check()
         line = {"time": round(time.time(), 3), "kind": kind, **details}
         append_line(self.path / f"events.{generation}.jsonl", line)
 

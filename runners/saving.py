@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.manager_base import Manager
 from torchrelay.checkpoint.position import Position
-from torchrelay.errors import FencedError, PeerError, SaveFailedError, UsageError
+from torchrelay.errors import FencedError, LostDirectoryError, PeerError, SaveFailedError, UsageError
 from torchrelay.jobs.peers import decide
 from torchrelay.runners.session_base import SessionBase
 
@@ -21,7 +21,7 @@ class Saver:
     """Saves through a manager; a failed save is a loud warning and a counter.
 
     What makes every later save impossible too is raised: being fenced, losing a peer, and at
-    epoch 0 a blob that cannot be stored.
+    epoch 0 a blob that cannot be stored; where failures are limited, also the loss of the directory.
     """
 
     def __init__(self, manager: Manager | None, journal: Journal, max_failed: int | None) -> None:
@@ -97,6 +97,8 @@ class Saver:
     def _failed(self, position: Position, error: Exception) -> None:
         if isinstance(error, (FencedError, PeerError)):
             raise error
+        if isinstance(error, LostDirectoryError) and self.max_failed is not None:
+            raise error  # it will not come back by trying
         if position == Position(0) and isinstance(error, UsageError):
             raise error
         self._count_failure(position, error)
@@ -107,7 +109,11 @@ class Saver:
         self._tell(session, manager, position)
 
     def _accessible(self, session: SessionBase, manager: Manager) -> bool:
-        return bool(decide(session.peers, "cp_accessible", lambda: manager.cp_accessible(None)))
+        def ask() -> bool:
+            manager.engine.check_place()
+            return manager.cp_accessible(None)
+
+        return bool(decide(session.peers, "cp_accessible", ask))
 
     def _count_failure(self, position: Position, error: Exception) -> None:
         self.failed_in_a_row += 1

@@ -17,7 +17,8 @@ ROOMS = ("jobs", "checkpoint", "runners", "metadata")
 ALLOWED = {
     "jobs": {"jobs", "errors"},
     "metadata": {"metadata", "errors"},
-    "checkpoint": {"checkpoint", "jobs", "errors", "metadata.handler", "metadata.stats"},
+    "checkpoint": {"checkpoint", "jobs", "errors"}
+    | {"metadata.handler", "metadata.same_place", "metadata.stats"},
     "runners": {"runners", "checkpoint", "jobs", "metadata", "errors"},
 }
 

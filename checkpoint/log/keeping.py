@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.changes import protected
-from torchrelay.checkpoint.log.live import Entry, Key, Retirement
+from torchrelay.checkpoint.log.live import DAMAGED, Entry, Key, Retirement
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.log.retention import RetentionPolicy, keep_all, keep_every, to_retire
 from torchrelay.errors import UsageError
@@ -49,12 +50,39 @@ class Keeping:
         newest: RetentionPolicy = _NewestHealthy(self.last)
         return newest if self.every is None else newest | keep_every(self.every)
 
-    def retire(self, writer: LogWriter) -> None:
+    @property
+    def rule(self) -> str:
+        """What was asked for, as it stands in the records."""
+        counts = (("keep_last", self.last), ("keep_every", self.every))
+        asked = [f"{name}={count}" for name, count in counts if count is not None]
+        return ", ".join(asked) or "what a rewind abandoned goes once it is passed"
+
+    def chosen(self, view: LogView, suspects: Collection[Key] = ()) -> tuple[Retirement, ...]:
+        """What goes whole. `suspects` are entries that are not proved: none of them is a reason to let go."""
+        return to_retire(_suspecting(view, suspects), self.policy)
+
+    def chosen_optimizers(self, view: LogView, suspects: Collection[Key] = ()) -> tuple[Retirement, ...]:
+        """What loses its optimizer."""
+        if self.optimizer_last is None:
+            return ()
+        return optimizers_to_retire(_suspecting(view, suspects), self.optimizer_last)
+
+    def retire(self, writer: LogWriter, suspects: Collection[Key] = ()) -> None:
         """Say durably, in the log, what is given up; deletes nothing. Raises FencedError and StorageError."""
         if self.optimizer_last is not None:
-            count = self.optimizer_last
-            writer.retire(lambda view: optimizers_to_retire(view, count))
-        writer.retire(lambda view: to_retire(view, self.policy))
+            rule = f"keep_optimizer_last={self.optimizer_last}"
+            writer.retire(lambda view: self.chosen_optimizers(view, suspects), rule)
+        writer.retire(lambda view: self.chosen(view, suspects), self.rule)
+
+
+def _suspecting(view: LogView, suspects: Collection[Key]) -> LogView:
+    """The view in which suspects count as the damaged ones that they may be."""
+    if not suspects:
+        return view
+    entries = tuple(
+        replace(one, health=DAMAGED) if one.key in suspects and one.healthy else one for one in view.entries
+    )
+    return replace(view, state=replace(view.state, entries=entries))
 
 
 @dataclass(frozen=True)

@@ -147,11 +147,14 @@ class LogWriter:
 
         return self._append("rewind", change).current.id
 
-    def retire(self, retirements: Iterable[Retirement] | Choose) -> tuple[Retirement, ...]:
+    def retire(
+        self, retirements: Iterable[Retirement] | Choose, rule: str | None = None
+    ) -> tuple[Retirement, ...]:
         """Retire tries, or groups of their files; returns those that really were.
 
         A function chooses from the log as it is in the slot where the record lands, so that a pin
-        that came first is respected. Protected entries are left out silently. Deletes no file.
+        that came first is respected. Protected entries are left out silently. Deletes no file. `rule` tells
+        people why they go.
         """
         allowed: tuple[Retirement, ...] = ()
         fixed = () if callable(retirements) else tuple(retirements)
@@ -161,7 +164,10 @@ class LogWriter:
             view = replace(self._tail.view, state=state)
             chosen = tuple(retirements(view)) if callable(retirements) else fixed
             after, allowed = changes.retired(state, chosen)
-            return (after, {"retired": [retirement_json(one) for one in allowed]}) if allowed else None
+            if not allowed:
+                return None
+            said = {} if rule is None else {"rule": rule}
+            return after, {"retired": [retirement_json(one) for one in allowed], **said}
 
         self._append("retire", change)
         return allowed

@@ -206,7 +206,7 @@ def _state(fields: Fields) -> State:
         current=fields.integer("branch"),
         next_branch=fields.integer("next_branch", minimum=1),
         marks=fields.each("marks", _mark),
-        retiring=fields.each("retiring", _retirement),
+        retiring=fields.each("retiring", retirement_of),
         holder=fields.fields("holder").values,
         released=fields.flag("released"),
     )
@@ -217,7 +217,8 @@ def key_json(key: Key) -> dict[str, Json]:
     return {"branch": key.branch, "epoch": key.position.epoch, "step": key.position.step}
 
 
-def _key(fields: Fields) -> Key:
+def key_of(fields: Fields) -> Key:
+    """Read what `key_json` made."""
     return Key(fields.integer("branch"), Position(fields.integer("epoch"), fields.integer("step")))
 
 
@@ -242,7 +243,7 @@ def entry_of(value: Json, what: str) -> Entry:
 
 
 def _entry(fields: Fields) -> Entry:
-    branch, position = _key(fields)
+    branch, position = key_of(fields)
     return Entry(
         branch=branch,
         position=position,
@@ -298,7 +299,7 @@ def _mark(fields: Fields) -> Mark:
     kind = fields.text("kind")
     if kind not in _MARK_KINDS:
         raise fields.wrong("kind")
-    return Mark(kind, fields.text("name"), _key(fields))
+    return Mark(kind, fields.text("name"), key_of(fields))
 
 
 def retirement_json(one: Retirement) -> dict[str, Json]:
@@ -306,7 +307,8 @@ def retirement_json(one: Retirement) -> dict[str, Json]:
     return {"try": one.try_name, "groups": None if one.groups is None else list(one.groups)}
 
 
-def _retirement(fields: Fields) -> Retirement:
+def retirement_of(fields: Fields) -> Retirement:
+    """Read what `retirement_json` made."""
     return Retirement(_try_name(fields), fields.optional("groups", fields.texts))
 
 
@@ -319,7 +321,7 @@ def _base(fields: Fields) -> BaseRef:
     name = fields.text("name")
     if "/" in name or not name.startswith("base-"):
         raise fields.wrong("name")
-    return BaseRef(name, fields.integer("bytes"), fields.text("sha256"), fields.each("gone", _key))
+    return BaseRef(name, fields.integer("bytes"), fields.text("sha256"), fields.each("gone", key_of))
 
 
 _ENTRY_KEYS = frozenset(entry_json(Entry(0, Position(0), "", 0, "")))

@@ -139,6 +139,16 @@ class Plan:
         )
 
     @cached_property
+    def total_bytes(self) -> int:
+        """What all nodes together write, headers aside: what is split or alike counts once."""
+        found = 0
+        for number, rows in self._stored_by_layout.items():
+            layout = self.layouts[number]
+            copies = len(layout.nodes) if isinstance(layout, PerNode) else 1
+            found += copies * sum(self.rows[row].leaf.nbytes for row in rows)
+        return found
+
+    @cached_property
     def largest_share(self) -> int:
         """A bound of the bytes that any one node writes; near to them but for small shards with replicas."""
         found: Counter[int] = Counter()

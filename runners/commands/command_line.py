@@ -1,4 +1,6 @@
-"""The command line: looks at runs and checkpoints, copies them out and in. It changes no run.
+"""The command line: looks at runs and checkpoints, copies them out and in, puts them in order.
+
+Only `ckpt repair` and `ckpt verify --quarantine` change a run, and only where no job writes to it.
 
 Only `export` and `import` need torch, and import it when they run.
 
@@ -14,16 +16,19 @@ from functools import partial
 
 import torchrelay
 from torchrelay.errors import RelayError, StorageError
+from torchrelay.runners.commands.command_line_ckpt import add_ckpt
 from torchrelay.runners.commands.command_line_interop import add_export, add_import
 from torchrelay.runners.commands.command_line_ls import ls
 from torchrelay.runners.commands.command_line_output import Output, printable
 from torchrelay.runners.commands.command_line_show import show
-from torchrelay.runners.commands.command_line_verify import verify
+from torchrelay.runners.commands.command_line_verify import add_verify
 
 _INTERRUPTED = 130  # what a shell calls a process that Ctrl-C ended
-_DESCRIPTION = "Look at the runs and checkpoints of torchrelay, copy them out and in; no run is changed."
-_PLACE = "a run directory, or a directory of checkpoints"
-_CODES = "exit codes: 0 done, 2 usage or unknown run, 5 damaged or unreadable; more in torchrelay/errors.py"
+_DESCRIPTION = "Look at the runs and checkpoints of torchrelay, copy them out and in, put them in order."
+_CODES = (
+    "exit codes: 0 done, 2 usage or unknown run, 3 no epoch is left to resume from, 4 in use by a job, "
+    "5 damaged or unreadable; more in torchrelay/errors.py"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,12 +57,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"torchrelay {torchrelay.__version__}")
     parser.set_defaults(run=None, json=False)
     verbs = parser.add_subparsers(title="verbs", metavar="VERB")
-    _add_ls(verbs)
-    _add_show(verbs)
-    _add_verify(verbs)
+    _add_looking(verbs)
+    add_ckpt(verbs, _add_looking, _verb)
     add_export(partial(_verb, verbs))
     add_import(partial(_verb, verbs))
     return parser
+
+
+def _add_looking(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    _add_ls(verbs)
+    _add_show(verbs)
+    add_verify(partial(_verb, verbs))
 
 
 def _add_ls(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -71,16 +81,6 @@ def _add_show(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser = _verb(verbs, "show", "say what a run is, how it stands, what happened last", show)
     parser.add_argument("path", metavar="RUN", help="a run directory")
     parser.add_argument("--events", type=_count, default=10, metavar="N", help="so many events (default: 10)")
-
-
-def _add_verify(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = _verb(
-        verbs, "verify", "read every byte of the epochs and prove it; 5 if one is not proved", verify
-    )
-    parser.add_argument(
-        "path", metavar="RUN_OR_PREFIX", help="a run directory, or a directory of checkpoints"
-    )
-    parser.add_argument("--epoch", metavar="N", help="only this one: 7, last, or 7,branch=0 (default: all)")
 
 
 def _verb(

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-_STYLES = {"proved": "green", "damaged": "bold red", "unknown": "yellow", "abandoned": "dim"}
+_STYLES = {
+    "proved": "green",
+    "damaged": "bold red",
+    "unknown": "yellow",
+    "quarantined": "red",
+    "abandoned": "dim",
+    "retired": "dim",
+}
 _UNITS = ("kB", "MB", "GB", "TB", "PB")
 
 
@@ -50,6 +57,12 @@ class Output:
     def notice(self, text: str) -> None:
         """Print something that people should know, beside the result."""
         sys.stderr.write(f"torchrelay: {printable(text)}\n")
+
+    def progress(self, text: str) -> None:
+        """Show how far a long verb is, where a person watches: one line on stderr, written over."""
+        if sys.stderr.isatty() and not self.json:
+            sys.stderr.write(f"\r\x1b[K{printable(text)}")
+            sys.stderr.flush()
 
     def close(self) -> None:
         """Let go of what is still buffered."""

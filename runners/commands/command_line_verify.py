@@ -1,41 +1,98 @@
-"""`torchrelay verify`: prove every byte of committed epochs, as a load would, without loading."""
+"""`torchrelay verify`: prove every byte of committed epochs, as a load would, without loading.
+
+With `--quarantine` what is damaged is said in the log, so that no start tries it again.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.reading.epoch_choice import named_entry, wanted
-from torchrelay.checkpoint.reading.proof import Proof, prove
-from torchrelay.errors import StorageError, UnknownEpochError, UsageError
+from torchrelay.checkpoint.reading.proof import Level, Outcome, Proof, prove
+from torchrelay.errors import NoProvableEpochError, StorageError, UnknownEpochError, UsageError
+from torchrelay.runners.commands.command_line_interop import Add
 from torchrelay.runners.commands.command_line_output import Output
-from torchrelay.runners.commands.command_line_place import locate
+from torchrelay.runners.commands.command_line_place import Place, locate
 
 NOT_PROVED = StorageError.exit_code
+NONE_LEFT = NoProvableEpochError.exit_code
+
+
+def add_verify(add: Add) -> None:
+    """Define `verify`."""
+    parser = add(
+        "verify",
+        "read every byte of the epochs and prove it; 5 if one is not proved, 3 if no start could use any",
+        verify,
+    )
+    parser.add_argument(
+        "path", metavar="RUN_OR_PREFIX", help="a run directory, or a directory of checkpoints"
+    )
+    parser.add_argument("--epoch", metavar="N", help="only this one: 7, last, or 7,branch=0 (default: all)")
+    parser.add_argument(
+        "--level",
+        choices=("headers", "full"),
+        default="full",
+        help="headers: files, sizes and what they hold, not every byte (default: full)",
+    )
+    parser.add_argument(
+        "--quarantine",
+        action="store_true",
+        help="say in the log what is damaged, so that no start tries it; 4 where a job writes there",
+    )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found of one epoch; `states` are what the log says of it."""
+
+    proof: Proof
+    states: tuple[str, ...]
+
+    @property
+    def reason(self) -> str:
+        """What is wrong, or what a proved epoch is kept from."""
+        if self.proof.proved and not self.proof.entry.healthy:
+            return "(was quarantined: it is never chosen by itself)"
+        return self.proof.reason
+
+    def line(self) -> str:
+        """For people."""
+        entry, states = self.proof.entry, f" ({', '.join(self.states)})" if self.states else ""
+        said = f"epoch {entry.position}  branch {entry.branch}  {self.proof.outcome.value}{states}"
+        return f"{said}  {self.reason}".rstrip()
+
+    def json(self) -> dict[str, Any]:
+        """As an object of `verify --json`."""
+        entry = self.proof.entry
+        return {
+            "epoch": entry.position.epoch,
+            "step": entry.position.step,
+            "branch": entry.branch,
+            "try": entry.try_name,
+            "outcome": self.proof.outcome.value,
+            "states": list(self.states),
+            "reason": self.reason,
+        }
 
 
 def verify(chosen: argparse.Namespace, output: Output) -> int:
-    """Prove one epoch or all; returns 5 unless all are proved and the log is whole."""
+    """Prove one epoch or all; 0 if all are proved and the log is whole, else 5, or 3 if none can be used."""
     place = locate(chosen.path)
     view = place.log()
     for notice in view.notices:
         output.notice(notice)
-    proofs: list[Proof] = []
-    for entry in _chosen(view, chosen.epoch):
-        proofs.append(prove(place.storage, entry, level="full"))
-        if not output.json:
-            output.line(_line(proofs[-1]), proofs[-1].outcome.value)
-    proved = sum(proof.proved for proof in proofs)
-    if output.json:
-        output.value(_json(view, proofs))
-    else:
-        output.line(
-            f"{proved} of {len(proofs)} epochs proved{', the log is damaged' if view.notices else ''}"
-        )
-    return 0 if proved == len(proofs) and not view.notices else NOT_PROVED
+    entries = _chosen(view, chosen.epoch)
+    verdicts = list(_verdicts(place, view, entries, chosen.level, output))
+    retired = [one.try_name for one in view.retiring if one.groups is None] if chosen.epoch is None else []
+    quarantined = _quarantine(place, verdicts, chosen.level, output) if chosen.quarantine else []
+    _say(output, view, verdicts, retired, quarantined)
+    return _code(view, [one.proof for one in verdicts], whole=chosen.epoch is None)
 
 
 def _chosen(view: LogView, epoch: str | None) -> Sequence[Entry]:
@@ -52,28 +109,75 @@ def _chosen(view: LogView, epoch: str | None) -> Sequence[Entry]:
     return whole[-1:]
 
 
-def _line(proof: Proof) -> str:
-    entry = proof.entry
-    said = f"epoch {entry.position}  branch {entry.branch}  {proof.outcome.value}"
-    return f"{said}  {_reason(proof)}".rstrip()
+def _verdicts(
+    place: Place, view: LogView, entries: Sequence[Entry], level: Level, output: Output
+) -> Iterator[Verdict]:
+    seen = {entry.key for entry in view.line()}
+    for number, entry in enumerate(entries, 1):
+        output.progress(f"epoch {entry.position}, {number} of {len(entries)}")
+        states = [] if entry.key in seen else ["abandoned"]
+        states += [] if entry.healthy else ["quarantined"]
+        verdict = Verdict(prove(place.storage, entry, level=level), tuple(states))
+        output.progress("")
+        if not output.json:
+            output.line(verdict.line(), verdict.proof.outcome.value)
+        yield verdict
 
 
-def _reason(proof: Proof) -> str:
-    if proof.proved and not proof.entry.healthy:
-        return "(was quarantined: it is never chosen by itself)"
-    return proof.reason
+def _quarantine(place: Place, verdicts: Sequence[Verdict], level: Level, output: Output) -> list[str]:
+    """Take the log over and look again: damage counts when it is still there. Returns what was said."""
+    from torchrelay.checkpoint.log.log_writer import LogWriter
 
-
-def _json(view: LogView, proofs: Sequence[Proof]) -> dict[str, Any]:
-    epochs = [
-        {
-            "epoch": proof.entry.position.epoch,
-            "step": proof.entry.position.step,
-            "branch": proof.entry.branch,
-            "try": proof.entry.try_name,
-            "outcome": proof.outcome.value,
-            "reason": _reason(proof),
-        }
-        for proof in proofs
+    found = [
+        one.proof for one in verdicts if one.proof.outcome is Outcome.DAMAGED and one.proof.entry.healthy
     ]
-    return {"proved": all(proof.proved for proof in proofs), "epochs": epochs, "notices": list(view.notices)}
+    if not found:
+        return []
+    done: list[str] = []
+    writer = LogWriter.take(place.storage, place.log().job_name)
+    try:
+        for proof in found:
+            if proof.entry not in writer.view.entries:
+                continue  # retired or changed meanwhile
+            again = prove(place.storage, proof.entry, level=level)
+            if again.outcome is Outcome.DAMAGED:
+                writer.quarantine(proof.entry.key, again.reason)
+                done.append(str(proof.entry.key))
+                output.notice(f"epoch {proof.entry.key} is quarantined: {again.reason}")
+    finally:
+        writer.release()
+    return done
+
+
+def _say(
+    output: Output,
+    view: LogView,
+    verdicts: Sequence[Verdict],
+    retired: Sequence[str],
+    quarantined: Sequence[str],
+) -> None:
+    proved = sum(one.proof.proved for one in verdicts)
+    if output.json:
+        output.value(
+            {
+                "proved": proved == len(verdicts),
+                "epochs": [one.json() for one in verdicts],
+                "retired": list(retired),
+                "quarantined": list(quarantined),
+                "notices": list(view.notices),
+            }
+        )
+        return
+    for name in retired:
+        output.line(f"{name}  retired  (not deleted completely yet)", "retired")
+    damaged = ", the log is damaged" if view.notices else ""
+    output.line(f"{proved} of {len(verdicts)} epochs proved{damaged}")
+
+
+def _code(view: LogView, proofs: Sequence[Proof], *, whole: bool) -> int:
+    if all(proof.proved for proof in proofs) and not view.notices:
+        return 0
+    usable = {entry.key for entry in view.candidates()}
+    found = [proof.outcome for proof in proofs if proof.entry.key in usable]
+    none_left = whole and bool(proofs) and all(one is Outcome.DAMAGED for one in found)
+    return NONE_LEFT if none_left else NOT_PROVED

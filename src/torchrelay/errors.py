@@ -10,6 +10,7 @@
     │  └─ FencedError              4   another job took over from us: we stopped without acknowledging
     ├─ StorageError (OSError)      5   reading or writing failed
     │  ├─ DamagedError             5   bytes are not what was committed
+    │  ├─ LostDirectoryError       5   the directory that was written to is gone, or another lies there
     │  ├─ FormatError              5   written by a version that this one cannot read
     │  └─ SaveFailedError          5   an epoch could not be saved
     ├─ PartiallyLoadedError        5   a load failed after user objects had changed
@@ -84,6 +85,10 @@ class DamagedError(StorageError):
 
 class FormatError(StorageError):
     """A file was written by a version, or with a feature, that this version does not read."""
+
+
+class LostDirectoryError(StorageError):
+    """The directory that a job wrote to is gone, or another lies in its place; nothing was written there."""
 
 
 class SaveFailedError(StorageError):

@@ -1,0 +1,64 @@
+"""What a run notes about itself, made again from its log and its newest epoch, as far as that tells."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from torchrelay.checkpoint.disk import manifest_disk
+from torchrelay.checkpoint.disk.manifest import Manifest
+from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.repair.inventory import Finding
+from torchrelay.errors import DamagedError
+from torchrelay.metadata.files import write_json
+from torchrelay.metadata.run_directory import FORMAT, RunDirectory
+from torchrelay.runners.commands.command_line_place import Place
+
+REASON = "made again by repair: how the run ended is not known"
+
+
+def lost_notes(place: Place, view: LogView | None) -> tuple[Finding, ...]:
+    """`run.json` and `status.json`, where they are missing or damaged and the log is there."""
+    if place.run is None or view is None or view.slot < 0:
+        return ()
+    found: list[Finding] = []
+    for name, read in (("run.json", place.run.identity), ("status.json", place.run.status)):
+        try:
+            reason = "" if read() else "is missing"
+        except DamagedError as error:
+            reason = str(error)
+        if reason:
+            found.append(Finding("mend", "note", f"../{name}", f"{reason}; the log tells what it needs"))
+    return tuple(found)
+
+
+def write_notes(place: Place, view: LogView | None, notes: tuple[Finding, ...]) -> None:
+    """Write these anew. The times, the command and which parts of the end were done are lost."""
+    if place.run is None or view is None:
+        return
+    newest = view.newest(boundary=True)
+    manifest: Manifest | None = None
+    if newest is not None:
+        with suppress(OSError):
+            manifest = manifest_disk.read(place.storage, newest)
+    paths = {one.path for one in notes}
+    if "../run.json" in paths:
+        write_json(place.run.path / "run.json", _identity(place.run, view, manifest))
+    if "../status.json" in paths:
+        epoch = None if newest is None else newest.position.epoch
+        place.run.write_status("STOPPED", epoch=epoch, generation=view.generation, reason=REASON)
+
+
+def _identity(run: RunDirectory, view: LogView, manifest: Manifest | None) -> dict[str, Any]:
+    """The run's id is in its epochs; today's program says again what "best" means."""
+    known = manifest.facts.run_id if manifest is not None else None
+    return {
+        "format": FORMAT,
+        "uuid": known or view.job_uuid,
+        "job": view.job_name or run.name,
+        "created": round((run.checkpoints / "job.json").stat().st_mtime, 3),
+        "best": None,
+        "world_size": None if manifest is None else len(manifest.world.nodes),
+        "command": [],
+        "python": "",
+    }
