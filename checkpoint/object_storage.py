@@ -119,7 +119,10 @@ class ObjectStorage:
             raise StorageError(f"{self.url}/{path} has {found} bytes after {nbytes} were sent: try again")
 
     def link_exclusive(self, path: str, data: bytes) -> None:
-        """Create by a conditional PUT; whoever has lost the answer reads what lies there."""
+        """Create by a conditional PUT; whoever has lost the answer reads what lies there.
+
+        So bytes that are there already count as ours: every creator has to put a nonce into them.
+        """
         if not data:
             raise StorageError(
                 f"{self.url}/{path} would be empty: stores do not create empty files exclusively"
