@@ -15,8 +15,8 @@ from torchrelay.runners.distributed.watcher import end_process
 from torchrelay.runners.distributed.world import current_world
 from torchrelay.runners.run_state import RunState
 
-GRACE_SECS = 10.0
-"""For the process to end by itself; with the second of the counter, a fenced job is gone within 15."""
+GRACE_SECS = 6.0
+"""For the process to end by itself; a busy machine leaves room to be gone within 15 all the same."""
 
 
 class FenceGuard:

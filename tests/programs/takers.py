@@ -20,7 +20,7 @@ from torchrelay.errors import RelayError
 def take(place: str) -> str:
     """Take over, save, release; the error otherwise."""
     try:
-        writer = LogWriter.take(storage_of(place, "the place"), "race", patience_secs=3.0)
+        writer = LogWriter.take(storage_of(place, "the place"), "race", patience_secs=2.5)
     except RelayError as error:
         return f"{type(error).__name__} {error}"
     newest = writer.view.newest()
