@@ -34,7 +34,10 @@ def open_file_system(url: str, what: str) -> tuple[Any, str]:
     from fsspec.core import url_to_fs  # imported late: local paths need none of it
 
     try:
-        system, root = url_to_fs(url, use_listings_cache=False, **_options(protocol))
+        # Not an instance of earlier: the environment may tell another endpoint by now.
+        system, root = url_to_fs(
+            url, use_listings_cache=False, skip_instance_cache=True, **_options(protocol)
+        )
     except ImportError as error:
         extra = " (pip install 'torchrelay[s3]')" if protocol in _S3 else ""
         raise UsageError(

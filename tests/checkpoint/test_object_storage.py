@@ -217,6 +217,17 @@ def test_large_files_are_put_from_the_staged_file(monkeypatch):
     assert storage.read_range("data/x", 0, 999) == bytes(range(256))
 
 
+def test_what_arrived_short_is_not_written():
+    """The size that the store tells afterwards has to be that of what was sent."""
+
+    class Truncating(Faulty):
+        def pipe_file(self, path, value, mode="overwrite", **kwargs):
+            return super().pipe_file(path, value[:-1], mode=mode, **kwargs)
+
+    with pytest.raises(StorageError, match="has 3 bytes after 4 were sent"):
+        write(store_of(Truncating()), "data/x", b"abcd")
+
+
 def test_a_place_to_stage_is_named(tmp_path, monkeypatch):
     """Where nothing can be staged the error names the directory and TMPDIR."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
