@@ -105,6 +105,7 @@ class Ledger:
         """What goes behind the training; there is none on other ranks."""
         self._pending_rewind: tuple[Position | None, dict[str, Any]] | None = None
         self._proved: Target | None = None
+        self._exclusive = False
 
     # Looking
 
@@ -189,8 +190,7 @@ class Ledger:
 
     def _take(self) -> list[Any]:
         if self.writer is None:
-            self.storage.mkdir("")
-            check_exclusion(self.storage)
+            self._check_exclusion()
             self.writer = LogWriter.take(
                 self.storage, self.job_name, patience_secs=self.takeover_secs, when_fenced=self.when_fenced
             )
@@ -198,6 +198,13 @@ class Ledger:
             self.writer.rewind(*self._pending_rewind)
             self._pending_rewind = None
         return self._told()
+
+    def _check_exclusion(self) -> None:
+        """Once per ledger: a place does not change."""
+        if not self._exclusive:
+            self.storage.mkdir("")
+            check_exclusion(self.storage)
+            self._exclusive = True
 
     def _told(self) -> list[Any]:
         writer = self.required()
