@@ -15,11 +15,11 @@ from torchrelay.checkpoint.boundary import NodeState, capture
 from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.disk.manifest import Manifest
 from torchrelay.checkpoint.disk.paths import shard_path
+from torchrelay.checkpoint.exclusion import SingleWriter, check_single_writer
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.ledger import Ledger, Target
 from torchrelay.checkpoint.load import LoadJob, load_all
 from torchrelay.checkpoint.load_blobs import load_some
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.keeping import Keeping
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.members import Member, members_of, newcomers
@@ -35,12 +35,12 @@ from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.kinds import check_recreatable
 from torchrelay.checkpoint.storage import Placed
+from torchrelay.checkpoint.storage_places import storage_of
 from torchrelay.checkpoint.structure import Structures
 from torchrelay.checkpoint.timing import Clock
 from torchrelay.errors import UsageError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.collector import undisturbed
-from torchrelay.jobs.directories import local_directory
 from torchrelay.jobs.peers import together
 from torchrelay.jobs.places import NodePlace
 from torchrelay.jobs.random_streams import RandomStreams
@@ -70,6 +70,7 @@ class Engine:
         reuse: bool | None = None,
         selection: Selection = EVERYTHING,
         share_reads: bool | None = None,
+        single_writer: SingleWriter = None,
     ) -> None:
         keeping = Keeping(keep_last, keep_every, keep_optimizer_last)
         self.selection = selection
@@ -79,7 +80,7 @@ class Engine:
             raise UsageError(f"share_reads is {share_reads!r:.80}; it is True, False or None")
         self.share_reads = bool(share_reads)
         looking = background is None if reuse is None else reuse
-        self.storage = LocalStorage(local_directory(prefix, "the checkpoint prefix"))
+        self.storage = storage_of(prefix, "the checkpoint prefix", check_single_writer(single_writer))
         self.ledger = Ledger(self.storage, takeover_secs)
         self.retaining = Retaining(self.ledger, keeping)
         self.background = background

@@ -15,12 +15,13 @@ from typing import Any
 
 from torchrelay.checkpoint.disk import facts_disk, manifest_disk
 from torchrelay.checkpoint.disk.manifest import Manifest
+from torchrelay.checkpoint.exclusion import check_exclusion
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.deletions import Deletions
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.log_reader import open_log
-from torchrelay.checkpoint.log.log_writer import LogWriter
+from torchrelay.checkpoint.log.log_writer import LogWriter, WhenFenced, not_told
 from torchrelay.checkpoint.log.record import entry_json, entry_of
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.prove_together import JointProof, prove_together
@@ -95,6 +96,8 @@ class Ledger:
         self.job_name: str | None = None
         self.in_run = False
         """A run keeps the log until it ends; a save by hand has it only while it lasts."""
+        self.when_fenced: WhenFenced = not_told
+        """Called on rank 0, from a thread, when another job has taken the log that a run holds."""
         self.holding: Holding | None = None
         self.writer: LogWriter | None = None
         """On rank 0, while the log is ours."""
@@ -102,6 +105,7 @@ class Ledger:
         """What goes behind the training; there is none on other ranks."""
         self._pending_rewind: tuple[Position | None, dict[str, Any]] | None = None
         self._proved: Target | None = None
+        self._exclusive = False
 
     # Looking
 
@@ -193,11 +197,21 @@ class Ledger:
 
     def _take(self) -> list[Any]:
         if self.writer is None:
-            self.writer = LogWriter.take(self.storage, self.job_name, patience_secs=self.takeover_secs)
+            self._check_exclusion()
+            self.writer = LogWriter.take(
+                self.storage, self.job_name, patience_secs=self.takeover_secs, when_fenced=self.when_fenced
+            )
         if self._pending_rewind is not None:
             self.writer.rewind(*self._pending_rewind)
             self._pending_rewind = None
         return self._told()
+
+    def _check_exclusion(self) -> None:
+        """Once per ledger: a place does not change."""
+        if not self._exclusive:
+            self.storage.mkdir("")
+            check_exclusion(self.storage)
+            self._exclusive = True
 
     def _told(self) -> list[Any]:
         writer = self.required()
@@ -238,6 +252,7 @@ class Ledger:
         self.finish_deletions()
         writer, self.writer = self.writer, None
         self.holding, self._pending_rewind, self.in_run = None, None, False
+        self.when_fenced = not_told
         if writer is None:
             return
         try:

@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torchrelay.checkpoint.direct import ALIGNMENT, WORTH_IT, DirectFile, open_direct
+from torchrelay.checkpoint.exclusion import SingleWriter
+from torchrelay.checkpoint.local_naming import give_name
 from torchrelay.checkpoint.local_reading import LocalReadHandle
 from torchrelay.checkpoint.pacing import Pacer
 from torchrelay.errors import StorageError
@@ -115,9 +117,15 @@ class _LocalReads(LocalReadHandle):
 
 
 class LocalStorage:
-    """A directory tree; links below the root are never followed."""
+    """A directory tree; links below the root are never followed.
 
-    def __init__(self, root: str | Path) -> None:
+    With `single_writer="external"` a file system that can neither link nor rename without replacing will do.
+    """
+
+    doubt = None
+
+    def __init__(self, root: str | Path, *, single_writer: SingleWriter = None) -> None:
+        self.single_writer: SingleWriter = single_writer
         self.root = Path(root).absolute()
         self.url = str(self.root)
         self._root_is_durable = False
@@ -150,17 +158,13 @@ class LocalStorage:
             return _create(full)
 
     def link_exclusive(self, path: str, data: bytes) -> None:
-        """Write and sync under a private name, then give it the real one: `link` never replaces."""
+        """Write and sync under a private name, then give it the real one, which never replaces."""
         full = self._changed(path)
         temporary = full.with_name(f"{_PRIVATE}{secrets.token_hex(8)}")
         with _named(full, "create", FileExistsError):
             try:
                 self._write_whole(temporary, data, sync=True)
-                os.link(temporary, full)
-            except FileExistsError:
-                # A lost reply (NFS) repeats a link that had worked: then both names are one file.
-                if not _same_file(temporary, full):
-                    raise
+                give_name(temporary, full, alone=self.single_writer is not None)
             finally:
                 with suppress(OSError):
                     temporary.unlink()
@@ -311,11 +315,3 @@ def _sync_above(root: Path) -> None:
             return
         with suppress(PermissionError):
             _sync(directory)
-
-
-def _same_file(one: Path, other: Path) -> bool:
-    try:
-        a, b = os.lstat(one), os.lstat(other)
-    except OSError:
-        return False
-    return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchrelay.checkpoint.asynchronous.samples import Verify
+from torchrelay.checkpoint.exclusion import SingleWriter
 from torchrelay.checkpoint.manager_base import Manager
 from torchrelay.checkpoint.selection import Patterns
+from torchrelay.checkpoint.storage_places import joined
 from torchrelay.errors import UsageError
 from torchrelay.jobs.names import check_node_name
 from torchrelay.metadata.handler import MetadataHandler
@@ -33,6 +35,7 @@ class CheckpointManager(Manager):
         include: Patterns = None,
         exclude: Patterns = None,
         share_reads: bool | None = None,
+        single_writer: SingleWriter = None,
     ) -> None:
         super().__init__(
             db_prefix,
@@ -48,6 +51,7 @@ class CheckpointManager(Manager):
             include=include,
             exclude=exclude,
             share_reads=share_reads,
+            single_writer=single_writer,
         )
         self.node_name = check_node_name(node_name)
 
@@ -68,7 +72,7 @@ class CheckpointManager(Manager):
         """The logical name `prefix/node_name.epoch`, asked by either name of the node."""
         if node != self.node_name and (self._nodes is None or node not in self._nodes):
             return None
-        return str(Path(self.db_prefix) / f"{self.node_name}.{epoch}")
+        return joined(self.db_prefix, f"{self.node_name}.{epoch}")
 
     def files(self, node: str, epoch: int) -> list[str]:
         """The committed files of an epoch, asked by either name of the node; none for any other name."""

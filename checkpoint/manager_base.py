@@ -11,9 +11,11 @@ from pathlib import Path
 from torchrelay.checkpoint.asynchronous.background import Outcome, background_of
 from torchrelay.checkpoint.asynchronous.samples import Verify
 from torchrelay.checkpoint.engine import Engine
+from torchrelay.checkpoint.exclusion import SingleWriter
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.selection import Patterns, selection_of
+from torchrelay.checkpoint.storage_places import joined
 from torchrelay.errors import UsageError
 from torchrelay.jobs.group import SessionGroup, TaskGroup
 from torchrelay.jobs.job import Job
@@ -29,10 +31,10 @@ Work = TaskGroup | SessionGroup
 class Manager:
     """Base of the managers; use CheckpointManager or MultiNodeCheckpointManager.
 
-    `db_prefix` is the directory of the checkpoints. `keep_last` epochs are kept, and every
-    `keep_every`-th one (None of both: all of them); only the newest `keep_optimizer_last` of these keep
-    their optimizer, the others can be loaded but not resumed from. A manager may be used for several
-    runs, one after another; the nodes it was first initialised with stay the same.
+    `db_prefix` is the directory of the checkpoints, or a URL (`s3://bucket/run`). `keep_last` epochs are
+    kept, and every `keep_every`-th one (None of both: all of them); only the newest `keep_optimizer_last` of
+    these keep their optimizer, the others can be loaded but not resumed from. A manager may be used for
+    several runs, one after another; the nodes it was first initialised with stay the same.
 
     `asynchronous=True`: within a run a save returns when nothing can reach what it saves any more, and
     is written and committed behind the training, one at a time. Then `staging_limit` bytes per process
@@ -50,6 +52,11 @@ class Manager:
     `share_reads=True` is for several hosts and a storage that is slower than the network between them: of
     tensors that all nodes load whole, 8 MiB and more together, each host reads a share and sends it to the
     others, which verify it. All processes need the same setting, else each host reads everything, as without.
+
+    A second job on the same place is kept out by names that cannot be created twice; a start tries that, and
+    refuses a place where it does not hold (UsageError). `single_writer="external"` says that something else
+    makes sure that never more than one job, or command that tags or pins, writes there; nothing is tried
+    then.
     """
 
     def __init__(
@@ -68,6 +75,7 @@ class Manager:
         include: Patterns = None,
         exclude: Patterns = None,
         share_reads: bool | None = None,
+        single_writer: SingleWriter = None,
     ) -> None:
         self.db_prefix = str(db_prefix)
         self.metadata_handler = metadata_handler
@@ -81,6 +89,7 @@ class Manager:
             reuse=reuse,
             selection=selection_of(include, exclude),
             share_reads=share_reads,
+            single_writer=single_writer,
         )
         self._nodes: tuple[str, ...] | None = None
         self._path_prefix: str | None = None
@@ -228,7 +237,7 @@ class Manager:
         """The logical name `prefix/node.epoch`; None for a node that this manager does not know."""
         if self._nodes is None or node not in self._nodes:
             return None
-        return str(Path(self.db_prefix) / f"{self.stored_name(node)}.{epoch}")
+        return joined(self.db_prefix, f"{self.stored_name(node)}.{epoch}")
 
     def files(self, node: str, epoch: int) -> list[str]:
         """The committed files of a node in an epoch of the current branch; empty when there are none."""

@@ -62,7 +62,7 @@ class Storage(Protocol):
         """Create a new file, mode 0644; FileExistsError when the name is taken."""
 
     def link_exclusive(self, path: str, data: bytes) -> None:
-        """Create `path` holding exactly `data`, whole and synced or not at all.
+        """Create `path` holding exactly `data`, which no other creator has, whole and synced or not at all.
 
         FileExistsError when the name is taken, by whoever was first. The name itself is durable
         only after `sync_dir` of its directory.

@@ -24,7 +24,7 @@ def local_directory(given: str | os.PathLike[str], what: str) -> Path:
         raise UsageError(f"{what} is an empty path: give a directory, such as 'runs/mnist'")
     if "://" in text:
         raise UsageError(
-            f"{what} {text!r} is a URL; checkpoints go to local or mounted directories so far: give a path"
+            f"{what} {text!r} is a URL; this goes to local or mounted directories so far: give a path"
         )
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
         raise UsageError(f"{what} {text!r} has control characters: choose another path")

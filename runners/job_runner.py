@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.checkpoint.asynchronous.samples import Verify
+from torchrelay.checkpoint.exclusion import SingleWriter
 from torchrelay.checkpoint.manager_base import Manager
 from torchrelay.checkpoint.multi_node import MultiNodeCheckpointManager
+from torchrelay.checkpoint.remote.urls import is_url
 from torchrelay.checkpoint.selection import Patterns
 from torchrelay.checkpoint.upload import UploadTaskGroupBuilder
 from torchrelay.errors import NotAllowedNowError, UsageError
@@ -40,8 +42,8 @@ class JobRunner:
     kept as an abandoned branch). `best=(metric, "max" or "min")` says which epoch `"best"` names.
     `max_failed_saves` saves that fail in a row end the run (3 for run directories; a bare manager
     only warns). `save_initial=False` leaves epoch 0, the state after `init`, out.
-    `keep_last`, `keep_every`, `keep_optimizer_last`, `reuse`, `include`, `exclude` and `share_reads` are
-    those of the managers.
+    `keep_last`, `keep_every`, `keep_optimizer_last`, `reuse`, `include`, `exclude`, `share_reads` and
+    `single_writer` are those of the managers.
     `upload_task_group_builder` builds the group that sends the last epoch elsewhere; `agree_every` is
     the number of steps between two looks at whether a rank wants to end the epoch (EpochLoader only).
 
@@ -73,6 +75,7 @@ class JobRunner:
         include: Patterns = None,
         exclude: Patterns = None,
         share_reads: bool | None = None,
+        single_writer: SingleWriter = None,
     ) -> None:
         if not isinstance(job, Job):
             raise UsageError(f"job is {job!r:.80}; give a torchrelay.Job")
@@ -82,9 +85,7 @@ class JobRunner:
         self.resume_from_epoch = check_epoch(resume_from_epoch)
         self.upload_task_group_builder = upload_task_group_builder
         self.run_directory = (
-            RunDirectory(local_directory(where, "the run directory"))
-            if isinstance(where, (str, Path))
-            else None
+            RunDirectory(_directory_of_run(where)) if isinstance(where, (str, Path)) else None
         )
         given = {
             "keep_last": keep_last,
@@ -97,6 +98,7 @@ class JobRunner:
             "include": include,
             "exclude": exclude,
             "share_reads": share_reads,
+            "single_writer": single_writer,
         }
         self.manager = self._manager(
             where, {name: value for name, value in given.items() if value is not None}
@@ -200,6 +202,15 @@ class JobRunner:
                 f"{verb} needs a checkpoint manager: give JobRunner a run directory or a manager"
             )
         return self.manager
+
+
+def _directory_of_run(where: str | Path) -> Path:
+    if isinstance(where, str) and is_url(where):
+        raise UsageError(
+            f"the run directory {where!r} is a URL; runs lie in local or mounted directories so far, and "
+            "only checkpoints may go to a store: give a path, or MultiNodeCheckpointManager with that URL"
+        )
+    return local_directory(where, "the run directory")
 
 
 def _check_best(best: Any) -> tuple[str, str] | None:

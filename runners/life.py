@@ -23,6 +23,7 @@ from torchrelay.jobs.random_streams import RandomStreams
 from torchrelay.jobs.seeding import current_seed
 from torchrelay.runners.binding import bind_blobs
 from torchrelay.runners.choosing import Choice, Resume
+from torchrelay.runners.fence import FenceGuard
 from torchrelay.runners.journal import Journal
 from torchrelay.runners.options import Options
 from torchrelay.runners.outset import finished_already, look_and_choose, request_of
@@ -73,6 +74,7 @@ class Life:
             agree_every=plan.agree_every,
             **limits_of(runner.job.stop_conditions),
         )
+        self.guard = FenceGuard(self.state)
         self.saver = Saver(self.manager, self.journal, plan.max_failed_saves)
         self.look = Look()
         """What the log said when the position was chosen."""
@@ -128,7 +130,7 @@ class Life:
             return
         ledger = self.manager.engine.ledger
         self.journal.create(self.job, self.plan.best, self.session)
-        ledger.in_run = True
+        ledger.in_run, ledger.when_fenced = True, self.guard.fenced
         ledger.open(self.session.peers, tolerant=self.run_directory is None)
         self.journal.opened(ledger.holding, self.look)
 
@@ -233,6 +235,7 @@ class Life:
         while not verdict.stop:
             epoch += 1
             self.state.begin_epoch(epoch)
+            self.state.check()
             self.session.run(self.job.epoch_group)
             metrics = self.session.reduce_metrics()
             verdict = ask_all(self.job, self.session)
@@ -292,6 +295,7 @@ class Life:
             self.session.run_on_failure(self.job.exit_group, exit_code_of(error))
 
     def _close(self) -> None:
+        self.guard.close()
         try:
             drop_wrappers()
             if self.manager is not None:

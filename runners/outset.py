@@ -32,8 +32,9 @@ def look_and_choose(life: Life) -> Choice:
     """
     life.job.check()
     life.session.place(life.job.nodes())
-    check_before_start(life.job, life.session, life.run_directory)
     manager, run, peers = life.manager, life.run_directory, life.session.peers
+    single_writer = manager.engine.storage.single_writer if manager is not None else None
+    check_before_start(life.job, life.session, run, single_writer)
     if manager is None:
         if life.wish_epoch is not None:
             raise UsageError(

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from torch import nn
 
+from torchrelay.checkpoint.exclusion import SingleWriter, check_exclusion
+from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import spec_of
 from torchrelay.errors import StorageError, UsageError
@@ -24,12 +26,14 @@ VISIBLE_WITHIN_SECS = 10.0
 PROBE_BYTES = 1 << 20
 
 
-def check_before_start(job: Job, session: SessionBase, run: RunDirectory | None) -> None:
+def check_before_start(
+    job: Job, session: SessionBase, run: RunDirectory | None, single_writer: SingleWriter = None
+) -> None:
     """Check what can be known before anything runs; raises UsageError or StorageError on all ranks."""
     check_nodes(job, session)
     together(session.peers, "check blobs", lambda: check_blobs(job))
     if run is not None:
-        check_run_directory(run, job, session)
+        check_run_directory(run, job, session, single_writer)
 
 
 def check_nodes(job: Job, session: SessionBase) -> None:
@@ -56,7 +60,9 @@ def check_blobs(job: Job) -> None:
                 spec_of(leaf)
 
 
-def check_run_directory(run: RunDirectory, job: Job, session: SessionBase) -> None:
+def check_run_directory(
+    run: RunDirectory, job: Job, session: SessionBase, single_writer: SingleWriter = None
+) -> None:
     """Refuse a directory that is a file, read-only, full, of another job, or not seen by all hosts."""
 
     def check() -> None:
@@ -65,7 +71,7 @@ def check_run_directory(run: RunDirectory, job: Job, session: SessionBase) -> No
 
     peers = session.peers
     together(peers, "check the run directory", lambda: check() if peers.rank == 0 else None)
-    with _probe(run.path, peers) as probe:
+    with _probe(run.path, peers, single_writer) as probe:
         seen = peers.exchange("run directory seen", [session.local_nodes[0].host, _appears(probe)])
     blind = sorted({host for host, sees in seen if not sees})
     if blind:
@@ -76,7 +82,7 @@ def check_run_directory(run: RunDirectory, job: Job, session: SessionBase) -> No
 
 
 @contextmanager
-def _probe(directory: Path, peers: Peers) -> Iterator[Path]:
+def _probe(directory: Path, peers: Peers, single_writer: SingleWriter) -> Iterator[Path]:
     """A file of rank 0 in the directory while all look for it; made directories vanish again."""
     nonce = peers.exchange("probe", secrets.token_hex(8))[0]
     probe = directory / f".probe-{nonce}"
@@ -86,6 +92,7 @@ def _probe(directory: Path, peers: Peers) -> Iterator[Path]:
         if peers.rank == 0:
             made.extend(_make_directories(directory))
             _write_probe(probe)
+            check_exclusion(LocalStorage(directory, single_writer=single_writer))
 
     try:
         together(peers, "write to the run directory", write)
@@ -114,27 +121,22 @@ def _make_directories(directory: Path) -> list[Path]:
 
 
 def _write_probe(probe: Path) -> None:
-    """Write, sync and link, as a save will."""
-    linked = probe.with_name(probe.name + "-link")
+    """Write and sync, as a save will."""
     try:
         with open(probe, "xb") as file:
             file.write(bytes(PROBE_BYTES))
             file.flush()
             os.fsync(file.fileno())
-        os.link(probe, linked)
     except OSError as error:
         with suppress(OSError):
             probe.unlink()
         raise _refused(probe.parent, error) from error
-    finally:
-        with suppress(OSError):
-            linked.unlink()
 
 
 def _refused(directory: Path, error: OSError) -> StorageError:
     return StorageError(
         f"the run directory {directory} cannot be used: {error.strerror}; "
-        "choose a writable place with free space and hard links"
+        "choose a writable place with free space"
     )
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchrelay.errors import UsageError
+from torchrelay.errors import RelayError, UsageError
 from torchrelay.jobs.peers import Peers
 from torchrelay.runners.reduction import MetricLog, reduce_metrics
 
@@ -44,6 +44,8 @@ class RunState:
         self.ended_early: str | None = None
         self.stop_reason: str | None = None
         self.exit_code: int | None = None
+        self.fenced: RelayError | None = None
+        """Another job has taken the directory: raised at the next step."""
         self._clock = clock
         self._started = clock() - elapsed_before_secs
         self._first_step = 0
@@ -101,6 +103,11 @@ class RunState:
         self._steps[node] = self.step_of(node) + 1
 
     # Ending the running epoch early
+
+    def check(self) -> None:
+        """Raise what ends this process at its next step, once it is known."""
+        if self.fenced is not None:
+            raise self.fenced
 
     def stop_at_next_step(self, reason: str) -> None:
         """Ask all processes to end the running epoch at one step; a signal handler may call this."""

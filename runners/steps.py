@@ -97,6 +97,7 @@ class Steps:
 
     def _begin(self, batch: Any) -> Any:
         self.siblings.check()
+        self.state.check()
         if self.counted:
             self.state.count_step(self.node)
         return batch

@@ -37,13 +37,14 @@ def read_job(storage: Storage) -> JobFile | None:
     Raises DamagedError or FormatError for a file that cannot be trusted, and DamagedError for a log
     without one.
     """
-    try:
-        data = storage.read_range(PATH, 0, LIMIT_BYTES + 1)
-    except FileNotFoundError:
-        if storage.stat(f"{LOG}/{0:020d}.json") is not None:
+    data = _bytes_of(storage)
+    if data is None and storage.stat(f"{LOG}/{0:020d}.json") is not None:
+        data = _bytes_of(storage)  # whoever began the job since then created this file before the slot
+        if data is None:
             raise DamagedError(
                 f"{storage.url} has a log but no {PATH}: restore it from a copy, or choose another directory"
-            ) from None
+            )
+    if data is None:
         return None
     what = f"{storage.url}/{PATH}"
     try:
@@ -52,6 +53,13 @@ def read_job(storage: Storage) -> JobFile | None:
         raise DamagedError(f"{error}; restore it from a copy, or choose another directory") from error
     check_stamp(fields.values.get("format"), what=what)
     return JobFile(fields.text("name"), fields.text("uuid"), fields.text("created"), fields.flag("named"))
+
+
+def _bytes_of(storage: Storage) -> bytes | None:
+    try:
+        return storage.read_range(PATH, 0, LIMIT_BYTES + 1)
+    except FileNotFoundError:
+        return None
 
 
 def check_job(storage: Storage, job: JobFile, name: str | None) -> JobFile:

@@ -39,6 +39,12 @@ from torchrelay.errors import FencedError, NotAllowedNowError, StorageError
 
 Json = Any
 Choose = Callable[[LogView], Iterable[Retirement]]
+WhenFenced = Callable[[FencedError], None]
+
+
+def not_told(error: FencedError) -> None:
+    """Nobody waits to hear of it; the next append raises it."""
+
 
 _LIVE: weakref.WeakValueDictionary[str, LogWriter] = weakref.WeakValueDictionary()
 """The writers of this process that are not closed, by nonce: it never takes over from itself."""
@@ -65,6 +71,7 @@ class LogWriter:
         self._fenced: FencedError | None = None
         self._closed = False
         self._beat: Beat | None = None
+        self._when_fenced: WhenFenced = not_told
 
     @classmethod
     def take(
@@ -75,8 +82,12 @@ class LogWriter:
         *,
         patience_secs: float = PATIENCE_SECS,
         period_secs: float = PERIOD_SECS,
+        when_fenced: WhenFenced | None = None,
     ) -> LogWriter:
         """Become the writer of the job's directory, which is begun where there is none.
+
+        `when_fenced` is called once, from the counter's thread, at the latest a period after somebody else
+        has taken over: a writer that has nothing to append must end, too.
 
         Raises UsageError for a directory of another job, DirectoryInUseError when its writer lives
         (its counter moved within `patience_secs`) or is another one of this process, DamagedError or
@@ -87,6 +98,7 @@ class LogWriter:
         storage.mkdir(DATA)
         storage.sync_dir("")
         writer = cls(storage, identity or WriterIdentity.here(job.name))
+        writer._when_fenced = when_fenced or not_told
         # Known before its record exists, so that no other thread takes it for an abandoned one.
         _LIVE[writer.nonce] = writer
         try:
@@ -279,7 +291,10 @@ class LogWriter:
                 self._look_ahead()
             finally:
                 self._lock.release()
-        if self._closed or self._fenced is not None:
+        if self._closed:
+            return False
+        if self._fenced is not None:
+            self._when_fenced(self._fenced)
             return False
         move(self.storage, self.generation, self.nonce, count)
         return True

@@ -12,11 +12,14 @@ from torchrelay.checkpoint.counting_storage import CountingStorage
 from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.log.job_file import PATH as JOB_FILE
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.reading.epoch_choice import Wanted, best_first, named_entry, whole_epochs
 from torchrelay.checkpoint.reading.proof import Outcome, Proof, prove
+from torchrelay.checkpoint.remote.urls import is_url
 from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage_places import FILE, joined, storage_of
 from torchrelay.errors import NoProvableEpochError, StorageError, UnknownEpochError, UsageError
 
 Best = tuple[str, str]
@@ -46,11 +49,9 @@ def place_of(where: str | os.PathLike[str] | Storage) -> Place:
         return Place(CountingStorage(where))
     if not isinstance(where, (str, os.PathLike)):
         raise UsageError(f"{where!r} is no path: give a run directory")
-    if "://" in str(where):
-        raise UsageError(
-            f"{where} is a URL; checkpoints are read from local or mounted directories: give a path"
-        )
-    path = Path(where)
+    if isinstance(where, str) and is_url(where) and not where.startswith(FILE):
+        return _place_at_url(where)
+    path = Path(where.removeprefix(FILE) if isinstance(where, str) else where)
     if not path.is_dir():
         raise UsageError(f"{path} is {'a file' if path.exists() else 'not there'}: give a run directory")
     if (path / "checkpoints").is_dir():
@@ -61,6 +62,15 @@ def place_of(where: str | os.PathLike[str] | Storage) -> Place:
             "that the manager was given"
         )
     return Place(CountingStorage(LocalStorage(path)))
+
+
+def _place_at_url(url: str) -> Place:
+    """The checkpoints of a run, or at a prefix, in a store."""
+    for one in (url, joined(url, "checkpoints")):
+        storage = storage_of(one, "the place")
+        if storage.stat(JOB_FILE) is not None:
+            return Place(CountingStorage(storage))
+    raise UsageError(f"{url} holds no checkpoints: give the prefix that the manager was given")
 
 
 def _best_of_run(run: Path) -> Best | None:

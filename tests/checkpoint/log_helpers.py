@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from threading import RLock
 
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.log_writer import LogWriter
+from torchrelay.checkpoint.log.record import slot_path
 from torchrelay.checkpoint.position import Position
 from torchrelay.errors import StorageError
 
@@ -129,3 +131,9 @@ def run_of(epochs, storage=None):
         writer.commit(entry(epoch))
     writer.release()
     return storage
+
+
+def kinds_of(storage, slot):
+    """What the records up to a slot do, read from any storage."""
+    raw = (storage.read_range(slot_path(one), 0, 1 << 20) for one in range(slot + 1))
+    return [json.loads(data)["record"]["kind"] for data in raw]

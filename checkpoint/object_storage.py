@@ -1,0 +1,259 @@
+"""The storage seam on an object store, through fsspec.
+
+An object is absent or whole. A record is created by one small conditional PUT (`If-None-Match`), which alone
+decides between writers; a doubtful answer is resolved by reading back, because no two records are alike.
+Shards have names that nobody else uses. Nothing is inferred from listings, and none is remembered.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import IO, Any, TypeVar
+
+from torchrelay.checkpoint.exclusion import SingleWriter
+from torchrelay.checkpoint.remote.retrying import Patience, persistently, refusal
+from torchrelay.checkpoint.remote.staged_file import StagedFile
+from torchrelay.checkpoint.remote.urls import open_file_system
+from torchrelay.errors import StorageError
+
+T = TypeVar("T")
+
+PUT_IN_ONE_BYTES = 32 * 2**20
+"""Up to here a staged file is one PUT from memory; longer ones fsspec cuts into parts as it likes."""
+_CREATE_EXCLUSIVELY = frozenset({"s3", "s3a", "az", "abfs", "abfss", "memory"})
+"""Protocols whose small `create` is one conditional request; elsewhere fsspec may look first, then write."""
+_FLAT = _CREATE_EXCLUSIVELY | {"gs", "gcs", "adl"}
+"""Stores without directories."""
+_COLONS = _FLAT | {"sftp", "ssh"}
+"""Stores that take a colon in a name; for others it is percent-encoded."""
+_IN_THIS_PROCESS = threading.Lock()
+"""fsspec's memory file system looks before it creates; threads must not come between."""
+
+
+class ObjectStorage:
+    """Everything below `root` of an fsspec file system. `url` is for messages and names.
+
+    With `single_writer="external"` somebody else makes sure that one job at a time writes here: a name is
+    then only looked up before it is created.
+    """
+
+    def __init__(
+        self,
+        system: Any,
+        root: str,
+        url: str,
+        *,
+        single_writer: SingleWriter = None,
+        patience: Patience | None = None,
+    ) -> None:
+        self.system, self.root, self.url = system, root.rstrip("/"), url.rstrip("/")
+        self.single_writer: SingleWriter = single_writer
+        self._patience = patience or Patience()
+        protocol = system.protocol
+        self._protocols = frozenset((protocol,) if isinstance(protocol, str) else protocol)
+        self._flat = bool(self._protocols & _FLAT)
+        self._escaped = "" if self._protocols & _COLONS else ":"
+
+    @classmethod
+    def open(cls, url: str, what: str, single_writer: SingleWriter = None) -> ObjectStorage:
+        """The storage at a URL; asks the store nothing. Raises UsageError, naming the URL as `what`."""
+        return cls(*open_file_system(url, what), url, single_writer=single_writer)
+
+    @property
+    def doubt(self) -> str | None:
+        """Why nothing that a probe finds would prove that creation is exclusive here; None if it would."""
+        if self._protocols & _CREATE_EXCLUSIVELY:
+            return None
+        return f"nothing is known of how {'/'.join(sorted(self._protocols))} creates a file exclusively"
+
+    # Names
+
+    def _name(self, path: str) -> str:
+        parts = path.split("/") if path else []
+        if any(part in ("", ".", "..") or "\0" in part for part in parts):
+            raise StorageError(f"{path!r} is not a path below {self.url}")
+        return "/".join([self.root, *map(self._encoded, parts)])
+
+    def _encoded(self, part: str) -> str:
+        return part.replace("%", "%25").replace(":", "%3A") if self._escaped else part
+
+    def _decoded(self, part: str) -> str:
+        return part.replace("%3A", ":").replace("%25", "%") if self._escaped else part
+
+    def _try(self, verb: str, path: str, work: Callable[[], T], passing: type[Exception] = StorageError) -> T:
+        """Do work persistently; what it raises in the end becomes a StorageError, but for `passing`."""
+        try:
+            return persistently(work, self._patience)
+        except (passing, StorageError):
+            raise
+        except Exception as error:
+            raise refusal(f"{self.url}/{path}".rstrip("/"), verb, error) from error
+
+    # Creating
+
+    def open_exclusive(self, path: str) -> StagedFile:
+        """Stage a new object. That its name is free is looked up: it holds a nonce that nobody else has."""
+        if self.stat(path) is not None:
+            raise FileExistsError(errno.EEXIST, "the name is taken", f"{self.url}/{path}")
+        return StagedFile(f"{self.url}/{path}", partial(self._put_staged, path))
+
+    def _put_staged(self, path: str, file: IO[bytes], nbytes: int) -> None:
+        name = self._name(path)
+
+        def put() -> None:
+            if nbytes <= PUT_IN_ONE_BYTES:
+                file.seek(0)
+                self._make_parent(name)
+                self.system.pipe_file(name, file.read())
+            else:
+                self._make_parent(name)
+                self.system.put_file(f"/proc/self/fd/{file.fileno()}", name)
+
+        self._try("write", path, put)
+        found = self.stat(path)
+        if found != nbytes:
+            raise StorageError(f"{self.url}/{path} has {found} bytes after {nbytes} were sent: try again")
+
+    def link_exclusive(self, path: str, data: bytes) -> None:
+        """Create by a conditional PUT; whoever has lost the answer reads what lies there.
+
+        So bytes that are there already count as ours: every creator has to put a nonce into them.
+        """
+        if not data:
+            raise StorageError(
+                f"{self.url}/{path} would be empty: stores do not create empty files exclusively"
+            )
+        name = self._name(path)
+
+        def create() -> None:
+            try:
+                with self._alone():
+                    self._create(path, name, data)
+            except Exception as error:
+                self._resolve(path, data, error)
+
+        self._try("create", path, create, FileExistsError)
+
+    def _create(self, path: str, name: str, data: bytes) -> None:
+        self._make_parent(name)
+        if self.single_writer is None:
+            self.system.pipe_file(name, data, mode="create")
+            return
+        if self.stat(path) is not None:
+            raise FileExistsError(errno.EEXIST, "the name is taken", f"{self.url}/{path}")
+        self.system.pipe_file(name, data)
+
+    def _resolve(self, path: str, data: bytes, error: Exception) -> None:
+        """Whether a creation that failed, or seemed to, was ours after all: stores refuse in many words."""
+        try:
+            found = self.read_range(path, 0, len(data) + 1)
+        except FileNotFoundError:
+            raise error from None
+        if found != data:
+            raise FileExistsError(errno.EEXIST, "the name is taken", f"{self.url}/{path}") from error
+
+    def _alone(self) -> AbstractContextManager[object]:
+        return _IN_THIS_PROCESS if "memory" in self._protocols else nullcontext()
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Put over whatever is there."""
+        name = self._name(path)
+
+        def put() -> None:
+            self._make_parent(name)
+            self.system.pipe_file(name, data)
+
+        self._try("replace", path, put)
+
+    def _make_parent(self, name: str) -> None:
+        if not self._flat:
+            self.system.makedirs(name.rpartition("/")[0], exist_ok=True)
+
+    def mkdir(self, path: str) -> None:
+        """Nothing to do: a name needs no directory."""
+        self._name(path)
+
+    def sync_dir(self, path: str) -> None:
+        """Nothing to do: what was answered is durable."""
+
+    # Reading
+
+    def read_range(self, path: str, offset: int, length: int) -> bytes:
+        """One ranged GET."""
+        name = self._name(path)
+
+        def read() -> bytes:
+            if length > 0:
+                try:
+                    return bytes(self.system.cat_file(name, start=offset, end=offset + length))
+                except OSError as error:
+                    if error.errno != errno.EINVAL:  # no such range
+                        raise
+            return self._nothing_at(path, offset, length)
+
+        data = self._try("read", path, read, FileNotFoundError)
+        if len(data) > max(0, length):
+            raise StorageError(f"{self.url}/{path}: the store does not read ranges: choose another one")
+        return data
+
+    def _nothing_at(self, path: str, offset: int, length: int) -> bytes:
+        """No bytes, where a file has none at `offset` or none are wanted."""
+        size = self.stat(path)
+        if size is None:
+            raise FileNotFoundError(errno.ENOENT, "no such file", f"{self.url}/{path}")
+        if length > 0 and offset < size:
+            raise StorageError(f"{self.url}/{path}: the store refused a range that exists: try again")
+        return b""
+
+    def read_into(self, path: str, offset: int, destination: memoryview) -> int:
+        """Read and copy."""
+        data = self.read_range(path, offset, len(destination))
+        destination[: len(data)] = data
+        return len(data)
+
+    def stat(self, path: str) -> int | None:
+        """The size that the store tells; None for a name with others below it."""
+        name = self._name(path)
+
+        def look() -> int | None:
+            try:
+                found = self.system.info(name)
+            except FileNotFoundError:
+                return None
+            return int(found["size"]) if found.get("type") == "file" else None
+
+        return self._try("look at", path, look)
+
+    def delete(self, path: str) -> None:
+        """Delete one object; a directory, where the store has such, when it is empty."""
+        name = self._name(path)
+
+        def delete() -> None:
+            try:
+                if not self._flat and self.system.isdir(name):
+                    self.system.rmdir(name)
+                else:
+                    self.system.rm_file(name)
+            except FileNotFoundError:
+                return
+
+        self._try("delete", path, delete)
+
+    def list(self, path: str) -> list[str]:
+        """Names, sorted."""
+        name = self._name(path)
+
+        def look() -> list[str]:
+            try:
+                found = self.system.ls(name, detail=False)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+            # A store may name the directory itself, and memory:// a file.
+            below = [one.rstrip("/") for one in found if one.rstrip("/").startswith(f"{name}/")]
+            return sorted(self._decoded(one.rpartition("/")[2]) for one in below)
+
+        return self._try("list", path, look)

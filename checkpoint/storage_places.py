@@ -1,0 +1,30 @@
+"""From what users call a place for checkpoints, a path or a URL, to a storage."""
+
+from __future__ import annotations
+
+import os
+
+from torchrelay.checkpoint.exclusion import SingleWriter
+from torchrelay.checkpoint.local_storage import LocalStorage
+from torchrelay.checkpoint.object_storage import ObjectStorage
+from torchrelay.checkpoint.remote.urls import is_url
+from torchrelay.jobs.directories import local_directory
+
+FILE = "file://"
+
+
+def storage_of(
+    where: str | os.PathLike[str], what: str, single_writer: SingleWriter = None
+) -> LocalStorage | ObjectStorage:
+    """The storage of a path or URL; touches nothing. Raises UsageError, naming it as `what`."""
+    if isinstance(where, str) and is_url(where) and not where.startswith(FILE):
+        return ObjectStorage.open(where, what, single_writer)
+    path = where.removeprefix(FILE) if isinstance(where, str) else where
+    return LocalStorage(local_directory(path, what), single_writer=single_writer)
+
+
+def joined(place: str, name: str) -> str:
+    """A name below a place, of which the form is kept."""
+    if is_url(place):
+        return f"{place.rstrip('/')}/{name}"
+    return os.path.join(place, name)  # noqa: PTH118 - as the user wrote it
