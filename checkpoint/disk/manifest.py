@@ -48,8 +48,7 @@ class World:
         return {name: index for index, name in enumerate(self.names)}
 
 
-@dataclass(frozen=True)
-class BlobRow:
+class BlobRow(NamedTuple):
     """A named blob: `kind` is `tensor`, `value` or `stateful`; `scope` is the registered or inferred one."""
 
     name: str
@@ -57,9 +56,11 @@ class BlobRow:
     scope: str
 
 
-@dataclass(frozen=True)
-class LeafRow:
-    """A leaf: `layout` is a number into the manifest's layouts, `source` one into its tries."""
+class LeafRow(NamedTuple):
+    """A leaf: `layout` is a number into the manifest's layouts, `source` one into its tries.
+
+    There are very many, hence named tuples: quickly made, and quickly turned into columns.
+    """
 
     name: str
     blob: str
@@ -74,7 +75,7 @@ class LeafRow:
     alias_of: str | None = None
     source: int = 0
 
-    @cached_property
+    @property
     def elements(self) -> int:
         """The number of elements; a value counts as one."""
         return prod(self.shape) if self.kind == "tensor" else 1
@@ -82,7 +83,8 @@ class LeafRow:
     @property
     def item_bytes(self) -> int:
         """Bytes of one element of a tensor."""
-        return self.nbytes // self.elements if self.elements else 1
+        elements = self.elements
+        return self.nbytes // elements if elements else 1
 
 
 class ShardRow(NamedTuple):

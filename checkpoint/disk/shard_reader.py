@@ -65,7 +65,8 @@ def read_header(storage: Storage, path: str, expect: ShardExpectation | None = N
     if size is None:
         raise DamagedError(f"{path} is missing")
     header = _proved(storage, path, size, expect) if expect else _consistent(storage, path, size)
-    return ShardHeader(storage, path, parse(header, size, what=path), sha256(header))
+    digest = expect.header_sha256 if expect else sha256(header)
+    return ShardHeader(storage, path, parse(header, size, what=path), digest)
 
 
 def _proved(storage: Storage, path: str, size: int, expect: ShardExpectation) -> bytes:
