@@ -8,7 +8,7 @@ is one more value, `:leaves` (no blob can have that name): `{"leaves": [[leaf, b
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,12 +21,13 @@ from torchrelay.checkpoint.disk.names import all_plain, encode_name
 from torchrelay.checkpoint.disk.read_options import verifies
 from torchrelay.checkpoint.disk.shard import METADATA_KEY
 from torchrelay.checkpoint.disk.shard_header import LENGTH_LIMIT
-from torchrelay.checkpoint.disk.shard_reader import ReadRequest, ShardHeader, read_header
+from torchrelay.checkpoint.disk.shard_reader import ShardHeader, read_header
 from torchrelay.checkpoint.disk.value_decoding import references
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.reading.seen_twice import seen_twice
 from torchrelay.checkpoint.reading.sharing import options_here
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role
+from torchrelay.checkpoint.storage import Memory
 from torchrelay.errors import DamagedError, FormatError, UsageError
 from torchrelay.jobs.collector import undisturbed
 
@@ -64,11 +65,13 @@ class BlobFile:
     @undisturbed()
     def fill(self, destinations: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill contiguous CPU tensors with whole stored leaves; raises DamagedError or StorageError."""
-        options, requests = options_here(verify=self.verify), []
-        for leaf, tensor in destinations:
-            memory = memory_of(tensor)
-            requests.append(ReadRequest(self.specs.key_of(leaf), 0, len(memory), memory))
-        seen_twice(lambda: self.header.read_many(requests, options))
+        leaves = [(self.specs.key_of(leaf), memory_of(tensor)) for leaf, tensor in destinations]
+        self.fill_memories([key for key, _ in leaves], [memory for _, memory in leaves])
+
+    def fill_memories(self, keys: Sequence[str], memories: Sequence[Memory]) -> None:
+        """The same by stored keys, into memory of exactly their sizes."""
+        options = options_here(verify=self.verify)
+        seen_twice(lambda: self.header.read_whole(keys, memories, options))
         if not self.verify:
             self.header.check_in_place()
 

@@ -6,13 +6,14 @@ import errno
 import os
 import secrets
 import stat as stat_module
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torchrelay.checkpoint.direct import ALIGNMENT, WORTH_IT, DirectFile, open_direct
 from torchrelay.checkpoint.local_reading import LocalReadHandle
 from torchrelay.checkpoint.pacing import Pacer
+from torchrelay.checkpoint.storage import Memory
 from torchrelay.errors import StorageError
 
 MODE = 0o644
@@ -109,6 +110,10 @@ class _LocalReads(LocalReadHandle):
     def read_into(self, offset: int, destination: memoryview, *, direct: bool = False) -> int:
         with _named(self.path, "read", FileNotFoundError):
             return super().read_into(offset, destination, direct=direct)
+
+    def read_scattered(self, offset: int, destinations: Sequence[Memory]) -> int:
+        with _named(self.path, "read", FileNotFoundError):
+            return super().read_scattered(offset, destinations)
 
 
 class LocalStorage:

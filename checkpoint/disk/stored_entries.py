@@ -159,6 +159,15 @@ class StoredEntries(Mapping[str, StoredEntry]):
     def __len__(self) -> int:
         return len(self._numbers)
 
+    @property
+    def in_columns(self) -> bool:
+        """Whether all entries lie in columns, as they do but where each was looked at alone."""
+        return len(self.stored.columns.kinds) == len(self._numbers)
+
+    def numbers(self, keys: Iterable[str]) -> list[int]:
+        """The numbers of entries in the columns of the file; raises KeyError."""
+        return list(map(self._numbers.__getitem__, keys))
+
     def form(self, key: str) -> tuple[ElementType, Sequence[int]]:
         """Element type and shape of a leaf; makes no object, because whoever asks for all needs none."""
         if (found := self._known.get(key)) is not None:
