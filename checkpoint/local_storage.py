@@ -125,15 +125,19 @@ class LocalStorage:
         self._root_is_durable = False
 
     def _path(self, path: str) -> Path:
+        return Path(self._text(path))
+
+    def _text(self, path: str) -> str:
+        """The full path; as text because reads are many, and `Path` takes longer than the system does."""
         parts = path.split("/") if path else []
         if any(part in ("", ".", "..") or "\0" in part for part in parts):
             raise StorageError(f"{path!r} is not a path below {self.root}")
-        full = self.root
+        full = self.url
         for part in parts[:-1]:
-            full = full / part
-            if full.is_symlink():
+            full = f"{full}/{part}"
+            if _is_link(full):
                 raise StorageError(f"{full} is a link; a checkpoint directory must hold none: remove it")
-        return full / parts[-1] if parts else full
+        return f"{full}/{parts[-1]}" if parts else full
 
     def open_exclusive(self, path: str) -> LocalWriteHandle:
         """Create with O_EXCL; the mode does not depend on the umask."""
@@ -218,17 +222,17 @@ class LocalStorage:
 
     def open_read(self, path: str) -> LocalReadHandle:
         """Open for many reads; a special file or a link is refused."""
-        full = self._path(path)
+        full = self._text(path)
         with _named(full, "read", FileNotFoundError):
             descriptor = os.open(full, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
             if stat_module.S_ISREG(os.fstat(descriptor).st_mode):
-                return _LocalReads(str(full), descriptor)
+                return _LocalReads(full, descriptor)
             os.close(descriptor)
             raise StorageError(f"{full} is no regular file")
 
     def stat(self, path: str) -> int | None:
         """Size of a regular file, not following a link."""
-        full = self._path(path)
+        full = self._text(path)
         with _named(full, "look at"):
             try:
                 found = os.lstat(full)
@@ -253,6 +257,13 @@ class LocalStorage:
                 return sorted(name for name in os.listdir(full) if not name.startswith(".tmp-"))
             except (FileNotFoundError, NotADirectoryError):
                 return []
+
+
+def _is_link(full: str) -> bool:
+    try:
+        return stat_module.S_ISLNK(os.lstat(full).st_mode)
+    except OSError:  # whoever uses the path says what is wrong with it
+        return False
 
 
 def _create(full: Path) -> LocalWriteHandle:
