@@ -192,3 +192,15 @@ def test_what_is_usual_is_in_place_and_read_with_few_calls(tmp_path, monkeypatch
     names = list(blobs)
     found = fitting(into, names, ["float32"] * 1000, [[30]] * 1000)
     assert list(found.tensors) == names
+
+
+def test_one_tensor_under_two_names_is_refused(tmp_path):
+    """Two leaves that fit one live tensor are no usual case: it cannot hold both."""
+    save_blobs(tmp_path / "blobs", {"a": torch.zeros(3), "b": torch.ones(3), "c": torch.ones(3)})
+
+    def make():
+        one = torch.zeros(3)
+        return {"a": one, "b": one, "c": torch.zeros(3)}
+
+    told, _ = compare(make, lambda into: load_into(tmp_path / "blobs", into))
+    assert "one tensor here and two in the checkpoint" in told[1]
