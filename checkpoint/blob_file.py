@@ -8,8 +8,10 @@ is one more value, `:leaves` (no blob can have that name): `{"leaves": [[leaf, b
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,12 +23,13 @@ from torchrelay.checkpoint.disk.names import all_plain, encode_name
 from torchrelay.checkpoint.disk.read_options import verifies
 from torchrelay.checkpoint.disk.shard import METADATA_KEY
 from torchrelay.checkpoint.disk.shard_header import LENGTH_LIMIT
-from torchrelay.checkpoint.disk.shard_reader import ReadRequest, ShardHeader, read_header
+from torchrelay.checkpoint.disk.shard_reader import ShardHeader, read_header
 from torchrelay.checkpoint.disk.value_decoding import references
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.reading.seen_twice import seen_twice
 from torchrelay.checkpoint.reading.sharing import options_here
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role
+from torchrelay.checkpoint.storage import Memory
 from torchrelay.errors import DamagedError, FormatError, UsageError
 from torchrelay.jobs.collector import undisturbed
 
@@ -64,11 +67,13 @@ class BlobFile:
     @undisturbed()
     def fill(self, destinations: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill contiguous CPU tensors with whole stored leaves; raises DamagedError or StorageError."""
-        options, requests = options_here(verify=self.verify), []
-        for leaf, tensor in destinations:
-            memory = memory_of(tensor)
-            requests.append(ReadRequest(self.specs.key_of(leaf), 0, len(memory), memory))
-        seen_twice(lambda: self.header.read_many(requests, options))
+        leaves = [(self.specs.key_of(leaf), memory_of(tensor)) for leaf, tensor in destinations]
+        self.fill_memories([key for key, _ in leaves], [memory for _, memory in leaves])
+
+    def fill_memories(self, keys: Sequence[str], memories: Sequence[Memory]) -> None:
+        """The same by stored keys, into memory of exactly their sizes."""
+        options = options_here(verify=self.verify)
+        seen_twice(lambda: self.header.read_whole(keys, memories, options))
         if not self.verify:
             self.header.check_in_place()
 
@@ -150,6 +155,8 @@ class BlobLeaves(Mapping[str, LeafSpec]):
     def __init__(self, header: ShardHeader, said: dict[str, tuple[str, str]]) -> None:
         self._header = header
         self._said = said
+        self._blobs = [blob for blob, _ in said.values()]
+        self._roles = [role for _, role in said.values()]
         self._made: dict[str, LeafSpec] = {}
         self._plain = header.entries.keys() - header.values.keys() if all_plain(said) else set()
 
@@ -170,6 +177,19 @@ class BlobLeaves(Mapping[str, LeafSpec]):
     def __len__(self) -> int:
         return len(self._said)
 
+    def plain_blobs(self, among: Collection[str]) -> list[str]:
+        """The blobs among these that are one tensor, whose name is its key."""
+        times = Counter(self._blobs) if len(set(self._blobs)) < len(self._blobs) else None
+        return [
+            name
+            for name, (blob, role) in self._said.items()
+            if blob == name
+            and role in _BLOBS
+            and name in among
+            and name in self._plain
+            and (times is None or times[name] == 1)
+        ]
+
     def key_of(self, name: str) -> str:
         """Under which key the bytes of a leaf lie."""
         if name in self._header.aliases:
@@ -178,20 +198,24 @@ class BlobLeaves(Mapping[str, LeafSpec]):
 
     def seal(self, values: Mapping[str, Json]) -> str:
         """What `seal` gives for these leaves; raises KeyError, TypeError or ValueError for what is none."""
-        entries, said = self._header.entries, self._said
-        if not {role for _, role in said.values()} <= _ROLES.keys():
+        if not set(self._roles) <= _ROLES.keys():
             raise ValueError("a leaf has a role that is none")
-        rows = []
-        for name, (blob, role) in said.items():
-            if name in self._plain:
-                kind, shape = entries.form(name)
-                rows.append([name, blob, role, "tensor", kind.name, shape, None])
-            else:
-                rows.append(_row(self[name]))
+        plain = [name for name in self._said if name in self._plain]
+        dtypes, shapes = self._header.entries.forms(plain)
+        if len(plain) == len(self._said):
+            same = (plain, self._blobs, self._roles, repeat("tensor"), dtypes, shapes, repeat(None))
+            rows = list(zip(*same, strict=False))
+        else:
+            forms = dict(zip(plain, zip(dtypes, shapes, strict=True), strict=True))
+            rows = [
+                (name, *said, "tensor", *forms[name], None) if name in forms else _row(self[name])
+                for name, said in self._said.items()
+            ]
         return canonical.sha256(canonical.dumps_read([rows, dict(values)]))
 
 
 _ROLES = {str(role): role for role in Role}
+_BLOBS = (str(Role.TENSOR), str(Role.PARAMETER))
 
 
 def _plain_spec(header: ShardHeader, name: str, blob: str, role: Role) -> LeafSpec:

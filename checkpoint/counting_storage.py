@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
-from torchrelay.checkpoint.storage import ReadHandle, Storage, WriteHandle, open_for_reading
+from torchrelay.checkpoint.storage import Memory, ReadHandle, Storage, WriteHandle, open_for_reading
 
 
 class CountingStorage:
@@ -86,6 +87,12 @@ class _CountedReads:
     def read_into(self, offset: int, destination: memoryview, *, direct: bool = False) -> int:
         """Read in place and count."""
         count = self._handle.read_into(offset, destination, direct=direct)
+        self._owner.count(count)
+        return count
+
+    def read_scattered(self, offset: int, destinations: Sequence[Memory]) -> int:
+        """Read in place and count."""
+        count = self._handle.read_scattered(offset, destinations)
         self._owner.count(count)
         return count
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,8 +17,9 @@ from torchrelay.checkpoint.blob_files import read_blobs
 from torchrelay.checkpoint.reading.load_result import LoadResult, blob_of, check_objects, of_objects
 from torchrelay.checkpoint.reading.lookup import nearest
 from torchrelay.checkpoint.reading.patterns import Rename, renamed, renamed_all
+from torchrelay.checkpoint.state.in_place import NOTHING, InPlace, fitting, planned
 from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec
-from torchrelay.checkpoint.state.restore import Read, restoration
+from torchrelay.checkpoint.state.restore import Read, Restoration, restoration
 from torchrelay.checkpoint.wildcards import is_pattern, matches
 from torchrelay.errors import PartiallyLoadedError, RelayError, UsageError
 from torchrelay.jobs.blobs import kind_of
@@ -171,37 +173,49 @@ class FileSource:
         self, objects: Mapping[str, Any], *, strict: bool, rename: Rename | None, atomic: bool = True
     ) -> LoadResult:
         """Compare everything, and, with `atomic`, read all of it, before an object changes."""
-        stored = self._stored_names(objects, rename)
-        specs = self._specs(objects, stored)
+        (stored, specs, plan), in_place = planned(
+            lambda in_place: self._planned(objects, rename, in_place, strict=strict),
+            self._in_place(objects) if rename is None else NOTHING,
+        )
+        gate()
+        keys = list(in_place.tensors)
+        memories, whole = in_place.beside() if atomic else (in_place.memories(), None)
+        beside = [(read, _beside(read)) for read in plan.reads if atomic or read.target is not None]
+        at_once = [] if atomic else [read for read in plan.reads if read.target is None]
+        reads = [*beside, *((read, read.memory()) for read in at_once)]
+        with _naming_what_changed(live=not atomic):
+            self.file.fill_memories(keys, memories)
+            self.file.fill((stored[read.leaf], memory) for read, memory in reads)
+        with torch.no_grad():
+            if whole is not None:
+                in_place.put(memories)
+            for read, fresh in beside:
+                _put(read, fresh)
+        plan.finish()
+        loaded = (*keys, *(name for name in specs if name not in plan.unexpected))
+        nbytes = in_place.nbytes + sum(read.spec.nbytes for read in plan.reads)
+        return LoadResult(loaded, plan.missing, plan.unexpected, nbytes)
+
+    def _in_place(self, objects: Mapping[str, Any]) -> InPlace:
+        """The tensors that are blobs by themselves and that nothing need be asked about."""
+        blobs = [name for name in self.file.specs.plain_blobs(objects) if name not in self.file.inner]
+        return fitting(objects, blobs, *self.file.header.entries.forms(blobs))
+
+    def _planned(
+        self, objects: Mapping[str, Any], rename: Rename | None, in_place: InPlace, *, strict: bool
+    ) -> tuple[dict[str, str], dict[str, LeafSpec], Restoration]:
+        """New names with stored ones, the leaves, and what to do, of what is not in place."""
+        settled = in_place.tensors
+        rest = {name: one for name, one in objects.items() if name not in settled} if settled else objects
+        stored = self._stored_names(rest, rename)
+        specs = self._specs(rest, stored)
         known = {spec.blob for spec in specs.values()}
-        if strange := [name for name in objects if name not in known]:
+        if strange := [name for name in rest if name not in known]:
             raise UsageError(
                 f"there is no blob {strange[0]!r} in {self.file.path}{nearest(strange[0], self.kinds())}"
             )
         values = {new: self.file.values[old] for new, old in stored.items() if old in self.file.values}
-        plan = restoration(objects, specs, values, strict=strict)
-        gate()
-        beside = [(read, _beside(read)) for read in plan.reads if atomic or read.target is not None]
-        at_once = [] if atomic else [read for read in plan.reads if read.target is None]
-        self._fill(stored, [*beside, *((read, read.memory()) for read in at_once)], live=not atomic)
-        with torch.no_grad():
-            for read, fresh in beside:
-                _put(read, fresh)
-        plan.finish()
-        loaded = tuple(name for name in specs if name not in plan.unexpected)
-        return LoadResult(loaded, plan.missing, plan.unexpected, sum(read.spec.nbytes for read in plan.reads))
-
-    def _fill(
-        self, stored: Mapping[str, str], reads: Sequence[tuple[Read, torch.Tensor]], *, live: bool
-    ) -> None:
-        try:
-            self.file.fill((stored[read.leaf], memory) for read, memory in reads)
-        except RelayError as error:
-            if not live:
-                raise
-            raise PartiallyLoadedError(
-                f"reading failed after objects had changed: {error}; load them again before you use them"
-            ) from error
+        return stored, specs, restoration(objects, specs, values, strict=strict, in_place=settled)
 
     def _stored_names(self, objects: Mapping[str, Any], rename: Rename | None) -> dict[str, str]:
         """New name to stored name of what goes into the objects; tensors inside values keep their names."""
@@ -231,6 +245,18 @@ class FileSource:
                 spec = replace(spec, name=new, blob=blob, alias_of=alias)
             found[new] = spec
         return found
+
+
+@contextmanager
+def _naming_what_changed(*, live: bool) -> Iterator[None]:
+    try:
+        yield
+    except RelayError as error:
+        if not live:
+            raise
+        raise PartiallyLoadedError(
+            f"reading failed after objects had changed: {error}; load them again before you use them"
+        ) from error
 
 
 def _beside(read: Read) -> torch.Tensor:

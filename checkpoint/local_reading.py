@@ -12,10 +12,12 @@ import errno
 import mmap
 import os
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from torchrelay.checkpoint.pacing import expect_long_read
+from torchrelay.checkpoint.storage import Memory, read_each
 
 DIRECT_FROM = 1 << 20
 """Shorter reads are not worth going past the cache."""
@@ -53,6 +55,16 @@ class LocalReadHandle:
                 break
             done += count
         return done
+
+    def read_scattered(self, offset: int, destinations: Sequence[Memory]) -> int:
+        """Fill `destinations`, at most 1,024, with one call of the system; fewer bytes only at the end."""
+        if not self._announced:
+            self._announced = True
+            expect_long_read(self._descriptor, DIRECT_FROM)
+        done = os.preadv(self._descriptor, destinations, offset)
+        if done == sum(map(len, destinations)):
+            return done
+        return read_each(self.read_into, offset, destinations)
 
     def close(self) -> None:
         """Close once; later calls do nothing."""

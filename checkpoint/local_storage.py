@@ -7,7 +7,7 @@ import errno
 import os
 import secrets
 import stat as stat_module
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from torchrelay.checkpoint.exclusion import SingleWriter
 from torchrelay.checkpoint.local_naming import give_name
 from torchrelay.checkpoint.local_reading import LocalReadHandle
 from torchrelay.checkpoint.pacing import Pacer
+from torchrelay.checkpoint.storage import Memory
 from torchrelay.errors import StorageError
 from torchrelay.metadata.same_place import SamePlace
 
@@ -115,6 +116,10 @@ class _LocalReads(LocalReadHandle):
         with _named(self.path, "read", FileNotFoundError):
             return super().read_into(offset, destination, direct=direct)
 
+    def read_scattered(self, offset: int, destinations: Sequence[Memory]) -> int:
+        with _named(self.path, "read", FileNotFoundError):
+            return super().read_scattered(offset, destinations)
+
 
 class LocalStorage:
     """A directory tree; links below the root are never followed.
@@ -141,15 +146,19 @@ class LocalStorage:
         return self._path(path)
 
     def _path(self, path: str) -> Path:
+        return Path(self._text(path))
+
+    def _text(self, path: str) -> str:
+        """The full path; as text because reads are many, and `Path` takes longer than the system does."""
         parts = path.split("/") if path else []
         if any(part in ("", ".", "..") or "\0" in part for part in parts):
             raise StorageError(f"{path!r} is not a path below {self.root}")
-        full = self.root
+        full = self.url
         for part in parts[:-1]:
-            full = full / part
-            if full.is_symlink():
+            full = f"{full}/{part}"
+            if _is_link(full):
                 raise StorageError(f"{full} is a link; a checkpoint directory must hold none: remove it")
-        return full / parts[-1] if parts else full
+        return f"{full}/{parts[-1]}" if parts else full
 
     def open_exclusive(self, path: str) -> LocalWriteHandle:
         """Create with O_EXCL; the mode does not depend on the umask."""
@@ -230,17 +239,17 @@ class LocalStorage:
 
     def open_read(self, path: str) -> LocalReadHandle:
         """Open for many reads; a special file or a link is refused."""
-        full = self._path(path)
+        full = self._text(path)
         with _named(full, "read", FileNotFoundError):
             descriptor = os.open(full, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
             if stat_module.S_ISREG(os.fstat(descriptor).st_mode):
-                return _LocalReads(str(full), descriptor)
+                return _LocalReads(full, descriptor)
             os.close(descriptor)
             raise StorageError(f"{full} is no regular file")
 
     def stat(self, path: str) -> int | None:
         """Size of a regular file, not following a link."""
-        full = self._path(path)
+        full = self._text(path)
         with _named(full, "look at"):
             try:
                 found = os.lstat(full)
@@ -283,6 +292,13 @@ class LocalStorage:
             return None
         files = found.f_favail if found.f_files else 2**63
         return (found.f_bavail * found.f_frsize, files) if found.f_blocks else None
+
+
+def _is_link(full: str) -> bool:
+    try:
+        return stat_module.S_ISLNK(os.lstat(full).st_mode)
+    except OSError:  # whoever uses the path says what is wrong with it
+        return False
 
 
 def _create(full: Path) -> LocalWriteHandle:

@@ -39,6 +39,7 @@ from torchrelay.checkpoint.reading.proof import Proof
 from torchrelay.checkpoint.reading.sharing import options_here
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import DamagedError, UsageError
+from torchrelay.jobs.collector import undisturbed
 
 if TYPE_CHECKING:
     import torch
@@ -66,11 +67,13 @@ def open_checkpoint(
     verifying = verifies(verify)
     place = place_of(where)
     notices: list[str] = []
-    view = read_log(place)
-    proof = proved_entry(place, view, wish, best, notices.append)
+    with undisturbed():
+        view = read_log(place)
+        proof = proved_entry(place, view, wish, best, notices.append)
+        opened = Checkpoint(place, proof, view, tuple(notices), verify=verifying)
     for notice in notices:
         warnings.warn(notice, stacklevel=2)
-    return Checkpoint(place, proof, view, tuple(notices), verify=verifying)
+    return opened
 
 
 class Checkpoint:
@@ -154,7 +157,7 @@ class Checkpoint:
         raises PartiallyLoadedError. Objects that are JSON values are not changed: use `value`.
         """
         before = self._storage.bytes_read
-        with self._naming_damage():
+        with undisturbed(), self._naming_damage():
             result = load_objects(
                 self._reader, self.entry, objects, strict=strict, rename=rename, nodes=nodes, atomic=atomic
             )
@@ -199,7 +202,7 @@ class Checkpoint:
         names = renamed_all(places, rename)
         wanted_names = {new: (name, places[name]) for new, name in names.items()}
         check_types_used((*names, *self.manifest.rows), checked_cast(dtype))
-        with self._naming_damage():
+        with undisturbed(), self._naming_damage():
             return load_tensors(self._reader, self.entry, wanted_names, checked_device(device), dtype)
 
     def value(self, name: str) -> Any:

@@ -8,9 +8,13 @@ Nothing valid is ever opened for writing again: `open_exclusive` and `link_exclu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
+
+Memory = memoryview | ctypes.Array[ctypes.c_ubyte]
+"""1-D bytes that are written to; of very many, arrays at an address are quicker made."""
 
 
 class WriteHandle(Protocol):
@@ -39,6 +43,9 @@ class ReadHandle(Protocol):
 
     def read_into(self, offset: int, destination: memoryview, *, direct: bool = False) -> int:
         """As `Storage.read_into`; `direct` reads past the cache what it does not have."""
+
+    def read_scattered(self, offset: int, destinations: Sequence[Memory]) -> int:
+        """Fill some hundreds of `destinations`, one behind the other, as `read_into` fills one."""
 
     def close(self) -> None:
         """Release the descriptor."""
@@ -131,8 +138,26 @@ class _EachAlone:
         """See `ReadHandle`."""
         return self._storage.read_into(self._path, offset, destination)
 
+    def read_scattered(self, offset: int, destinations: Sequence[Memory]) -> int:
+        """See `ReadHandle`."""
+        return read_each(self.read_into, offset, destinations)
+
     def close(self) -> None:
         """Nothing is open."""
+
+
+def read_each(
+    read_into: Callable[[int, memoryview], int], offset: int, destinations: Sequence[Memory]
+) -> int:
+    """What `read_scattered` does, one destination at a time; up to the end of the file."""
+    done = 0
+    for destination in destinations:
+        view = memoryview(destination).cast("B")
+        count = read_into(offset + done, view)
+        done += count
+        if count < len(view):
+            break
+    return done
 
 
 @contextmanager

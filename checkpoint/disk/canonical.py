@@ -113,7 +113,7 @@ def _check_writable(value: Json, within: int) -> int:
         if unknown := kinds - _KINDS:
             kind = unknown.pop()
             raise UsageError(f"{kind.__module__}.{kind.__qualname__} is not JSON")
-        if int in kinds and (number := _too_large(items)) is not None:
+        if int in kinds and (number := _too_large(items, kinds)) is not None:
             raise UsageError(f"an integer of {number.bit_length()} bits is not JSON: use its tagged form")
         if float in kinds and (wrong := _not_finite(items)) is not None:
             raise UsageError(f"{wrong} is not JSON: use its tagged form")
@@ -129,7 +129,7 @@ def _check_readable(value: Json, depth: int, what: str) -> None:
     for level, (items, kinds) in enumerate(_layers(value), 1):
         if level > depth and kinds & _CONTAINERS:
             raise DamagedError(f"{what}: nested deeper than {depth} levels")
-        if int in kinds and _too_large(items) is not None:
+        if int in kinds and _too_large(items, kinds) is not None:
             raise DamagedError(f"{what}: an integer is 2**53 or more")
         if float in kinds and _not_finite(items) is not None:
             raise DamagedError(f"{what}: a number is out of range")
@@ -154,8 +154,9 @@ def _layers(value: Json) -> Iterator[tuple[list[Json], set[type]]]:
         level += 1
 
 
-def _too_large(items: list[Json]) -> int | None:
-    limit, numbers = INTEGER_LIMIT, [item for item in items if type(item) is int]
+def _too_large(items: list[Json], kinds: set[type]) -> int | None:
+    limit = INTEGER_LIMIT
+    numbers = items if kinds == {int} else [item for item in items if type(item) is int]
     if -limit < min(numbers, default=0) and max(numbers, default=0) < limit:
         return None
     return next(number for number in numbers if not -limit < number < limit)

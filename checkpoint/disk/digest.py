@@ -9,6 +9,8 @@ from collections.abc import Iterable
 
 import xxhash
 
+from torchrelay.checkpoint.storage import Memory
+
 NAME = "xxh3-128"
 BLOCK = 1 << 20
 SIZE = 16
@@ -25,7 +27,7 @@ def block_digests(view: memoryview) -> bytes:
     return b"".join(xxhash.xxh3_128_digest(view[at : at + BLOCK]) for at in range(0, len(view), BLOCK))
 
 
-def digests_of(blocks: Iterable[bytes | memoryview]) -> bytes:
+def digests_of(blocks: Iterable[bytes | Memory]) -> bytes:
     """The digests of entries of at most one block each, one after another; empty ones have none."""
     return b"".join(map(xxhash.xxh3_128_digest, filter(len, blocks)))
 

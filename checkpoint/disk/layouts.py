@@ -128,6 +128,14 @@ class Split:
         return {node: share for share, node in enumerate(self.nodes)}
 
     @cached_property
+    def whole(self) -> dict[int, int]:
+        """The leaf rows that no cut divides, each with the node that stores it."""
+        found: dict[int, int] = {}
+        for node, start, stop in zip(self.nodes, self.cuts, self.cuts[1:], strict=False):
+            found.update(dict.fromkeys(self.items[start.item + (start.element > 0) : stop.item], node))
+        return found
+
+    @cached_property
     def writers(self) -> tuple[int, ...]:
         """The nodes that store something: those whose cuts are not one place."""
         return tuple(node for node, a, b in zip(self.nodes, self.cuts, self.cuts[1:], strict=False) if a != b)

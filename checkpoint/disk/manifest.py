@@ -7,6 +7,7 @@ follows blobs + nodes and not their product.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,6 +16,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from torchrelay.checkpoint.disk.layouts import Layout, Split
+from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.disk.names import Key
 from torchrelay.checkpoint.disk.parts import parts_held
 from torchrelay.checkpoint.facts import Facts
@@ -56,9 +58,11 @@ class BlobRow(NamedTuple):
     scope: str
 
 
-@dataclass(frozen=True)
-class LeafRow:
-    """A leaf: `layout` is a number into the manifest's layouts, `source` one into its tries."""
+class LeafRow(NamedTuple):
+    """A leaf: `layout` is a number into the manifest's layouts, `source` one into its tries.
+
+    There are very many, hence named tuples: quickly made, and quickly turned into columns.
+    """
 
     name: str
     blob: str
@@ -73,7 +77,7 @@ class LeafRow:
     alias_of: str | None = None
     source: int = 0
 
-    @cached_property
+    @property
     def elements(self) -> int:
         """The number of elements; a value counts as one."""
         return prod(self.shape) if self.kind == "tensor" else 1
@@ -81,7 +85,8 @@ class LeafRow:
     @property
     def item_bytes(self) -> int:
         """Bytes of one element of a tensor."""
-        return self.nbytes // self.elements if self.elements else 1
+        elements = self.elements
+        return self.nbytes // elements if elements else 1
 
 
 class ShardRow(NamedTuple):
@@ -153,9 +158,13 @@ class Manifest:
     @cached_property
     def rows(self) -> Mapping[str, tuple[int, ...]]:
         """Leaf name to its rows: one, or several where node classes have different leaves of a name."""
+        names = [leaf.name for leaf in self.leaves]
+        once = dict(zip(names, zip(range(len(names)), strict=True), strict=True))
+        if len(once) == len(names):
+            return once
         found: dict[str, list[int]] = {}
-        for row, leaf in enumerate(self.leaves):
-            found.setdefault(leaf.name, []).append(row)
+        for row, name in enumerate(names):
+            found.setdefault(name, []).append(row)
         return {name: tuple(rows) for name, rows in found.items()}
 
     @cached_property
@@ -179,10 +188,29 @@ class Manifest:
                 if parts := parts_held(layout, node, row, self.leaves[row]):
                     yield row, parts
 
+    def whole_rows(self, source: int, node: int, group: str) -> list[int] | None:
+        """The leaf rows that a node's file holds, if all of them whole; None where not, or unknown."""
+        found: list[int] = []
+        for number, rows in self._rows_by_layout.get((source, group), {}).items():
+            layout = self.layouts[number]
+            if isinstance(layout, Mesh):
+                return None
+            if isinstance(layout, Split):
+                held = rows.intersection(layout.items_of(node))
+                if any(layout.whole.get(row) != node for row in held):
+                    return None
+                found += held
+            elif layout.stores(node):
+                found += rows
+        return found
+
     @cached_property
     def _rows_by_layout(self) -> Mapping[tuple[int, str], Mapping[int, set[int]]]:
-        found: dict[tuple[int, str], dict[int, set[int]]] = {}
+        rows: dict[tuple[int, str, int], list[int]] = defaultdict(list)
         for row, leaf in enumerate(self.leaves):
             if leaf.alias_of is None and row not in self.values:
-                found.setdefault((leaf.source, leaf.group), {}).setdefault(leaf.layout, set()).add(row)
+                rows[leaf.source, leaf.group, leaf.layout].append(row)
+        found: dict[tuple[int, str], dict[int, set[int]]] = {}
+        for (source, group, layout), some in rows.items():
+            found.setdefault((source, group), {})[layout] = set(some)
         return found

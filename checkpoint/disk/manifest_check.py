@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from operator import le
+from operator import attrgetter, le
+from typing import TypeVar
 
 from torchrelay.checkpoint.disk import dtypes
 from torchrelay.checkpoint.disk.boxes import Sharded
@@ -18,6 +19,7 @@ from torchrelay.checkpoint.disk.names import GROUP, NODE, check_try
 from torchrelay.checkpoint.position import MAX_EPOCH
 from torchrelay.errors import DamagedError
 
+Row = TypeVar("Row")
 ROLES = ("parameter", "buffer", "optimizer", "tensor", "value", "state", "subclass", "rng")
 SCOPES = ("replicated", "sharded", "rank", "host")
 LARGEST = 2**53 - 1
@@ -106,17 +108,25 @@ def _check_world(world: World, demand: Demand) -> None:
 def _check_blobs(manifest: Manifest, demand: Demand) -> None:
     names = {blob.name for blob in manifest.blobs}
     demand(len(names) == len(manifest.blobs), "a blob is named twice")
-    forms = set()
-    for blob in manifest.blobs:
-        if not _is_name(blob.name):
-            demand(False, f"{blob.name!r:.80} is no blob name")
-        if (form := (blob.kind, blob.scope)) not in forms:
-            forms.add(form)
-            demand(blob.kind in ("tensor", "value", "stateful"), f"blob {blob.name} is of kind {blob.kind!r}")
-            demand(blob.scope in SCOPES, f"blob {blob.name} has scope {blob.scope!r}")
-    for leaf in manifest.leaves:
-        if leaf.blob not in names:
-            demand(False, f"{leaf.name} is of blob {leaf.blob!r}, which is not there")
+    _check_lengths(names, "blob", demand)
+    for blob in _first_of_each(manifest.blobs, "kind", "scope"):
+        demand(blob.kind in ("tensor", "value", "stateful"), f"blob {blob.name} is of kind {blob.kind!r}")
+        demand(blob.scope in SCOPES, f"blob {blob.name} has scope {blob.scope!r}")
+    if not set(map(attrgetter("blob"), manifest.leaves)) <= names:
+        leaf = next(leaf for leaf in manifest.leaves if leaf.blob not in names)
+        demand(False, f"{leaf.name} is of blob {leaf.blob!r}, which is not there")
+
+
+def _check_lengths(names: Collection[str], what: str, demand: Demand) -> None:
+    lengths = set(map(len, names))
+    if lengths and not 0 < min(lengths) <= max(lengths) <= _MAX_NAME:
+        name = next(name for name in names if not 0 < len(name) <= _MAX_NAME)
+        demand(False, f"{name!r:.80} is no {what} name")
+
+
+def _first_of_each(rows: Sequence[Row], *columns: str) -> Iterable[Row]:
+    """For every combination of values in these columns the first row that has it."""
+    return dict(zip(map(attrgetter(*columns), reversed(rows)), reversed(rows), strict=True)).values()
 
 
 def _check_layout(manifest: Manifest, layout: Layout, number: int, demand: Demand) -> None:
@@ -163,24 +173,20 @@ def _check_mesh(mesh: Mesh, number: int, demand: Demand) -> None:
 
 def _check_leaves(manifest: Manifest, demand: Demand) -> None:
     """What leaves have in common is checked once; of very many only what differs is looked at."""
-    forms, sizes = set(), set()
-    dims = {number: _highest_dim(layout) for number, layout in enumerate(manifest.layouts)}
+    _check_lengths([leaf.name for leaf in manifest.leaves], "leaf", demand)
+    for leaf in _first_of_each(manifest.leaves, "scope", "role", "group", "layout", "source", "kind"):
+        _check_form(manifest, leaf, demand)
+    for leaf in _first_of_each(manifest.leaves, "kind", "dtype", "shape", "nbytes"):
+        _check_size(leaf, demand)
+    if not any(isinstance(layout, Split | Mesh) for layout in manifest.layouts):
+        return
+    highest = [_highest_dim(layout) for layout in manifest.layouts]
     for row, leaf in enumerate(manifest.leaves):
-        if not _is_name(leaf.name):
-            demand(False, f"{leaf.name!r:.80} is no leaf name")
-        form = (leaf.scope, leaf.role, leaf.group, leaf.layout, leaf.source, leaf.kind)
-        if form not in forms:
-            forms.add(form)
-            _check_form(manifest, leaf, demand)
         layout = manifest.layouts[leaf.layout]
         if isinstance(layout, Split) and row not in layout.index:
             demand(False, f"{leaf.name} is not among the leaves of its layout")
-        if dims[leaf.layout] >= len(leaf.shape):
+        if highest[leaf.layout] >= len(leaf.shape):
             demand(False, f"{leaf.name} cannot be sharded so")
-        size = (leaf.kind, leaf.dtype, leaf.shape, leaf.nbytes)
-        if size not in sizes:
-            sizes.add(size)
-            _check_size(leaf, demand)
 
 
 def _highest_dim(layout: Layout) -> int:
@@ -223,7 +229,8 @@ def _check_size(leaf: LeafRow, demand: Demand) -> None:
 
 
 def _check_names(manifest: Manifest, demand: Demand) -> None:
-    for name, rows in manifest.rows.items():
+    several = manifest.rows if len(manifest.rows) < len(manifest.leaves) else {}
+    for name, rows in several.items():
         if len(rows) > 1:
             nodes = [node for row in rows for node in manifest.nodes_of(manifest.leaves[row])]
             demand(len(set(nodes)) == len(nodes), f"{name} is there twice on one node")
@@ -293,6 +300,8 @@ def _needed(manifest: Manifest) -> Iterator[Stored]:
     seen: set[tuple[object, ...]] = set()
     mixed = {number for number, layout in enumerate(manifest.layouts) if _is_mixed(manifest, layout)}
     for row, leaf in enumerate(manifest.leaves):
+        if (leaf.layout, leaf.source, leaf.group, ()) in seen:
+            continue
         if leaf.alias_of is not None or row in manifest.values:
             continue
         for form, nodes in _holders(manifest.layouts[leaf.layout], row, leaf, mixed=leaf.layout in mixed):
@@ -321,7 +330,3 @@ def _is_mixed(manifest: Manifest, layout: Layout) -> bool:
 
 def _within(numbers: Iterable[int], limit: int) -> bool:
     return all(0 <= number < limit for number in numbers)
-
-
-def _is_name(name: str) -> bool:
-    return 0 < len(name) <= _MAX_NAME

@@ -20,6 +20,7 @@ import base64
 import binascii
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 from torchrelay.checkpoint.disk import canonical, version
@@ -271,7 +272,7 @@ def _leaves(columns: _Columns) -> tuple[LeafRow, ...]:
     aliases = _by_row(columns.fields.items("alias_of"), columns.fields, "alias_of")
     if not all(isinstance(target, str) and row < len(names) for row, target in aliases.items()):
         raise columns.fields.wrong("alias_of")
-    shapes = [_shape(shape, columns.fields) for shape in columns.each("shape")]
+    shapes = _shapes(columns)
     words = {key: columns.words(key) for key in ("blob", "kind", "role", "dtype", "scope", "group")}
     numbers = {key: columns.numbers(key) for key in ("bytes", "layout", "try")}
     dtypes = [word or None for word in words["dtype"]]
@@ -283,10 +284,13 @@ def _leaves(columns: _Columns) -> tuple[LeafRow, ...]:
     return tuple(map(LeafRow, *table))
 
 
-def _shape(shape: Json, fields: Fields) -> tuple[int, ...]:
-    if not isinstance(shape, list) or not all(type(extent) is int and extent >= 0 for extent in shape):
-        raise fields.wrong("shape")
-    return tuple(shape)
+def _shapes(columns: _Columns) -> list[tuple[int, ...]]:
+    found = columns.each("shape")
+    lists = set(map(type, found)) <= {list}
+    extents: list[Json] = list(chain.from_iterable(found)) if lists else [None]
+    if not set(map(type, extents)) <= {int} or min(extents, default=0) < 0:
+        raise columns.fields.wrong("shape")
+    return list(map(tuple, found))
 
 
 def _shards_json(shards: Sequence[ShardRow], words: _Numbers) -> Json:

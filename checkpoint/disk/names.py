@@ -34,8 +34,6 @@ _INTERVAL = r"(?:0|[1-9][0-9]{0,18}):(?:0|[1-9][0-9]{0,18})"
 _KEY = re.compile(
     rf"(?P<name>[^@]+)(?:@(?P<flat>flat)?\[(?P<ranges>{_INTERVAL}(?:,{_INTERVAL})*)\])?", re.DOTALL
 )
-_PLAIN = re.compile(r"[ -$&-?A-~]+")
-"""ASCII that a key holds as it is; what nearly every name consists of."""
 _METADATA = "__metadata__"
 
 
@@ -97,12 +95,17 @@ def parse_key(text: str) -> Key:
 
 def is_plain(name: str) -> bool:
     """Whether a whole leaf of this name has it as its key, as nearly all have."""
-    return _PLAIN.fullmatch(name) is not None and name != _METADATA
+    return _holds_plain(name) and name not in ("", _METADATA)
 
 
 def all_plain(found: Collection[str]) -> bool:
     """Whether all are plain, at once."""
-    return _PLAIN.fullmatch("".join(found)) is not None and "" not in found and _METADATA not in found
+    return _holds_plain("".join(found)) and "" not in found and _METADATA not in found
+
+
+def _holds_plain(text: str) -> bool:
+    """Whether a key holds all of a text as it is: ASCII, which nearly every name consists of."""
+    return text.isascii() and text.isprintable() and "%" not in text and "@" not in text
 
 
 def _key_of(match: re.Match[str]) -> Key:
@@ -130,8 +133,6 @@ def encode_name(name: str) -> str:
         raise BlobError("a leaf needs a name, not an empty string")
     if name == _METADATA:  # the one key that safetensors keeps for itself
         return "%5F" + name[1:]
-    if name.isascii() and name.isprintable() and "%" not in name and "@" not in name:
-        return name
     try:
         return "".join(_percent(c) if c in "%@" or unicodedata.category(c) == "Cc" else c for c in name)
     finally:

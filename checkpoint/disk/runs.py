@@ -41,8 +41,10 @@ def pack_numbers(numbers: Sequence[int]) -> list[Json]:
 
 def unpack_numbers(packed: Json, what: str) -> tuple[int, ...]:
     """The numbers again; raises DamagedError for anything that is no packed column."""
+    if set(map(type, _items(packed, what))) <= {int}:
+        return tuple(packed)
     found: list[int] = []
-    for item in _items(packed, what):
+    for item in packed:
         if type(item) is int:
             found.append(item)
             continue
@@ -73,8 +75,10 @@ def pack_names(names: Sequence[str]) -> list[Json]:
 
 def unpack_names(packed: Json, what: str) -> tuple[str, ...]:
     """The names again; raises DamagedError for anything that is no packed column."""
+    if set(map(type, _items(packed, what))) <= {str}:
+        return tuple(packed)
     found: list[str] = []
-    for item in _items(packed, what):
+    for item in packed:
         if isinstance(item, str):
             found.append(item)
             continue

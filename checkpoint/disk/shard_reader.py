@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from typing import NamedTuple
 
 from torchrelay.checkpoint.disk.canonical import Json, sha256
@@ -17,8 +18,9 @@ from torchrelay.checkpoint.disk.shard_header import (
     parse,
 )
 from torchrelay.checkpoint.disk.side_by_side import each
+from torchrelay.checkpoint.disk.small_entries import Batch, batches
 from torchrelay.checkpoint.disk.stored_entries import StoredEntries, StoredEntry
-from torchrelay.checkpoint.storage import ReadHandle, Storage, open_for_reading
+from torchrelay.checkpoint.storage import Memory, ReadHandle, Storage, open_for_reading
 from torchrelay.errors import DamagedError, UsageError
 
 RUN = 2 * BLOCK
@@ -65,7 +67,8 @@ def read_header(storage: Storage, path: str, expect: ShardExpectation | None = N
     if size is None:
         raise DamagedError(f"{path} is missing")
     header = _proved(storage, path, size, expect) if expect else _consistent(storage, path, size)
-    return ShardHeader(storage, path, parse(header, size, what=path), sha256(header))
+    digest = expect.header_sha256 if expect else sha256(header)
+    return ShardHeader(storage, path, parse(header, size, what=path), digest)
 
 
 def _proved(storage: Storage, path: str, size: int, expect: ShardExpectation) -> bytes:
@@ -146,11 +149,88 @@ class ShardHeader:
         Some threads share what is large. Each takes at most 9 MiB of memory beyond the destinations.
         Raises as `read_into` does.
         """
-        located = self._located(piece for request in requests for piece in _pieces(request))
+        parts: list[ReadRequest] = []
+        whole: list[ReadRequest] = []
+        for request in requests:
+            (whole if self._is_small(request) else parts).append(request)
+        if whole:
+            keys = [request.key for request in whole]
+            memories = [request.destination.cast("B") for request in whole]
+            self._read_batches(self._numbers(keys), keys, memories, options)
+        if not parts:
+            return
+        located = self._located(piece for request in parts for piece in _pieces(request))
         nbytes = sum(request.stop - request.start for _, request in located)
         runs = options.turned(list(_neighbours(located)))
         with open_for_reading(self._storage, self.path) as handle:
             each(partial(self._read_run, _File(handle, options)), runs, nbytes, options.threads)
+
+    def read_whole(
+        self, keys: Sequence[str], memories: Sequence[Memory], options: ReadOptions = PLAIN
+    ) -> None:
+        """Fill the memory (1-D bytes) of each key with all of its entry.
+
+        Does what `read_many` does, in much less time for very many small entries. Raises as that does.
+        """
+        if not self.entries.in_columns:
+            pairs = zip(keys, memories, strict=True)
+            self.read_many([ReadRequest(key, 0, len(one), memoryview(one)) for key, one in pairs], options)
+            return
+        numbers, sizes = self._numbers(keys), list(map(len, memories))
+        columns = self.entries.stored.columns
+        stored = [columns.stops[number] - columns.starts[number] for number in numbers]
+        if stored != sizes:
+            key, size, room = next(one for one in zip(keys, stored, sizes, strict=True) if one[1] != one[2])
+            raise UsageError(f"{key}, which has {size} bytes, does not fit into {room}")
+        if max(sizes, default=0) > BLOCK:
+            small = [size <= BLOCK for size in sizes]
+            self.read_many(
+                [
+                    ReadRequest(key, 0, size, memoryview(memory))
+                    for key, size, memory in zip(keys, sizes, memories, strict=True)
+                    if size > BLOCK
+                ],
+                options,
+            )
+            numbers, keys = list(compress(numbers, small)), list(compress(keys, small))
+            memories = list(compress(memories, small))
+        self._read_batches(numbers, keys, memories, options)
+
+    def _read_batches(
+        self, numbers: Sequence[int], keys: Sequence[str], memories: Sequence[Memory], options: ReadOptions
+    ) -> None:
+        """Read whole entries of a block at most."""
+        order = sorted(range(len(numbers)), key=numbers.__getitem__)
+        wanted = [place for place in order if len(memories[place])]
+        runs = list(
+            batches(
+                self.path,
+                self.entries.stored,
+                [numbers[place] for place in wanted],
+                [keys[place] for place in wanted],
+                [memories[place] for place in wanted],
+            )
+        )
+        if not runs:
+            return
+        with open_for_reading(self._storage, self.path) as handle:
+
+            def read(run: Batch) -> None:
+                run.read(handle.read_scattered, verify=options.verify)
+
+            each(read, options.turned(runs), sum(run.nbytes for run in runs), options.threads)
+
+    def _numbers(self, keys: Sequence[str]) -> list[int]:
+        try:
+            return self.entries.numbers(keys)
+        except KeyError as error:
+            raise DamagedError(f"{self.path} does not hold {error.args[0]}") from None
+
+    def _is_small(self, request: ReadRequest) -> bool:
+        """Whether all of an entry of a block at most is asked for, into memory of its size."""
+        size = request.destination.nbytes
+        whole = self.entries.in_columns and request.start == 0 and size == request.stop <= BLOCK
+        return whole and self._entry(request.key).nbytes == size
 
     def _read_run(self, file: _File, run: list[tuple[StoredEntry, ReadRequest]]) -> None:
         if len(run) == 1:

@@ -83,13 +83,19 @@ def columns_of(said: Mapping[str, Json], data_bytes: int, digest_bytes: int) -> 
     if [0, *stops] != [*starts, data_bytes] or data_bytes >= canonical.INTEGER_LIMIT:
         return None
     kinds, sizes = [known[code] for code in codes], list(map(sub, stops, starts))
-    widths = (kind.itemsize for kind in kinds)
+    widths = [kind.itemsize for kind in kinds]
     if min(sizes, default=0) < 0 or list(map(mul, map(math.prod, shapes), widths)) != sizes:
         return None
-    if any(too_large(shape) for shape, size in zip(shapes, sizes, strict=True) if not size):
+    if 0 in sizes and any(too_large(shape) for shape, size in zip(shapes, sizes, strict=True) if not size):
         return None
-    blocks = list(accumulate(map(digest.block_count, sizes), initial=0))
+    blocks = _first_blocks(sizes)
     return Columns(kinds, shapes, starts, stops, blocks) if digest_bytes == blocks[-1] * digest.SIZE else None
+
+
+def _first_blocks(sizes: Sequence[int]) -> Sequence[int]:
+    if min(sizes, default=0) > 0 and max(sizes) <= digest.BLOCK:
+        return range(len(sizes) + 1)
+    return list(accumulate(map(digest.block_count, sizes), initial=0))
 
 
 def too_large(shape: Sequence[int]) -> bool:
@@ -158,6 +164,23 @@ class StoredEntries(Mapping[str, StoredEntry]):
 
     def __len__(self) -> int:
         return len(self._numbers)
+
+    @property
+    def in_columns(self) -> bool:
+        """Whether all entries lie in columns, as they do but where each was looked at alone."""
+        return len(self.stored.columns.kinds) == len(self._numbers)
+
+    def numbers(self, keys: Iterable[str]) -> list[int]:
+        """The numbers of entries in the columns of the file; raises KeyError."""
+        return list(map(self._numbers.__getitem__, keys))
+
+    def forms(self, keys: Sequence[str]) -> tuple[list[str], list[Sequence[int]]]:
+        """The names of element types, and the shapes, of leaves."""
+        if self._known:
+            found = list(map(self.form, keys))
+            return [kind.name for kind, _ in found], [shape for _, shape in found]
+        numbers, columns = self.numbers(keys), self.stored.columns
+        return [columns.kinds[n].name for n in numbers], [columns.shapes[n] for n in numbers]
 
     def form(self, key: str) -> tuple[ElementType, Sequence[int]]:
         """Element type and shape of a leaf; makes no object, because whoever asks for all needs none."""

@@ -205,7 +205,7 @@ class Plan:
         if not other:
             return self.leaf_rows
         rows = enumerate(self.leaf_rows)
-        return tuple(replace(one, nbytes=other[row]) if row in other else one for row, one in rows)
+        return tuple(one._replace(nbytes=other[row]) if row in other else one for row, one in rows)
 
     @cached_property
     def blob_rows(self) -> tuple[BlobRow, ...]:

@@ -71,7 +71,7 @@ class _Merging:
         )
 
     def _leaf(self, leaf: LeafRow) -> LeafRow:
-        return replace(leaf, source=self._try(leaf.source), layout=self.layouts[leaf.layout])
+        return leaf._replace(source=self._try(leaf.source), layout=self.layouts[leaf.layout])
 
     def _layout(self, layout: Layout) -> Layout:
         nodes = tuple(self._node(node) for node in layout.nodes)

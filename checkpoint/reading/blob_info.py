@@ -65,16 +65,19 @@ class Blobs(Mapping[str, BlobInfo]):
 
     def __init__(self, reader: LeafReader) -> None:
         self._reader = reader
-        manifest = reader.manifest
-        self._rows = {blob.name: blob for blob in manifest.blobs}
-        self._leaves: dict[str, list[LeafRow]] = {name: [] for name in self._rows}
-        for leaf in manifest.leaves:
-            self._leaves[leaf.blob].append(leaf)
+        self._rows = {blob.name: blob for blob in reader.manifest.blobs}
 
     def __getitem__(self, name: str) -> BlobInfo:
         if name not in self._rows:
             raise _UnknownBlobError(f"there is no blob {name!r}{nearest(name, self._rows)}")
         return _blob_info(self._rows[name], self._leaves[name], self._reader)
+
+    @cached_property
+    def _leaves(self) -> dict[str, list[LeafRow]]:
+        found: dict[str, list[LeafRow]] = {name: [] for name in self._rows}
+        for leaf in self._reader.manifest.leaves:
+            found[leaf.blob].append(leaf)
+        return found
 
     def __contains__(self, name: object) -> bool:
         return name in self._rows

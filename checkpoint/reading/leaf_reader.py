@@ -7,17 +7,20 @@ straight into their destination, boxes of sharded leaves that are no run of byte
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import compress
 from math import prod
 from typing import Any
 
 import xxhash
 
 from torchrelay.checkpoint.disk import values
+from torchrelay.checkpoint.disk.layouts import Replicated, Split
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
 from torchrelay.checkpoint.disk.mesh import Mesh
-from torchrelay.checkpoint.disk.names import Flat, Key, format_key
+from torchrelay.checkpoint.disk.names import Flat, Key, encode_name, format_key
 from torchrelay.checkpoint.disk.parts import parts_of
 from torchrelay.checkpoint.disk.read_options import PLAIN, ReadOptions
 from torchrelay.checkpoint.disk.shard_reader import ReadRequest, ShardHeader
@@ -25,8 +28,8 @@ from torchrelay.checkpoint.disk.windows import Target, whole_target
 from torchrelay.checkpoint.reading.box_reader import BoxPlan, BoxRead
 from torchrelay.checkpoint.reading.lookup import find_row, holder_of
 from torchrelay.checkpoint.reading.seen_twice import seen_twice
-from torchrelay.checkpoint.reading.shard_set import ShardSet
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.reading.shard_set import Holder, ShardSet
+from torchrelay.checkpoint.storage import Memory, Storage
 from torchrelay.errors import UsageError
 
 Json = Any
@@ -100,6 +103,35 @@ class LeafReader:
         for path in sorted(by_file):
             _read_twice(*by_file[path], self.options)
         plan.read_slabs(_read_twice, self.options)
+
+    def holder(self, row: int) -> Holder | None:
+        """Whose file holds a leaf of its own, that is alike on all nodes, whole; None for any other leaf."""
+        leaf = self.manifest.leaves[row]
+        layout = self.manifest.layouts[leaf.layout]
+        node = layout.whole.get(row) if isinstance(layout, Split) else None
+        node = layout.nodes[0] if isinstance(layout, Replicated) else node
+        whole = node is not None and leaf.kind == "tensor" and leaf.alias_of is None
+        return (leaf.source, node, leaf.group) if whole and node is not None else None
+
+    def read_rows(self, rows: Sequence[int], memories: Sequence[Memory]) -> None:
+        """Fill 1-D bytes with tensors that have a `holder`; raises as `read_many` does."""
+        found: dict[Holder | None, list[int]] = {}
+        for place, row in enumerate(rows):
+            found.setdefault(self.holder(row), []).append(place)
+        for holder, places in found.items():
+            if holder is None:
+                raise UsageError(f"leaf {rows[places[0]]} does not lie whole in one file")
+            self._read_places(holder, places, rows, memories)
+
+    def _read_places(
+        self, holder: Holder, places: Sequence[int], rows: Sequence[int], memories: Sequence[Memory]
+    ) -> None:
+        leaves = self.manifest.leaves
+        keys = [encode_name(leaves[rows[place]].name) for place in places]
+        for header in seen_twice(lambda: self.shards.open(holder)).headers:
+            here = [key in header.entries for key in keys]
+            wanted = list(compress(keys, here)), [memories[place] for place in compress(places, here)]
+            seen_twice(partial(header.read_whole, *wanted, self.options))
 
     def read_stored(self, header: ShardHeader, requests: list[ReadRequest]) -> None:
         """Do reads of one file, verified; a mismatch is read again before it is believed."""

@@ -25,7 +25,7 @@ class LoadResult:
 
 def check_objects(objects: Mapping[str, Any]) -> None:
     """Refuse what is no mapping of blob names; raises UsageError."""
-    if not isinstance(objects, Mapping) or not all(isinstance(name, str) for name in objects):
+    if not isinstance(objects, Mapping) or not all(issubclass(kind, str) for kind in set(map(type, objects))):
         raise UsageError(
             f'give the objects by blob name, load({{"model": model}}), not {type(objects).__name__}'
         )
@@ -45,6 +45,8 @@ def of_objects(names: Iterable[str], objects: Mapping[str, Any]) -> list[str]:
 
     Few of many are found by looking for what begins like them, not by asking every name.
     """
+    if not objects:
+        return []
     names = list(names)
     if len(objects) * _FEW > len(names):
         return [name for name in names if name in objects or blob_of(name, objects) is not None]

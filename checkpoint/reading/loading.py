@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,7 +14,7 @@ import torch
 from torchrelay.checkpoint.asynchronous.gate import gate
 from torchrelay.checkpoint.disk import values
 from torchrelay.checkpoint.disk.dtypes import by_name, memory_of, torch_dtype
-from torchrelay.checkpoint.disk.manifest import Manifest
+from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.disk.value_decoding import references
 from torchrelay.checkpoint.log.live import Entry
@@ -21,6 +24,7 @@ from torchrelay.checkpoint.reading.load_result import LoadResult, blob_of, check
 from torchrelay.checkpoint.reading.lookup import find_row, holder_of, nearest
 from torchrelay.checkpoint.reading.patterns import Chosen, Rename, renamed, renamed_all
 from torchrelay.checkpoint.selection import EVERYTHING
+from torchrelay.checkpoint.state.in_place import NOTHING, InPlace, fitting, planned
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.checkpoint.state.restore import Restoration, restoration
 from torchrelay.errors import PartiallyLoadedError, RelayError, UsageError
@@ -50,8 +54,54 @@ def load_objects(
 ) -> LoadResult:
     """Load into objects; see `Checkpoint.load`."""
     check_objects(objects)
-    found = _find(reader, objects, rename, nodes)
-    _check_blobs(reader, objects, found, rename)
+    (found, plan), in_place = planned(
+        lambda in_place: _plan(reader, entry, objects, in_place, strict=strict, rename=rename, nodes=nodes),
+        _in_place(reader, entry, objects) if rename is None else NOTHING,
+    )
+    gate()
+    _read(reader, plan, found, in_place, atomic=atomic)
+    plan.finish()
+    return LoadResult(
+        (*in_place.tensors, *(name for name in found if name not in plan.unexpected)),
+        plan.missing,
+        plan.unexpected,
+    )
+
+
+def _in_place(reader: LeafReader, entry: Entry, objects: Mapping[str, Any]) -> InPlace:
+    """The tensors that are blobs by themselves and that nothing need be asked about."""
+    manifest = reader.manifest
+    times = Counter(map(attrgetter("blob"), manifest.leaves))
+    found: list[LeafRow] = []
+    for name in objects:
+        rows = manifest.rows.get(name, ())
+        leaf = manifest.leaves[rows[0]] if len(rows) == 1 else None
+        if leaf is None or leaf.blob != name or times[name] > 1 or leaf.role not in _BLOBS:
+            continue
+        if leaf.group in entry.groups and reader.holder(rows[0]) is not None:
+            found.append(leaf)
+    dtypes = [leaf.dtype or "" for leaf in found]
+    return fitting(objects, [leaf.name for leaf in found], dtypes, [leaf.shape for leaf in found])
+
+
+_BLOBS = ("tensor", "parameter")
+
+
+def _plan(
+    reader: LeafReader,
+    entry: Entry,
+    objects: Mapping[str, Any],
+    in_place: InPlace,
+    *,
+    strict: bool,
+    rename: Rename | None,
+    nodes: Nodes,
+) -> tuple[dict[str, _Found], Restoration]:
+    """The stored leaves of all objects that are not in place, and what to do."""
+    settled = in_place.tensors
+    rest = {name: one for name, one in objects.items() if name not in settled} if settled else objects
+    found = _find(reader, rest, rename, nodes)
+    _check_blobs(reader, rest, found, rename)
     check_kept(reader, entry, [one.stored for one in found.values()])
     json = {
         name: reader.value_json(one.stored, one.node)
@@ -63,13 +113,8 @@ def load_objects(
     why = reader.manifest.facts.selection.why_not
     if rename is not None:  # patterns are of stored names
         why = EVERYTHING.why_not
-    plan = restoration(objects, specs, json, strict=strict, why_absent=why)
-    gate()
-    _read(reader, plan, found, atomic=atomic)
-    plan.finish()
-    return LoadResult(
-        tuple(name for name in found if name not in plan.unexpected), plan.missing, plan.unexpected
-    )
+    plan = restoration(objects, specs, json, strict=strict, why_absent=why, in_place=settled)
+    return found, plan
 
 
 def load_tensors(
@@ -192,7 +237,14 @@ def _check_blobs(
             raise UsageError(f"there is no blob {name!r}{nearest(name, there)}")
 
 
-def _read(reader: LeafReader, plan: Restoration, found: Mapping[str, _Found], *, atomic: bool) -> None:
+def _read(
+    reader: LeafReader,
+    plan: Restoration,
+    found: Mapping[str, _Found],
+    in_place: InPlace,
+    *,
+    atomic: bool,
+) -> None:
     """Read everything; with `atomic` live tensors are written once all bytes have come and are right."""
     staged: list[tuple[torch.Tensor, torch.Tensor]] = []
     reads: list[LeafRead] = []
@@ -203,15 +255,23 @@ def _read(reader: LeafReader, plan: Restoration, found: Mapping[str, _Found], *,
             memory = staged[-1][1]
         one = found[read.leaf]
         reads.append(LeafRead(one.stored, memory_of(memory), one.node, read.target))
-    _read_bytes(reader, reads, live=not atomic and any(read.destination is not None for read in plan.reads))
-    with torch.no_grad():
-        for live, fresh in staged:
-            live.copy_(fresh)
-
-
-def _read_bytes(reader: LeafReader, reads: Sequence[LeafRead], *, live: bool) -> None:
-    try:
+    live = bool(in_place.tensors) or any(read.destination is not None for read in plan.reads)
+    memories, whole = in_place.beside() if atomic else (in_place.memories(), None)
+    rows = [reader.manifest.rows[name][0] for name in in_place.tensors]
+    with _naming_what_changed(live=live and not atomic):
+        reader.read_rows(rows, memories)
         reader.read_many(reads)
+    with torch.no_grad():
+        if whole is not None:
+            in_place.put(memories)
+        for destination, fresh in staged:
+            destination.copy_(fresh)
+
+
+@contextmanager
+def _naming_what_changed(*, live: bool) -> Iterator[None]:
+    try:
+        yield
     except RelayError as error:
         if not live:
             raise

@@ -62,22 +62,26 @@ def restoration(
     strict: bool = True,
     kept: Collection[str] = (),
     why_absent: Callable[[str], str] = lambda name: "",
+    in_place: Mapping[str, torch.Tensor] | None = None,
 ) -> Restoration:
     """Plan to load the stored leaves `specs`, with the content `values` of values, into `objects`.
 
     Modules, optimizers and tensors are loaded in place. Stored blobs without an object are created, if
     they are tensors or values; so leave out of `specs` what is not wanted, and out of `objects` tensors
     that may be replaced. Leaves named in `kept` stay as the program made them; `why_absent` says why the
-    checkpoint lacks a leaf, where that is known.
+    checkpoint lacks a leaf, where that is known. Objects in `in_place` are taken care of (see there).
     Raises BlobError with a list of all leaves that are missing, unexpected (neither with
     `strict=False`) or of another form, and DamagedError for malformed values. No object has changed
     then, nor after success: that begins with the reads.
     """
     stored = {name: spec for name, spec in specs.items() if spec.role is not Role.RNG}
-    draft = Draft(stored, values, parameter_names(objects), kept)
+    settled = in_place or {}
+    alone = bool(stored) or len(settled) < len(objects)
+    names = parameter_names(objects) if alone else {}
+    draft = Draft(stored, values, names, kept, settled if alone else {})
     builders = {}
-    for blob, value in objects.items():
-        if (builder := _draft_blob(draft, blob, value)) is not None:
+    for blob, value in objects.items() if alone else ():
+        if blob not in settled and (builder := _draft_blob(draft, blob, value)) is not None:
             builders[blob] = builder
     for blob in draft.blobs:
         if blob not in objects and (builder := draft_new(draft, blob)) is not None:

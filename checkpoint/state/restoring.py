@@ -108,7 +108,10 @@ class Findings:
 
 
 class Draft:
-    """A restoration in the making. Adding to it changes no object of the user's."""
+    """A restoration in the making. Adding to it changes no object of the user's.
+
+    Into the tensors `in_place` leaves of their names are read by others.
+    """
 
     def __init__(
         self,
@@ -116,7 +119,9 @@ class Draft:
         values: Mapping[str, Json],
         names: Mapping[int, str],
         kept: Collection[str] = (),
+        in_place: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
+        settled = in_place or {}
         self.specs = specs
         self.values = values
         self.names = names
@@ -126,10 +131,10 @@ class Draft:
         self.steps: list[tuple[str, Callable[[], None]]] = []
         self._by_blob: dict[str, list[LeafSpec]] = {}
         self._taken: set[str] = set()
-        self._sources: dict[int, str] = {}
-        self._read_into: set[int] = set()
+        self._sources: dict[int, str] = {id(live): source for source, live in settled.items()}
+        self._read_into: set[int] = set(self._sources)
         self._fresh: dict[str, Read] = {}
-        self._live: dict[str, torch.Tensor] = {}
+        self._live: dict[str, torch.Tensor] = dict(settled)
         for spec in specs.values():
             self._by_blob.setdefault(spec.blob, []).append(spec)
 
@@ -299,16 +304,17 @@ class Draft:
 
 def same_form(spec: LeafSpec, live: torch.Tensor) -> bool:
     """Whether a stored leaf is a tensor of this shape and element type."""
-    return spec.kind == "tensor" and spec.dtype == _dtype_name(live.dtype) and spec.shape == live.shape
+    return spec.kind == "tensor" and spec.dtype == dtype_name(live.dtype) and spec.shape == live.shape
 
 
 def form(tensor: torch.Tensor) -> str:
     """Element type and shape as `LeafSpec` prints them: float32[2, 3]."""
-    return f"{_dtype_name(tensor.dtype)}{list(tensor.shape)}"
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
 
 
 @lru_cache(maxsize=64)
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Torch's own name, as a `LeafSpec` has it."""
     return str(dtype).removeprefix("torch.")
 
 

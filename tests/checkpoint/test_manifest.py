@@ -207,9 +207,9 @@ def test_a_leaf_that_cannot_be_is_refused_behind_others_that_can(change):
         for leaf in manifest.leaves
         if leaf.kind == "tensor" and leaf.scope == "replicated" and not manifest.layouts[leaf.layout].split
     )
-    alike = [replace(model, name=f"more.{number}") for number in range(3)]
+    alike = [model._replace(name=f"more.{number}") for number in range(3)]
     check(replace(manifest, leaves=(*manifest.leaves, *alike)), "manifest")
-    alike[-1] = replace(alike[-1], **change)
+    alike[-1] = alike[-1]._replace(**change)
     with pytest.raises((DamagedError, FormatError)):
         check(replace(manifest, leaves=(*manifest.leaves, *alike)), "manifest")
 

@@ -71,6 +71,26 @@ def test_collections_are_off_inside_and_as_before_afterwards():
         gc.enable()
 
 
+def test_what_was_made_inside_sets_off_no_full_collection():
+    """Only the objects made meanwhile are looked through; what the program owes comes when it would."""
+    seen: list[int] = []
+    kept: list[list[int]] = []
+
+    def note(phase, info):
+        seen.append(info["generation"])
+
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        with undisturbed():
+            kept += [[] for _ in range(2 * gc.get_threshold()[0])]
+            assert not seen
+        assert gc.get_count()[0] < gc.get_threshold()[0]
+    finally:
+        gc.callbacks.remove(note)
+    assert set(seen) == {0}
+
+
 @pytest.mark.parametrize("nbytes", [0, WORTH_IT])
 def test_every_item_is_worked_on_once(nbytes):
     """With one thread or two, nothing is left out and nothing done twice."""

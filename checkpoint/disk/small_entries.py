@@ -1,0 +1,97 @@
+"""Whole entries of a block at most, by the hundreds: read with one call, straight into where they belong.
+
+What costs time with very many small tensors is not their bytes but what is done for each of them; so
+nothing here is done entry by entry unless something is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, digests_of
+from torchrelay.checkpoint.disk.stored_entries import Stored
+from torchrelay.checkpoint.storage import Memory
+from torchrelay.errors import DamagedError
+
+TOGETHER = 256
+"""Entries that are read with one call; the systems that there are take 1,024."""
+BYTES = 2 * BLOCK
+"""Bytes that are read and then verified while the processor's cache still has them."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Entries of a file that lie side by side, none empty, with the memory of each."""
+
+    path: str
+    stored: Stored
+    numbers: Sequence[int]
+    keys: Sequence[str]
+    memories: Sequence[Memory]
+
+    @property
+    def start(self) -> int:
+        """Where in the file the first entry begins."""
+        return self.stored.data_start + self.stored.columns.starts[self.numbers[0]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all entries."""
+        return self.stored.data_start + self.stored.columns.stops[self.numbers[-1]] - self.start
+
+    def read(self, scattered: Callable[[int, Sequence[Memory]], int], *, verify: bool) -> None:
+        """Fill all memories; raises DamagedError naming file, key and block."""
+        count = scattered(self.start, self.memories)
+        if count != self.nbytes:
+            key = self.keys[self._at(self.start + count)]
+            raise DamagedError(f"{self.path} ends inside of {key}, at byte {self.start + count}")
+        if verify:
+            self._verify(digests_of(self.memories))
+
+    def _verify(self, found: bytes) -> None:
+        blocks = self.stored.columns.blocks
+        expected = self.stored.digests[blocks[self.numbers[0]] * SIZE : blocks[self.numbers[-1] + 1] * SIZE]
+        if found == expected:
+            return
+        for at, number in enumerate(self.numbers):
+            if found[at * SIZE : (at + 1) * SIZE] != expected[at * SIZE : (at + 1) * SIZE]:
+                offset = self.stored.data_start + self.stored.columns.starts[number]
+                raise DamagedError(
+                    f"{self.path}: block 0 of {self.keys[at]}, at byte {offset} of the file,"
+                    " is not what was saved"
+                )
+
+    def _at(self, offset: int) -> int:
+        """The place among the entries of the one that an offset of the file lies in."""
+        stops = self.stored.columns.stops
+        beyond = offset - self.stored.data_start
+        return next(at for at, number in enumerate(self.numbers) if stops[number] > beyond)
+
+
+def batches(
+    path: str, stored: Stored, numbers: Sequence[int], keys: Sequence[str], memories: Sequence[Memory]
+) -> Iterator[Batch]:
+    """Entries, in the order of the file and none of them empty or above a block, in batches."""
+    starts = [stored.columns.starts[number] for number in numbers]
+    stops = [stored.columns.stops[number] for number in numbers]
+    for at, end in _runs(starts, stops):
+        yield Batch(path, stored, numbers[at:end], keys[at:end], memories[at:end])
+
+
+def _runs(starts: Sequence[int], stops: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Places from where to where entries lie side by side, of bounded number and bytes."""
+    for at in range(0, len(starts), TOGETHER):
+        end = min(at + TOGETHER, len(starts))
+        if starts[at + 1 : end] == stops[at : end - 1] and stops[end - 1] - starts[at] <= BYTES:
+            yield at, end
+        else:
+            yield from _divided(starts, stops, at, end)
+
+
+def _divided(starts: Sequence[int], stops: Sequence[int], first: int, end: int) -> Iterator[tuple[int, int]]:
+    for at in range(first + 1, end):
+        if starts[at] != stops[at - 1] or stops[at] - starts[first] > BYTES:
+            yield first, at
+            first = at
+    yield first, end
