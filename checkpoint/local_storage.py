@@ -232,11 +232,11 @@ class LocalStorage:
         return found.st_size if stat_module.S_ISREG(found.st_mode) else None
 
     def delete(self, path: str) -> None:
-        """Unlink, or remove an empty directory."""
+        """Unlink, or remove a directory that holds nothing but temporary files, which a crash has left there."""
         full = self._path(path)
         with _named(full, "delete"), suppress(FileNotFoundError):
             if full.is_dir() and not full.is_symlink():
-                full.rmdir()
+                _remove_empty(full)
             else:
                 full.unlink()
 
@@ -259,6 +259,14 @@ def _create(full: Path) -> LocalWriteHandle:
         os.close(descriptor)
         raise
     return LocalWriteHandle(str(full), descriptor)
+
+
+def _remove_empty(directory: Path) -> None:
+    names = os.listdir(directory)
+    if all(name.startswith(".tmp-") for name in names):
+        for name in names:
+            (directory / name).unlink(missing_ok=True)
+    directory.rmdir()
 
 
 def _sync(directory: Path) -> None:
