@@ -232,7 +232,7 @@ class LocalStorage:
         return found.st_size if stat_module.S_ISREG(found.st_mode) else None
 
     def delete(self, path: str) -> None:
-        """Unlink, or remove a directory that holds nothing but temporary files, which a crash has left there."""
+        """Unlink, or remove a directory that holds nothing but temporary files of a process that crashed."""
         full = self._path(path)
         with _named(full, "delete"), suppress(FileNotFoundError):
             if full.is_dir() and not full.is_symlink():

@@ -1,4 +1,4 @@
-"""Crashes of stories: every boundary between two operations, and lives that follow a crash and crash again."""
+"""Crashes of stories: at every boundary between two operations, and again in a life that follows a crash."""
 
 from __future__ import annotations
 
