@@ -18,7 +18,7 @@ from stories import FROZEN_ITEMS, NODES, Record, still
 from weak_disk import Tree, WeakDisk
 
 from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.live import Entry, State
+from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.log_reader import HINT, open_log, read_hint
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.log.retention import keep_all
@@ -30,8 +30,6 @@ from torchrelay.errors import RelayError
 
 Files = frozenset[tuple[str, bytes | None]]
 _OWN_NONCES = 1 << 40
-ENOUGH = 5
-"""So many violations tell what is wrong."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +45,8 @@ class Violation:
 class Judge:
     """Checks states; counts them; remembers violations."""
 
+    enough: int = 5
+    """So many violations tell what is wrong."""
     violations: list[Violation] = field(default_factory=list)
     looked_at: int = 0
     distinct: int = 0
@@ -58,7 +58,7 @@ class Judge:
 
     @property
     def fed_up(self) -> bool:
-        return len(self.violations) >= ENOUGH
+        return len(self.violations) >= self.enough
 
     def check(self, tree: Tree, record: Record, acknowledged: int, linked: int, where: str) -> bool:
         """Check one state; returns whether it is a new one."""
@@ -94,6 +94,9 @@ class Judge:
         if view.notices:
             yield "linear", view.notices[0]
         yield from self._epochs(tree, record, view)
+        for mark in view.marks:
+            if view.entry(mark.target) is None:
+                yield "kept", f"{mark.kind} {mark.name} points at {mark.target}, which is gone"
         data = frozenset(path for path in tree if path.startswith("data") and path.count("/") < 2)
         if (log, data) not in self._recoveries:
             self._recoveries[log, data] = recover(tree, view)
@@ -102,7 +105,7 @@ class Judge:
 
     def _epochs(self, tree: Tree, record: Record, view: LogView) -> Iterator[tuple[str, str]]:
         newest = view.newest()
-        if newest is None and view.slot >= 0 and _has_newest(record.truth[view.slot]):
+        if newest is None and not record.rotten and _had_newest(record, view):
             yield "something", "no epoch can be chosen"
         by_try: dict[str, list[tuple[str, bytes | None]]] = {}
         for path, data in tree.items():
@@ -118,8 +121,10 @@ class Judge:
                 yield "whole", f"epoch {entry.key}: {self._proofs[entry, files]}"
 
 
-def _has_newest(state: State) -> bool:
-    return LogView(state).newest() is not None
+def _had_newest(record: Record, view: LogView) -> bool:
+    """Whether there was an epoch to choose on this branch: then there must always be one."""
+    states = [state for slot, state in record.truth.items() if slot <= view.slot]
+    return any(one.current == view.state.current and LogView(one).newest() is not None for one in states)
 
 
 def _told(tree: Tree) -> Files:

@@ -41,7 +41,7 @@ def begun(epochs: int = 1) -> dict[str, bytes]:
 
 
 def _told(path: str) -> bool:
-    return path == "job.json" or path.startswith("log/0") or path.startswith("log/base")
+    return path == "job.json" or path.startswith(("log/0", "log/base"))
 
 
 def writer(who: int, commits: int, *, retires: bool = False, releases: bool = True) -> Programme:

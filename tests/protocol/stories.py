@@ -36,8 +36,9 @@ from torchrelay.checkpoint.log import (
     thinning,
 )
 from torchrelay.checkpoint.log.guest import append_as_guest, pin_draft, tag_draft, unpin_draft
-from torchrelay.checkpoint.log.live import Key, State
+from torchrelay.checkpoint.log.live import Key, Retirement, State
 from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.log.sweep import delete_left
 from torchrelay.checkpoint.log.writer import WriterIdentity
 from torchrelay.checkpoint.position import Position
 from torchrelay.errors import DamagedError
@@ -286,8 +287,18 @@ def long(disk: WeakDisk, record: Record) -> None:
     run.close()
 
 
+def greedy(disk: WeakDisk, record: Record) -> None:
+    """Somebody asks to retire all that there is, after every save."""
+    run = Run(disk, record)
+    for epoch in range(3):
+        run.save(epoch, change_all=True)
+        run.writer.retire([Retirement(entry.try_name) for entry in run.writer.view.entries])
+        delete_left(run.writer)
+    run.close()
+
+
 STORIES: dict[str, Story] = {
-    one.__name__: one for one in (plain, rewinding, marked, in_mid_epoch, damaged, restarted, long)
+    one.__name__: one for one in (plain, rewinding, marked, in_mid_epoch, damaged, restarted, greedy, long)
 }
 
 

@@ -27,7 +27,7 @@ def test_a_temporary_file_that_a_crash_left_in_a_try_stops_no_deletion(tmp_path)
 
 
 def test_guests_that_pass_a_multiple_of_256_do_not_fence_the_writer():
-    """A reader pins and unpins across slot 256 between two commits; nobody has taken over, so the run goes on."""
+    """A reader pins and unpins across slot 256 between two commits; nobody has taken over, so all goes on."""
     disk = WeakDisk()
     with still():
         writer = LogWriter.take(disk, "job", patience_secs=0.0)

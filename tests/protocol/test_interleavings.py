@@ -1,4 +1,4 @@
-"""Two writers, takeovers at any moment, guests and lost answers: every order of what the real log code does."""
+"""Two writers, takeovers at any moment, guests, lost answers: every order of what the real log code does."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def explored(meeting: Meeting, *, exclusive: bool = True) -> Explorer:
 
 @pytest.mark.parametrize("name", MEETINGS)
 def test_whoever_meets_there_is_one_history(name, capsys):
-    """Linear, nothing acknowledged lost, also after a power cut in any state; the fenced acknowledge nothing."""
+    """Linear, nothing acknowledged lost, after a power cut too; whoever is fenced acknowledges nothing."""
     explorer = explored(MEETINGS[name])
     with capsys.disabled():
         print(f" [{name}: {explorer.visited:,} distinct states]", end="")
