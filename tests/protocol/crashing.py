@@ -9,6 +9,7 @@ from judging import Judge
 from stories import Boundary, Record, Story, going_on, recorded, still
 from weak_disk import Tree, WeakDisk
 
+from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.errors import RelayError
 
 LATER = 1 << 20
@@ -61,8 +62,6 @@ def crash_twice(judge: Judge, record: Record, effort: Effort, where: str) -> Non
 
 
 def _second_life(judge: Judge, disk: WeakDisk, record: Record, at: Boundary, place: str) -> Record | None:
-    from torchrelay.checkpoint.log.log_reader import open_log
-
     try:
         later = record.after(at, open_log(disk).slot)
         return told(going_on, disk, LATER, later)

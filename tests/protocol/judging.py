@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -45,6 +45,7 @@ class Violation:
 class Judge:
     """Checks states; counts them; remembers violations."""
 
+    disk_of: Callable[[Tree], WeakDisk] = WeakDisk.of
     enough: int = 5
     """So many violations tell what is wrong."""
     violations: list[Violation] = field(default_factory=list)
@@ -97,9 +98,9 @@ class Judge:
         for mark in view.marks:
             if view.entry(mark.target) is None:
                 yield "kept", f"{mark.kind} {mark.name} points at {mark.target}, which is gone"
-        data = frozenset(path for path in tree if path.startswith("data") and path.count("/") < 2)
+        data = frozenset("/".join(path.split("/")[:2]) for path in tree if path.startswith("data/"))
         if (log, data) not in self._recoveries:
-            self._recoveries[log, data] = recover(tree, view)
+            self._recoveries[log, data] = recover(self.disk_of(tree), view)
         if self._recoveries[log, data]:
             yield "recovers", self._recoveries[log, data]
 
@@ -171,9 +172,9 @@ def _tensor(
     return found
 
 
-def recover(tree: Tree, before: LogView) -> str:
-    """Take over, sweep, commit and release over a copy; what went wrong, or nothing."""
-    disk = WeakDisk.of(tree)
+def recover(disk: WeakDisk, before: LogView) -> str:
+    """Take over, sweep, commit and release; what went wrong, or nothing."""
+    there = list(disk.seen)
     newest = before.line()[-1].position.epoch if before.line() else -1
     try:
         with still(_OWN_NONCES):
@@ -191,7 +192,7 @@ def recover(tree: Tree, before: LogView) -> str:
         return f"epoch {min(lost)} was lost on the way"
     if after.newest() != again:
         return f"the newest is {after.newest()}"
-    return _deleted_too_much(tree, disk, after) or _left_over(disk, after)
+    return _deleted_too_much(there, disk, after) or _left_over(disk, after)
 
 
 def _next(writer: LogWriter, epoch: int) -> Entry:
@@ -200,8 +201,8 @@ def _next(writer: LogWriter, epoch: int) -> Entry:
     return Entry(writer.view.current.id, position, position.directory(f"{next(nonces):012x}"), 1, "0" * 64)
 
 
-def _deleted_too_much(tree: Tree, disk: WeakDisk, after: LogView) -> str:
-    for path in tree:
+def _deleted_too_much(there: list[str], disk: WeakDisk, after: LogView) -> str:
+    for path in there:
         if path.startswith("data/") and path.split("/")[1] in after.state.tries and path not in disk.seen:
             return f"{path} is needed and was deleted"
     return ""
