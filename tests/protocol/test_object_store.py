@@ -8,7 +8,7 @@ import pytest
 from crashing import LATER, told
 from judging import Judge
 from stories import STORIES, Record, going_on
-from weak_disk import ObjectStore
+from weak_objects import ObjectStore
 
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.errors import RelayError
