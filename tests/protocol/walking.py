@@ -140,7 +140,9 @@ class Walk:
         self.known.quarantined.update(bad)
         if good is None and candidates:
             self._branch(None)
-        elif bad and good is not None:
+        elif good is not None and open_log(self.disk).current.id != self.known.branch:
+            if self.known.line()[-1] == good:
+                raise Unlike("a branch was begun where nothing was passed over")
             self._begun(good)
 
     def _save(self) -> None:
