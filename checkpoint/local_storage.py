@@ -258,11 +258,11 @@ class LocalStorage:
         return found.st_size if stat_module.S_ISREG(found.st_mode) else None
 
     def delete(self, path: str) -> None:
-        """Unlink, or remove an empty directory."""
+        """Unlink, or remove a directory that holds nothing but temporary files of a process that crashed."""
         full = self._changed(path)
         with _named(full, "delete"), suppress(FileNotFoundError):
             if full.is_dir() and not full.is_symlink():
-                full.rmdir()
+                _remove_empty(full)
             else:
                 full.unlink()
 
@@ -310,6 +310,14 @@ def _create(full: Path) -> LocalWriteHandle:
         os.close(descriptor)
         raise
     return LocalWriteHandle(str(full), descriptor)
+
+
+def _remove_empty(directory: Path) -> None:
+    names = os.listdir(directory)
+    if all(name.startswith(_PRIVATE) for name in names):
+        for name in names:
+            (directory / name).unlink(missing_ok=True)
+    directory.rmdir()
 
 
 def _sync(directory: Path) -> None:

@@ -97,7 +97,7 @@ class Storage(Protocol):
         """The size of a file in bytes; None when there is none (or it is no regular file)."""
 
     def delete(self, path: str) -> None:
-        """Remove a file or an empty directory; an absent one is fine."""
+        """Remove a file, or a directory without names (`list`); an absent one is fine."""
 
     def list(self, path: str) -> list[str]:
         """Names in a directory, sorted, for orphans and retention only; empty when there is none."""

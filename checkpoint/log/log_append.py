@@ -89,10 +89,10 @@ def append(storage: Storage, tail: Tail, draft: Draft) -> Appended:
 def overtaken(storage: Storage, tail: Tail) -> bool:
     """Whether the log went on so far that our next slot may have been thinned away already.
 
-    Multiples of 256 are never thinned, and every slot below an existing one was filled.
+    That takes 256 newer slots. Of them the 256th exists, or it was thinned away as well, by as many more.
     """
-    following = floor(tail.next_slot) + STRIDE
-    return storage.stat(slot_path(following)) is not None
+    beyond = tail.next_slot + STRIDE
+    return any(storage.stat(slot_path(slot)) is not None for slot in (beyond, floor(beyond) + STRIDE))
 
 
 def _check_still_newest(storage: Storage, tail: Tail, slot: int) -> None:

@@ -247,7 +247,9 @@ def test_no_stop_condition(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "condition", [3, None, 2.5, True, [], {}, object(), torch.zeros(2), "", "a*b", list], ids=lambda one: type(one).__name__
+    "condition",
+    [3, None, 2.5, True, [], {}, object(), torch.zeros(2), "", "a*b", list],
+    ids=lambda one: type(one).__name__,
 )
 def test_a_stop_condition_of_a_wrong_type(tmp_path: Path, condition: Any) -> None:
     """Anything that cannot be asked is refused when it is given."""

@@ -188,7 +188,7 @@ def test_a_job_on_a_lying_store(tmp_path):
     assert Trial(epochs=4).train(again, 2) == 4
     assert open_checkpoint(url, 4).epoch == 4
     assert again.get_ckpt_db_name("trainer_0", 4) == f"{url}/trainer_0.4"
-    assert again.files("trainer_0", 4)[0].startswith(f"{url}/data/e00000004-")
+    assert again.files("trainer_0", 4)[0].startswith(f"{url}/" + "data/e00000004-")
     assert Path("liar:").exists() is False
 
 

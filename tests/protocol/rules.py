@@ -1,0 +1,179 @@
+"""The rules of the protocol, each of which can be taken out: one function, or one promise of the storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import PropertyMock, patch
+
+from torchrelay.checkpoint import save
+from torchrelay.checkpoint.disk import canonical
+from torchrelay.checkpoint.log import changes, log_append, log_reader, retention, takeover
+from torchrelay.checkpoint.log.keeping import Keeping
+from torchrelay.checkpoint.log.live import Entry, Key, State
+from torchrelay.checkpoint.log.log_reader import Base, Tail
+from torchrelay.checkpoint.log.log_writer import LogWriter
+from torchrelay.checkpoint.log.record import BaseRef, Record, encode_base
+from torchrelay.checkpoint.log.sweep import _delete_try
+from torchrelay.checkpoint.storage import Storage
+from torchrelay.errors import StorageError
+
+Without = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True)
+class CrashRule:
+    """A rule without which some crash of a story breaks a promise."""
+
+    story: str
+    missing: str = ""
+    without: Without | None = None
+
+
+@dataclass(frozen=True)
+class OrderRule:
+    """A rule without which some order of operations breaks a promise."""
+
+    meeting: str
+    without: Without | None = None
+    exclusive: bool = True
+
+
+def _deleted_first(self: Keeping, writer: LogWriter, suspects: Collection[Key] = ()) -> None:
+    retirements = tuple(self.chosen(writer.view, suspects))
+    for one in retirements:
+        _delete_try(writer.storage, one)
+    writer.retire(retirements)
+
+
+class _Later:
+    """A storage that creates files only when it is told to."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._late: list[Callable[[], object]] = []
+
+    def open_exclusive(self, path: str) -> Any:
+        later = self
+
+        class Handle:
+            def write_at(self, offset: int, data: memoryview) -> None:
+                later._late.append(lambda: later._write(path, bytes(data)))
+
+            def sync_file(self) -> None: ...
+
+            def close(self) -> None: ...
+
+        return Handle()
+
+    def sync_dir(self, path: str) -> None:
+        self._late.append(lambda: self._storage.sync_dir(path))
+
+    def _write(self, path: str, data: bytes) -> None:
+        handle = self._storage.open_exclusive(path)
+        handle.write_at(0, memoryview(data))
+        handle.sync_file()
+        handle.close()
+
+    def now(self) -> None:
+        for work in self._late:
+            work()
+
+
+def _record_first(job: save.SaveJob, plan: Any, try_name: str, rows: Any) -> None:
+    later = _Later(job.storage)
+    entry = save._write_manifest(replace(job, storage=later), plan, try_name, rows)
+    job.commit(entry)
+    later.now()
+
+
+def _base_unsynced(storage: Storage, entries: tuple[Entry, ...]) -> Base:
+    data = encode_base(entries)
+    ref = BaseRef(f"base-{log_append.secrets.token_hex(8)}.json", len(data), canonical.sha256(data))
+    storage.link_exclusive(ref.path, data)
+    return Base(ref, {entry.key: entry for entry in entries})
+
+
+def _seen_by_none(storage: Storage, tail: Tail) -> tuple[Tail, Record | None]:
+    return log_reader.advance(storage, tail)[0], None
+
+
+def _unsynced(storage: Any, tail: Tail) -> tuple[Tail, Record | None]:
+    found = log_reader.advance(storage, tail)
+    storage.deaf = True
+    return found
+
+
+def _always_ours(storage: Storage, slot: int, data: bytes) -> bool:
+    try:
+        storage.link_exclusive(log_append.slot_path(slot), data)
+    except (FileExistsError, StorageError):
+        return True
+    return True
+
+
+@contextmanager
+def _unprotected() -> Iterator[None]:
+    """One function, where it is imported."""
+
+    def marked_alone(state: State) -> frozenset[Key]:
+        return state.marked
+
+    with ExitStack() as stack:
+        for module in (changes, retention):
+            stack.enter_context(patch.object(module, "protected", marked_alone))
+        yield
+
+
+def _own_tries() -> AbstractContextManager[object]:
+    own = property(lambda self: frozenset(entry.try_name for entry in self.entries))
+    return patch.object(State, "tries", own)
+
+
+def _no_marks() -> AbstractContextManager[object]:
+    return patch.object(State, "marked", PropertyMock(return_value=frozenset()))
+
+
+CRASH_RULES = {
+    "a record is synced before it gets its name": CrashRule("plain", "link sync"),
+    "a shard is synced before it is reported": CrashRule("plain", "file sync .safetensors"),
+    "the manifest is synced before the record": CrashRule("plain", "file sync manifest.json"),
+    "the directory of a try is synced before the record": CrashRule("plain", "dir sync try"),
+    "the name of a try is synced before the record": CrashRule("plain", "dir sync data"),
+    "the log is synced before the acknowledgement": CrashRule("plain", "dir sync log"),
+    "job.json is synced before the log": CrashRule("plain", "dir sync root"),
+    "the manifest is written before the record": CrashRule(
+        "plain", without=lambda: patch.object(save, "_commit", _record_first)
+    ),
+    "retire is said before files are deleted": CrashRule(
+        "plain", without=lambda: patch.object(Keeping, "retire", _deleted_first)
+    ),
+    "a base file is synced before the record that refers to it": CrashRule(
+        "long", without=lambda: patch.object(log_append, "_write_base", _base_unsynced)
+    ),
+    "a taker syncs the log before it stands on it": CrashRule(
+        "restarted", without=lambda: patch.object(takeover, "LOG", takeover.DATA)
+    ),
+    "a try stays as long as an entry refers to it": CrashRule("in_mid_epoch", without=_own_tries),
+    "the newest epoch is never retired": CrashRule("greedy", without=_unprotected),
+    "a tagged or pinned epoch is never retired": CrashRule("marked", without=_no_marks),
+}
+
+ORDER_RULES = {
+    "a slot is created exclusively": OrderRule("two writers, all orders", exclusive=False),
+    "whoever meets a higher generation stops": OrderRule(
+        "two writers, all orders", lambda: patch.object(log_append, "advance", _seen_by_none)
+    ),
+    "what lies in a taken slot is read before it is called ours": OrderRule(
+        "two writers, all orders", lambda: patch.object(log_append, "_create", _always_ours)
+    ),
+    "a slot that was thinned away meanwhile is void": OrderRule(
+        "a paused writer, a thinned log",
+        lambda: patch.object(log_append, "_check_still_newest", lambda *_: None),
+    ),
+    "what is met on the way is synced before it is stood on": OrderRule(
+        "a writer, two guests", lambda: patch.object(log_append, "advance", _unsynced)
+    ),
+}

@@ -1,0 +1,23 @@
+"""A random walk of the real engine and log against a dictionary; `scripts/random-walk` goes further."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+from walking import OFTEN, walk
+
+STEPS = 2_500
+"""Of each of eight walks."""
+
+
+@pytest.mark.parametrize("seed", range(1000, 9000, 1000))
+def test_log_and_dictionary_agree_all_the_way(seed, capsys):
+    """Saves, crashes, takeovers, damage, rewinds, marks, retention in any order: both always say the same."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of deletions that failed: what is left lying there is compared
+        taken = walk(STEPS, seed)
+    with capsys.disabled():
+        print(f" [seed {seed}: {taken.total():,} steps]", end="")
+    assert taken.total() == STEPS
+    assert taken.keys() == {*OFTEN, "start"}
