@@ -23,7 +23,8 @@ from torchrelay.runners.distributed.processes import ProcessId, by_group, own_pr
 from torchrelay.runners.distributed.roll_call import agree_on_nonce, ranks_text
 from torchrelay.runners.distributed.store import Deadline, StoreClient, connect
 from torchrelay.runners.distributed.store_peers import StorePeers
-from torchrelay.runners.distributed.watcher import Patience, Watcher
+from torchrelay.runners.distributed.warden_line import WardenLine, join_warden
+from torchrelay.runners.distributed.watcher import Patience, Watcher, patience_of
 from torchrelay.runners.placing import names_by_rank
 
 START_SECS = 300.0
@@ -150,12 +151,31 @@ class World:
         self._introduce(peers)
         parent = os.getppid() if self.env.elastic else None
         self.watcher = Watcher(
-            self._store, self.env.rank, self.processes, parent=parent, patience=Patience()
+            self._store,
+            self.env.rank,
+            self.processes,
+            parent=parent,
+            warden=self._join_warden(patience := patience_of(os.environ)),
+            patience=patience,
         ).start()
         peers.name_of = lambda rank: str(self.processes[rank])
         peers.failure = self.watcher.failure_text
+        peers.ask = self.watcher.ask
         peers.hosts = Hosts.of(by_group(self.processes).values())
         self.peers = peers
+
+    def _join_warden(self, patience: Patience) -> WardenLine | None:
+        """A single rank has nobody to miss it: it may be stopped for as long as its user likes."""
+        if self._store is None or self.env.world_size == 1:
+            return None
+        return join_warden(
+            self._store,
+            self.env.rank,
+            self.processes,
+            self.env.master_addr,
+            silence=patience.silence,
+            look=patience.look,
+        )
 
     def _introduce(self, peers: StorePeers) -> None:
         own = own_process(self.env.rank)
