@@ -26,6 +26,7 @@ class Lines:
         self.closed = False
         self._waiting = b""
         self._unsent = b""
+        self._come: list[Message] = []
 
     def send(self, message: Message) -> None:
         """Send a message, or keep it until the next send where the other end takes nothing now."""
@@ -40,8 +41,18 @@ class Lines:
             except OSError:
                 self.closed = True
 
+    def first(self) -> Message | None:
+        """Return only the next message, if one has come; never waits."""
+        self._read()
+        return self._come.pop(0) if self._come else None
+
     def receive(self) -> list[Message]:
         """Return the messages that have come; never waits."""
+        self._read()
+        come, self._come = self._come, []
+        return come
+
+    def _read(self) -> None:
         while not self.closed:
             try:
                 data = self.link.recv(1 << 16)
@@ -53,10 +64,9 @@ class Lines:
             self.closed = self.closed or not data or len(self._waiting) > _MOST_BYTES
         *whole, self._waiting = self._waiting.split(b"\n")
         try:
-            return [_message(line) for line in whole]
+            self._come += [_message(line) for line in whole]
         except ValueError:
             self.closed = True
-            return []
 
     def close(self) -> None:
         """Close this end."""

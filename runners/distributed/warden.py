@@ -1,7 +1,7 @@
 """The warden of a host: a small process without torch that sees what no thread of a rank can.
 
     ranks of the host      a connection each; the kernel tells of their end, /proc whether they are scheduled
-    the first host's       the other hosts' wardens connect to it; both sides send a beat every second
+    the first host's       the other hosts' wardens connect to it; both sides send ten beats per silence
 
 It finds ranks that are frozen, ranks that ended without a word and hosts that are silent; what it finds
 goes to all wardens and from them to all ranks. It never starves, however busy the ranks are. Ranks that
@@ -26,9 +26,8 @@ from torchrelay.runners.distributed.failure import Failure
 from torchrelay.runners.distributed.lines import Lines, Message, connect_to
 from torchrelay.runners.distributed.liveness import Stillness, Ticks, pulse_of
 
-BEAT_SECS = 1.0
+BEATS_PER_SILENCE = 10
 HUNG_CALL_SECS = 60.0
-KILL_SECS = 30.0
 CONNECT_SECS = 5.0
 COMING_SECS = 60.0
 LOST_PEER = 6
@@ -39,8 +38,9 @@ _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 class Orders:
     """What a warden is told at its start.
 
-    `silence` and `look` are in seconds; `shared` says that other hosts' wardens come to this one, `hub` where
-    the first host's is (`addresses`, `port`, `host`, `ranks`), None for that one itself.
+    `silence`, `look` and `kill`, the time that ranks may live after a failure, are in seconds. `shared` says
+    that other hosts' wardens come to this one, `hub` where the first host's is (`addresses`, `port`, `host`,
+    `ranks`), None for that one itself.
     """
 
     token: str
@@ -50,6 +50,7 @@ class Orders:
     look: float
     shared: bool
     hub: Message | None = None
+    kill: float = 30.0
 
     @classmethod
     def decode(cls, line: bytes) -> Orders:
@@ -188,11 +189,11 @@ class Warden:
 
     def _greet(self, line: Lines) -> None:
         """The first message says with the session's token who it is."""
-        messages = line.receive()
-        if not messages and not line.closed:
+        hello = line.first()
+        if hello is None and not line.closed:
             return
         self._strangers.remove(line)
-        hello = messages[0] if messages else {}
+        hello = hello or {}
         if hello.get("token") != self.orders.token:
             line.close()
         elif "host" in hello:
@@ -248,11 +249,11 @@ class Warden:
                 self._lose(
                     host, f"was not heard of for {host.silent:.0f} s (host or network lost, or frozen)"
                 )
-        if now - self._beat_at >= BEAT_SECS:
+        if now - self._beat_at >= self.orders.silence / BEATS_PER_SILENCE:
             self._beat_at = now
             for host in self._hosts:
                 host.line.send({"beat": True})
-        if self.failure is not None and now - self._failed_at >= KILL_SECS:
+        if self.failure is not None and now - self._failed_at >= self.orders.kill:
             self._kill()
 
     def _look_at(self, rank: Rank, passed: float) -> None:
@@ -271,8 +272,8 @@ class Warden:
     # Telling
 
     def _lose(self, host: Host, what: str) -> None:
-        names = f"rank{'s' if len(host.ranks) > 1 else ''} {', '.join(map(str, host.ranks[:16]))}"
-        self._spread(_failure(host.ranks[0], host.name, f"{names} on {host.name} {what}"))
+        ranks = f"rank{'s' if len(host.ranks) > 1 else ''} {', '.join(map(str, host.ranks[:16]))}"
+        self._spread(_failure(host.ranks[0], host.name, f"host {host.name} with {ranks} {what}"))
 
     def _fail(self, rank: int, what: str) -> None:
         self._spread(_failure(rank, self.orders.host, f"{self._name(rank)} {what}"))
@@ -293,7 +294,9 @@ class Warden:
     def _kill(self) -> None:
         for rank in self._ranks.values():
             if not rank.gone and rank.descriptor is not None:
-                self._say(f"{self._name(rank.rank)} is killed: it lives {KILL_SECS:g} s after the failure")
+                self._say(
+                    f"{self._name(rank.rank)} is killed: it lives {self.orders.kill:g} s after the failure"
+                )
                 with suppress(OSError):
                     signal.pidfd_send_signal(rank.descriptor, signal.SIGKILL)
                 rank.left = True
@@ -333,10 +336,10 @@ def main(arguments: Sequence[str] = ()) -> None:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     orders = Orders.decode(sys.stdin.buffer.readline())
     listener = listen(shared=orders.shared)
-    print(listener.getsockname()[1], flush=True)
-    os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # the reader of the port waits for the end of no stream
     warden = Warden(orders, listener)
     warden.join()
+    print(listener.getsockname()[1], flush=True)  # not before: no rank goes on whose host would not be missed
+    os.dup2(os.open(os.devnull, os.O_RDWR), 1)
     while not warden.done:
         warden.round()
     warden.leave()

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import torchrelay
 from torchrelay.errors import DeadlineError, PeerError
@@ -28,8 +29,12 @@ _PROGRAM = (
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH")
 """What the interpreter may need; whoever looks for ranks by their environment must not find the warden."""
 
-_started: list[subprocess.Popen[bytes]] = []
-"""The wardens that this process started; they end by themselves."""
+
+class Started(NamedTuple):
+    """A warden that was started: where it listens, and its process."""
+
+    port: int
+    pid: int
 
 
 class WardenLine:
@@ -78,7 +83,7 @@ def join_warden(
         hub = _posted(store, 0) if index else None
         orders = _orders(processes, groups[index], hub, len(groups) > 1, (silence, look))
         posted: Message = {
-            "port": _launch(orders),
+            "port": launch_warden(orders).port,
             "token": orders.token,
             "host": orders.host,
             "ranks": groups[index],
@@ -122,8 +127,11 @@ def _orders(
     )
 
 
-def _launch(orders: Orders) -> int:
-    """Start the process; it shares nothing with this one but the stream of its complaints."""
+def launch_warden(orders: Orders) -> Started:
+    """Start a warden; it shares only the stream of errors with this process.
+
+    Raises PeerError when it does not start.
+    """
     root = str(Path(torchrelay.__file__).resolve().parents[1])
     command = [sys.executable, "-S", "-I", "-c", _PROGRAM.format(root=root)]
     try:
@@ -136,15 +144,15 @@ def _launch(orders: Orders) -> int:
         )
     except OSError as error:
         raise PeerError(f"cannot start the warden of {orders.host} ({command[0]}): {error}") from error
-    _started.append(process)
     assert process.stdin and process.stdout  # noqa: S101 - they are pipes
     with process.stdin as orders_to, process.stdout as port:
         orders_to.write(json.dumps(asdict(orders)).encode() + b"\n")
         orders_to.flush()
         told = port.readline()
     if not told.strip().isdigit():
-        raise PeerError(f"the warden of {orders.host} did not start (code {process.poll()})")
-    return int(told)
+        raise PeerError(f"the warden of {orders.host} did not start (code {process.wait(10)})")
+    process.returncode = 0  # nobody waits for it: it ends after its last rank
+    return Started(int(told), process.pid)
 
 
 def _addresses(master: str, host: str) -> list[str]:
