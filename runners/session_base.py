@@ -181,7 +181,8 @@ class SessionBase(Managed):
         """
         self._check_open()
         if isinstance(work, SessionGroup):
-            return work.action(self)
+            with phase.during(f"group {work.name}"):
+                return work.action(self)
         if isinstance(work, TaskGroup):
             self._run_group(work)
             return None

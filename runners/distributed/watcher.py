@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from torchrelay.errors import PeerError, UsageError
+from torchrelay.errors import PeerError, StorageError, UsageError
 from torchrelay.runners.distributed.failure import Failure
 from torchrelay.runners.distributed.processes import LifeLines, ProcessId
 from torchrelay.runners.distributed.roll_call import ranks_text
@@ -35,6 +35,7 @@ _FAILURE = "failure"
 _SHOWN = "shown"
 _PARENT = "parent"
 _ASK = "ask"
+_ASKED = 16
 LOST_PEER = PeerError.exit_code
 _LEAST_SILENCE = 2.0
 
@@ -104,7 +105,8 @@ class Watcher:
     """Watches over one rank of a session; `start` and `stop` it once.
 
     `processes` are those of all ranks in rank order; `parent` is the launcher's pid where its
-    death must end this process too, `warden` the line to the host's warden. `end` is called from a thread
+    death must end this process too, `warden` the line to the host's warden; `hanging()` says
+    which call of this process hangs, if one does. `end` is called from a thread
     to end the process.
     """
 
@@ -116,6 +118,7 @@ class Watcher:
         *,
         parent: int | None = None,
         warden: WardenLine | None = None,
+        hanging: Callable[[], str | None] = lambda: None,
         patience: Patience | None = None,
         end: Callable[[int], None] = end_process,
     ) -> None:
@@ -129,6 +132,7 @@ class Watcher:
         self._state = _State(heard=time.monotonic())
         self._lines = LifeLines(self._neighbours() | ({_PARENT: parent} if parent else {}))
         self._warden = warden
+        self._hanging = hanging
         self._threads = [
             threading.Thread(target=target, name=f"torchrelay-{name}", daemon=True)
             for name, target in (("watcher", self._watch), ("guard", self._guard))
@@ -179,9 +183,16 @@ class Watcher:
         deadline = Deadline(self.patience.blame if consequence else 0.0)
         while not deadline.over and self._state.first is None:
             time.sleep(0.05)
+        if consequence and self._state.first is None:
+            traceback = f"{self._where_others_are()}{traceback}"
         first = self._report(Failure(self._rank, own.host, task, traceback, exit_code))
         self._await_shown()
         return first
+
+    def _where_others_are(self) -> str:
+        """Where the others are that a broken or late connection leads to, a line for each."""
+        others = [rank for rank in range(len(self._processes)) if rank != self._rank][:_ASKED]
+        return "".join(f"rank {rank} is in {doing}\n" for rank, doing in self.ask(others).items())
 
     def _report(self, failure: Failure) -> Failure | None:
         try:
@@ -293,15 +304,21 @@ class Watcher:
             missed, before = missed + min(now - before, 2 * self.patience.look), now
             if self._state.heard != heard:
                 missed, heard = 0.0, self._state.heard
-            self._hear_warden()
+            self._hear()
             # A moment later than the warden, which can name the host that is lost.
             if missed >= silence + 4 * self.patience.look:
                 self._leave(f"the store was not heard of for {silence:g} s", LOST_PEER)
             self._leave_when_due()
 
-    def _hear_warden(self) -> None:
-        """Keep what the warden tells; where the store does not confirm it in time, it counts as it is."""
+    def _hear(self) -> None:
+        """Keep what the warden tells, or which call of this process hangs.
+
+        Where the store does not confirm it in time, it counts as it is.
+        """
         told = self._warden.heard() if self._warden is not None else None
+        if told is None and (hanging := self._hanging()) is not None:
+            own, text = self._processes[self._rank], f"StorageError: {hanging}; it was in {phase.text()}"
+            told = Failure(self._rank, own.host, "the storage", text, StorageError.exit_code)
         if told is None or self._state.first is not None:
             return
         if self._state.told is None:

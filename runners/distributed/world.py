@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from torchrelay.checkpoint.underway import hanging
 from torchrelay.errors import PeerError, RelayError
 from torchrelay.jobs.peers import Peers, Solo
 from torchrelay.jobs.places import NodePlace
@@ -155,6 +156,7 @@ class World:
             self.env.rank,
             self.processes,
             parent=parent,
+            hanging=hanging,
             warden=self._join_warden(patience := patience_of(os.environ)),
             patience=patience,
         ).start()
