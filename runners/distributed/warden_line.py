@@ -22,7 +22,7 @@ from torchrelay.runners.distributed.store import Deadline, StoreClient
 from torchrelay.runners.distributed.warden import CONNECT_SECS, Orders
 from torchrelay.runners.phase import phase
 
-_START_SECS = 60.0
+_START_SECS = 120.0
 _PROGRAM = (
     "import sys; sys.path.append({root!r}); from torchrelay.runners.distributed.warden import main; main()"
 )
