@@ -99,6 +99,7 @@ class _State:
     leave_at: float | None = None
     heard: float = 0.0
     told: Failure | None = None
+    deaf: bool = False
 
 
 class Watcher:
@@ -240,6 +241,7 @@ class Watcher:
                 self._look(ended)
                 self._state.heard = time.monotonic()
             except PeerError:  # the guard counts for how long
+                self._state.deaf = True
                 self._state.stopping.wait(self.patience.look)
             self._leave_when_due()
 
@@ -304,16 +306,17 @@ class Watcher:
             missed, before = missed + min(now - before, 2 * self.patience.look), now
             if self._state.heard != heard:
                 missed, heard = 0.0, self._state.heard
-            self._hear()
+                self._state.deaf = False
+            self._hear(deaf=self._state.deaf or missed > self.patience.blame)
             # A moment later than the warden, which can name the host that is lost.
             if missed >= silence + 4 * self.patience.look:
                 self._leave(f"the store was not heard of for {silence:g} s", LOST_PEER)
             self._leave_when_due()
 
-    def _hear(self) -> None:
-        """Keep what the warden tells, or which call of this process hangs.
+    def _hear(self, *, deaf: bool) -> None:
+        """Keep what the warden tells, or which call of this process hangs, for the watcher to report.
 
-        Where the store does not confirm it in time, it counts as it is.
+        It counts as it is where nothing is heard of the store, or the store does not confirm it in time.
         """
         told = self._warden.heard() if self._warden is not None else None
         if told is None and (hanging := self._hanging()) is not None:
@@ -323,7 +326,7 @@ class Watcher:
             return
         if self._state.told is None:
             self._state.told, self._told_at = told, time.monotonic()
-        elif time.monotonic() - self._told_at >= self.patience.blame + 2 * self.patience.look:
+        if deaf or time.monotonic() - self._told_at >= self.patience.blame + 2 * self.patience.look:
             self._decide(told)
 
     def _leave(self, why: str, code: int) -> None:

@@ -32,7 +32,8 @@ class HostNursery:
             text=True,
             env=clean_environment(),
         )
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._reader = threading.Thread(target=self._listen, daemon=True)
+        self._reader.start()
 
     def __enter__(self) -> HostNursery:
         return self
@@ -40,6 +41,10 @@ class HostNursery:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait(10)
+        self._reader.join(10)
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
 
     def fork(self, env: dict[str, str], argv: Sequence[str], log: Path) -> int:
         """Start a rank; return its pid."""
