@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hosts import Host
@@ -46,6 +46,11 @@ class HostNursery:
             if stream is not None:
                 stream.close()
 
+    @property
+    def pid(self) -> int:
+        """The nursery's process: every program on the way to it has made way for the next."""
+        return self._process.pid
+
     def fork(self, env: dict[str, str], argv: Sequence[str], log: Path) -> int:
         """Start a rank; return its pid."""
         if self._process.stdin is None:
@@ -75,10 +80,16 @@ class Ranks:
     """One attempt: ranks 0 to n-1 on the first host, the rest on the second; each has a log of its own."""
 
     def __init__(
-        self, nurseries: Sequence[HostNursery], per_host: int, argv: Sequence[str], logs: Path
+        self,
+        nurseries: Sequence[HostNursery],
+        per_host: int,
+        argv: Sequence[str],
+        logs: Path,
+        extra: Mapping[str, str] | None = None,
     ) -> None:
         self.per_host = per_host
         self.nurseries = nurseries
+        self._extra = dict(extra or {})
         self.logs = [logs / f"rank{rank}.log" for rank in range(per_host * len(nurseries))]
         port = str(random.randrange(20000, 30000))
         self.pids = [
@@ -105,4 +116,4 @@ class Ranks:
         place = {"RANK": rank, "LOCAL_RANK": rank % self.per_host, "GROUP_RANK": rank // self.per_host}
         place |= {"WORLD_SIZE": len(self.logs), "LOCAL_WORLD_SIZE": self.per_host}
         address = {"MASTER_ADDR": self.nurseries[0].host.address, "MASTER_PORT": port}
-        return clean_environment({name: str(value) for name, value in place.items()} | address)
+        return clean_environment({name: str(value) for name, value in place.items()} | address | self._extra)
