@@ -27,7 +27,6 @@ from torchrelay.runners.distributed.lines import Lines, Message, connect_to
 from torchrelay.runners.distributed.liveness import Stillness, Ticks, pulse_of
 
 BEATS_PER_SILENCE = 10
-HUNG_CALL_SECS = 60.0
 CONNECT_SECS = 5.0
 COMING_SECS = 60.0
 LOST_PEER = 6
@@ -38,7 +37,8 @@ _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 class Orders:
     """What a warden is told at its start.
 
-    `silence`, `look` and `kill`, the time that ranks may live after a failure, are in seconds. `shared` says
+    `silence`, `look`, `kill` (how long ranks may live after a failure) and `hung` (how long a main thread may
+    be in one uninterruptible call) are in seconds. `shared` says
     that other hosts' wardens come to this one, `hub` where the first host's is (`addresses`, `port`, `host`,
     `ranks`), None for that one itself.
     """
@@ -51,6 +51,7 @@ class Orders:
     shared: bool
     hub: Message | None = None
     kill: float = 30.0
+    hung: float = 75.0
 
     @classmethod
     def decode(cls, line: bytes) -> Orders:
@@ -266,7 +267,7 @@ class Warden:
         if hung >= self.orders.silence and not rank.warned:
             rank.warned = True
             self._say(f"{self._name(rank.rank)} has been in one system call for {hung:.0f} s; {rank.was()}")
-        if hung >= HUNG_CALL_SECS:
+        if hung >= self.orders.hung:
             self._fail(rank.rank, f"has been in one system call for {hung:.0f} s; {rank.was()}")
 
     # Telling

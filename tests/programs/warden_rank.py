@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 
@@ -45,11 +47,22 @@ def main(what: str) -> None:
         elif what == "compute":
             sum(range(150_000_000))
             print("held", flush=True)
+        elif what == "uninterruptible":
+            _wait_uninterruptibly(rank)
         elif what == "leave":
             sys.stdin.readline()
             line.send({"left": True})
             return
         signal.pause()
+
+
+def _wait_uninterruptibly(rank: int) -> None:
+    """Wait for a child that waits in turn to open a FIFO before it becomes a program: the kernel says D."""
+    with tempfile.TemporaryDirectory() as place:
+        os.mkfifo(fifo := f"{place}/{rank}")
+        os.posix_spawn(
+            "/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, fifo, os.O_RDONLY, 0)]
+        )
 
 
 if __name__ == "__main__":

@@ -29,7 +29,11 @@ class Rank:
 
     def __init__(self, what: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), what], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, str(PROGRAM), what],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
         self.pid = self.process.pid
         self._lines: queue.Queue[str] = queue.Queue()
@@ -62,13 +66,13 @@ class Hosts:
         self.hub: dict[str, object] | None = None
         self._ranks: list[Rank] = []
 
-    def host(self, *what: str, several: bool = False, kill: float = 30.0) -> list[Rank]:
+    def host(self, *what: str, several: bool = False, kill: float = 30.0, hung: float = 75.0) -> list[Rank]:
         ranks = [Rank(one) for one in what]
         pids = {at: rank.pid for at, rank in enumerate(ranks, len(self._ranks))}
         self._ranks += ranks
         name = f"h{len(self.wardens)}"
         shared = several and self.hub is None
-        orders = Orders("secret", name, pids, SILENCE, 0.1, shared, self.hub, kill)
+        orders = Orders("secret", name, pids, SILENCE, 0.1, shared, self.hub, kill, hung)
         self.port, pid = launch_warden(orders)
         self.wardens.append(pid)
         if several and self.hub is None:
@@ -83,7 +87,8 @@ class Hosts:
 
     def __exit__(self, *_: object) -> None:
         for rank in self._ranks:
-            rank.process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)  # with children that wait for it
             rank.process.communicate()
         for pid in self.wardens:
             with suppress(ProcessLookupError):
@@ -122,6 +127,16 @@ def test_a_busy_interpreter_is_not_dead(hosts, what):
     busy, far = hosts.host(what, several=True)[0], hosts.host("sleep", several=True)[0]
     assert busy.next() == "held"
     assert busy.quiet(0.3) and far.quiet(0.3)
+
+
+def test_a_call_that_cannot_be_interrupted_is_named_then_ended(hosts, capfd):
+    """A main thread that the kernel keeps in one call is first only told of; later it is a failure."""
+    stuck, other = hosts.host("uninterruptible", "sleep", kill=0.5, hung=2.5)
+    told = other.next()
+    assert f"rank 0 (pid {stuck.pid} on h0) has been in one system call for" in told, told
+    assert "it was in doing uninterruptible" in told
+    assert "rank 0" in (warned := capfd.readouterr().err) and "has been in one system call for 1 s" in warned
+    assert stuck.process.wait(20) == -signal.SIGKILL
 
 
 def test_a_rank_that_ends_without_a_word_is_told_and_one_that_leaves_is_not(hosts):
