@@ -72,7 +72,7 @@ def main(run: Path, outside: Path) -> None:
     rank = torchrelay.init(seed=1).env.rank
     trap = Trap(outside, rank)
     before(StorePeers, "exchange", lambda _, topic, *__: topic == "group epoch" and trap.at("barrier"))
-    before(LocalWriteHandle, "write_at", lambda *_: trap.at("save"))
+    before(LocalWriteHandle, "write_at", lambda file, *_: "/data/" in file.path and trap.at("save"))
     before(LocalStorage, "link_exclusive", lambda _, path, __: path.startswith("log/") and trap.at("commit"))
     weights = torch.zeros(1 << 16)
     job = Job("hang", blobs=dict(weights=weights, own=torch.zeros(1 << 16)))

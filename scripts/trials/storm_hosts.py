@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 from contextlib import ExitStack
 from pathlib import Path
 
 from host_ranks import HostNursery, Ranks
 from hosts import Host, TwoHosts
 from launching import TrialError, is_running, send, wait_until
-from storm_launchers import LEAVE_SECS, SIGKILL
+from storm_checks import lines_of
+from storm_launchers import LEAVE_SECS
 
 
 class HostPair:
@@ -44,12 +46,14 @@ class AcrossHosts:
         self.ranks = ranks
         self.logs = logs
         self.attempt = -1
+        self._started = 0
         self._running: Ranks | None = None
 
     def start(self) -> dict[int, int]:
         """Start all ranks; they end with their agents, as under torchrun."""
         self.pair.mend()
         self.attempt += 1
+        self._started = self._starts()
         launch = {"TORCHELASTIC_RUN_ID": "storm", "TORCHELASTIC_RESTART_COUNT": str(self.attempt)}
         self._running = Ranks(self.pair.agents, self.ranks // 2, self.argv, self.logs, extra=launch)
         return dict(enumerate(self._running.pids))
@@ -71,14 +75,24 @@ class AcrossHosts:
         return all(code == 0 for code in codes.values())
 
     def after_kill(self) -> None:
-        """Wait until the survivors have ended, by themselves."""
+        """Wait until the survivors have ended, by themselves once they trained.
+
+        Ranks that have not met yet know nothing of each other: agents would end them.
+        """
+        trained = self._starts() > self._started
+        if not trained:
+            for pid in self._pids():
+                send(pid, signal.SIGTERM)
         wait_until(lambda: not any(map(is_running, self._pids())), LEAVE_SECS, "all ranks to end")
+
+    def _starts(self) -> int:
+        return len(lines_of(self.logs / "starts"))
 
     def close(self) -> None:
         """End the ranks."""
         for pid in self._pids():
             if is_running(pid):
-                send(pid, SIGKILL)
+                send(pid, signal.SIGKILL)
 
     def _pids(self) -> list[int]:
         return self._running.pids if self._running else []

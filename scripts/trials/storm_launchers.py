@@ -17,7 +17,6 @@ from launching import Launch, TrialError, clean_environment, is_running, send, t
 
 START_SECS = 60.0
 LEAVE_SECS = 30.0
-SIGKILL = signal.SIGKILL
 
 
 class Launcher(Protocol):

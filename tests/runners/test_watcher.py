@@ -184,6 +184,16 @@ def test_a_late_rank_says_where_it_is(store):
     zero.stop(), one.stop()
 
 
+def test_a_connection_that_broke_without_a_known_cause_tells_where_the_others_are(store):
+    """Whoever looks for the cause sees in which phase and at which line each other rank was."""
+    processes = [apart(rank) for rank in range(2)]
+    (zero, _), (one, _) = (watch(store, rank, processes) for rank in range(2))
+    first = zero.report_failure("epoch", "RuntimeError: Timed out waiting 30 ms", 6, consequence=True)
+    assert first.traceback.startswith("rank 1 is in ") and "test_watcher.py:" in first.traceback
+    assert first.traceback.endswith("RuntimeError: Timed out waiting 30 ms")
+    zero.stop(), one.stop()
+
+
 @pytest.mark.parametrize("text", ["soon", "1", "nan", "inf"])
 def test_a_silence_that_cannot_be_is_refused(text):
     """The environment variable is named."""
