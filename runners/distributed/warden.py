@@ -17,9 +17,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import BinaryIO
 
 from torchrelay.runners.distributed.failure import Failure
@@ -112,7 +113,13 @@ class Warden:
         self._listener = listener
         self._ranks = {rank: Rank(rank, pid, _pidfd(pid)) for rank, pid in orders.pids.items()}
         self._hosts: list[Host] = []
-        self._strangers: list[Lines] = []
+        self._strangers: set[Lines] = set()
+        self._poll = select.poll()
+        self._on: dict[int, Callable[[], None]] = {}
+        self._listen_to(listener.fileno(), self._accept)
+        for rank in self._ranks.values():
+            if rank.descriptor is not None:
+                self._listen_to(rank.descriptor, partial(self._note_end, rank))
         self._ticks = Ticks(time.monotonic(), 2 * orders.look)
         self._began = time.monotonic()
         self._beat_at = self._failed_at = 0.0
@@ -126,9 +133,9 @@ class Warden:
         for address in hub["addresses"]:
             with suppress(OSError):
                 line = connect_to(address, hub["port"], CONNECT_SECS)
-                self._hosts.append(Host(line, hub["host"], tuple(hub["ranks"])))
                 names = {"host": self.orders.host, "ranks": sorted(self._ranks)}
                 line.send({"token": self.orders.token, **names})
+                self._take_host(Host(line, hub["host"], tuple(hub["ranks"])))
                 return
         self._fail(
             min(self._ranks),
@@ -147,15 +154,9 @@ class Warden:
         return all(rank.gone or rank.line is None for rank in self._ranks.values())
 
     def round(self) -> None:
-        """Wait for at most a look's time for something to happen, then look at everything."""
-        self._wait()
-        self._accept()
-        for line in list(self._strangers):
-            self._greet(line)
-        for rank in self._ranks.values():
-            self._hear_rank(rank)
-        for host in self._hosts:
-            self._hear_host(host)
+        """Wait for at most a look for something to happen, hear it, and look at everything when due."""
+        for descriptor, _ in self._poll.poll(int(self.orders.look * 1000)):
+            self._on.get(descriptor, _nothing)()
         now = time.monotonic()
         if now - self._looked_at >= self.orders.look / 2:
             self._looked_at = now
@@ -168,46 +169,60 @@ class Warden:
 
     # Hearing
 
-    def _wait(self) -> None:
-        poll = select.poll()
-        lines = [rank.line for rank in self._ranks.values()] + [host.line for host in self._hosts]
-        for line in [*lines, *self._strangers]:
-            if line is not None and not line.closed:
-                poll.register(line.link, select.POLLIN)
-        for rank in self._ranks.values():
-            if rank.descriptor is not None and not rank.ended:
-                poll.register(rank.descriptor, select.POLLIN)
-        poll.register(self._listener, select.POLLIN)
-        ready = {descriptor for descriptor, _ in poll.poll(int(self.orders.look * 1000))}
-        for rank in self._ranks.values():
-            if rank.descriptor in ready and not rank.ended:
-                self._hear_rank(rank)  # what it said before it ended
-                self._note_end(rank)
+    def _listen_to(self, descriptor: int, act: Callable[[], None]) -> None:
+        """From now on call `act` when there is something to read."""
+        self._on[descriptor] = act
+        self._poll.register(descriptor, select.POLLIN)
+
+    def _listen_to_line(self, line: Lines, act: Callable[[], None]) -> None:
+        """The same for a connection; it is forgotten once it is closed."""
+        descriptor = line.link.fileno()
+
+        def hear() -> None:
+            act()
+            if line.closed:
+                self._ignore(descriptor)
+
+        self._listen_to(descriptor, hear)
+
+    def _ignore(self, descriptor: int) -> None:
+        if self._on.pop(descriptor, None) is not None:
+            self._poll.unregister(descriptor)
 
     def _accept(self) -> None:
         with suppress(OSError):
-            self._strangers.append(Lines(self._listener.accept()[0]))
+            line = Lines(self._listener.accept()[0])
+            self._strangers.add(line)
+            self._listen_to_line(line, partial(self._greet, line))
 
     def _greet(self, line: Lines) -> None:
         """The first message says with the session's token who it is."""
         hello = line.first()
         if hello is None and not line.closed:
             return
-        self._strangers.remove(line)
+        self._strangers.discard(line)
+        self._ignore(line.link.fileno())
         hello = hello or {}
         if hello.get("token") != self.orders.token:
             line.close()
         elif "host" in hello:
-            self._hosts.append(Host(line, str(hello["host"]), tuple(hello["ranks"])))
-            self._tell_all_again(line)
+            self._take_host(Host(line, str(hello["host"]), tuple(hello["ranks"])))
         elif hello.get("rank") in self._ranks:
             self._take_rank(self._ranks[hello["rank"]], line, hello)
+
+    def _take_host(self, host: Host) -> None:
+        self._hosts.append(host)
+        self._listen_to_line(host.line, partial(self._hear_host, host))
+        self._tell_all_again(host.line)
+        self._hear_host(host)  # what came with its first message
 
     def _take_rank(self, rank: Rank, line: Lines, hello: Message) -> None:
         rank.line, rank.thread = line, int(hello["thread"])
         with suppress(OSError):
             rank.phase = open(hello["phase"], "rb", buffering=0)  # noqa: SIM115 - open as long as the rank
+        self._listen_to_line(line, partial(self._hear_rank, rank))
         self._tell_all_again(line)
+        self._hear_rank(rank)
 
     def _tell_all_again(self, line: Lines) -> None:
         if self.failure is not None:
@@ -218,10 +233,14 @@ class Warden:
             return
         if any("left" in message for message in rank.line.receive()):
             rank.left = True
-        if rank.line.closed and rank.descriptor is None:
+        if rank.line.closed and rank.descriptor is None and not rank.ended:
             self._note_end(rank)
 
     def _note_end(self, rank: Rank) -> None:
+        """Its process has ended; what it said before comes first."""
+        if rank.descriptor is not None:
+            self._ignore(rank.descriptor)
+            self._hear_rank(rank)
         rank.ended = True
         if not rank.left:
             why = "ended without a word (killed, out of memory, or crashed)"
@@ -306,6 +325,10 @@ class Warden:
         with suppress(OSError, ValueError):
             sys.stderr.write(f"torchrelay: {text}\n")
             sys.stderr.flush()
+
+
+def _nothing() -> None:
+    """What became of a connection that another message of the same moment has closed."""
 
 
 def _failure(rank: int, host: str, text: str) -> Failure:
