@@ -17,6 +17,7 @@ from torchrelay.checkpoint.local_naming import give_name
 from torchrelay.checkpoint.local_reading import LocalReadHandle
 from torchrelay.checkpoint.pacing import Pacer
 from torchrelay.checkpoint.storage import Memory
+from torchrelay.checkpoint.underway import underway
 from torchrelay.errors import StorageError
 from torchrelay.metadata.same_place import SamePlace
 
@@ -41,13 +42,16 @@ def _refusal(path: str | Path, verb: str, error: OSError) -> StorageError:
 
 
 @contextmanager
-def _named(path: str | Path, verb: str, passing: type[OSError] = StorageError) -> Iterator[None]:
-    """Turn an OSError into a StorageError that names the path.
+def _named(
+    path: str | Path, verb: str, passing: type[OSError] = StorageError, *, nbytes: int = 0
+) -> Iterator[None]:
+    """Turn an OSError into a StorageError that names the path; note the call, which moves `nbytes`.
 
     `passing` is the error of presence that the verb promises; any other says that a directory is gone.
     """
     try:
-        yield
+        with underway(verb, path, nbytes):
+            yield
     except (passing, StorageError):
         raise
     except OSError as error:
@@ -63,11 +67,12 @@ class LocalWriteHandle:
         self._descriptor = descriptor
         self._direct: DirectFile | None = None
         self._pacer = Pacer(descriptor)
+        self._reserved = 0
 
     def write_at(self, offset: int, data: memoryview) -> None:
         """Write all of `data`; a write of nothing twice in a row is an error, not a loop."""
         view, stalls = data.cast("B"), 0
-        with _named(self.path, "write"):
+        with _named(self.path, "write", nbytes=len(view)):
             if self._direct is not None:
                 done = self._direct.write(offset, view)
                 view, offset = view[done:], offset + done
@@ -83,18 +88,20 @@ class LocalWriteHandle:
         """Reserve blocks where the file system can, and open a large file for direct writes."""
         if nbytes == 0:
             return
+        self._reserved = nbytes
         if nbytes >= WORTH_IT and self._direct is None:
             self._direct = open_direct(self.path, self._descriptor)
             self.alignment = ALIGNMENT if self._direct is not None else 0
         try:
-            os.posix_fallocate(self._descriptor, 0, nbytes)
+            with underway("reserve space for", self.path, nbytes):
+                os.posix_fallocate(self._descriptor, 0, nbytes)
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                 raise _refusal(self.path, "reserve space for", error) from error
 
     def sync_file(self) -> None:
         """Flush data and metadata to the device."""
-        with _named(self.path, "sync"):
+        with _named(self.path, "sync", nbytes=self._reserved):
             os.fsync(self._descriptor)
 
     def close(self) -> None:
@@ -113,7 +120,7 @@ class _LocalReads(LocalReadHandle):
     """Says which file could not be read."""
 
     def read_into(self, offset: int, destination: memoryview, *, direct: bool = False) -> int:
-        with _named(self.path, "read", FileNotFoundError):
+        with _named(self.path, "read", FileNotFoundError, nbytes=len(destination)):
             return super().read_into(offset, destination, direct=direct)
 
     def read_scattered(self, offset: int, destinations: Sequence[Memory]) -> int:

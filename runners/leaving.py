@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from torchrelay.errors import PeerError, PreemptedError, RelayError, TaskFailedError, exit_code_of
 from torchrelay.runners.distributed.watcher import end_process
-from torchrelay.runners.distributed.world import World, current_world
+from torchrelay.runners.distributed.world import World, code_of, current_world
 
 MEET_SECS = 30.0
 
@@ -78,7 +78,7 @@ def _fail(error: BaseException) -> int:
     first = world.watcher.failure if world and world.watcher else None
     if first is None:
         _say(world, shown)
-        return exit_code_of(error)
+        return code_of(error) if world is not None else exit_code_of(error)
     # The watcher printed the first failure; it may be this very error, or the same on another rank.
     if world is not None and first.rank != world.env.rank and first.traceback != shown:
         _say(world, shown)

@@ -30,6 +30,7 @@ from torchrelay.jobs.workspace import Workspace, WorkspaceType
 from torchrelay.runners.context import Context
 from torchrelay.runners.executor import chosen, run_node
 from torchrelay.runners.outputs import ByNode, bind, heard, told
+from torchrelay.runners.phase import phase
 from torchrelay.runners.run_state import RunState
 from torchrelay.runners.steps import FlagsHandle
 
@@ -180,7 +181,8 @@ class SessionBase(Managed):
         """
         self._check_open()
         if isinstance(work, SessionGroup):
-            return work.action(self)
+            with phase.during(f"group {work.name}"):
+                return work.action(self)
         if isinstance(work, TaskGroup):
             self._run_group(work)
             return None
@@ -201,9 +203,10 @@ class SessionBase(Managed):
                 own[place.name] = self._run_node(group, by_node[place.name], place.name, groups)
             return told(tasks, own) if self.peers.size > 1 else None
 
-        all_told = together(
-            self.peers, f"group {group.name}", self._announced(group.name, work), deadline_secs=GROUP_SECS
-        )
+        with phase.during(f"group {group.name} of epoch {self.run_state.epoch}"):
+            all_told = together(
+                self.peers, f"group {group.name}", self._announced(group.name, work), deadline_secs=GROUP_SECS
+            )
         bind(tasks, {**heard(tasks, all_told), **own} if self.peers.size > 1 else own)
 
     def _run_node(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hosts
 import pytest
 from launching import REPOSITORY, clean_environment
 from storm_checks import Findings, Watched, check_disk, check_end, check_start, fingerprints
@@ -45,6 +46,16 @@ def test_kills_under_torchrun_and_its_restarts(tmp_path):
     """The same when torchrun restarts the ranks by itself."""
     out = storm("--kills", "2", "--seed", "2", "--launcher", "torchrun", "--restarts", "3")
     assert "kills 2, runs finished" in out and "committed epochs lost: 0" in out, out
+
+
+def test_kills_across_two_hosts():
+    """Four kills of ranks, agents and whole hosts: nothing is lost, and the survivors end by themselves."""
+    why = hosts.why_not()
+    if why is not None:
+        pytest.skip(why)
+    out = storm("--kills", "4", "--seed", "3", "--hosts", "2")
+    assert "kills 4, runs finished" in out and "committed epochs lost: 0" in out, out
+    assert "mixtures: 0" in out and "not from the newest epoch: 0" in out, out
 
 
 def test_an_undisturbed_run_has_no_findings(undisturbed):

@@ -12,10 +12,12 @@ from torchrelay.jobs.collector import undisturbed
 from torchrelay.runners.distributed.hosts import Hosts
 from torchrelay.runners.distributed.roll_call import ranks_text
 from torchrelay.runners.distributed.store import Deadline, StoreClient
+from torchrelay.runners.phase import phase
 
 DEADLINE_SECS = 600.0
 _SLACK_SECS = 3.0  # others give rank 0 this much longer, because its answer names the late ranks
 _KEPT_ROUNDS = 2
+_ASKED = 4
 _LEAVERS = "leavers"
 
 Json = Any
@@ -32,7 +34,7 @@ class StorePeers:
     Reports shorten the way and decide nothing: rank 0's clock alone says who is late, and where a report
     is missing then, rank 0 reads the posts themselves. `hosts` may be set between two rounds, the same on
     all ranks. `name_of(rank)` says who a rank is in messages; `failure()` returns what the watcher knows
-    about a failed rank, so that nobody waits for it.
+    about a failed rank, so that nobody waits for it; `ask(ranks)` what late ranks say that they are doing.
     """
 
     most_posts = 512
@@ -51,6 +53,7 @@ class StorePeers:
         self.size = size
         self.name_of = name_of
         self.failure = failure
+        self.ask: Callable[[Sequence[int]], dict[int, str]] | None = None
         self.hosts: Hosts | None = None
         self._flat = Hosts.one(size)
         self._store = store
@@ -74,8 +77,12 @@ class StorePeers:
         self._round += 1
         secs = self._deadline_secs if deadline_secs is None else deadline_secs
         hosts = self._grouping()
-        self._post(topic, value)
-        runs = self._lead(topic, hosts, secs, told) if self.rank == 0 else self._follow(topic, hosts, secs)
+        with phase.during(f"waiting for the others at {topic!r}"):
+            self._post(topic, value)
+            if self.rank == 0:
+                runs = self._lead(topic, hosts, secs, told)
+            else:
+                runs = self._follow(topic, hosts, secs)
         self._forget(leads=self.rank in hosts.leaders)
         if any(entry is None or entry["topic"] != topic for _, entry in runs):
             self._refuse(topic, hosts.in_rank_order(_spread(runs)), secs)
@@ -93,6 +100,7 @@ class StorePeers:
             failure=self.failure,
         )
         line.hosts = self.hosts
+        line.ask = self.ask
         return line
 
     def leave(self) -> None:
@@ -166,7 +174,7 @@ class StorePeers:
 
     def _unanswered(self, topic: str, secs: float) -> str:
         late = [rank for rank in range(self.size) if not self._store.has(self._key(rank))]
-        return late_text(topic, secs, late or [0], self.name_of)
+        return self._late_text(topic, secs, late or [0])
 
     def _stop_for_failure(self) -> None:
         failure = self.failure()
@@ -190,7 +198,18 @@ class StorePeers:
         if mismatch := mismatch_text(topic, entries, self.name_of):
             raise PeerError(mismatch)
         late = [rank for rank, entry in enumerate(entries) if entry is None]
-        raise DeadlineError(late_text(topic, secs, late, self.name_of))
+        raise DeadlineError(self._late_text(topic, secs, late))
+
+    def _late_text(self, topic: str, secs: float, late: Sequence[int]) -> str:
+        """Who is late and, where they can still tell, in what and at which line."""
+        text = late_text(topic, secs, late, self.name_of)
+        if self.ask is None:
+            return text
+        shown = late[:_ASKED]
+        doing = self.ask(shown)
+        mute = "does not say where it is: its interpreter is busy, or it is stopped or gone"
+        said = (f"rank {one} {'is in ' + doing[one] if one in doing else mute}" for one in shown)
+        return f"{text}; {'; '.join(said)}"
 
     def _forget(self, *, leads: bool) -> None:
         """Delete own keys that everybody has read: whoever posts a round has read the ones before."""

@@ -3,11 +3,12 @@
 A Python handler does not run inside a collective, so a rank that waits there can only be ended
 from another thread. Each rank has two daemon threads:
 
-- the *watcher* looks at the failure key every half second, bumps its host's heartbeat, and hears
-  from the kernel when a process of its host ends. The lowest ranks of the first two hosts
-  also follow the heartbeats of all hosts.
-- the *guard* only counts how long the watcher heard nothing from the store: a thread inside a
-  call to a machine that lost its network cannot tell that itself.
+- the *watcher* looks at the failure key every half second, and hears from the kernel when a
+  process of its host ends.
+- the *guard* counts how long the watcher heard nothing from the store: a thread inside a
+  call to a machine that lost its network cannot tell that itself. It also listens to the host's
+  warden, which follows the other hosts and sees frozen ranks. It never calls the store, so it is
+  scheduled every half second as long as the process is not stopped.
 
 A rank that leaves cleanly says so first; one that ends without a word has failed.
 """
@@ -18,21 +19,25 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from torchrelay.errors import PeerError
+from torchrelay.errors import PeerError, StorageError, UsageError
 from torchrelay.runners.distributed.failure import Failure
-from torchrelay.runners.distributed.heartbeats import Heartbeats
 from torchrelay.runners.distributed.processes import LifeLines, ProcessId
 from torchrelay.runners.distributed.roll_call import ranks_text
 from torchrelay.runners.distributed.store import Deadline, StoreClient
+from torchrelay.runners.distributed.warden_line import WardenLine
+from torchrelay.runners.phase import phase, stack_of_main_thread
 
 _FAILURE = "failure"
 _SHOWN = "shown"
 _PARENT = "parent"
+_ASK = "ask"
+_ASKED = 16
 LOST_PEER = PeerError.exit_code
+_LEAST_SILENCE = 2.0
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,8 @@ class Patience:
     `look` between two looks; `silence` of a host or of the store before it counts as lost;
     `own_grace` for the failing rank to leave by itself, `peer_grace` for the others;
     `blame` for a root cause to show up before a broken connection is reported as the failure;
-    `shown` for all ranks to print the failure, because a launcher ends them when the first leaves.
+    `shown` for all ranks to print the failure, because a launcher ends them when the first leaves;
+    `answer` for late ranks to say what they are doing.
     """
 
     look: float = 0.5
@@ -51,6 +57,25 @@ class Patience:
     peer_grace: float = 1.5
     blame: float = 1.5
     shown: float = 2.0
+    answer: float = 3.0
+
+
+def patience_of(environ: Mapping[str, str]) -> Patience:
+    """The patience that the environment asks for: TORCHRELAY_SILENCE_SECS, 10 by default, at least 2.
+
+    Raises UsageError where it is no such number.
+    """
+    text = environ.get("TORCHRELAY_SILENCE_SECS", "10")
+    try:
+        secs = float(text)
+    except ValueError:
+        secs = 0.0
+    if not _LEAST_SILENCE <= secs < float("inf"):
+        raise UsageError(
+            f"TORCHRELAY_SILENCE_SECS={text!r} in the environment: expected seconds, "
+            f"at least {_LEAST_SILENCE:g}"
+        )
+    return Patience(silence=secs)
 
 
 def end_process(code: int) -> None:
@@ -65,20 +90,25 @@ def end_process(code: int) -> None:
 
 @dataclass
 class _State:
-    """What the threads share; `lock` guards the store client and `first`."""
+    """What the threads share; `lock` guards the store client, and is held while the store is waited for."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
+    deciding: threading.Lock = field(default_factory=threading.Lock)
     stopping: threading.Event = field(default_factory=threading.Event)
     first: Failure | None = None
     leave_at: float | None = None
     heard: float = 0.0
+    told: Failure | None = None
+    deaf: bool = False
 
 
 class Watcher:
     """Watches over one rank of a session; `start` and `stop` it once.
 
     `processes` are those of all ranks in rank order; `parent` is the launcher's pid where its
-    death must end this process too. `end` is called from a thread to end the process.
+    death must end this process too, `warden` the line to the host's warden; `hanging()` says
+    which call of this process hangs, if one does. `end` is called from a thread
+    to end the process.
     """
 
     def __init__(
@@ -88,6 +118,8 @@ class Watcher:
         processes: Sequence[ProcessId],
         *,
         parent: int | None = None,
+        warden: WardenLine | None = None,
+        hanging: Callable[[], str | None] = lambda: None,
         patience: Patience | None = None,
         end: Callable[[int], None] = end_process,
     ) -> None:
@@ -96,9 +128,12 @@ class Watcher:
         self._rank = rank
         self._processes = processes
         self._end = end
+        self._answered = False
+        self._told_at = 0.0
         self._state = _State(heard=time.monotonic())
         self._lines = LifeLines(self._neighbours() | ({_PARENT: parent} if parent else {}))
-        self._beats = Heartbeats(self._store, rank, processes, self.patience.silence)
+        self._warden = warden
+        self._hanging = hanging
         self._threads = [
             threading.Thread(target=target, name=f"torchrelay-{name}", daemon=True)
             for name, target in (("watcher", self._watch), ("guard", self._guard))
@@ -123,6 +158,8 @@ class Watcher:
 
     def say_leaving(self) -> None:
         """Tell the others that the end of this process will not be a failure."""
+        if self._warden is not None:
+            self._warden.leave()
         with self._state.lock, suppress(PeerError):  # without the store nobody can be told
             self._store.put(_left(self._rank), b"")
 
@@ -147,9 +184,16 @@ class Watcher:
         deadline = Deadline(self.patience.blame if consequence else 0.0)
         while not deadline.over and self._state.first is None:
             time.sleep(0.05)
+        if consequence and self._state.first is None:
+            traceback = f"{self._where_others_are()}{traceback}"
         first = self._report(Failure(self._rank, own.host, task, traceback, exit_code))
         self._await_shown()
         return first
+
+    def _where_others_are(self) -> str:
+        """Where the others are that a broken or late connection leads to, a line for each."""
+        others = [rank for rank in range(len(self._processes)) if rank != self._rank][:_ASKED]
+        return "".join(f"rank {rank} is in {doing}\n" for rank, doing in self.ask(others).items())
 
     def _report(self, failure: Failure) -> Failure | None:
         try:
@@ -161,16 +205,21 @@ class Watcher:
         return first
 
     def _learn(self, first: Failure) -> None:
-        with self._state.lock:
+        if self._decide(first):
+            with self._state.lock, suppress(PeerError):
+                self._store.add(_SHOWN, 1)
+
+    def _decide(self, first: Failure) -> bool:
+        """Take a failure for the first and print it, unless there was one; whether there was none."""
+        with self._state.deciding:
             if self._state.first is not None:
-                return
+                return False
             self._state.first = first
             grace = self.patience.own_grace if first.rank == self._rank else self.patience.peer_grace
             self._state.leave_at = time.monotonic() + grace
         sys.stderr.write(first.report(self._rank))
         sys.stderr.flush()
-        with self._state.lock, suppress(PeerError):
-            self._store.add(_SHOWN, 1)
+        return True
 
     def _await_shown(self) -> None:
         deadline = Deadline(self.patience.shown)
@@ -192,6 +241,7 @@ class Watcher:
                 self._look(ended)
                 self._state.heard = time.monotonic()
             except PeerError:  # the guard counts for how long
+                self._state.deaf = True
                 self._state.stopping.wait(self.patience.look)
             self._leave_when_due()
 
@@ -205,12 +255,30 @@ class Watcher:
             self._learn(first)
         elif dead := self._without_a_word(sorted(int(name) for name in ended - {_PARENT})):
             self._blame(dead, "ended without a word (killed, out of memory, or crashed)")
+        elif self._state.told is not None:
+            self._report(self._state.told)
         with self._state.lock:
-            silent = self._beats.bump_and_follow()
-        if silent and (dead := self._without_a_word(silent)):
-            self._blame(
-                dead, f"was not heard of for {self.patience.silence:g} s (host or network lost, or stuck)"
-            )
+            self._answer()
+
+    def _answer(self) -> None:
+        """Say what this rank is doing when somebody asks, because others wait for it."""
+        if not self._answered and self._store.has(_ASK):
+            self._answered = True
+            self._store.put(_doing(self._rank), f"{phase.text()}, at {stack_of_main_thread()}".encode())
+
+    def ask(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Ask ranks what they are doing; whoever cannot answer within seconds is missing in the result."""
+        deadline = Deadline(self.patience.answer)
+        found: dict[int, str] = {}
+        with suppress(PeerError):
+            while len(found) < len(ranks) and not deadline.over:
+                with self._state.lock:
+                    self._store.put(_ASK, b"")
+                    for rank in ranks:
+                        if rank not in found and self._store.has(_doing(rank)):
+                            found[rank] = self._store.get([_doing(rank)])[0].decode(errors="replace")
+                time.sleep(0.05)
+        return found
 
     def _without_a_word(self, ranks: Sequence[int]) -> list[int]:
         with self._state.lock:
@@ -230,15 +298,36 @@ class Watcher:
 
     def _guard(self) -> None:
         """Count own ticks, not wall time: after a stop of the whole process nothing was missed."""
-        missed, heard, before = 0.0, self._state.heard, time.monotonic()
+        if self._warden is not None:
+            self._warden.introduce(threading.get_native_id())
+        missed, heard, before, silence = 0.0, self._state.heard, time.monotonic(), self.patience.silence
         while not self._state.stopping.wait(self.patience.look):
             now = time.monotonic()
             missed, before = missed + min(now - before, 2 * self.patience.look), now
             if self._state.heard != heard:
                 missed, heard = 0.0, self._state.heard
-            if missed >= self.patience.silence:
-                self._leave(f"the store was not heard of for {self.patience.silence:g} s", LOST_PEER)
+                self._state.deaf = False
+            self._hear(deaf=self._state.deaf or missed > self.patience.blame)
+            # A moment later than the warden, which can name the host that is lost.
+            if missed >= silence + 4 * self.patience.look:
+                self._leave(f"the store was not heard of for {silence:g} s", LOST_PEER)
             self._leave_when_due()
+
+    def _hear(self, *, deaf: bool) -> None:
+        """Keep what the warden tells, or which call of this process hangs, for the watcher to report.
+
+        It counts as it is where nothing is heard of the store, or the store does not confirm it in time.
+        """
+        told = self._warden.heard() if self._warden is not None else None
+        if told is None and (hanging := self._hanging()) is not None:
+            own, text = self._processes[self._rank], f"StorageError: {hanging}; it was in {phase.text()}"
+            told = Failure(self._rank, own.host, "the storage", text, StorageError.exit_code)
+        if told is None or self._state.first is not None:
+            return
+        if self._state.told is None:
+            self._state.told, self._told_at = told, time.monotonic()
+        if deaf or time.monotonic() - self._told_at >= self.patience.blame + 2 * self.patience.look:
+            self._decide(told)
 
     def _leave(self, why: str, code: int) -> None:
         sys.stderr.write(f"torchrelay: {self._processes[self._rank]} leaves: {why}\n")
@@ -255,3 +344,7 @@ class Watcher:
 
 def _left(rank: int) -> str:
     return f"left/{rank}"
+
+
+def _doing(rank: int) -> str:
+    return f"doing/{rank}"

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from torchrelay.errors import PeerError, RelayError
+from torchrelay.checkpoint.underway import hanging
+from torchrelay.errors import PeerError, RelayError, exit_code_of
 from torchrelay.jobs.peers import Peers, Solo
 from torchrelay.jobs.places import NodePlace
 from torchrelay.runners.distributed.hosts import Hosts
@@ -23,7 +24,8 @@ from torchrelay.runners.distributed.processes import ProcessId, by_group, own_pr
 from torchrelay.runners.distributed.roll_call import agree_on_nonce, ranks_text
 from torchrelay.runners.distributed.store import Deadline, StoreClient, connect
 from torchrelay.runners.distributed.store_peers import StorePeers
-from torchrelay.runners.distributed.watcher import Patience, Watcher
+from torchrelay.runners.distributed.warden_line import WardenLine, join_warden
+from torchrelay.runners.distributed.watcher import Patience, Watcher, patience_of
 from torchrelay.runners.placing import names_by_rank
 
 START_SECS = 300.0
@@ -79,9 +81,7 @@ class World:
             return False
         text = shown or "".join(traceback.format_exception(error))
         consequence = is_consequence(error)
-        code = PeerError.exit_code if consequence else 1
-        code = error.exit_code if isinstance(error, RelayError) else code
-        return self.watcher.report_failure(task, text, code, consequence=consequence) is not None
+        return self.watcher.report_failure(task, text, code_of(error), consequence=consequence) is not None
 
     def meet_at_the_end(self, secs: float) -> bool:
         """Wait at most `secs` until all ranks come to their end; whether they did."""
@@ -150,12 +150,32 @@ class World:
         self._introduce(peers)
         parent = os.getppid() if self.env.elastic else None
         self.watcher = Watcher(
-            self._store, self.env.rank, self.processes, parent=parent, patience=Patience()
+            self._store,
+            self.env.rank,
+            self.processes,
+            parent=parent,
+            hanging=hanging,
+            warden=self._join_warden(patience := patience_of(os.environ)),
+            patience=patience,
         ).start()
         peers.name_of = lambda rank: str(self.processes[rank])
         peers.failure = self.watcher.failure_text
+        peers.ask = self.watcher.ask
         peers.hosts = Hosts.of(by_group(self.processes).values())
         self.peers = peers
+
+    def _join_warden(self, patience: Patience) -> WardenLine | None:
+        """A single rank has nobody to miss it: it may be stopped for as long as its user likes."""
+        if self._store is None or self.env.world_size == 1:
+            return None
+        return join_warden(
+            self._store,
+            self.env.rank,
+            self.processes,
+            self.env.master_addr,
+            silence=patience.silence,
+            look=patience.look,
+        )
 
     def _introduce(self, peers: StorePeers) -> None:
         own = own_process(self.env.rank)
@@ -192,17 +212,35 @@ _SIGNS = ("connection closed by peer", "connection reset", "broken pipe", "timed
 
 def is_consequence(error: BaseException) -> bool:
     """Whether an error looks as if another process were its cause."""
+    chain = _chain(error)
+    return _is_broken(chain) or any(isinstance(one, RelayError) and one.of_rank is not None for one in chain)
+
+
+def code_of(error: BaseException) -> int:
+    """The code to end with: a failed task whose connection broke is a lost peer, not a failed task."""
+    code = exit_code_of(error)
+    chain = _chain(error)
+    told = any(isinstance(one, RelayError) and one.of_rank is not None for one in chain)
+    return PeerError.exit_code if code == 1 and not told and _is_broken(chain) else code
+
+
+def _is_broken(chain: list[BaseException]) -> bool:
+    """Whether any of the errors is that of a connection to another process."""
+    return any(
+        isinstance(one, (PeerError, torch.distributed.DistError))
+        or (isinstance(one, RuntimeError) and any(sign in str(one).lower() for sign in _SIGNS))
+        for one in chain
+    )
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """An error and what it was raised from."""
     chain: list[BaseException] = []
     step: BaseException | None = error
     while step is not None and step not in chain:
         chain.append(step)
         step = step.__cause__ or (None if step.__suppress_context__ else step.__context__)
-    return any(
-        isinstance(one, (PeerError, torch.distributed.DistError))
-        or (isinstance(one, RelayError) and one.of_rank is not None)
-        or (isinstance(one, RuntimeError) and any(sign in str(one).lower() for sign in _SIGNS))
-        for one in chain
-    )
+    return chain
 
 
 class _Excepthook:

@@ -11,7 +11,7 @@ import secrets
 import shutil
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from launching import TrialError, is_running, send, wait_until
 
 NAMESPACES = Path("/run/netns")
 NAMES_OF = Path("/etc/netns")
+_NOBODY = "02:00:00:00:00:99"
 _AS_HOST = """
 hostname "$1"
 if [ -n "$2" ]; then mount -t tmpfs none "$2"; fi
@@ -48,6 +49,20 @@ class Host:
             ["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=False
         )
         return [int(pid) for pid in done.stdout.split()]
+
+    def deafen(self, other: Host) -> Callable[[], None]:
+        """Drop what the other host sends here, without a word to anybody; return what undoes it.
+
+        The other's packets go to a hardware address that nobody has.
+        """
+        words = ["neigh", "replace", self.address, "lladdr", _NOBODY, "nud", "permanent", "dev", "eth0"]
+        _ip("-n", other.namespace, *words)
+        return lambda: _ip("-n", other.namespace, "neigh", "del", self.address, "dev", "eth0")
+
+    def unplug(self) -> Callable[[], None]:
+        """Take the network device down; return what undoes it."""
+        _ip("-n", self.namespace, "link", "set", "eth0", "down")
+        return lambda: _ip("-n", self.namespace, "link", "set", "eth0", "up")
 
     def kill(self) -> None:
         """SIGKILL everything there, as when a machine is switched off but its network still answers."""

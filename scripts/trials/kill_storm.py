@@ -15,13 +15,16 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from hosts import why_not
 from launching import TrialError, end_like_an_error
 from run_table import save_secs
 from screen import Screen
 from storm_checks import Findings, Watched, check_disk, check_end, check_start, fingerprints
+from storm_hosts import AcrossHosts, HostPair
 from storm_job import EPOCHS
 from storm_launchers import Forked, Launcher, UnderTorchrun, kill
 
@@ -29,6 +32,8 @@ import torchrelay
 from torchrelay.errors import RelayError
 
 ATTEMPT_SECS = 120.0
+_WHOM = ("rank 0", "another rank", "all")
+_WHOM_OF_HOSTS = ("a host", "an agent")
 _JOB = Path(__file__).with_name("storm_job.py")
 
 
@@ -54,7 +59,11 @@ class Strike:
 class Storm:
     """Kills until there were enough; every violation is kept in `findings`."""
 
-    def __init__(self, options: argparse.Namespace, root: Path, screen: Screen) -> None:
+    def __init__(
+        self, options: argparse.Namespace, root: Path, screen: Screen, pair: HostPair | None = None
+    ) -> None:
+        self.pair = pair
+        self.whom = [*_WHOM, *(_WHOM_OF_HOSTS if pair is not None else ())]
         self.options = options
         self.root = root
         self.screen = screen
@@ -92,6 +101,8 @@ class Storm:
     def _launcher(self, watched: Watched) -> Launcher:
         argv = [str(_JOB), str(watched.run), str(watched.outside)]
         log = watched.outside / "output.log"
+        if self.pair is not None:
+            return AcrossHosts(self.pair, argv, self.options.ranks, watched.outside)
         if self.options.launcher == "torchrun":
             return UnderTorchrun(argv, self.options.ranks, log, self.options.restarts)
         return Forked(argv, self.options.ranks, log)
@@ -120,9 +131,9 @@ class Storm:
         proved: set[str] = set()
         while True:
             newest, begun, tries = watched.newest(), len(watched.starts()), watched.tries()
-            pids = launcher.start()
+            launcher.start()
             strike = self._draw(watched, pace, newest, begun)
-            struck = self._wait_and_kill(strike, launcher, pids)
+            struck = self._wait_and_kill(strike, launcher)
             if struck:
                 launcher.after_kill()
             check_disk(watched, reference, self.findings, proved)
@@ -145,11 +156,13 @@ class Storm:
         check_start(watched, newest, begun, self.findings)
         check_end(watched, reference, self.findings)
 
-    def _wait_and_kill(self, strike: Strike, launcher: Launcher, pids: dict[int, int]) -> bool:
+    def _wait_and_kill(self, strike: Strike, launcher: Launcher) -> bool:
         """Kill when it is due; False when the job was faster and finished."""
         _wait(lambda: strike.due() or launcher.finished())
         time.sleep(strike.delay)
-        return kill([pids[rank] for rank in strike.ranks]) or not self._finished_soon(launcher)
+        if self.pair is not None and launcher.finished():
+            return False  # hosts and agents live on after the job
+        return kill(launcher.targets(strike.who, strike.ranks)) or not self._finished_soon(launcher)
 
     def _finished_soon(self, launcher: Launcher) -> bool:
         """Whether ranks that were gone before the kill are gone because the job is over."""
@@ -162,9 +175,10 @@ class Storm:
 
     def _draw(self, watched: Watched, pace: Pace, newest: int | None, begun: int) -> Strike:
         ranks = range(self.options.ranks)
-        who = self.random.choice(["rank 0", "another rank", "all"])
+        who = self.random.choice(self.whom)
         other = self.random.choice(ranks[1:] or ranks)
-        hit = {"rank 0": (0,), "another rank": (other,), "all": tuple(ranks)}[who]
+        any_ = self.random.choice(ranks) if self.pair is not None else 0
+        hit = {"rank 0": (0,), "another rank": (other,), "all": tuple(ranks)}.get(who, (any_,))
         moment = self.random.choices(["start", "steps", "save"], [1, 2, 3])[0]
         first = 0 if newest is None else min(newest + 1, EPOCHS)
         epoch = self.random.randint(first, EPOCHS)
@@ -178,8 +192,7 @@ class Storm:
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Who was killed when."""
         moments = ["before training", "in an epoch", "in a save", "committed, untold", "after the last epoch"]
-        names = ["rank 0", "another rank", "all"]
-        rows = [[who, *[str(self.kills[who, moment]) for moment in moments]] for who in names]
+        rows = [[who, *[str(self.kills[who, moment]) for moment in moments]] for who in self.whom]
         return ["killed", *moments], rows
 
 
@@ -230,10 +243,20 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--launcher", choices=("forked", "torchrun"), default="forked")
     parser.add_argument("--restarts", type=int, default=3, help="torchrun's --max-restarts")
+    parser.add_argument("--hosts", type=int, choices=(1, 2), default=1, help="2: namespaces; needs root")
+    options = parser.parse_args()
     end_like_an_error()
     screen = Screen()
-    storm = Storm(parser.parse_args(), Path(tempfile.mkdtemp(prefix="torchrelay-storm-")), screen)
-    began = time.monotonic()
+    why = why_not() if options.hosts == 2 else None
+    if why is not None:
+        screen.line(why)
+        return 3
+    with HostPair() if options.hosts == 2 else nullcontext() as pair:
+        return _storm(Storm(options, Path(tempfile.mkdtemp(prefix="torchrelay-storm-")), screen, pair))
+
+
+def _storm(storm: Storm) -> int:
+    screen, began = storm.screen, time.monotonic()
     try:
         storm.run()
     except RelayError as error:

@@ -25,6 +25,9 @@ class Launcher(Protocol):
     def start(self) -> dict[int, int]:
         """Begin the next attempt; the pid of each rank."""
 
+    def targets(self, who: str, ranks: tuple[int, ...]) -> list[int]:
+        """The pids of what a strike hits."""
+
     def finished(self) -> bool:
         """Whether the program ended by itself, with 0 on every rank."""
 
@@ -73,6 +76,10 @@ class Forked:
             self._order({"env": env, "argv": self.argv, "log": str(self.log)})
             self.pids[rank] = self._started()
         return self.pids
+
+    def targets(self, who: str, ranks: tuple[int, ...]) -> list[int]:
+        """The ranks themselves."""
+        return [self.pids[rank] for rank in ranks]
 
     def _order(self, order: dict[str, object]) -> None:
         if self._nursery.stdin is None:
@@ -140,6 +147,10 @@ class UnderTorchrun:
                 return found
             time.sleep(0.02)
         raise TrialError(f"torchrun did not start {self.ranks} ranks within {START_SECS:g} s; see {self.log}")
+
+    def targets(self, who: str, ranks: tuple[int, ...]) -> list[int]:
+        """The ranks themselves."""
+        return [self.pids[rank] for rank in ranks]
 
     def finished(self) -> bool:
         """Whether torchrun ended with 0; any other end by itself raises TrialError."""

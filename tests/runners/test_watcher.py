@@ -10,9 +10,11 @@ from dataclasses import replace
 import pytest
 from ranks import local_store
 
-from torchrelay.runners.distributed.heartbeats import Heartbeats
-from torchrelay.runners.distributed.processes import LifeLines, ProcessId, own_process
-from torchrelay.runners.distributed.watcher import Patience, Watcher
+from torchrelay.errors import UsageError
+from torchrelay.runners.distributed.failure import Failure
+from torchrelay.runners.distributed.processes import LifeLines, own_process
+from torchrelay.runners.distributed.watcher import Patience, Watcher, patience_of
+from torchrelay.runners.phase import phase
 
 FAST = Patience(look=0.05, silence=0.6, own_grace=0.3, peer_grace=0.1, blame=0.2, shown=0.3)
 
@@ -119,28 +121,85 @@ def test_a_lost_store_ends_the_process(capfd):
     watcher.stop()
 
 
-@pytest.mark.parametrize("silent", [0, 1, 2])
-def test_a_silent_host_is_named(store, silent):
-    """Whichever host falls silent, another one's lowest rank notices and names it."""
-    processes = [apart(rank) for rank in range(3)]
-    watched = {rank: watch(store, rank, processes) for rank in range(3)}
-    watched[silent][0]._state.stopping.set()  # the host stops without a word
-    for rank, (watcher, ended) in watched.items():
-        if rank != silent:
-            assert ended.wait(5) and ended.code == 6
-            assert f"host{silent}) was not heard of" in watcher.failure.traceback
+class Told:
+    """Stands for the line to a warden: tells of one failure, from the moment it is given one."""
+
+    failure: Failure | None = None
+    left = False
+
+    def introduce(self, thread):
+        self.thread = thread
+
+    def heard(self):
+        return self.failure
+
+    def leave(self):
+        self.left = True
+
+
+def test_what_the_warden_tells_becomes_the_first_failure_of_all(store):
+    """Ranks that have no warden's word hear of it by the store; the process ends with its code."""
+    processes = [apart(rank) for rank in range(2)]
+    line = Told()
+    zero, one = watch(store, 0, processes, warden=line), watch(store, 1, processes)
+    line.failure = Failure(1, "host1", "the job", "PeerError: rank 1 has been frozen", 6)
+    for watcher, ended in (zero, one):
+        assert ended.wait(5) and ended.code == 6
+        assert watcher.failure == line.failure
         watcher.stop()
+    assert line.left
 
 
-def test_a_host_lives_while_any_of_its_ranks_does(store):
-    """A rank that is busy for long is carried by its neighbours of the same host."""
-    processes = [ProcessId(rank, 1, f"h{rank // 2}", f"h{rank // 2}") for rank in range(4)]
-    follower, neighbour = (Heartbeats(store.clone(), rank, processes, 0.3) for rank in (0, 3))
-    pause = threading.Event()
-    for _ in range(10):
-        neighbour.bump_and_follow()
-        assert follower.bump_and_follow() == []
-        pause.wait(0.06)
+def test_a_failure_that_a_rank_reported_comes_before_what_the_warden_makes_of_it(store):
+    """The end of a rank that reported its failure is not taken for the first failure."""
+    line = Told()
+    zero, ended = watch(store, 0, [apart(rank) for rank in range(2)], warden=line)
+    Watcher(store, 1, [apart(rank) for rank in range(2)], patience=FAST, end=Ended())._report(
+        Failure(1, "host1", "epoch", "ValueError: cause", 1)
+    )
+    line.failure = Failure(1, "host1", "the job", "PeerError: rank 1 ended without a word", 6)
+    assert ended.wait(5) and ended.code == 1
+    zero.stop()
+
+
+def test_the_wardens_word_counts_when_the_store_does_not_answer(capfd):
+    """A rank whose store is lost leaves with what the warden told, not with a word of its own."""
+    served, line = local_store(), Told()
+    watcher, ended = watch(served, 0, [apart(rank) for rank in range(2)], warden=line)
+    served._store = None  # the server ends with its last owner
+    line.failure = Failure(1, "host1", "the job", "PeerError: rank 1 on host1 was not heard of", 6)
+    assert ended.wait(5) and ended.code == 6
+    assert "rank 1 on host1 was not heard of" in capfd.readouterr().err
+    watcher.stop()
+
+
+def test_a_late_rank_says_where_it_is(store):
+    """Asked by another rank, a rank that is late tells its phase and the line its main thread is at."""
+    processes = [apart(rank) for rank in range(2)]
+    (zero, _), (one, _) = (watch(store, rank, processes) for rank in range(2))
+    with phase.during("group epoch of epoch 3"):
+        told = zero.ask([1])
+    assert "group epoch of epoch 3" in told[1] and "test_watcher.py:" in told[1], told
+    assert Watcher(store, 0, processes, patience=replace(FAST, answer=0.2)).ask([5]) == {}
+    zero.stop(), one.stop()
+
+
+def test_a_connection_that_broke_without_a_known_cause_tells_where_the_others_are(store):
+    """Whoever looks for the cause sees in which phase and at which line each other rank was."""
+    processes = [apart(rank) for rank in range(2)]
+    (zero, _), (one, _) = (watch(store, rank, processes) for rank in range(2))
+    first = zero.report_failure("epoch", "RuntimeError: Timed out waiting 30 ms", 6, consequence=True)
+    assert first.traceback.startswith("rank 1 is in ") and "test_watcher.py:" in first.traceback
+    assert first.traceback.endswith("RuntimeError: Timed out waiting 30 ms")
+    zero.stop(), one.stop()
+
+
+@pytest.mark.parametrize("text", ["soon", "1", "nan", "inf"])
+def test_a_silence_that_cannot_be_is_refused(text):
+    """The environment variable is named."""
+    with pytest.raises(UsageError, match="TORCHRELAY_SILENCE_SECS"):
+        patience_of({"TORCHRELAY_SILENCE_SECS": text})
+    assert patience_of({}).silence == 10 and patience_of({"TORCHRELAY_SILENCE_SECS": "30"}).silence == 30
 
 
 def test_a_pid_that_is_gone_counts_as_ended(sleeper):

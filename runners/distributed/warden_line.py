@@ -1,0 +1,172 @@
+"""A rank's connection to the warden of its host, which the lowest rank there starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import torchrelay
+from torchrelay.errors import DeadlineError, PeerError
+from torchrelay.runners.distributed.failure import Failure
+from torchrelay.runners.distributed.lines import Lines, Message, connect_to
+from torchrelay.runners.distributed.processes import ProcessId, by_group
+from torchrelay.runners.distributed.store import Deadline, StoreClient
+from torchrelay.runners.distributed.warden import CONNECT_SECS, Orders
+from torchrelay.runners.phase import phase
+
+_START_SECS = 120.0
+_PROGRAM = (
+    "import sys; sys.path.append({root!r}); from torchrelay.runners.distributed.warden import main; main()"
+)
+_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH")
+"""What the interpreter may need; whoever looks for ranks by their environment must not find the warden."""
+
+
+class Started(NamedTuple):
+    """A warden that was started: where it listens, and its process."""
+
+    port: int
+    pid: int
+
+
+class WardenLine:
+    """Hears of failures from the host's warden; for one thread, but `leave` may come from another."""
+
+    def __init__(self, line: Lines, token: str, own: ProcessId) -> None:
+        self._line = line
+        self._own = own
+        self._token = token
+        self._told: Failure | None = None
+        self._left = False
+
+    def introduce(self, thread: int) -> None:
+        """Say which thread of this process is always scheduled."""
+        hello = {"token": self._token, "rank": self._own.rank, "thread": thread, "phase": phase.show()}
+        self._line.send(hello)
+
+    def heard(self) -> Failure | None:
+        """Return the failure that the warden told of, or the loss of the warden; never waits."""
+        for message in self._line.receive():
+            if "failure" in message and self._told is None:
+                self._told = Failure.decode(message["failure"].encode())
+        if self._line.closed and self._told is None and not self._left:
+            text = f"PeerError: the warden of {self._own.host} is gone (killed, or out of memory)"
+            self._told = Failure(self._own.rank, self._own.host, "the job", text, PeerError.exit_code)
+        return self._told
+
+    def leave(self) -> None:
+        """Say that the end of this process will not be a failure."""
+        self._left = True
+        self._line.send({"left": True})
+
+
+def join_warden(
+    store: StoreClient, rank: int, processes: Sequence[ProcessId], master: str, *, silence: float, look: float
+) -> WardenLine:
+    """Connect to the warden of this host, having started it on the host's lowest rank.
+
+    `master` is an address of the job's store, by which the other hosts' routes to here are found.
+
+    Raises PeerError when the warden does not start or answer, DeadlineError when nobody started it.
+    """
+    groups = list(by_group(processes).values())
+    index = next(at for at, ranks in enumerate(groups) if rank in ranks)
+    if groups[index][0] == rank:
+        hub = _posted(store, 0) if index else None
+        orders = _orders(processes, groups[index], hub, len(groups) > 1, (silence, look))
+        posted: Message = {
+            "port": launch_warden(orders).port,
+            "token": orders.token,
+            "host": orders.host,
+            "ranks": groups[index],
+        }
+        posted["addresses"] = _addresses(master, orders.host) if orders.shared else []
+        store.put(_key(index), json.dumps(posted).encode())
+    found = _posted(store, index)
+    try:
+        line = connect_to("127.0.0.1", found["port"], CONNECT_SECS)
+    except OSError as error:
+        raise PeerError(f"the warden of {processes[rank].host} does not answer: {error}") from error
+    return WardenLine(line, found["token"], processes[rank])
+
+
+def _posted(store: StoreClient, index: int) -> Message:
+    deadline = Deadline(_START_SECS)
+    while not store.wait([_key(index)], deadline.left):
+        if deadline.over:
+            raise DeadlineError(
+                f"waited {_START_SECS:g} s for the lowest rank of host {index} to start its warden"
+            )
+    return dict(json.loads(store.get([_key(index)])[0]))
+
+
+def _orders(
+    processes: Sequence[ProcessId],
+    ranks: Sequence[int],
+    hub: Message | None,
+    several: bool,
+    times: tuple[float, float],
+) -> Orders:
+    """What the warden of `ranks` is to do; `hub` is what the first host posted."""
+    return Orders(
+        token=hub["token"] if hub else secrets.token_hex(16),
+        host=processes[ranks[0]].host,
+        pids={rank: processes[rank].pid for rank in ranks},
+        silence=times[0],
+        look=times[1],
+        shared=several and hub is None,
+        hub={key: hub[key] for key in ("addresses", "port", "host", "ranks")} if hub else None,
+    )
+
+
+def launch_warden(orders: Orders) -> Started:
+    """Start a warden; it shares only the stream of errors with this process.
+
+    Raises PeerError when it does not start.
+    """
+    root = str(Path(torchrelay.__file__).resolve().parents[1])
+    command = [sys.executable, "-S", "-I", "-c", _PROGRAM.format(root=root)]
+    try:
+        process = subprocess.Popen(  # noqa: S603 - this very interpreter
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise PeerError(f"cannot start the warden of {orders.host} ({command[0]}): {error}") from error
+    assert process.stdin and process.stdout  # noqa: S101 - they are pipes
+    with process.stdin as orders_to, process.stdout as port:
+        orders_to.write(json.dumps(asdict(orders)).encode() + b"\n")
+        orders_to.flush()
+        told = port.readline()
+    if not told.strip().isdigit():
+        raise PeerError(f"the warden of {orders.host} did not start (code {process.wait(10)})")
+    process.returncode = 0  # nobody waits for it: it ends after its last rank
+    return Started(int(told), process.pid)
+
+
+def _addresses(master: str, host: str) -> list[str]:
+    """Where other hosts may reach this one: the address on the way to the store's, and names."""
+    found: list[str] = []
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((master, 9))
+                found.append(probe.getsockname()[0])
+        except OSError:
+            continue
+    return list(dict.fromkeys([*found, master, host]))
+
+
+def _key(index: int) -> str:
+    return f"warden/{index}"

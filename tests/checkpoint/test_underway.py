@@ -1,0 +1,58 @@
+"""Calls into storages that hang are told from those that are slow."""
+
+from __future__ import annotations
+
+import os
+import threading
+from time import monotonic
+
+import pytest
+
+from torchrelay.checkpoint import local_storage, underway
+from torchrelay.checkpoint.local_storage import LocalStorage
+from torchrelay.checkpoint.underway import LEAST_RATE, PATIENCE_SECS, Call
+
+
+@pytest.mark.parametrize(
+    ("verb", "nbytes", "secs"),
+    [("write", 0, PATIENCE_SECS), ("sync", 100 * LEAST_RATE, PATIENCE_SECS + 100), ("delete", 0, 300.0)],
+)
+def test_a_call_may_take_as_long_as_its_bytes_need(verb, nbytes, secs):
+    """Beyond a minute, and what a very slow storage needs for the bytes, a call hangs."""
+    call = Call(verb, "x", nbytes, since=1000.0)
+    assert not call.hangs(1000.0 + secs - 1)
+    assert call.hangs(1000.0 + secs + 1)
+
+
+def test_a_write_that_does_not_return_is_named(tmp_path, monkeypatch):
+    """While the system does not answer, another thread sees verb and path; afterwards nothing is left."""
+    inside, go, real = threading.Event(), threading.Event(), os.pwrite
+
+    def stuck(*arguments):
+        inside.set()
+        assert go.wait(30)
+        return real(*arguments)
+
+    monkeypatch.setattr(local_storage.os, "pwrite", stuck)
+    handle = LocalStorage(tmp_path).open_exclusive("a")
+    writer = threading.Thread(target=handle.write_at, args=(0, memoryview(b"abc")))
+    writer.start()
+    assert inside.wait(10) and underway.hanging() is None
+    monkeypatch.setattr(underway, "PATIENCE_SECS", -1.0)
+    said = underway.hanging()
+    go.set()
+    writer.join(10)
+    handle.close()
+    assert said is not None and f"cannot write {tmp_path}/a: the storage has not answered" in said
+    assert underway.calls() == []
+
+
+def test_a_call_that_fails_is_forgotten(tmp_path):
+    """An error leaves nothing underway."""
+    with pytest.raises(FileNotFoundError):
+        LocalStorage(tmp_path).read_range("absent", 0, 1)
+    with pytest.raises(ZeroDivisionError), underway.underway("write", "x"):
+        assert [(call.verb, call.path) for call in underway.calls()] == [("write", "x")]
+        assert underway.calls()[0].since <= monotonic()
+        raise ZeroDivisionError
+    assert underway.calls() == []
