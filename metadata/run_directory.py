@@ -5,6 +5,7 @@
     metrics.<generation>.jsonl   reduced metrics, one line per epoch
     events.<generation>.jsonl    what happened, one line per event
     checkpoints/                 the checkpoint room's own directory
+    STOP                         whoever makes it ends the run
 
 A generation is one holder of the checkpoint log, so files of different starts never mix.
 """
@@ -36,6 +37,11 @@ class RunDirectory:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).absolute()
         self.checkpoints = self.path / "checkpoints"
+
+    @property
+    def stop_file(self) -> Path:
+        """Where somebody puts a file, of any content, to end the run."""
+        return self.path / "STOP"
 
     @property
     def name(self) -> str:
