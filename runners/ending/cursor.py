@@ -135,7 +135,7 @@ class Cursor:
         return f"a {type(last.loader).__name__} cannot be continued in its middle: use EpochLoader"
 
     def place(self, steps: int) -> Place:
-        """Where the node is, `steps` into the epoch. Loaders of an evaluation that begins anew are rewound."""
+        """Where the node is, `steps` into the epoch. Loaders of an evaluation, which begins anew, go back."""
         if self._waits and self._resumed is not None:
             return self._resumed
         counted = next((loop for loop in self._loops if loop.counted), None)

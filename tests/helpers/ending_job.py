@@ -1,7 +1,7 @@
 """A job that is left in the middle of its epochs: what it ends in must not tell.
 
-An epoch has four tasks with state, two of them with counted loops, and two that evaluate, one over a registered
-loader. Every batch, of training and evaluation, is a tick; a schedule says at which ticks somebody asks.
+An epoch has a task that begins it, two with counted loops over a loader and a range, and two that evaluate,
+one of them over a registered loader. Every batch is a tick; a schedule says at which ticks somebody asks.
 """
 
 from __future__ import annotations
@@ -22,9 +22,6 @@ from torchrelay import Context, EpochLoader, Job, JobRunner, RunResult, data_par
 from torchrelay.runners.session_base import SessionBase
 
 EPOCHS = 3
-STEPS = 4 + 5
-"""Counted steps of an epoch on one or two ranks, of the loader and of the list."""
-TICKS = STEPS + 3 + 2
 
 
 @dataclass

@@ -173,7 +173,7 @@ def test_emulated_nodes_are_each_continued_where_they_were(tmp_path):
     def begin(at: int) -> tuple[RunResult, dict[str, list[int]]]:
         seen: dict[str, list[int]] = {"one": [], "two": []}
         with Job("nodes") as job:
-            for name in seen:
+            for name in ("one", "two"):
                 with Node(name):
 
                     def make(ws) -> None:
@@ -198,11 +198,14 @@ def test_emulated_nodes_are_each_continued_where_they_were(tmp_path):
     assert result.status == "PREEMPTED" and positions(tmp_path / "run") == ["0", "0+5"]
     result, then = begin(0)
     assert result.status == "FINISHED"
-    assert {name: first[name] + then[name] for name in first} == dict.fromkeys(first, [1, 2, 3, 4, 5])
+    assert {name: first[name] + then[name] for name in first} == {
+        "one": [1, 2, 3, 4, 5],
+        "two": [1, 2, 3, 4, 5],
+    }
 
 
 def test_a_damaged_position_is_replaced_by_the_whole_epoch(tmp_path, whole):
-    """Where the position inside of the epoch proves damaged the run goes on from the epoch before, as ever."""
+    """Where the position inside of the epoch proves damaged the run goes on from the epoch before."""
     run = tmp_path / "run"
     assert alone(run, 16).result.status == "PREEMPTED"
     (place,) = (run / "checkpoints/data").glob("e00000001s*")
@@ -214,7 +217,7 @@ def test_a_damaged_position_is_replaced_by_the_whole_epoch(tmp_path, whole):
 
 
 def test_a_position_is_only_read_by_who_knows_what_places_are(tmp_path):
-    """The manifest of such a position names the feature, so that an older reader refuses it; others do not."""
+    """Such a manifest names the feature, so that an older reader refuses it; others name none."""
     run = tmp_path / "run"
     alone(run, 3)
     stamps = {

@@ -99,7 +99,7 @@ def test_a_signal_ends_each_phase_at_its_next_boundary(program, at):
 
 
 def test_a_signal_during_a_save_lets_it_end(program, monkeypatch):
-    """The save that the signal met is committed; then the run leaves, with nothing of the next epoch begun."""
+    """The save that the signal met is committed; then the run leaves, before the next epoch begins."""
     commit = save._commit
 
     def met(job, *rest) -> None:
