@@ -83,11 +83,7 @@ class JobRunner:
         exclude: Patterns = None,
         share_reads: bool | None = None,
     ) -> None:
-        if not isinstance(job, Job):
-            raise UsageError(f"job is {job!r:.80}; give a torchrelay.Job")
-        if resume not in ("auto", "must", "never"):
-            raise UsageError(f"resume is {resume!r}; it is 'auto', 'must' or 'never'")
-        self.job = job
+        self.job = _check_job(job, resume)
         self.resume_from_epoch = check_epoch(resume_from_epoch)
         self.upload_task_group_builder = upload_task_group_builder
         self.run_directory = (
@@ -216,6 +212,14 @@ class JobRunner:
                 f"{verb} needs a checkpoint manager: give JobRunner a run directory or a manager"
             )
         return self.manager
+
+
+def _check_job(job: Any, resume: str) -> Job:
+    if not isinstance(job, Job):
+        raise UsageError(f"job is {job!r:.80}; give a torchrelay.Job")
+    if resume not in ("auto", "must", "never"):
+        raise UsageError(f"resume is {resume!r}; it is 'auto', 'must' or 'never'")
+    return job
 
 
 def _check_best(best: Any) -> tuple[str, str] | None:

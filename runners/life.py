@@ -31,6 +31,7 @@ from torchrelay.runners.ending.boundaries import go_on
 from torchrelay.runners.ending.interruption import Interrupted
 from torchrelay.runners.ending.place import places_for
 from torchrelay.runners.ending.preemption import leave_for_now
+from torchrelay.runners.ending.put_back import PutBack
 from torchrelay.runners.ending.requests import ASKED, Requests
 from torchrelay.runners.ending.signals import signals_ask
 from torchrelay.runners.ending.time_limits import deadlines_of
@@ -97,9 +98,11 @@ class Life:
         self.requests = Requests(
             deadlines_of(plan.time_limit_secs, os.environ),
             runner.run_directory.stop_file if runner.run_directory and session.peers.rank == 0 else None,
+            lambda: self.saver.longest_secs,
         )
         self._verdict = Verdict()
         """Of the newest epoch that is over."""
+        self._target_inside: Target | None = None
         self._places: Mapping[str, Any] = {}
         """Where the nodes were in the epoch to be continued."""
         self._began = False
@@ -258,6 +261,7 @@ class Life:
         self.state.metrics = dict(facts.metrics)
         if self.state.seed is None:
             self.state.seed = facts.seed
+        self._target_inside = None if target.position.boundary else target
         self._places = {} if target.position.boundary else facts.places
         self._verdict = over_by_facts(self.job, facts, epoch, inside=not target.position.boundary)
         return self._verdict
@@ -296,12 +300,19 @@ class Life:
             )
             own = {place.name for place in self.session.local_nodes}
             places = places_for([place.name for place in self.session.nodes], inside)
+            self.state.put_back = PutBack(self.session, self._load_again)
             self.state.continue_at({n: place for n, place in places.items() if n in own}, self.streams)
         else:
             self.state.begin_epoch(epoch)
         self.state.tracked = self.job.epoch_group
         self.session.run(self.job.epoch_group)
-        self.state.tracked = None
+        self.state.tracked, self.state.put_back = None, None
+
+    def _load_again(self) -> None:
+        """Load the position that the run goes on from once more; the random states are known."""
+        if self.manager is not None and self._target_inside is not None:
+            self.session.run(self.manager.go_on_at(self.nodes, self._target_inside))
+            self.manager.engine.take_streams()
 
     def _save(self, epoch: int, verdict: Verdict) -> bool | None:
         if self.manager is None:

@@ -58,6 +58,8 @@ class RunState:
         """Who may ask to end early; None outside of a run."""
         self.tracked: TaskGroup | None = None
         """The group whose tasks are followed, to be left and continued in their midst."""
+        self.put_back: Callable[[str, Any], None] | None = None
+        """Called by a node and its agreement when it comes to the loop that was left."""
         self._cursors: dict[str, Cursor] = {}
 
     # Time

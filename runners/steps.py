@@ -65,6 +65,8 @@ class Steps:
 
     def __iter__(self) -> Iterator[Any]:
         """Batches until all processes end."""
+        if self.cursor is not None and self.cursor.comes_back(counted=self.counted) and self.state.put_back:
+            self.state.put_back(self.node, self.agreeing)
         loop = self.cursor.enter(self.loader, counted=self.counted) if self.cursor is not None else None
         if self.counted and self.state.must_end(self.node):
             return
@@ -79,17 +81,18 @@ class Steps:
     def _alone(self, source: Iterable[Any], loop: Loop | None) -> Iterator[Any]:
         for batch in source:
             yield self._begin(batch, loop)
-            if self._ended(self._urgency() if self.polled else NOT_ASKED):
+            if self._ended(self._urgency() if self.polled else NOT_ASKED, loop):
                 return
 
     def _even(self, source: Iterable[Any], loop: Loop | None, agreeing: Agreeing) -> Iterator[Any]:
         """As many batches everywhere: only stop requests are told, every `agree_every` steps."""
-        polled = self.counted or (self.polled and self.state.requests is not None)
+        everywhere = self.cursor is not None and self.cursor.everywhere and self.state.requests is not None
+        polled = self.counted or (self.polled and everywhere)
         for index, batch in enumerate(source):
             asking = polled and index % self.state.agree_every == 0
             handle = agreeing.agree_flags((self._urgency(),)) if asking else None
             yield self._begin(batch, loop)
-            if self._ended(handle.wait()[0] if handle else NOT_ASKED):
+            if self._ended(handle.wait()[0] if handle else NOT_ASKED, loop):
                 return
 
     def _uneven(self, source: Iterable[Any], loop: Loop | None, agreeing: Agreeing) -> Iterator[Any]:
@@ -99,8 +102,6 @@ class Steps:
         handle = agreeing.agree_flags((int(ahead is _END), NOT_ASKED))
         while True:
             exhausted, urgency = handle.wait()
-            if urgency == PREEMPT:
-                raise Interrupted
             if exhausted:
                 self._tell_surplus(dropped=ahead is not _END)
                 return
@@ -128,9 +129,14 @@ class Steps:
             self.state.count_step(self.node)
         return batch
 
-    def _ended(self, urgency: int) -> bool:
-        """Whether this loop ends before its loader does. Raises Interrupted where all leave."""
+    def _ended(self, urgency: int, loop: Loop | None = None) -> bool:
+        """Whether this loop ends before its loader does. Raises Interrupted where all leave.
+
+        Not after the last batch: what stands behind the loop may need what the loop has left in variables.
+        """
         if urgency == PREEMPT:
+            if loop is not None and loop.exhausted:
+                return False
             raise Interrupted
         if not self.counted:
             return False

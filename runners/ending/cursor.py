@@ -25,31 +25,24 @@ if TYPE_CHECKING:
 class Loop:
     """One loop over a loader in the running task; `source` is what is left to take of it."""
 
-    def __init__(
-        self, cursor: Cursor, loader: Iterable[Any], *, counted: bool, resumed: Place | None
-    ) -> None:
-        self.cursor = cursor
+    def __init__(self, loader: Iterable[Any], *, counted: bool, taken: int = 0) -> None:
         self.loader = loader
         self.counted = counted
-        self.taken = 0 if resumed is None else resumed.taken
-        self._was_over = resumed is not None and resumed.over
-        self._epoch = loader.epoch if isinstance(loader, EpochLoader) else None
+        self.taken = taken
         self.before = loader.state_dict() if isinstance(loader, EpochLoader) else None
 
     @property
     def source(self) -> Iterable[Any]:
-        """The loader, without what was taken before a resume."""
-        if self._was_over:
-            return ()
-        if isinstance(self.loader, EpochLoader) or not self.taken:
-            return self.loader
-        return islice(self.loader, self.taken, None)
+        """The loader, without what was taken before a resume; an EpochLoader stands there by itself."""
+        own = isinstance(self.loader, EpochLoader) or not self.taken
+        return self.loader if own else islice(self.loader, self.taken, None)
 
     @property
-    def over(self) -> bool:
-        """Whether nothing is left to take."""
-        moved = isinstance(self.loader, EpochLoader) and self.loader.epoch != self._epoch
-        return self._was_over or moved
+    def exhausted(self) -> bool:
+        """Whether nothing is left to take, as far as that is known beforehand."""
+        if isinstance(self.loader, EpochLoader):
+            return self.loader.steps_left == 0
+        return isinstance(self.loader, Sequence) and self.taken >= len(self.loader)
 
 
 class Cursor:
@@ -98,19 +91,27 @@ class Cursor:
 
     # Loops
 
+    def comes_back(self, *, counted: bool) -> bool:
+        """Whether the loop that begins now in the running task is the one that was left."""
+        task = self._task.full_name if self._task is not None else None
+        return counted and self._resumed is not None and task is not None and self._resumed.task == task
+
     def enter(self, loader: Iterable[Any], *, counted: bool) -> Loop:
         """A loop of the running task begins; the one that was left has its logs and random states again."""
-        resumed = self._resumed
-        task = self._task.full_name if self._task is not None else None
-        goes_on = resumed is not None and counted and task is not None and resumed.task == task
-        loop = Loop(self, loader, counted=counted, resumed=resumed if goes_on else None)
-        if goes_on and resumed is not None:
+        resumed = self._resumed if self.comes_back(counted=counted) else None
+        loop = Loop(loader, counted=counted, taken=resumed.taken if resumed is not None else 0)
+        if resumed is not None:
             self._log.restore(resumed.metrics)
             if self._streams is not None:
                 self._streams.restore()
             self._resumed = Place(resumed.done)
         self._loops.append(loop)
         return loop
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether the running task is one of all nodes, which may then agree on something in its loops."""
+        return self._task is not None and self._task.node is None and self._task.on == "all"
 
     @property
     def costs_the_epoch(self) -> bool:
@@ -148,7 +149,6 @@ class Cursor:
             tuple(self._done),
             inside,
             counted.taken if counted is not None else 0,
-            counted is not None and counted.over,
             steps,
             {name: one.summary() for name, one in metrics.items()},
         )

@@ -16,14 +16,13 @@ Json = Any
 class Place:
     """The tasks that are done, and the loop that was left in the task behind them.
 
-    `task` is the one to continue in its counted loop, of which `taken` batches were taken and which is `over`
-    where none is left; None: the next task begins at its beginning. `steps` are those of the epoch.
+    `task` is the one to continue in its counted loop, of which `taken` batches were taken and some are left;
+    None: the next task begins at its beginning. `steps` are those of the epoch.
     """
 
     done: tuple[str, ...] = ()
     task: str | None = None
     taken: int = 0
-    over: bool = False
     steps: int = 0
     metrics: Mapping[str, Summary] = field(default_factory=dict)
 
@@ -33,7 +32,6 @@ class Place:
             "done": list(self.done),
             "task": self.task,
             "taken": self.taken,
-            "over": self.over,
             "steps": self.steps,
             "metrics": {name: summary.encode() for name, summary in self.metrics.items()},
         }
@@ -46,7 +44,6 @@ class Place:
                 tuple(map(str, json["done"])),
                 None if json["task"] is None else str(json["task"]),
                 int(json["taken"]),
-                bool(json["over"]),
                 int(json["steps"]),
                 {name: Summary.decode(one) for name, one in json["metrics"].items()},
             )

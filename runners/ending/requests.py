@@ -24,7 +24,7 @@ _MARGIN_SECS = 1.0
 
 
 class Requests:
-    """Mutable; one per run and process. `save_secs` is the longest save so far, which needs to fit in.
+    """Mutable; one per run and process. `save_secs` tells how long a save takes, which needs to fit in.
 
     `deadlines` end this start of the run in time for one more save; `stop_file` is looked for once a second
     (None: by another process).
@@ -34,10 +34,11 @@ class Requests:
         self,
         deadlines: tuple[Deadline, ...] = (),
         stop_file: Path | None = None,
+        save_secs: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.deadlines = deadlines
-        self.save_secs = 0.0
+        self._save_secs = save_secs
         self._stop_file = stop_file
         self._clock = clock
         self._signal: str | None = None
@@ -52,8 +53,8 @@ class Requests:
 
     @property
     def need_secs(self) -> float:
-        """What a save is given: twice what the longest one took."""
-        return 2 * self.save_secs
+        """What a save is given: twice what it takes."""
+        return 2 * self._save_secs()
 
     def level(self, *, patient: bool = False) -> int:
         """NOT_ASKED, ASKED or PREEMPT, now. `patient`: a preemption waits while there is time for that."""

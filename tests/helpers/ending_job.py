@@ -84,6 +84,8 @@ def start(
     def learn(ctx: Context) -> None:
         trained.train()
         torch.rand(3)
+        count.add_(1)
+        optimizer.param_groups[0]["weight_decay"] *= 1.1
         ctx.log("prelude", 1, "sum")
         for batch in ctx.steps(loader):
             told.seen.append((loader.epoch, batch.indices.tolist()))
@@ -114,6 +116,13 @@ def start(
                 ctx.log("check/loss", total)
                 tick(ctx)
         ctx.log("check/total", total)
+
+    @job.epoch(on="rank0")
+    def alone(ctx: Context) -> None:
+        model.eval()
+        with torch.no_grad():
+            for x, _ in ctx.steps(EpochLoader(data(), batch_size=35, seed=1).placed(0, 1), count=False):
+                ctx.log("alone", model(x).mean())
 
     @job.epoch(every=2)
     def sometimes(ctx: Context) -> None:

@@ -197,8 +197,8 @@ def test_a_request_knows_how_long_it_has():
     assert requests.level(patient=True) == NOT_ASKED, "who would lose an epoch waits while there is time"
     now[0] += GRACE_SECS - asking.RESERVE_SECS + 1
     assert requests.level(patient=True) == PREEMPT
-    late = Requests((Deadline(200.0, "the limit", 5.0),), clock=lambda: now[0])
-    late.save_secs = 30.0
+    limit = Deadline(200.0, "the limit", 5.0)
+    late = Requests((limit,), save_secs=lambda: 30.0, clock=lambda: now[0])
     now[0] = 200 - 60 - 5 - asking._MARGIN_SECS - 0.1
     assert late.level() == NOT_ASKED
     now[0] += 0.1
