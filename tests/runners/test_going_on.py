@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from ending_job import Start, start
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from stage import warned
 
@@ -52,7 +52,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Start]:
 
 
 @settings(
-    max_examples=20,
+    max_examples=10,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
@@ -62,6 +62,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Start]:
     kind=st.sampled_from(["adamw", "sgd"]),
     asynchronous=st.booleans(),
 )
+@example([2, 2, 2], "adamw", False)  # thrice in the loop of one epoch
+@example([7, 15], "sgd", True)  # in a loop over a range, and in the next epoch
+@example([12, 2], "adamw", False)  # in an evaluation, twice
 def test_a_run_that_left_any_number_of_times_ends_in_the_same_bits(
     whole, tmp_path_factory, ticks, kind, asynchronous
 ):

@@ -52,7 +52,8 @@ def test_ranks_that_left_at_one_step_end_in_the_same_bits(told: Told, point: str
         left = [rank[point][number] for rank in told]
         assert {one["status"] for one in left} == {"PREEMPTED"}
         assert len({one["ticks"] for one in left}) == 1, "a rank went further than the other"
-        assert left[0]["ticks"] in (POINTS[point][number][0], POINTS[point][number][0] + 1)
+        tick = POINTS[point][number][0]  # agreed on one step later; the last one of a loop is in the next
+        assert tick <= left[0]["ticks"] <= tick + 2
     for rank in told:
         ended, whole = rank[point][-1], rank["whole"][-1]
         assert ended["status"] == "FINISHED"
