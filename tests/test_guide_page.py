@@ -53,12 +53,12 @@ def test_a_program_of_the_page_leaves_and_goes_on(tmp_path: Path) -> None:
     """Within its time limit it leaves with 75; the same command goes on inside of the epoch and ends it."""
     (tmp_path / "long.py").write_text(PROGRAMS[2])
     left = run(tmp_path, LINES[5], 75)
-    assert "goes on after step 0" in left and "preempted (the time limit of 2 s)" in left
+    assert "goes on after step 0" in left and "preempted (the time limit of 4 s)" in left
     step = re.search(r"from epoch 0\+(\d+)", left)
     assert step is not None
     assert (
         f"goes on after step {step[1]}\n" in (said := run(tmp_path, LINES[6]))
-        and "epoch 1 | step 100" in said
+        and "epoch 1 | step 200" in said
     )
 
 

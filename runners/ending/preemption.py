@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from torchrelay.runners.life import Life
 
 
+_NOTHING_NEW = "no step was taken since the newest position"
+
+
 @dataclass(frozen=True)
 class _Outlook:
     """What all processes know of a leave: who asked, whether a place can be saved, and where it is."""
@@ -43,7 +46,7 @@ def leave_for_now(life: Life) -> RunResult:
         run_dir=life.run_directory.path if life.run_directory else None,
         committed=life.saver.newest_saved,
     )
-    lost = outlook.why_not if inside else None
+    lost = outlook.why_not if inside and outlook.why_not != _NOTHING_NEW else None
     life.journal.preempted(result, saved, lost)
     return result
 
@@ -81,7 +84,7 @@ def _why_not(life: Life, position: Position, obstacle: str | None, time_left: fl
     if life.manager is None or life.run_directory is None:
         return "there is no run directory"
     if position.boundary or (newest is not None and position <= newest):
-        return "nothing was done since then"
+        return _NOTHING_NEW
     if obstacle is not None:
         return obstacle
     return "there is no time left for a save" if time_left < 0 else None

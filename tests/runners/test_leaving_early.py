@@ -24,6 +24,7 @@ from torchrelay import (
     MultiNodeCheckpointManager,
     RunResult,
     max_epochs,
+    max_steps,
     max_time,
 )
 from torchrelay.checkpoint import save
@@ -137,9 +138,11 @@ def test_max_time_stops_the_run(program):
 
 
 def test_a_time_limit_leaves_in_time_for_a_save(program, monkeypatch):
-    """Within a second and two saves of the limit the run leaves at its next step, to be continued."""
-    result = program("step 2.1", lambda: time.sleep(0.6), time_limit=asking._MARGIN_SECS + 0.5)
-    assert result.status == "PREEMPTED" and "time limit of 1.5 s" in result.stop[0]
+    """Within a margin and two saves of the limit the run leaves at its next step, to be continued."""
+    near = lambda: monkeypatch.setattr(asking, "_MARGIN_SECS", 500.0)  # noqa: E731
+    result = program("step 2.1", near, time_limit="400s")
+    monkeypatch.undo()
+    assert result.status == "PREEMPTED" and "time limit of 400 s" in result.stop[0]
     assert program.events[-1] == "step 2.1"
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 20))
     result = program()
@@ -183,6 +186,17 @@ def test_an_evaluation_behind_training_in_one_task_may_end_within_the_grace(tmp_
     job.stop_when(max_epochs(2))
     result = JobRunner(job, tmp_path / "run").train(LocalSession())
     assert (int(result), result.status, result.committed) == (1, "PREEMPTED", 1)
+
+
+def test_limits_that_the_program_has_today_hold_inside_of_an_epoch(program):
+    """`max_steps` ends the epoch that goes on as a short one; fewer epochs than are done end the run."""
+    most = [max_steps(6)]
+    assert program("step 2.0", conditions=most).status == "PREEMPTED"
+    result = program(conditions=[max_epochs(1)])
+    assert (int(result), result.status) == (1, "FINISHED") and program.events == ["setup", "download", "exit"]
+    result = program(conditions=most)
+    assert (int(result), result.status) == (2, "FINISHED") and program.total == 6
+    assert program.events == ["setup", "step 2.1", "after 2", "download", "exit"]
 
 
 def test_a_request_knows_how_long_it_has():
