@@ -147,7 +147,9 @@ class Engine:
 
     def seal_like(self, session: Session, epoch: int) -> None:
         """Fix the set to what an epoch holds, and what is registered now."""
-        manifest = self.ledger.prove(session.peers, epoch).manifest
+        self._seal_like(session, self.ledger.prove(session.peers, epoch).manifest)
+
+    def _seal_like(self, session: Session, manifest: Manifest) -> None:
         found: dict[str, dict[str, Member]] = {}
 
         def look() -> None:
@@ -328,6 +330,12 @@ class Engine:
         self._streams, self._stats["checkpoint_load"] = load_all(job)
         if self._reuse is not None:
             self._reuse.loaded(target.manifest)
+
+    def go_on_at(self, session: Session, target: Target) -> None:
+        """Fix the set like that of a proved position, where it is not fixed, and load that position."""
+        if self._members is None:
+            self._seal_like(session, target.manifest)
+        self.load(session, target)
 
     def take_streams(self) -> dict[str, RandomStreams]:
         """The random states that the last load found, by hosted node."""

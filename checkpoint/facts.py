@@ -27,3 +27,5 @@ class Facts:
     """Whether the loop ended here, by the verdicts as they were combined."""
     selection: Selection = EVERYTHING
     """Which leaves the save took; the others are not in the epoch."""
+    places: Mapping[str, Any] = field(default_factory=dict)
+    """Of a position with a step: where in its tasks each node was, and what it had logged."""

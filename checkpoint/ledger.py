@@ -47,16 +47,23 @@ TAKEOVER_MARGIN_SECS = 60.0
 class Look:
     """What a log says before a run starts.
 
-    `epoch` and `facts` are of the newest entry of the current branch, not proved yet; `request` is
-    what that branch was begun by. `notices` are for people.
+    `epoch`, `step` and `facts` are of the newest entry of the current branch, not proved yet, `whole` is its
+    newest whole epoch; `request` is what that branch was begun by. `notices` are for people.
     """
 
     commits: bool = False
     branch: int = 0
     request: Mapping[str, Any] | None = None
     epoch: int | None = None
+    step: int = 0
+    whole: int | None = None
     facts: Facts | None = None
     notices: tuple[str, ...] = ()
+
+    @property
+    def position(self) -> Position | None:
+        """That of the newest entry."""
+        return None if self.epoch is None else Position(self.epoch, self.step)
 
 
 @dataclass(frozen=True)
@@ -124,7 +131,7 @@ class Ledger:
             return {**self._looked(LogView()), "notices": [str(error)]}
 
     def _looked(self, view: LogView) -> dict[str, Any]:
-        newest = view.newest()
+        newest, whole = view.newest(), view.newest(boundary=True)
         facts = None
         if newest is not None:
             with suppress(OSError):  # whoever loads it will say what is wrong with it
@@ -134,6 +141,8 @@ class Ledger:
             "branch": view.current.id,
             "request": dict(view.begun_by) if view.begun_by else None,
             "epoch": newest.position.epoch if newest else None,
+            "step": newest.position.step if newest else 0,
+            "whole": whole.position.epoch if whole else None,
             "facts": facts,
             "notices": list(view.notices),
         }

@@ -13,6 +13,7 @@ from torchrelay.checkpoint.asynchronous.samples import Verify
 from torchrelay.checkpoint.engine import Engine
 from torchrelay.checkpoint.exclusion import SingleWriter
 from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.ledger import Target
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.selection import Patterns, selection_of
 from torchrelay.checkpoint.storage_places import joined
@@ -179,12 +180,12 @@ class Manager:
         """What the manifest of the next save shall remember of the run."""
         self._facts = facts
 
-    def save(self, epoch: int) -> Work:
+    def save(self, epoch: int | Position) -> Work:
         """Save all nodes as `epoch`; the group ends when the epoch is committed and acknowledged.
 
         Of an asynchronous manager in a run it ends before: `settle` tells whether it was committed.
         """
-        position = Position(epoch)
+        position = epoch if isinstance(epoch, Position) else Position(epoch)
         return SessionGroup(f"checkpoint save {position}", lambda session: self._save(session, position))
 
     def _save(self, session: Session, position: Position) -> None:
@@ -212,6 +213,14 @@ class Manager:
         """
         engine = self.engine if path_prefix is None else self.engine.reading_from(path_prefix)
         return SessionGroup(f"checkpoint load {epoch}", lambda session: engine.load_epoch(session, epoch))
+
+    def go_on_at(self, nodes: Sequence[str], target: Target) -> Work:
+        """Load a proved position, also one inside of an epoch, as `init` and `load` do an epoch."""
+        self._use_nodes(nodes)
+        position = target.position
+        return SessionGroup(
+            f"checkpoint load {position}", lambda session: self.engine.go_on_at(session, target)
+        )
 
     def load_blobs_from_checkpoint(self, blob_names: Sequence[str], epoch: int) -> Work:
         """Load what of these names the epoch has; the others are ignored."""

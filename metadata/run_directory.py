@@ -5,6 +5,7 @@
     metrics.<generation>.jsonl   reduced metrics, one line per epoch
     events.<generation>.jsonl    what happened, one line per event
     checkpoints/                 the checkpoint room's own directory
+    STOP                         whoever makes it ends the run
 
 A generation is one holder of the checkpoint log, so files of different starts never mix.
 """
@@ -38,6 +39,11 @@ class RunDirectory:
         self.path = Path(path).absolute()
         self.checkpoints = self.path / "checkpoints"
         self._place = SamePlace(self.path)
+
+    @property
+    def stop_file(self) -> Path:
+        """Where somebody puts a file, of any content, to end the run."""
+        return self.path / "STOP"
 
     @property
     def name(self) -> str:

@@ -175,7 +175,11 @@ class Context:
         epoch. All ranks must make the same loops, and leave them with `break` at the same step or not
         at all; emulated nodes of one process run one after another and cannot wait for each other.
 
-        With `count=False`, for evaluation, batches neither count as steps nor end early. Concurrent
+        When all leave at once, to be continued (SIGTERM, a time limit), the loop does not end: it raises an
+        exception that passes by `except Exception`, and the next start goes on from this very step.
+
+        With `count=False`, for evaluation, batches neither count as steps nor end early, unless all leave;
+        then the evaluation begins anew at the next start. Concurrent
         tasks and parallel instances have only that form, and it then is a plain loop.
         """
         alone = self.concurrent or self.session.peers.size == 1
@@ -188,7 +192,9 @@ class Context:
         if len(self.session.local_nodes) > 1:
             place_loader(loader, self.place)
         agreeing = None if alone else self.session
-        return iter(Steps(self._state, self.node, loader, count, agreeing, self.siblings))
+        cursor = None if self.concurrent else self._state.cursor_of(self.node)
+        polled = not self.concurrent
+        return iter(Steps(self._state, self.node, loader, count, agreeing, self.siblings, polled, cursor))
 
     # State
 

@@ -23,6 +23,9 @@ from torchrelay.jobs.placement import selected
 from torchrelay.jobs.task import Task
 from torchrelay.jobs.workspace import Origin, Workspace, WorkspaceType
 from torchrelay.runners.context import Context
+from torchrelay.runners.ending.cursor import Cursor
+from torchrelay.runners.ending.interruption import Interrupted
+from torchrelay.runners.ending.requests import PREEMPT
 from torchrelay.runners.instances import run_step, run_steps, run_task
 from torchrelay.runners.reporters import reporting
 from torchrelay.runners.siblings import Siblings
@@ -93,14 +96,34 @@ class _NodeRun:
         return found
 
     def _run_tasks(self) -> None:
+        cursor = self._cursor
         for task in self.tasks:
             self.siblings.check()
+            if cursor is not None and cursor.skips(task):
+                continue
+            self._may_begin()
+            if cursor is not None:
+                cursor.begin(task, self.ctx.workspace, self.ctx.session.streams(self.ctx.node))
             if task.concurrent:
                 self.siblings.start(task.full_name, partial(self._run_concurrent, task))
             else:
                 with self._creating([task]):
                     ctx = replace(self.ctx, group=self.groups.get(task))
                     self.results[task] = run_task(task, ctx, self.siblings)
+            if cursor is not None:
+                cursor.end(self.results.get(task))
+
+    @property
+    def _cursor(self) -> Cursor | None:
+        """What follows this node where the group is an epoch's."""
+        return self.ctx.session.run_state.cursor_of(self.ctx.node, self.group)
+
+    def _may_begin(self) -> None:
+        """Between two tasks a process that is alone may leave; several come to their next step together."""
+        state = self.ctx.session.run_state
+        inside = self._cursor is not None and state.step_of(self.ctx.node) > 0
+        if inside and self.ctx.session.peers.size == 1 and state.urgency() == PREEMPT:
+            raise Interrupted
 
     def _run_concurrent(self, task: Task) -> None:
         self.ctx.enter_thread()

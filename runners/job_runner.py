@@ -20,8 +20,10 @@ from torchrelay.jobs.directories import local_directory
 from torchrelay.jobs.job import Job
 from torchrelay.metadata.file_handler import FileMetadataHandler
 from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.runners.attempts import MAX_ATTEMPTS
 from torchrelay.runners.choosing import Resume, check_epoch
-from torchrelay.runners.leaving import run_and_leave
+from torchrelay.runners.ending.time_limits import TimeLimit, seconds_of
+from torchrelay.runners.leaving import code_of_result, run_and_leave
 from torchrelay.runners.life import Life, Plan
 from torchrelay.runners.options import parse_options
 from torchrelay.runners.result import RunResult
@@ -47,6 +49,11 @@ class JobRunner:
     `upload_task_group_builder` builds the group that sends the last epoch elsewhere; `agree_every` is
     the number of steps between two looks at whether a rank wants to end the epoch (EpochLoader only).
 
+    `time_limit` (seconds, "1h30m", a timedelta) is for how long this start may run: in time for one more save
+    all ranks leave at one step, PREEMPTED, and the same command goes on from there; so they do after SIGTERM,
+    SIGUSR1, and before the end that Slurm tells. `max_attempts` starts in a row that got no further end in
+    NoProgressError (3 for run directories; 0 for no limit).
+
     `asynchronous=True` writes and commits epochs behind the training; whether one was saved is known, and
     the metadata handler told, at the next boundary. `staging_limit` and `verify_staging` are the manager's.
 
@@ -68,6 +75,8 @@ class JobRunner:
         keep_optimizer_last: int | None = None,
         max_failed_saves: int | None = None,
         agree_every: int = 1,
+        time_limit: TimeLimit | None = None,
+        max_attempts: int | None = None,
         asynchronous: bool | None = None,
         staging_limit: int | None = None,
         verify_staging: Verify | None = None,
@@ -77,11 +86,7 @@ class JobRunner:
         share_reads: bool | None = None,
         single_writer: SingleWriter = None,
     ) -> None:
-        if not isinstance(job, Job):
-            raise UsageError(f"job is {job!r:.80}; give a torchrelay.Job")
-        if resume not in ("auto", "must", "never"):
-            raise UsageError(f"resume is {resume!r}; it is 'auto', 'must' or 'never'")
-        self.job = job
+        self.job = _check_job(job, resume)
         self.resume_from_epoch = check_epoch(resume_from_epoch)
         self.upload_task_group_builder = upload_task_group_builder
         self.run_directory = (
@@ -109,6 +114,8 @@ class JobRunner:
             save_initial=save_initial,
             max_failed_saves=self._max_failed_saves(max_failed_saves),
             agree_every=_check_count(agree_every, "agree_every"),
+            time_limit_secs=None if time_limit is None else seconds_of(time_limit),
+            max_attempts=_check_attempts(max_attempts),
         )
 
     def _manager(self, where: str | Path | Manager | None, options: dict[str, Any]) -> Manager | None:
@@ -143,6 +150,9 @@ class JobRunner:
         began the current branch by the same request: then it continues (`again=True` rewinds).
         Without a session: the current one, else torchrun's, else a local one.
 
+        A run that left early to be continued returns too, with the status PREEMPTED; SIGTERM and SIGUSR1 have
+        our handlers until then (in the main thread).
+
         Raises the errors of `torchrelay.errors`; a failed save only warns (see `max_failed_saves`).
         """
         if not (session is None or isinstance(session, SessionBase)):
@@ -162,15 +172,17 @@ class JobRunner:
     def main(self, argv: list[str] | None = None) -> None:
         """Train as a program and leave with an exit code.
 
-        Reads `--resume-from-epoch N`, `--again`, `--resume auto|must|never` and `--help`; other arguments
-        are left to the program. A user's mistake prints one line, no traceback.
+        Reads `--resume-from-epoch N`, `--again`, `--resume auto|must|never`, `--time-limit T`,
+        `--max-attempts N` and `--help`; other arguments are left to the program. A user's mistake prints one
+        line, no traceback. The code of a preempted run is 75, but 0 where torchrun would start it again at
+        once (`--max-restarts`): status.json is the truth.
         """
 
         def work() -> int:
             options = parse_options(argv)
             self._plan = self._plan.with_options(options)
-            self.train(resume_from_epoch=options.epoch, again=options.again)
-            return 0
+            result = self.train(resume_from_epoch=options.epoch, again=options.again)
+            return code_of_result(result)
 
         run_and_leave(work)
 
@@ -213,12 +225,28 @@ def _directory_of_run(where: str | Path) -> Path:
     return local_directory(where, "the run directory")
 
 
+def _check_job(job: Any, resume: str) -> Job:
+    if not isinstance(job, Job):
+        raise UsageError(f"job is {job!r:.80}; give a torchrelay.Job")
+    if resume not in ("auto", "must", "never"):
+        raise UsageError(f"resume is {resume!r}; it is 'auto', 'must' or 'never'")
+    return job
+
+
 def _check_best(best: Any) -> tuple[str, str] | None:
     if best is None:
         return None
     if isinstance(best, tuple) and len(best) == 2 and isinstance(best[0], str) and best[1] in ("min", "max"):
         return best
     raise UsageError(f"best is {best!r}; it is a metric and a direction, for example ('val/acc', 'max')")
+
+
+def _check_attempts(count: Any) -> int | None:
+    if count is None:
+        return MAX_ATTEMPTS
+    if type(count) is int and count >= 0:
+        return count or None
+    raise UsageError(f"max_attempts is {count!r:.80}; it is a whole number, 0 for no limit")
 
 
 def _check_count(count: Any, name: str) -> int:

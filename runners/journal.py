@@ -17,7 +17,7 @@ from typing import Any
 
 from torchrelay.checkpoint.ledger import Holding, Look
 from torchrelay.checkpoint.position import Position
-from torchrelay.errors import DirectoryInUseError, StorageError, exit_code_of
+from torchrelay.errors import DirectoryInUseError, PreemptedError, StorageError, UsageError, exit_code_of
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.peers import Peers, decide
 from torchrelay.metadata.run_directory import RunDirectory, State
@@ -48,6 +48,7 @@ class Journal:
         self._epoch: int | None = None
         self._tail: dict[str, Any] = {}
         self._attempt = 0
+        self._attempts: Any = None
         self._began = time.monotonic()
 
     @property
@@ -82,8 +83,11 @@ class Journal:
         attempt = before.get("attempt")
         self._attempt = attempt + 1 if type(attempt) is int else 0
         self._tail = _tail_of(before)
+        self._attempts = before.get("attempts")
         self._status("RUNNING", epoch=look.epoch)
-        self._event("start", attempt=self._attempt, world_size=self.peers.size, epoch=look.epoch)
+        self._event(
+            "start", attempt=self._attempt, world_size=self.peers.size, epoch=look.epoch, step=look.step
+        )
 
     def _status_before(self, run: RunDirectory) -> dict[str, Any]:
         """What an earlier attempt noted. A file that cannot be read proves nothing and stops nobody."""
@@ -100,7 +104,7 @@ class Journal:
                 f"rewinding to epoch {choice.epoch} ({choice.reason}); what came after it is kept, abandoned"
             )
         elif choice.start == "newest":
-            self.say(f"resuming from epoch {look.epoch}: {choice.reason}")
+            self.say(f"resuming from epoch {look.position}: {choice.reason}")
         elif choice.rewind:
             self.warn(f"starting from scratch: {choice.reason}; the epochs there are kept, abandoned")
 
@@ -175,6 +179,46 @@ class Journal:
         self._tail["done"] = [*self._tail["done"], part]
         self._status("RUNNING", epoch=epoch)
 
+    def attempts_before(self, here: list[Any]) -> tuple[int, int]:
+        """Which start of the run this is, from 0, and how many before it began at this very place in a row.
+
+        Notes that this one does, too. Rank 0 only. `here` tells the place; it is empty where each start
+        is to count for itself.
+        """
+        known = self._attempts if isinstance(self._attempts, list) else []
+        same = [one for one in known if here and one == here]
+        self._attempts = [*(same if len(same) == len(known) else []), here]
+        self._status("RUNNING", epoch=self._epoch)
+        return self._attempt, len(self._attempts) - 1
+
+    def tail_at(self, branch: int, epoch: int | None) -> int:
+        """How many parts after the loop are recorded as done. Rank 0 only."""
+        same = (self._tail.get("branch"), self._tail.get("epoch")) == (branch, epoch)
+        return len(self._tail["done"]) if same else 0
+
+    def uncount(self) -> None:
+        """Count this start as no attempt: a person ended it, or is told what to mend."""
+        if isinstance(self._attempts, list):
+            self._attempts = self._attempts[:-1]
+
+    def preempted(self, result: RunResult, saved: Position | None, lost: str | None) -> None:
+        """Note and say that the run has left for now; `lost` is why the running epoch is not in `saved`."""
+        self.progress.close()
+        reason = ", ".join(result.stop)
+        step = saved.step if saved is not None else 0
+        self._event("preempted", reason=reason, epoch=int(result), step=step, lost=lost)
+        self._status(
+            result.status,
+            epoch=int(result),
+            step=step,
+            stop=list(result.stop),
+            exit_code=PreemptedError.exit_code,
+            committed=result.committed,
+        )
+        where = f"from epoch {saved}" if saved is not None else "from its start"
+        beyond = f"; of the running epoch nothing could be saved: {lost}" if lost is not None else ""
+        self.say(f"preempted ({reason}): the same command goes on {where}{beyond}")
+
     def finished(self, result: RunResult) -> None:
         """Note how the run ended."""
         self.progress.close()
@@ -193,6 +237,8 @@ class Journal:
         self.progress.close()
         if isinstance(error, DirectoryInUseError):
             return  # somebody else's status
+        if isinstance(error, (KeyboardInterrupt, UsageError)):
+            self.uncount()
         try:
             reason = f"{type(error).__name__}: {error}".removesuffix(": ")
             epoch = state.epoch or self._epoch  # before the loop the run is where the log says
@@ -218,6 +264,7 @@ class Journal:
                 host=socket.gethostname(),
                 pid=os.getpid(),
                 tail=self._tail,
+                attempts=self._attempts,
                 **details,
             )
 

@@ -13,8 +13,11 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from torchrelay.errors import PeerError, PreemptedError, RelayError, TaskFailedError, exit_code_of
+from torchrelay.runners.distributed.launch_env import launcher_restarts
 from torchrelay.runners.distributed.watcher import end_process
 from torchrelay.runners.distributed.world import World, code_of, current_world
+from torchrelay.runners.ending.signals import ignore_termination
+from torchrelay.runners.result import RunResult
 
 MEET_SECS = 30.0
 
@@ -37,14 +40,27 @@ def run_and_leave(work: Callable[[], int | None]) -> NoReturn:
     leave(code)
 
 
+def code_of_result(result: RunResult) -> int:
+    """The code of a run that ended without an error.
+
+    A launcher with restarts left would start a preempted run again at once, in the time that it has to go:
+    for it the run has ended well.
+    """
+    if result.status != "PREEMPTED":
+        return 0
+    return 0 if launcher_restarts() else PreemptedError.exit_code
+
+
 def leave(code: int, *, meet_secs: float = MEET_SECS) -> NoReturn:
     """End this process with `code`, as all ranks do at the end of a launched job.
 
-    After success it meets the others at the store for at most `meet_secs`, destroys the groups
-    that torchrelay made, flushes, and ends by `os._exit` under a launcher (no exit handlers run),
-    by SystemExit otherwise. A failure of another rank meanwhile gives its code.
+    After success, and when the run is to be continued, it meets the others at the store for at most
+    `meet_secs`, destroys the groups that torchrelay made, flushes, and ends by `os._exit` under a launcher
+    (no exit handlers run), by SystemExit otherwise. A failure of another rank meanwhile gives its code.
     """
     world = current_world()
+    if code == PreemptedError.exit_code:
+        ignore_termination()
     if world is None:
         sys.exit(code)
     try:
@@ -59,7 +75,7 @@ def leave(code: int, *, meet_secs: float = MEET_SECS) -> NoReturn:
 
 
 def _close(world: World, code: int, meet_secs: float) -> int:
-    met = world.meet_at_the_end(meet_secs) if code == 0 else True
+    met = world.meet_at_the_end(meet_secs) if code in (0, PreemptedError.exit_code) else True
     failure = world.watcher.failure if world.watcher else None
     if failure is not None:
         code = code or failure.exit_code

@@ -4,13 +4,16 @@
     -> restore random state -> loop { epoch group; metrics; stop conditions; save; stop? }
     -> upload -> download -> exit
 
-Every process of the session runs the same life; what is decided is decided once and told to all.
+Every process of the session runs the same life; what is decided is decided once and told to all. Between the
+phases all are asked whether somebody wants to end early (`ending.boundaries`).
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.ledger import Look, Target
@@ -21,8 +24,17 @@ from torchrelay.jobs.data_parallel import bare_ddp_instances
 from torchrelay.jobs.data_parallel import drop as drop_wrappers
 from torchrelay.jobs.random_streams import RandomStreams
 from torchrelay.jobs.seeding import current_seed
+from torchrelay.runners.attempts import check_attempts
 from torchrelay.runners.binding import bind_blobs
 from torchrelay.runners.choosing import Choice, Resume
+from torchrelay.runners.ending.boundaries import go_on
+from torchrelay.runners.ending.interruption import Interrupted
+from torchrelay.runners.ending.place import places_for
+from torchrelay.runners.ending.preemption import leave_for_now
+from torchrelay.runners.ending.put_back import PutBack
+from torchrelay.runners.ending.requests import ASKED, Requests
+from torchrelay.runners.ending.signals import signals_ask
+from torchrelay.runners.ending.time_limits import deadlines_of
 from torchrelay.runners.fence import FenceGuard
 from torchrelay.runners.journal import Journal
 from torchrelay.runners.options import Options
@@ -31,7 +43,7 @@ from torchrelay.runners.result import RunResult, Status
 from torchrelay.runners.run_state import RunState
 from torchrelay.runners.saving import Saver
 from torchrelay.runners.session_base import SessionBase
-from torchrelay.runners.stopping import Verdict, ask_all, limits_of, over_by_facts
+from torchrelay.runners.stopping import Verdict, ask_all, limits_of, only_time_is_up, over_by_facts
 from torchrelay.runners.tail import run_tail
 
 if TYPE_CHECKING:
@@ -47,10 +59,15 @@ class Plan:
     save_initial: bool = True
     max_failed_saves: int | None = None
     agree_every: int = 1
+    time_limit_secs: float | None = None
+    max_attempts: int | None = None
 
     def with_options(self, options: Options) -> Plan:
         """The same with what the command line overrides."""
-        return replace(self, resume=options.resume or self.resume)
+        limit = self.time_limit_secs if options.time_limit_secs is None else options.time_limit_secs
+        attempts = self.max_attempts if options.max_attempts is None else options.max_attempts or None
+        resume = options.resume or self.resume
+        return replace(self, resume=resume, time_limit_secs=limit, max_attempts=attempts)
 
 
 class Life:
@@ -80,6 +97,16 @@ class Life:
         """What the log said when the position was chosen."""
         self.streams: dict[str, RandomStreams] = {}
         self.status: Status = "FINISHED"
+        self.requests = Requests(
+            deadlines_of(plan.time_limit_secs, os.environ),
+            runner.run_directory.stop_file if runner.run_directory and session.peers.rank == 0 else None,
+            lambda: self.saver.longest_secs,
+        )
+        self._verdict = Verdict()
+        """Of the newest epoch that is over."""
+        self._target_inside: Target | None = None
+        self._places: Mapping[str, Any] = {}
+        """Where the nodes were in the epoch to be continued."""
         self._began = False
 
     # The whole
@@ -87,21 +114,25 @@ class Life:
     def run(self) -> RunResult:
         """Live; a failure is noted in the run directory, releases the log and is raised."""
         self.session.begin(self.state)
-        try:
-            choice = look_and_choose(self)
-            finished = finished_already(self, choice)
-            if finished is not None:
-                return finished
-            if self.manager is not None:
-                self.journal.say_choice(choice, self.look)
-            self._open()
-            result = self._live(choice)
-        except BaseException as error:
-            self._failed(error)
-            raise
-        finally:
-            self._close()
-        return result
+        self.state.requests = self.requests
+        with signals_ask(self.requests):
+            try:
+                return self._run()
+            except BaseException as error:
+                self._failed(error)
+                raise
+            finally:
+                self._close()
+
+    def _run(self) -> RunResult:
+        choice = look_and_choose(self)
+        finished = finished_already(self, choice)
+        if finished is not None:
+            return finished
+        if self.manager is not None:
+            self.journal.say_choice(choice, self.look)
+        self._open()
+        return self._live(choice)
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -109,8 +140,16 @@ class Life:
         return self.job.nodes_to_checkpoint() or tuple(place.name for place in self.session.nodes)
 
     def _live(self, choice: Choice) -> RunResult:
+        try:
+            return self._live_to_the_end(choice)
+        except Interrupted:
+            return leave_for_now(self)
+
+    def _live_to_the_end(self, choice: Choice) -> RunResult:
         target = self._target(choice)
+        check_attempts(self, choice, target)
         self._set_up()
+        go_on(self.session.peers, self.requests)
         verdict = self._resume(choice, target) if target else self._start_fresh(choice)
         self._restore_streams()
         if not verdict.stop:
@@ -195,9 +234,12 @@ class Life:
         """Load the target; where its bytes prove damaged, automatic resume loads an older one over it."""
         while True:
             epoch = target.position.epoch
-            self.session.run(manager.init(self.nodes, retrieve_from_epoch=epoch))
             try:
-                self.session.run(manager.load(epoch))
+                if target.position.boundary:
+                    self.session.run(manager.init(self.nodes, retrieve_from_epoch=epoch))
+                    self.session.run(manager.load(epoch))
+                else:
+                    self.session.run(manager.go_on_at(self.nodes, target))
                 return target
             except (StorageError, PartiallyLoadedError) as error:
                 if choice.start != "newest":
@@ -221,7 +263,10 @@ class Life:
         self.state.metrics = dict(facts.metrics)
         if self.state.seed is None:
             self.state.seed = facts.seed
-        return over_by_facts(self.job, facts, epoch)
+        self._target_inside = None if target.position.boundary else target
+        self._places = {} if target.position.boundary else facts.places
+        self._verdict = over_by_facts(self.job, facts, epoch, inside=not target.position.boundary)
+        return self._verdict
 
     def _restore_streams(self) -> None:
         """The last act before the first epoch task, or before the tail of a run whose epochs are over."""
@@ -233,20 +278,53 @@ class Life:
     def _loop(self, verdict: Verdict) -> Verdict:
         epoch = self.state.epoch
         while not verdict.stop:
+            asked = go_on(self.session.peers, self.requests)
+            if asked.level == ASKED and not self._places:  # an epoch that has begun ends as a short one
+                self.status, self._verdict = "STOPPED", verdict
+                return replace(verdict, asked=asked.reason)
             epoch += 1
-            self.state.begin_epoch(epoch)
-            self.state.check()
-            self.session.run(self.job.epoch_group)
+            self._run_epoch(epoch)
             metrics = self.session.reduce_metrics()
-            verdict = ask_all(self.job, self.session)
+            self._verdict = verdict = ask_all(self.job, self.session)
             saved = self._save(epoch, verdict)
             self.journal.epoch_done(self.state, metrics, saved, verdict)
+        if only_time_is_up(self.job, verdict):
+            self.status = "STOPPED"
         return verdict
+
+    def _run_epoch(self, epoch: int) -> None:
+        """Run the epoch's tasks, or what is left of them; nowhere else a place inside of tasks is known."""
+        inside, self._places = self._places, {}
+        if inside:
+            total = self.state.total_steps
+            self.state.begin_epoch(
+                epoch, step=self.saver.newest.step if self.saver.newest else 0, total_steps=total
+            )
+            own = {place.name for place in self.session.local_nodes}
+            places = places_for([place.name for place in self.session.nodes], inside)
+            self.state.put_back = PutBack(self.session, self._load_again)
+            self.state.continue_at({n: place for n, place in places.items() if n in own}, self.streams)
+        else:
+            self.state.begin_epoch(epoch)
+        self.state.check()
+        self.state.tracked = self.job.epoch_group
+        self.session.run(self.job.epoch_group)
+        self.state.tracked, self.state.put_back = None, None
+
+    def _load_again(self) -> None:
+        """Load the position that the run goes on from once more; the random states are known."""
+        if self.manager is not None and self._target_inside is not None:
+            self.session.run(self.manager.go_on_at(self.nodes, self._target_inside))
+            self.manager.engine.take_streams()
 
     def _save(self, epoch: int, verdict: Verdict) -> bool | None:
         if self.manager is None:
             return None
         return self.saver.save(self.session, Position(epoch), self._facts(verdict))
+
+    def facts_now(self) -> Facts:
+        """What a checkpoint inside of the running epoch remembers."""
+        return self._facts(self._verdict)
 
     def _facts(self, verdict: Verdict) -> Facts:
         return Facts(

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 
 from torchrelay.errors import UsageError
 from torchrelay.runners.choosing import Resume
+from torchrelay.runners.ending.time_limits import seconds_of
 
 _EPOCH = "--resume-from-epoch"
 _MISTYPED = 0.88
@@ -21,6 +22,9 @@ class Options:
     epoch: int | None = None
     again: bool = False
     resume: Resume | None = None
+    time_limit_secs: float | None = None
+    max_attempts: int | None = None
+    """0: no limit; None: as the program says."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -44,12 +48,41 @@ def parse_options(argv: list[str] | None) -> Options:
         choices=("auto", "must", "never"),
         help="continue if there is something (auto), only then (must), or begin anew (never)",
     )
+    parser.add_argument(
+        "--time-limit",
+        dest="limit",
+        metavar="T",
+        type=_limit,
+        help="leave in time before T (seconds, or 1h30m) to be continued by the same command",
+    )
+    parser.add_argument(
+        "--max-attempts",
+        dest="attempts",
+        metavar="N",
+        type=_count,
+        help="give up after N starts that got no further; 0 for no limit",
+    )
     known, others = parser.parse_known_args(argv)
     for word in others:
         option = word.partition("=")[0]
         if get_close_matches(option, (_EPOCH,), cutoff=_MISTYPED):
             raise UsageError(f"there is no option {option:.80}; did you mean {_EPOCH}?")
-    return Options(known.epoch, known.again, known.resume)
+    return Options(known.epoch, known.again, known.resume, known.limit, known.attempts)
+
+
+def _limit(text: str) -> float:
+    try:
+        return seconds_of(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 6):
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.40} is not a number of starts: write a whole number from 0"
+        )
+    return int(text)
 
 
 def _epoch(text: str) -> int:

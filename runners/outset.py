@@ -16,7 +16,7 @@ from torchrelay.metadata.file_handler import FileMetadataHandler
 from torchrelay.runners.choosing import Choice, Past, Wish, check_epoch, choose
 from torchrelay.runners.preflight import check_before_start
 from torchrelay.runners.result import RunResult
-from torchrelay.runners.stopping import over_by_facts
+from torchrelay.runners.stopping import only_time_is_up, over_by_facts
 
 if TYPE_CHECKING:
     from torchrelay.runners.life import Life
@@ -69,11 +69,13 @@ def finished_already(life: Life, choice: Choice) -> RunResult | None:
     look, run = life.look, life.run_directory
     if choice.start != "newest" or look.facts is None or look.epoch is None:
         return None
-    if not _over_at_look(life) or not life.journal.tail_done(look.branch, look.epoch):
+    verdict = over_by_facts(life.job, look.facts, look.epoch, inside=look.step > 0)
+    if not verdict.stop or not life.journal.tail_done(look.branch, look.epoch):
         return None
     life.journal.say(f"finished at epoch {look.epoch} already; nothing to do")
     return RunResult(
         look.epoch,
+        status="STOPPED" if only_time_is_up(life.job, verdict) else "FINISHED",
         stop=tuple(v["reason"] for v in look.facts.stop.values() if v["stop"]),
         metrics=look.facts.metrics,
         run_dir=run.path if run else None,
@@ -110,5 +112,5 @@ def _over_at_look(life: Life) -> bool:
     return (
         look.facts is not None
         and look.epoch is not None
-        and over_by_facts(life.job, look.facts, look.epoch).stop
+        and over_by_facts(life.job, look.facts, look.epoch, inside=look.step > 0).stop
     )

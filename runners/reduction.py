@@ -75,6 +75,19 @@ class Accumulator:
         self._value = _combined(self.reduce, self._value, given, weight != 0)
         self._weight = self._weight + weight
 
+    @classmethod
+    def of(cls, summary: Summary) -> Accumulator:
+        """Go on from a summary."""
+        found = cls(summary.reduce)
+        found._value, found._weight = summary.value, summary.weight
+        return found
+
+    def copy(self) -> Accumulator:
+        """The state as it is now; no value is read, because none is ever changed in place."""
+        found = Accumulator(self.reduce)
+        found._value, found._weight = self._value, self._weight
+        return found
+
     def summary(self) -> Summary:
         """The state as plain numbers; this is where a device is waited for."""
         return Summary(self.reduce, float(self._value), float(self._weight))
@@ -105,6 +118,16 @@ class MetricLog:
             taken, self._accumulators = self._accumulators, {}
         return {name: accumulator.summary() for name, accumulator in taken.items()}
 
+    def snapshot(self) -> dict[str, Accumulator]:
+        """What was logged up to now, for later; waits for no device."""
+        with self._lock:
+            return {name: accumulator.copy() for name, accumulator in self._accumulators.items()}
+
+    def restore(self, summaries: Mapping[str, Summary]) -> None:
+        """Go on from these summaries instead of what was logged here."""
+        with self._lock:
+            self._accumulators = {name: Accumulator.of(summary) for name, summary in summaries.items()}
+
 
 def reduce_metrics(peers: Peers, logs: Sequence[MetricLog]) -> dict[str, float]:
     """Reduce what the hosted nodes (`logs`, in node order) and all other processes logged.
@@ -119,6 +142,13 @@ def reduce_metrics(peers: Peers, logs: Sequence[MetricLog]) -> dict[str, float]:
 
 def joined(nodes: Iterable[Mapping[str, Summary]]) -> dict[str, float]:
     """Reduce summaries of nodes that come in rank order (pure)."""
+    totals = joined_summaries(nodes)
+    results = {name: totals[name].result for name in sorted(totals)}
+    return {name: result for name, result in results.items() if result is not None}
+
+
+def joined_summaries(nodes: Iterable[Mapping[str, Summary]]) -> dict[str, Summary]:
+    """What all nodes logged, written one after another in rank order (pure)."""
     totals: dict[str, Summary] = {}
     for node in nodes:
         for name, summary in node.items():
@@ -126,8 +156,7 @@ def joined(nodes: Iterable[Mapping[str, Summary]]) -> dict[str, float]:
             if before is not None and before.reduce != summary.reduce:
                 raise _conflict(name, before.reduce, summary.reduce)
             totals[name] = summary if before is None else before.joined(summary)
-    results = {name: totals[name].result for name in sorted(totals)}
-    return {name: result for name, result in results.items() if result is not None}
+    return totals
 
 
 def _combined(reduce: str, before: Any, value: Any, counted: Any) -> Any:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torchrelay.errors import RelayError, UsageError
+from torchrelay.jobs.group import TaskGroup
 from torchrelay.jobs.peers import Peers
+from torchrelay.jobs.random_streams import RandomStreams
+from torchrelay.runners.ending.cursor import Cursor
+from torchrelay.runners.ending.place import Place
+from torchrelay.runners.ending.requests import ASKED, NOT_ASKED, TIME_IS_UP, Requests
 from torchrelay.runners.reduction import MetricLog, reduce_metrics
-
-NOT_ASKED, TIME_IS_UP, ASKED = range(3)
-"""How urgently this process wants the running epoch to end; the processes agree on the maximum."""
 
 
 class RunState:
@@ -54,6 +56,13 @@ class RunState:
         self._last_step: int | None = None
         self._logs: dict[str, MetricLog] = {}
         self._said: set[str] = set()
+        self.requests: Requests | None = None
+        """Who may ask to end early; None outside of a run."""
+        self.tracked: TaskGroup | None = None
+        """The group whose tasks are followed, to be left and continued in their midst."""
+        self.put_back: Callable[[str, Any], None] | None = None
+        """Called by a node and its agreement when it comes to the loop that was left."""
+        self._cursors: dict[str, Cursor] = {}
 
     # Time
 
@@ -79,6 +88,21 @@ class RunState:
         self.epoch, self._first_step = epoch, step
         self._steps_before_epoch = total_steps - step
         self._steps, self._last_step, self.ended_early = {}, None, None
+        self._cursors = {}
+
+    def continue_at(self, places: Mapping[str, Place], streams: Mapping[str, RandomStreams]) -> None:
+        """The hosted nodes were at these places of the epoch that begins, with these random states."""
+        for node, place in places.items():
+            self._steps[node] = place.steps
+            self._cursors[node] = Cursor(self.log_of(node), place, streams.get(node))
+
+    def cursor_of(self, node: str, group: TaskGroup | None = None) -> Cursor | None:
+        """Where `node` is in the tracked group; None while none is tracked, or another than `group` runs."""
+        if self.tracked is None or group not in (None, self.tracked):
+            return None
+        if node not in self._cursors:
+            self._cursors[node] = Cursor(self.log_of(node))
+        return self._cursors[node]
 
     @property
     def step(self) -> int:
@@ -114,16 +138,18 @@ class RunState:
         self.stop_reason = self.stop_reason or reason
 
     def urgency(self) -> int:
-        """What this process brings to the next agreement: NOT_ASKED, TIME_IS_UP or ASKED."""
-        if self.stop_reason is not None:
-            return ASKED
+        """What this process brings to the next agreement: NOT_ASKED, TIME_IS_UP, ASKED or PREEMPT."""
+        asked = self.requests.level() if self.requests is not None else NOT_ASKED
+        if asked != NOT_ASKED or self.stop_reason is not None:
+            return max(asked, ASKED)
         late = self.limit_secs is not None and self.elapsed_secs >= self.limit_secs
         return TIME_IS_UP if late else NOT_ASKED
 
     def end_epoch_at(self, node: str, agreed: int) -> None:
         """All processes agreed that the running epoch ends at the step that `node` is at."""
         time_is_up = f"the time limit of {self.limit_secs} s is reached"
-        asked = self.stop_reason or "another process asked to stop"
+        own = self.requests.reason() if self.requests is not None else None
+        asked = self.stop_reason or own or "another process asked to stop"
         self._end_early(node, asked if agreed == ASKED else time_is_up)
 
     def must_end(self, node: str) -> bool:

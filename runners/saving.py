@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,11 @@ class Saver:
         self.max_failed = max_failed
         self.failed_in_a_row = 0
         self.newest_saved: int | None = None
+        """The newest whole epoch."""
+        self.newest: Position | None = None
+        """The newest position, which may be inside of an epoch."""
+        self.longest_secs = 0.0
+        """What the longest save took here, so that a save before an end is begun in time."""
 
     def save(self, session: SessionBase, position: Position, facts: Facts) -> bool | None:
         """Save, tell the handler, report the times. Returns whether the position is saved.
@@ -48,12 +54,14 @@ class Saver:
                 )
                 return False
             manager.note(facts)
-            session.run(manager.save(position.epoch))
+            began = time.monotonic()
+            session.run(manager.save(position.epoch if position.boundary else position))
         except Exception as error:
             self._failed(position, error)
             return False
         if manager.asynchronous:
             return None
+        self.longest_secs = max(self.longest_secs, time.monotonic() - began)
         self._saved(session, manager, position)
         return True
 
@@ -65,6 +73,8 @@ class Saver:
             if outcome.error is not None:
                 self._failed(outcome.position, outcome.error)
             else:
+                if outcome.stats is not None and outcome.stats.slowest is not None:
+                    self.longest_secs = max(self.longest_secs, outcome.stats.slowest.total_secs)
                 self._saved(session, self.manager, outcome.position)
 
     def secure(self, session: SessionBase, last: Position, facts: Facts) -> None:
@@ -105,8 +115,10 @@ class Saver:
 
     def _saved(self, session: SessionBase, manager: Manager, position: Position) -> None:
         self.failed_in_a_row = 0
-        self.newest_saved = position.epoch
-        self._tell(session, manager, position)
+        self.newest = position
+        if position.boundary:  # nobody outside is told of others
+            self.newest_saved = position.epoch
+            self._tell(session, manager, position)
 
     def _accessible(self, session: SessionBase, manager: Manager) -> bool:
         def ask() -> bool:
@@ -135,11 +147,12 @@ class Saver:
     def tell_loaded(self, session: SessionBase, target: Target, look: Look) -> None:
         """Report the load; write the newest epoch again: a crash may have come between commit and write."""
         epoch, manager, warn = target.position.epoch, self.manager, self.journal.warn
-        self.newest_saved = epoch
+        inside = not target.position.boundary
+        self.newest, self.newest_saved = target.position, look.whole if inside else epoch
         if manager is None:
             return
         report_stats(session, manager, "checkpoint_load", warn)
-        if look.epoch == epoch:
+        if look.epoch == epoch and not inside:
             tell_handler(
                 session, f"write of epoch {epoch}", lambda: manager.write_checkpoint_metadata(epoch), warn
             )

@@ -28,6 +28,7 @@ from torchrelay.jobs.task import Task
 from torchrelay.jobs.wire import Wire
 from torchrelay.jobs.workspace import Workspace, WorkspaceType
 from torchrelay.runners.context import Context
+from torchrelay.runners.ending.interruption import Interrupted
 from torchrelay.runners.executor import chosen, run_node
 from torchrelay.runners.outputs import ByNode, bind, heard, told
 from torchrelay.runners.phase import phase
@@ -197,16 +198,22 @@ class SessionBase(Managed):
         by_node = group.tasks_by_node([place.name for place in self.nodes])
         groups = self._process_groups(tasks)
         own: ByNode = {}
+        interrupted: list[str] = []
 
         def work() -> Any:
             for place in self.local_nodes:
-                own[place.name] = self._run_node(group, by_node[place.name], place.name, groups)
+                try:
+                    own[place.name] = self._run_node(group, by_node[place.name], place.name, groups)
+                except Interrupted:  # all processes are, at one step: they meet as after any group
+                    interrupted.append(place.name)
             return told(tasks, own) if self.peers.size > 1 else None
 
         with phase.during(f"group {group.name} of epoch {self.run_state.epoch}"):
             all_told = together(
                 self.peers, f"group {group.name}", self._announced(group.name, work), deadline_secs=GROUP_SECS
             )
+        if interrupted:
+            raise Interrupted
         bind(tasks, {**heard(tasks, all_told), **own} if self.peers.size > 1 else own)
 
     def _run_node(

@@ -5,7 +5,8 @@ Who knows what before a step begins:
 - limits on steps are the same everywhere and need no words;
 - how long a loader is, is the same everywhere for an EpochLoader (its steps are exactly equal); of any
   other loader each process looks one batch ahead and tells the others whether it has one;
-- stop requests and time limits are known to one process first and are told.
+- stop requests and time limits are known to one process first and are told. A preemption ends the tasks
+  at the step, by Interrupted; anything else ends the loop, and the epoch as a short one.
 
 What is told travels as one maximum over all processes, posted before a step and awaited after it, so
 that it overlaps with the step's own work: a stop that was asked for during one step ends the next one.
@@ -18,7 +19,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torchrelay.runners.run_state import NOT_ASKED, RunState
+from torchrelay.runners.ending.cursor import Cursor, Loop
+from torchrelay.runners.ending.interruption import Interrupted
+from torchrelay.runners.ending.requests import NOT_ASKED, PREEMPT
+from torchrelay.runners.run_state import RunState
 from torchrelay.runners.siblings import Siblings
 
 logger = logging.getLogger("torchrelay")
@@ -43,9 +47,11 @@ class Agreeing(Protocol):
 class Steps:
     """One loop over the batches of a loader, on one node.
 
-    `counted` loops count steps, obey limits and stop requests; others run through. `agreeing` is None
-    where no other process takes part: one process, or a task in a thread of its own. The loop ends by
-    CancelledError when one of the `siblings` failed.
+    `counted` loops count steps, obey limits and stop requests; others run through, unless all are to leave at
+    once (`polled` is False in threads of tasks, which end with their siblings). `agreeing` is None
+    where no other process takes part: one process, or a task in a thread of its own. `cursor` follows the
+    node through the tasks of an epoch. The loop ends by CancelledError when one of the `siblings` failed,
+    and by Interrupted where all leave.
     """
 
     state: RunState
@@ -54,33 +60,44 @@ class Steps:
     counted: bool
     agreeing: Agreeing | None
     siblings: Siblings
+    polled: bool = True
+    cursor: Cursor | None = None
 
     def __iter__(self) -> Iterator[Any]:
         """Batches until all processes end."""
+        if self.cursor is not None and self.cursor.comes_back(counted=self.counted) and self.state.put_back:
+            self.state.put_back(self.node, self.agreeing)
+        loop = self.cursor.enter(self.loader, counted=self.counted) if self.cursor is not None else None
         if self.counted and self.state.must_end(self.node):
-            return iter(())
+            return
+        source = self.loader if loop is None else loop.source
         if self.agreeing is None:
-            return self._alone()
-        return self._even(self.agreeing) if is_even(self.loader) else self._uneven(self.agreeing)
+            yield from self._alone(source, loop)
+        elif is_even(self.loader):
+            yield from self._even(source, loop, self.agreeing)
+        else:
+            yield from self._uneven(source, loop, self.agreeing)
 
-    def _alone(self) -> Iterator[Any]:
-        for batch in self.loader:
-            yield self._begin(batch)
-            if self._ended(self.state.urgency()):
+    def _alone(self, source: Iterable[Any], loop: Loop | None) -> Iterator[Any]:
+        for batch in source:
+            yield self._begin(batch, loop)
+            if self._ended(self._urgency() if self.polled else NOT_ASKED, loop):
                 return
 
-    def _even(self, agreeing: Agreeing) -> Iterator[Any]:
+    def _even(self, source: Iterable[Any], loop: Loop | None, agreeing: Agreeing) -> Iterator[Any]:
         """As many batches everywhere: only stop requests are told, every `agree_every` steps."""
-        for index, batch in enumerate(self.loader):
-            asking = self.counted and index % self.state.agree_every == 0
-            handle = agreeing.agree_flags((self.state.urgency(),)) if asking else None
-            yield self._begin(batch)
-            if self._ended(handle.wait()[0] if handle else NOT_ASKED):
+        everywhere = self.cursor is not None and self.cursor.everywhere and self.state.requests is not None
+        polled = self.counted or (self.polled and everywhere)
+        for index, batch in enumerate(source):
+            asking = polled and index % self.state.agree_every == 0
+            handle = agreeing.agree_flags((self._urgency(),)) if asking else None
+            yield self._begin(batch, loop)
+            if self._ended(handle.wait()[0] if handle else NOT_ASKED, loop):
                 return
 
-    def _uneven(self, agreeing: Agreeing) -> Iterator[Any]:
+    def _uneven(self, source: Iterable[Any], loop: Loop | None, agreeing: Agreeing) -> Iterator[Any]:
         """Each process looks one batch ahead; the first that runs dry ends the loop for all."""
-        batches = iter(self.loader)
+        batches = iter(source)
         ahead = next(batches, _END)
         handle = agreeing.agree_flags((int(ahead is _END), NOT_ASKED))
         while True:
@@ -91,19 +108,37 @@ class Steps:
             if self._ended(urgency):
                 return
             batch, ahead = ahead, next(batches, _END)
-            urgency = self.state.urgency() if self.counted else NOT_ASKED
-            handle = agreeing.agree_flags((int(ahead is _END), urgency))
-            yield self._begin(batch)
+            handle = agreeing.agree_flags((int(ahead is _END), self._urgency()))
+            yield self._begin(batch, loop)
 
-    def _begin(self, batch: Any) -> Any:
+    def _urgency(self) -> int:
+        """What this process brings to an agreement; an evaluation knows no urgency but to leave."""
+        if self.counted:
+            return self.state.urgency()
+        requests = self.state.requests
+        if requests is None or not self.polled:
+            return NOT_ASKED
+        patient = self.cursor is not None and self.cursor.costs_the_epoch
+        return PREEMPT if requests.level(patient=patient) == PREEMPT else NOT_ASKED
+
+    def _begin(self, batch: Any, loop: Loop | None) -> Any:
         self.siblings.check()
         self.state.check()
+        if loop is not None:
+            loop.taken += 1
         if self.counted:
             self.state.count_step(self.node)
         return batch
 
-    def _ended(self, urgency: int) -> bool:
-        """Whether this loop ends before its loader does."""
+    def _ended(self, urgency: int, loop: Loop | None = None) -> bool:
+        """Whether this loop ends before its loader does. Raises Interrupted where all leave.
+
+        Not after the last batch: what stands behind the loop may need what the loop has left in variables.
+        """
+        if urgency == PREEMPT:
+            if loop is not None and loop.exhausted:
+                return False
+            raise Interrupted
         if not self.counted:
             return False
         if urgency != NOT_ASKED:

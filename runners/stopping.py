@@ -19,11 +19,14 @@ class Verdict:
 
     stop: bool = False
     by_condition: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    asked: str | None = None
+    """Who asked the run to end from outside; no checkpoint remembers that."""
 
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why it ends, one sentence per condition that says so."""
-        return tuple(answer["reason"] for answer in self.by_condition.values() if answer["stop"])
+        said = tuple(answer["reason"] for answer in self.by_condition.values() if answer["stop"])
+        return said if self.asked is None else (*said, self.asked)
 
 
 def verdict_of(answers: Mapping[str, StopAnswer]) -> Verdict:
@@ -74,21 +77,31 @@ class _Remembered:
         self.metrics = facts.metrics
 
 
-def over_by_facts(job: Job, facts: Facts, epoch: int) -> Verdict:
+def over_by_facts(job: Job, facts: Facts, epoch: int, *, inside: bool = False) -> Verdict:
     """Whether the epochs were over at a saved position, by today's limits and yesterday's verdicts.
 
     Limits come from the program as it is now, so that raising `max_epochs` continues a finished
-    run; every other condition keeps the verdict that the manifest has, so that it is asked once.
+    run; every other condition keeps the verdict that the manifest has, so that it is asked once. `inside` an
+    epoch limits on steps and time are left to its next step, which ends it as a short one.
     """
     remembered = _Remembered(facts, epoch)
     answers = {}
     for condition in job.stop_conditions:
-        if condition.limit:
+        if condition.limit and inside and any(hasattr(condition, name) for name in ("steps", "secs")):
+            answers[condition.name] = StopAnswer(False)
+        elif condition.limit:
             answers[condition.name] = condition.ask(remembered)
         else:
             verdict = facts.stop.get(condition.name, {"stop": False, "reason": ""})
             answers[condition.name] = StopAnswer(bool(verdict["stop"]), str(verdict["reason"]))
     return verdict_of(answers)
+
+
+def only_time_is_up(job: Job, verdict: Verdict) -> bool:
+    """Whether nothing ends the run but its `max_time`: it was stopped, and is not finished."""
+    timed = {condition.name for condition in job.stop_conditions if hasattr(condition, "secs")}
+    stopping = {name for name, answer in verdict.by_condition.items() if answer["stop"]}
+    return bool(stopping) and stopping <= timed
 
 
 def limits_of(conditions: Sequence[StopCondition]) -> dict[str, Any]:

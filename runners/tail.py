@@ -1,6 +1,6 @@
 """After the loop: upload, download, exit.
 
-Each part is recorded as done, so that a run that dies here resumes at the first part that is not.
+Each part is recorded as done, so that a run that dies or leaves here resumes at the first part that is not.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.jobs.peers import together
+from torchrelay.runners.ending.boundaries import go_on
 
 if TYPE_CHECKING:
     from torchrelay.runners.life import Life
@@ -20,6 +21,7 @@ def run_tail(life: Life) -> None:
     epoch = life.state.epoch
     parts = {"upload": _upload, "download": _download, "exit": _exit}
     for part in life.journal.tail_left(branch, epoch):
+        go_on(life.session.peers, life.requests)
         parts[part](life)
         life.journal.tail_part_done(branch, epoch, part)
 

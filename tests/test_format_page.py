@@ -29,6 +29,7 @@ from torchrelay.checkpoint.disk.boxes import describe
 from torchrelay.checkpoint.disk.mesh import intervals_at, placements_of
 from torchrelay.checkpoint.disk.names import GROUP, NODE, Whole, format_key
 from torchrelay.checkpoint.disk.paths import DATA
+from torchrelay.checkpoint.disk.version import FEATURES
 from torchrelay.checkpoint.disk.windows import local_target
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.log import counter, job_file, log_append, log_reader, record, tail, writer
@@ -37,6 +38,7 @@ from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.reading.proof import Outcome
 from torchrelay.checkpoint.state.leaf import Role
 from torchrelay.jobs.blobs import Scope
+from torchrelay.runners.ending.place import Place
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/format.md").read_text()
@@ -131,7 +133,11 @@ def test_manifest_tables() -> None:
     assert {*optional, *referring["facts"]["selection"]} <= set(code(told["facts"]))
     wrapper = section("Leaves").split("role `subclass`", 1)[1].split("the inner names", 1)[0]
     assert set(code(wrapper)[-1].strip("{}").replace('"', "").split(", ")) == set(referring["values"][0][1])
-    assert {one.name for one in fields(Facts)} - {"run_id"} - optional | {"run"} == set(frozen["facts"])
+    assert {"places"} <= set(code(told["facts"])) and {"places"} == FEATURES
+    known = {one.name for one in fields(Facts)}
+    assert known - {"run_id"} - optional - {"places"} | {"run"} == set(frozen["facts"])
+    said = section("Manifest").split("`places` says", 1)[1].split("`header_bytes`", 1)[0]
+    assert set(Place().json()) - {"metrics"} == set(re.findall(r'"(\w+)"', said))
     kinds = {code(row[0])[0]: code(row[1]) for row in rows("Manifest", 1)}
     meshes = json.loads((GOLDEN / "manifest_mesh_v1.json").read_bytes())["layouts"]
     assert set(kinds) == {layout["kind"] for layout in [*frozen["layouts"], *meshes]}

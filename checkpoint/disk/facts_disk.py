@@ -25,6 +25,7 @@ def facts_json(facts: Facts) -> Json:
         "run": facts.run_id,
         "over": facts.over,
         **_selection_json(facts.selection),
+        **({"places": dict(facts.places)} if facts.places else {}),
     }
 
 
@@ -67,4 +68,5 @@ def facts_in(fields: Fields) -> Facts:
         run_id=fields.optional("run", fields.text),
         over=fields.flag("over"),
         selection=_selection(fields),
+        places=fields.fields("places").values if "places" in fields.values else {},
     )

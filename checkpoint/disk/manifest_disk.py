@@ -2,7 +2,7 @@
 
     format   job {uuid, name}   position {epoch, step}   branch   generation   tries   plan
     world    {nodes, others, hosts, host_of}
-    facts    {metrics, stop, total_steps, elapsed_secs, seed, run, over[, selection]}
+    facts    {metrics, stop, total_steps, elapsed_secs, seed, run, over[, selection][, places]}
     classes  node sets, packed
     layouts  {kind, class} and, where replicas are split, {items, cut_items, cut_elements},
              of sharded leaves {mesh, placements, rule}
@@ -53,7 +53,7 @@ def encode(manifest: Manifest) -> bytes:
     check_files(manifest, tables.stored, _NEW)
     words = _Numbers(tables.words)
     known = {
-        "format": version.stamp(),
+        "format": version.stamp([version.PLACES] if manifest.facts.places else []),
         "job": {"uuid": manifest.job_uuid, "name": manifest.job_name},
         "position": {"epoch": manifest.position.epoch, "step": manifest.position.step},
         "branch": manifest.branch,

@@ -13,7 +13,9 @@ from torchrelay.errors import DamagedError, FormatError
 
 MAJOR = 1
 MINOR = 0
-FEATURES: frozenset[str] = frozenset()
+PLACES = "places"
+"""In manifests of positions with a step: who ignores where the nodes were would train wrongly from there."""
+FEATURES: frozenset[str] = frozenset({PLACES})
 
 
 def stamp(features: Iterable[str] = ()) -> Json:

@@ -76,6 +76,12 @@ def read_launch_env(environ: Mapping[str, str] | None = None) -> LaunchEnv:
     return found
 
 
+def launcher_restarts(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether torchrun starts a process again that ends with a code (`--max-restarts` above 0)."""
+    most = (os.environ if environ is None else environ).get("TORCHELASTIC_MAX_RESTARTS", "0")
+    return most.isascii() and most.isdigit() and int(most) > 0
+
+
 def _alone(env: Mapping[str, str]) -> LaunchEnv:
     tasks = env.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks.isdigit() and int(tasks) > 1:

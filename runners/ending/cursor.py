@@ -1,0 +1,175 @@
+"""Where one node is in the tasks of the running epoch, so that it can be left there and gone on from there.
+
+The state at a step is exact only where all of it is in the checkpoint. So a node can be continued between
+two tasks, in the first counted loop of a task (over a registered EpochLoader, or a sequence), and before a
+task that only evaluates, which then begins anew. Everything else is an obstacle with a reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from torchrelay.jobs.epoch_loader import EpochLoader
+from torchrelay.jobs.random_streams import RandomStreams
+from torchrelay.jobs.task import Task
+from torchrelay.jobs.workspace import Workspace
+from torchrelay.runners.ending.place import Place
+from torchrelay.runners.reduction import Accumulator
+
+if TYPE_CHECKING:
+    from torchrelay.runners.reduction import MetricLog
+
+
+class Loop:
+    """One loop over a loader in the running task; `source` is what is left to take of it."""
+
+    def __init__(self, loader: Iterable[Any], *, counted: bool, taken: int = 0) -> None:
+        self.loader = loader
+        self.counted = counted
+        self.taken = taken
+        self.before = loader.state_dict() if isinstance(loader, EpochLoader) else None
+
+    @property
+    def source(self) -> Iterable[Any]:
+        """The loader, without what was taken before a resume; an EpochLoader stands there by itself."""
+        own = isinstance(self.loader, EpochLoader) or not self.taken
+        return self.loader if own else islice(self.loader, self.taken, None)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether nothing is left to take, as far as that is known beforehand."""
+        if isinstance(self.loader, EpochLoader):
+            return self.loader.steps_left == 0
+        return isinstance(self.loader, Sequence) and self.taken >= len(self.loader)
+
+
+class Cursor:
+    """Mutable; one per node and epoch. Tasks in threads of their own do not touch it."""
+
+    def __init__(
+        self, log: MetricLog, resumed: Place | None = None, streams: RandomStreams | None = None
+    ) -> None:
+        self._log = log
+        self._resumed, self._streams = resumed, streams
+        self._done: list[str] = []
+        self._task: Task | None = None
+        self._loops: list[Loop] = []
+        self._at_begin: tuple[dict[str, Accumulator], RandomStreams] | None = None
+        self._private: Workspace | None = None
+        self._obstacle: str | None = None
+        if resumed is not None:
+            log.restore(resumed.metrics)
+
+    # Tasks
+
+    def skips(self, task: Task) -> bool:
+        """Whether the task was done before the epoch was left."""
+        if self._resumed is None or task.full_name not in self._resumed.done:
+            return False
+        self._done.append(task.full_name)
+        return True
+
+    def begin(self, task: Task, workspace: Workspace, streams: RandomStreams) -> None:
+        """The task begins; `workspace` is the one it runs in, `streams` the node's random states."""
+        if task.concurrent or task.num_instances > 1:
+            self._obstacle = f"{task.full_name!r} runs in threads, whose places nobody knows"
+        self._task, self._loops = task, []
+        self._at_begin = self._log.snapshot(), streams
+        if workspace.parent is not None and workspace.own_names():
+            names = ", ".join(workspace.own_names())
+            self._obstacle = f"{names} of earlier tasks would be lost: register it, or make it in init"
+
+    def end(self, result: object) -> None:
+        """The task is done; what it returned is nowhere in a checkpoint."""
+        if self._task is not None:
+            self._done.append(self._task.full_name)
+            if result is not None:
+                self._obstacle = f"{self._task.full_name!r} returned a value, which is not saved"
+        self._task, self._loops = None, []
+
+    # Loops
+
+    def comes_back(self, *, counted: bool) -> bool:
+        """Whether the loop that begins now in the running task is the one that was left."""
+        task = self._task.full_name if self._task is not None else None
+        return counted and self._resumed is not None and task is not None and self._resumed.task == task
+
+    def enter(self, loader: Iterable[Any], *, counted: bool) -> Loop:
+        """A loop of the running task begins; the one that was left has its logs and random states again."""
+        resumed = self._resumed if self.comes_back(counted=counted) else None
+        loop = Loop(loader, counted=counted, taken=resumed.taken if resumed is not None else 0)
+        if resumed is not None:
+            self._log.restore(resumed.metrics)
+            if self._streams is not None:
+                self._streams.restore()
+            self._resumed = Place(resumed.done)
+        self._loops.append(loop)
+        return loop
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether the running task is one of all nodes, which may then agree on something in its loops."""
+        return self._task is not None and self._task.node is None and self._task.on == "all"
+
+    @property
+    def costs_the_epoch(self) -> bool:
+        """Whether to stop in an evaluation now would lose the epoch: it belongs to a task that trained."""
+        return any(loop.counted for loop in self._loops)
+
+    # Being left
+
+    def obstacle(self, workspace: Workspace) -> str | None:
+        """Why the node cannot be continued where it is; None where it can."""
+        if self._obstacle is not None or self._task is None or not self._loops:
+            return self._obstacle
+        counted, last = [loop for loop in self._loops if loop.counted], self._loops[-1]
+        if not counted:
+            return None
+        if len(counted) > 1 or not last.counted:
+            return f"{self._task.full_name!r} was beyond its first loop: give every loop a task of its own"
+        if isinstance(last.loader, EpochLoader):
+            return None if _holds(workspace, last.loader) else "its EpochLoader is not registered as a blob"
+        if isinstance(last.loader, Sequence):
+            return None
+        return f"a {type(last.loader).__name__} cannot be continued in its middle: use EpochLoader"
+
+    def place(self, steps: int) -> Place:
+        """Where the node is, `steps` into the epoch. Loaders of an evaluation, which begins anew, go back."""
+        if self._waits and self._resumed is not None:
+            return self._resumed
+        counted = next((loop for loop in self._loops if loop.counted), None)
+        metrics: Mapping[str, Accumulator] = self._log.snapshot()
+        if counted is None and self._task is not None and self._at_begin is not None:
+            metrics = self._at_begin[0]
+            self._rewind()
+        inside = self._task.full_name if counted is not None and self._task is not None else None
+        return Place(
+            tuple(self._done),
+            inside,
+            counted.taken if counted is not None else 0,
+            steps,
+            {name: one.summary() for name, one in metrics.items()},
+        )
+
+    def streams_at(self) -> RandomStreams | None:
+        """The random states to go on with, where these are not the present ones."""
+        if self._waits:
+            return self._streams
+        anew = self._task is not None and not any(loop.counted for loop in self._loops)
+        return self._at_begin[1] if anew and self._at_begin is not None else None
+
+    @property
+    def _waits(self) -> bool:
+        """Whether the node has not come back to the loop that it was in."""
+        return self._resumed is not None and self._resumed.task is not None
+
+    def _rewind(self) -> None:
+        for loop in reversed(self._loops):
+            if isinstance(loop.loader, EpochLoader) and loop.before is not None:
+                loop.loader.load_state_dict(loop.before)
+
+
+def _holds(workspace: Workspace, loader: object) -> bool:
+    return any(entry.value is loader and entry.blob is not None for entry in workspace.entries().values())

@@ -1,0 +1,112 @@
+"""Leaving for now: what runs is drained, the place inside of the epoch is saved where there is time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torchrelay.checkpoint.position import Position
+from torchrelay.jobs.peers import together
+from torchrelay.runners.ending.place import Place, places_json
+from torchrelay.runners.result import RunResult
+
+if TYPE_CHECKING:
+    from torchrelay.runners.life import Life
+
+
+_NOTHING_NEW = "no step was taken since the newest position"
+
+
+@dataclass(frozen=True)
+class _Outlook:
+    """What all processes know of a leave: who asked, whether a place can be saved, and where it is."""
+
+    reason: str
+    position: Position
+    why_not: str | None
+
+
+def leave_for_now(life: Life) -> RunResult:
+    """End a run that all processes agreed to interrupt; all call this together.
+
+    Raises what a save raises that makes the run fail: a process that is lost, a directory that is another's.
+    """
+    inside = life.state.tracked is not None
+    life.saver.settle(life.session)
+    outlook = _outlook(life, inside=inside)
+    if inside and outlook.why_not is None:
+        outlook = _save(life, outlook)
+    life.saver.finish(life.session)
+    saved = life.saver.newest
+    result = RunResult(
+        saved.epoch if saved is not None else 0,
+        status="PREEMPTED",
+        stop=(outlook.reason,),
+        metrics=life.state.metrics,
+        run_dir=life.run_directory.path if life.run_directory else None,
+        committed=life.saver.newest_saved,
+    )
+    lost = outlook.why_not if inside and outlook.why_not != _NOTHING_NEW else None
+    life.journal.preempted(result, saved, lost)
+    return result
+
+
+def _outlook(life: Life, *, inside: bool) -> _Outlook:
+    """Every process says who asked it, how far it is, how long it has, and what keeps it from going on."""
+    state, requests = life.state, life.requests
+    obstacles = [_obstacle(life, place.name) for place in life.session.local_nodes] if inside else []
+    told = life.session.peers.exchange(
+        "leave for now",
+        [
+            requests.reason(),
+            requests.secs_left(),
+            state.step,
+            next((one for one in obstacles if one is not None), None),
+            life.saver.longest_secs,
+        ],
+    )
+    reasons, left, steps, why, took = zip(*told, strict=True)
+    position = Position(max(0, state.epoch - 1), max(steps)) if inside else Position(state.epoch)
+    known = [secs for secs in left if secs is not None]
+    time_left = min(known) - 2 * max(took) if known else 0.0
+    reason = next((one for one in reasons if one is not None), "another process")
+    return _Outlook(reason, position, _why_not(life, position, next(filter(None, why), None), time_left))
+
+
+def _obstacle(life: Life, node: str) -> str | None:
+    cursor = life.state.cursor_of(node)
+    return None if cursor is None else cursor.obstacle(life.session.workspace(node))
+
+
+def _why_not(life: Life, position: Position, obstacle: str | None, time_left: float) -> str | None:
+    """Why the place cannot be saved; None where it can. Alike on all processes."""
+    newest = life.saver.newest
+    if life.manager is None or life.run_directory is None:
+        return "there is no run directory"
+    if position.boundary or (newest is not None and position <= newest):
+        return _NOTHING_NEW
+    if obstacle is not None:
+        return obstacle
+    return "there is no time left for a save" if time_left < 0 else None
+
+
+def _save(life: Life, outlook: _Outlook) -> _Outlook:
+    """Save the place; a save that fails has warned, and the run goes on from the position before."""
+    session, state = life.session, life.state
+    own: dict[str, Place] = {}
+    for node in session.local_nodes:
+        cursor = state.cursor_of(node.name)
+        if cursor is not None:
+            streams = cursor.streams_at()
+            own[node.name] = cursor.place(state.step_of(node.name))
+            if streams is not None:
+                session.set_streams(node.name, streams)
+    told = together(
+        session.peers, "places in the epoch", lambda: {name: place.json() for name, place in own.items()}
+    )
+    places = {name: Place.of(json) for part in told for name, json in part.items()}
+    facts = replace(life.facts_now(), places=places_json(places), over=False)
+    life.saver.save(session, outlook.position, facts)
+    life.saver.settle(session)
+    failed = None if life.saver.newest == outlook.position else "the save failed"
+    return replace(outlook, why_not=failed)

@@ -1,0 +1,99 @@
+"""Requests to end early, as one process knows them: signals, a time limit, the file STOP.
+
+Raising a request is all that a signal handler does. When it counts is agreed by all processes, in
+`ctx.steps` and between the phases of a run (`runners.ending.boundaries`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from torchrelay.runners.ending.time_limits import Deadline
+
+NOT_ASKED, TIME_IS_UP, ASKED, PREEMPT = range(4)
+"""How urgently a process wants to end: not; for the run's `max_time`; for good; now, to go on later."""
+
+GRACE_SECS = 30.0
+"""What a launcher waits between SIGTERM and SIGKILL: torchrun's default, and Slurm's KillWait."""
+RESERVE_SECS = 10.0
+"""What is left of the grace when work that cannot be continued in its middle is given up."""
+_LOOK_SECS = 1.0
+_MARGIN_SECS = 1.0
+
+
+class Requests:
+    """Mutable; one per run and process. `save_secs` tells how long a save takes, which needs to fit in.
+
+    `deadlines` end this start of the run in time for one more save; `stop_file` is looked for once a second
+    (None: by another process).
+    """
+
+    def __init__(
+        self,
+        deadlines: tuple[Deadline, ...] = (),
+        stop_file: Path | None = None,
+        save_secs: Callable[[], float] = lambda: 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.deadlines = deadlines
+        self._save_secs = save_secs
+        self._stop_file = stop_file
+        self._clock = clock
+        self._signal: str | None = None
+        self._kill_at: float | None = None
+        self._looked = -_LOOK_SECS
+        self._stop = False
+
+    def preempt(self, name: str) -> None:
+        """A signal of this name came: leave, within the grace from now on. Signal handlers call this."""
+        if self._signal is None:
+            self._signal, self._kill_at = name, self._clock() + GRACE_SECS
+
+    @property
+    def need_secs(self) -> float:
+        """What a save is given: twice what it takes."""
+        return 2 * self._save_secs()
+
+    def level(self, *, patient: bool = False) -> int:
+        """NOT_ASKED, ASKED or PREEMPT, now. `patient`: a preemption waits while there is time for that."""
+        if self._preempted(patient=patient):
+            return PREEMPT
+        return ASKED if self._stop_wanted() else NOT_ASKED
+
+    def reason(self) -> str | None:
+        """Who asks, in words; None where this process knows of nobody."""
+        late = self._late()
+        if self._signal is not None or late is not None:
+            return self._signal or (late.name if late else None)
+        return f"the file {self._stop_file}" if self._stop else None
+
+    def secs_left(self) -> float | None:
+        """Seconds until this process has to be gone; None where nobody said so."""
+        ends = [deadline.at for deadline in self.deadlines]
+        ends += [] if self._kill_at is None else [self._kill_at]
+        return min(ends) - self._clock() if ends else None
+
+    def _preempted(self, *, patient: bool) -> bool:
+        if self._signal is None and self._late() is None:
+            return False
+        left = self.secs_left()
+        return not patient or left is None or left < self.need_secs + RESERVE_SECS
+
+    def _late(self) -> Deadline | None:
+        now = self._clock() + self.need_secs + _MARGIN_SECS
+        return next((one for one in self.deadlines if now >= one.at - one.margin_secs), None)
+
+    def _stop_wanted(self) -> bool:
+        now = self._clock()
+        if self._stop_file is not None and not self._stop and now - self._looked >= _LOOK_SECS:
+            self._looked, self._stop = now, _exists(self._stop_file)
+        return self._stop
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a directory that cannot be looked into asks for nothing
+        return False
