@@ -17,6 +17,7 @@ from torchrelay.errors import StorageError, UsageError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.peers import Peers, together
+from torchrelay.metadata.files import write_new
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.session_base import SessionBase
 
@@ -117,10 +118,7 @@ def _write_probe(probe: Path) -> None:
     """Write, sync and link, as a save will."""
     linked = probe.with_name(probe.name + "-link")
     try:
-        with open(probe, "xb") as file:
-            file.write(bytes(PROBE_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
+        write_new(probe, bytes(PROBE_BYTES))
         os.link(probe, linked)
     except OSError as error:
         with suppress(OSError):

@@ -14,6 +14,7 @@ from functools import partial
 
 import torchrelay
 from torchrelay.errors import RelayError, StorageError
+from torchrelay.runners.commands.command_line_chaos import add_chaos
 from torchrelay.runners.commands.command_line_interop import add_export, add_import
 from torchrelay.runners.commands.command_line_ls import ls
 from torchrelay.runners.commands.command_line_output import Output, printable
@@ -57,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_verify(verbs)
     add_export(partial(_verb, verbs))
     add_import(partial(_verb, verbs))
+    add_chaos(partial(_verb, verbs))
     return parser
 
 

@@ -1,0 +1,53 @@
+"""One fault: what happens, at which call, and how it is written so that a trial can be repeated."""
+
+from __future__ import annotations
+
+import errno
+import re
+from dataclasses import dataclass
+
+from torchrelay.errors import UsageError
+
+ERRNOS = ("ENOSPC", "EIO", "EACCES", "EROFS", "ESTALE", "EINTR", "EMFILE", "EDQUOT")
+WHATS = ("kill", "short", "zero", "stall", "pause")
+WHENS = ("before", "after", "middle")
+_FORM = re.compile(r"([A-Za-z]+)@([1-9][0-9]{0,8})((?::[a-z]+)*)")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`what` is `kill`, `short`, `zero` (writes), `stall`, `pause` or the name of an errno.
+
+    It happens to call number `at`; where `lasting`, to all later calls of the same sort too. `when` is for
+    kills and pauses: before or after the call, or in the middle of a write.
+    """
+
+    what: str
+    at: int
+    when: str = "before"
+    lasting: bool = False
+
+    @property
+    def errno(self) -> int:
+        """The number of the error that the call reports; 0 for what is no error."""
+        return int(getattr(errno, self.what, 0))
+
+    def __str__(self) -> str:
+        """`kill@37:after`, `ENOSPC@12:lasting`; `fault_of` reads it again."""
+        when = "" if self.when == "before" else f":{self.when}"
+        return f"{self.what}@{self.at}{when}{':lasting' if self.lasting else ''}"
+
+
+def fault_of(text: str) -> Fault:
+    """Read what `str` of a fault wrote; raises UsageError for anything else."""
+    found = _FORM.fullmatch(text)
+    what = found[1] if found else ""
+    words = found[3].split(":")[1:] if found else []
+    known = what in WHATS or what in ERRNOS
+    if found is None or not known or any(word not in (*WHENS, "lasting") for word in words):
+        raise UsageError(
+            f"{text!r:.80} is no fault: write kill@37:after, ENOSPC@12:lasting, stall@5, with one of "
+            f"{', '.join((*WHATS, *ERRNOS))}"
+        )
+    whens = [word for word in words if word != "lasting"]
+    return Fault(what, int(found[2]), whens[0] if whens else "before", "lasting" in words)
