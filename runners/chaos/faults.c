@@ -329,15 +329,21 @@ ssize_t writev(int fd, const struct iovec *parts, int count) {
   WRITES_PARTS((fd, parts, count), (fd, &half, 1));
 }
 
-ssize_t pwritev(int fd, const struct iovec *parts, int count, off_t offset) {
-  REAL(ssize_t, "pwritev", int, const struct iovec *, int, off_t);
-  WRITES_PARTS((fd, parts, count, offset), (fd, &half, 1, offset));
-}
+#define VECTORS(name, offset_type)                                                                 \
+  ssize_t name(int fd, const struct iovec *parts, int count, offset_type offset) {                 \
+    REAL(ssize_t, #name, int, const struct iovec *, int, offset_type);                             \
+    WRITES_PARTS((fd, parts, count, offset), (fd, &half, 1, offset));                              \
+  }
+VECTORS(pwritev, off_t)
+VECTORS(pwritev64, off64_t)
 
-ssize_t pwritev64(int fd, const struct iovec *parts, int count, off64_t offset) {
-  REAL(ssize_t, "pwritev64", int, const struct iovec *, int, off64_t);
-  WRITES_PARTS((fd, parts, count, offset), (fd, &half, 1, offset));
-}
+#define FLAGGED_VECTORS(name, offset_type)                                                         \
+  ssize_t name(int fd, const struct iovec *parts, int count, offset_type offset, int flags) {      \
+    REAL(ssize_t, #name, int, const struct iovec *, int, offset_type, int);                        \
+    WRITES_PARTS((fd, parts, count, offset, flags), (fd, &half, 1, offset, flags));                \
+  }
+FLAGGED_VECTORS(pwritev2, off_t)
+FLAGGED_VECTORS(pwritev64v2, off64_t)
 
 ssize_t read(int fd, void *data, size_t size) {
   REAL(ssize_t, "read", int, void *, size_t);
@@ -354,15 +360,21 @@ ssize_t pread64(int fd, void *data, size_t size, off64_t offset) {
   SIMPLE(READ, plan && plan->reads ? of_descriptor(buffer, fd) : NULL, real(fd, data, part(&call, size), offset));
 }
 
-ssize_t preadv(int fd, const struct iovec *parts, int count, off_t offset) {
-  REAL(ssize_t, "preadv", int, const struct iovec *, int, off_t);
-  SIMPLE(READ, plan && plan->reads ? of_descriptor(buffer, fd) : NULL, real(fd, parts, count, offset));
-}
+#define READS_PARTS(name, offset_type)                                                             \
+  ssize_t name(int fd, const struct iovec *parts, int count, offset_type offset) {                 \
+    REAL(ssize_t, #name, int, const struct iovec *, int, offset_type);                             \
+    SIMPLE(READ, plan && plan->reads ? of_descriptor(buffer, fd) : NULL, real(fd, parts, count, offset)); \
+  }
+READS_PARTS(preadv, off_t)
+READS_PARTS(preadv64, off64_t)
 
-ssize_t preadv64(int fd, const struct iovec *parts, int count, off64_t offset) {
-  REAL(ssize_t, "preadv64", int, const struct iovec *, int, off64_t);
-  SIMPLE(READ, plan && plan->reads ? of_descriptor(buffer, fd) : NULL, real(fd, parts, count, offset));
-}
+#define FLAGGED_READS(name, offset_type)                                                           \
+  ssize_t name(int fd, const struct iovec *parts, int count, offset_type offset, int flags) {      \
+    REAL(ssize_t, #name, int, const struct iovec *, int, offset_type, int);                        \
+    SIMPLE(READ, plan && plan->reads ? of_descriptor(buffer, fd) : NULL, real(fd, parts, count, offset, flags)); \
+  }
+FLAGGED_READS(preadv2, off_t)
+FLAGGED_READS(preadv64v2, off64_t)
 
 ssize_t copy_file_range(int from, off64_t *at, int fd, off64_t *to, size_t size, unsigned flags) {
   REAL(ssize_t, "copy_file_range", int, off64_t *, int, off64_t *, size_t, unsigned);

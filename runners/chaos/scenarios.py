@@ -24,7 +24,7 @@ class Scenario:
     """A run that goes from epoch `before` (None: from nothing) to epoch `until`.
 
     `torn`: its last writer was killed in the middle of a save. `large`: a tensor of so many float32 goes past
-    the page cache.
+    the page cache. `program` is what is struck; the checks know only the real one.
     """
 
     name: str
@@ -33,6 +33,7 @@ class Scenario:
     options: Mapping[str, Any] = field(default_factory=dict)
     torn: bool = False
     large: int = 0
+    program: str = TRAIN
 
 
 SCENARIOS = (
@@ -74,7 +75,7 @@ class Copy:
 
     def train(self, plan: PlanFile | None, limit_secs: float) -> Order:
         """The order to continue the run under a plan."""
-        return self._order(TRAIN, plan, limit_secs, until=self.scenario.until)
+        return self._order(self.scenario.program, plan, limit_secs, until=self.scenario.until)
 
     def check(self, limit_secs: float) -> Order:
         """The order to prove what is there, and to go on."""

@@ -1,4 +1,4 @@
-"""Hours of `torchrelay chaos` in rounds; each finished round is a line of a file, so that a campaign can stop.
+"""Hours of `torchrelay chaos` in rounds; each finished round is a line of a file, so it can be stopped.
 
 The seed of a round is its number, so no round repeats another, and each can be repeated alone.
 """
