@@ -18,8 +18,16 @@ from torchrelay.runners.chaos.scenarios import CHECK, TRAIN, Prepared, Scenario,
 from torchrelay.runners.chaos.strikes import Strike, strike
 from torchrelay.runners.chaos.tally import Outcome, Tally, Verdict
 
-KINDS = ("kill", "errno", "stall", "flip", "truncate", "power")
-DEFAULT_TRIALS = {"kill": 300, "errno": 300, "stall": 30, "flip": 1000, "truncate": 200, "power": 24}
+KINDS = ("kill", "errno", "read", "stall", "flip", "truncate", "power")
+DEFAULT_TRIALS = {
+    "kill": 300,
+    "errno": 300,
+    "read": 100,
+    "stall": 30,
+    "flip": 1000,
+    "truncate": 200,
+    "power": 24,
+}
 _BATCH = 100
 _RESUMED_EVERY = 50
 """Of so many damaged runs one is also resumed."""

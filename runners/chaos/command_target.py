@@ -119,6 +119,9 @@ def run_all(job: UserJob, say: Callable[[str], None]) -> Tally:
     tally = Tally()
     with _reference(job, say) as reference:
         for kind in job.wish.kinds:
+            if kind not in DEFAULT_TRIALS:
+                tally.skipped[kind] = "it is for the built-in run only"
+                continue
             say(f"{kind} ...")
             begun = time.monotonic()
             for outcome in _outcomes(reference, kind, tally):

@@ -33,18 +33,20 @@ class PlanFile:
             self._map = mmap.mmap(file.fileno(), _FORM.size)
 
     def arm(
-        self, root: Path, fault: Fault | None, *, log: Path | None = None, reads: bool = False,
+        self, root: Path, fault: Fault | None, *, log: Path | None = None, reads: bool | None = None,
         stall_secs: float = 0.02,
     ) -> None:  # fmt: skip
-        """Count calls below `root`, and let `fault` happen. `log` gets a line per call; `reads` count too.
+        """Count calls below `root`, and let `fault` happen.
 
+        `log` gets a line per call; reads of files count too where `reads`, or else the fault, says so.
         Raises UsageError for paths that the library has no room for.
         """
         texts = [b"", *(_text(one) for one in (str(root.resolve()), str(root.absolute()), str(log or "")))]
+        counted = fault is not None and fault.reads if reads is None else reads
         what = 0 if fault is None else _FAIL if fault.errno else _ACTS[fault.what]
         data = _FORM.pack(
             _MAGIC, what, _WHENS[fault.when] if fault else 0, fault.errno if fault else 0,
-            int(fault.lasting) if fault else 0, int(reads), fault.at if fault else 0,
+            int(fault.lasting) if fault else 0, int(counted), fault.at if fault else 0,
             int(stall_secs * 1e6), 0, 0, 0, 0, 0, 0, *texts,
         )  # fmt: skip
         self._map[:] = data

@@ -63,6 +63,8 @@ class Prepared:
     run: Path
     oracle: Path
     calls: tuple[Call, ...]
+    reads: tuple[Call, ...] = ()
+    """The same calls, reads of files included."""
 
 
 @dataclass(frozen=True)
@@ -108,12 +110,21 @@ def prepare(scenario: Scenario, directory: Path, nursery: Nursery) -> Prepared:
     if scenario.torn:
         _tear(base, plan, nursery)
     prepared = Prepared(scenario, base.run, base.oracle, ())
-    trial = copy_of(prepared, home / "count")
-    plan.arm(trial.run, None, log=home / "calls")
-    _demand(nursery, trial.train(plan, 60.0))
+    calls, reads = (_counted(prepared, home, plan, nursery, reads) for reads in (False, True))
     plan.close()
+    return Prepared(scenario, base.run, base.oracle, calls, reads)
+
+
+def _counted(
+    prepared: Prepared, home: Path, plan: PlanFile, nursery: Nursery, reads: bool
+) -> tuple[Call, ...]:
+    """The calls of an undisturbed continuation."""
+    log = home / f"calls{int(reads)}"
+    trial = copy_of(prepared, home / "count")
+    plan.arm(trial.run, None, log=log, reads=reads)
+    _demand(nursery, trial.train(plan, 60.0))
     trial.remove()
-    return Prepared(scenario, base.run, base.oracle, read_calls(home / "calls", trial.run))
+    return read_calls(log, trial.run)
 
 
 def copy_of(prepared: Prepared, where: Path) -> Copy:

@@ -33,6 +33,14 @@ def errnos(calls: Sequence[Call]) -> Iterator[Fault]:
                 yield Fault(what, call.number, lasting=True)
 
 
+def unread(calls: Sequence[Call]) -> Iterator[Fault]:
+    """Reads that fail, once and for good, or give half; for calls that were counted with reads."""
+    for call in calls:
+        if call.kind == "read":
+            yield from (Fault(what, call.number, reads=True) for what in ("EIO", "ESTALE", "EINTR", "short"))
+            yield from (Fault(what, call.number, lasting=True, reads=True) for what in ("EIO", "short"))
+
+
 def stalls(calls: Sequence[Call]) -> Iterator[Fault]:
     """A pause at every call."""
     for call in calls:
@@ -47,7 +55,7 @@ def cuts(calls: Sequence[Call]) -> Iterator[Fault]:
             yield Fault("pause", call.number, "after")
 
 
-KINDS = {"kill": kills, "errno": errnos, "stall": stalls}
+KINDS = {"kill": kills, "errno": errnos, "read": unread, "stall": stalls}
 
 
 def drawn(
@@ -58,7 +66,10 @@ def drawn(
     A sample takes turns between the scenarios, so that a few trials reach each. More trials than there are
     faults begin again: threads never meet in the same way twice.
     """
-    rows = [[(one, fault) for fault in KINDS[kind](one.calls)] for one in prepared]
+    rows = [
+        [(one, fault) for fault in KINDS[kind](one.reads if kind == "read" else one.calls)]
+        for one in prepared
+    ]
     if trials is None:
         return [pair for row in rows for pair in row]
     chance = random.Random(f"{seed}/{kind}")  # noqa: S311 - chance, no secret

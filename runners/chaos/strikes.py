@@ -34,6 +34,8 @@ class Strike:
     @property
     def kind(self) -> str:
         """What the table calls it."""
+        if self.fault.reads:
+            return "read"
         return "errno" if self.fault.errno or self.fault.what in ("short", "zero") else self.fault.what
 
     @property

@@ -21,6 +21,7 @@ from torchrelay.runners.chaos.tally import Tally
 PROGRAMME = {
     "kill": 50_000,
     "errno": 20_000,
+    "read": 10_000,
     "stall": 2_000,
     "flip": 160_000,
     "truncate": 20_000,
@@ -28,7 +29,7 @@ PROGRAMME = {
     "xfs": 10_000,
     "btrfs": 10_000,
 }
-ROUND = {"kill": 600, "errno": 600, "stall": 200, "flip": 4000, "truncate": 2000}
+ROUND = {"kill": 600, "errno": 600, "read": 600, "stall": 200, "flip": 4000, "truncate": 2000}
 """Trials of a round; of a file system CUTS. A round takes a minute or less where it is quiet."""
 CUTS = 120
 POWER = ("ext4", "xfs", "btrfs")
