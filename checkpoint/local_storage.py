@@ -236,11 +236,11 @@ class LocalStorage:
         return found.st_size if stat_module.S_ISREG(found.st_mode) else None
 
     def delete(self, path: str) -> None:
-        """Unlink, or remove an empty directory."""
+        """Unlink, or remove an empty directory; temporary files, which `list` does not show, go with it."""
         full = self._path(path)
         with _named(full, "delete"), suppress(FileNotFoundError):
             if full.is_dir() and not full.is_symlink():
-                full.rmdir()
+                _remove_directory(full)
             else:
                 full.unlink()
 
@@ -284,6 +284,19 @@ def _sync_above(root: Path) -> None:
             return
         with suppress(PermissionError):
             _sync(directory)
+
+
+def _remove_directory(full: Path) -> None:
+    """A writer that was killed may have left temporary files; where there is nothing else they go first."""
+    try:
+        full.rmdir()
+    except OSError as error:
+        names = os.listdir(full) if error.errno in (errno.ENOTEMPTY, errno.EEXIST) else []
+        if not names or not all(name.startswith(".tmp-") for name in names):
+            raise
+        for name in names:
+            (full / name).unlink(missing_ok=True)
+        full.rmdir()
 
 
 def _same_file(one: Path, other: Path) -> bool:

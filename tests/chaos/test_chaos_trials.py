@@ -14,8 +14,8 @@ from torchrelay.runners.chaos.tally import COLUMNS, Tally, Verdict
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SEED = 4
-STRIKES = {"kill": 340, "errno": 170, "read": 12, "stall": 4}
-"""Per scenario; with six of them 2,040 kills, 1,020 errors, 72 failing reads, 24 stalls."""
+STRIKES = {"kill": 395, "errno": 196, "read": 12, "stall": 4}
+"""Per scenario; the large one, whose trials take longer, gets an eighth. 2,024 kills, 1,004 errors in all."""
 SPARE = 5
 """So many more are drawn: threads that meet otherwise than before let a program end before a late number."""
 
@@ -43,9 +43,10 @@ def run(target: BuiltIn, kind: str, trials: int, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize("kind", STRIKES)
 def test_calls_are_struck(target: BuiltIn, kind: str, scenario: str, capsys) -> None:
     """Killed, failing or slow: every acknowledged epoch is proved and compared, the next one saved."""
-    tally = run(target, kind, STRIKES[kind] + SPARE, capsys, scenario)
+    least = max(1, STRIKES[kind] // (8 if scenario == "large" else 1))
+    tally = run(target, kind, least + SPARE, capsys, scenario)
     assert not tally.bad, tally.bad[:5]
-    assert tally.count(kind) >= STRIKES[kind]
+    assert tally.count(kind) >= least
 
 
 @pytest.mark.parametrize(("kind", "trials"), [("flip", 5000), ("truncate", 400)])
