@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 import pytest
 import struck_programs as programs
 
 from torchrelay.runners.chaos import damage, images, power
-from torchrelay.runners.chaos.builtin import BuiltIn, Wish, built_in
+from torchrelay.runners.chaos.builtin import BuiltIn
 from torchrelay.runners.chaos.fault import Fault
 from torchrelay.runners.chaos.forks import Order
 from torchrelay.runners.chaos.scenarios import Prepared, scenarios
@@ -17,12 +16,6 @@ from torchrelay.runners.chaos.strikes import Strike, strike
 from torchrelay.runners.chaos.tally import Outcome, Verdict
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-
-
-@pytest.fixture(scope="module")
-def target() -> Iterator[BuiltIn]:
-    with built_in(Wish(workers=1)) as made:
-        yield made
 
 
 def without(target: BuiltIn, program: str) -> Prepared:
@@ -34,7 +27,7 @@ def without(target: BuiltIn, program: str) -> Prepared:
 def struck(target: BuiltIn, ready: Prepared, what: str, ending: str, kind: str) -> Outcome:
     """A fault at the last call of this kind to a file of this ending."""
     at = [one.number for one in ready.calls if one.kind == kind and one.path.endswith(ending)][-1]
-    return strike(target.pool.worker, Strike(ready, Fault(what, at)))
+    return target.pool.map(strike, [Strike(ready, Fault(what, at))])[0]
 
 
 def test_early_acknowledgement_is_lost(target: BuiltIn) -> None:
@@ -65,7 +58,7 @@ def test_missing_syncs_are_lost_in_power_cuts(target: BuiltIn) -> None:
         one.number for one in ready.calls if one.path == "metadata.jsonl" and one.kind == "write"
     )
     cuts = power.Cuts(ready, system, tuple(range(acknowledged + 10, acknowledged + 60, 10)))
-    outcomes = power.cut(target.pool.worker, cuts)
+    outcomes = target.pool.map(power.cut, [cuts])[0]
     assert any(one.verdict is Verdict.LOST for one in outcomes), outcomes
 
 
@@ -75,8 +68,7 @@ def test_unproved_bytes_are_seen(target: BuiltIn) -> None:
     changes = [one for one in damage.draw("flip", ready.run, 200, 1) if "main" in one.path]
     arguments = {"run": str(ready.run), "changes": [asdict(one) for one in changes]}
     order = Order(f"{programs.HERE}:look_without_proof", arguments)
-    verdicts = [verdict for verdict, _ in target.pool.worker.nursery.run(order).value]
-    assert "undetected" in verdicts
-    assert "undetected" not in [
-        one.verdict.value for one in damage.look(target.pool.worker, damage.Batch(ready, tuple(changes)))
-    ]
+    told = target.pool.map(lambda worker, one: worker.nursery.run(one).value, [order])[0]
+    assert "undetected" in [verdict for verdict, _ in told]
+    proved = target.pool.map(damage.look, [damage.Batch(ready, tuple(changes))])[0]
+    assert "undetected" not in [one.verdict.value for one in proved]

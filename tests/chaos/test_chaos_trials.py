@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from torchrelay.runners.chaos import images
-from torchrelay.runners.chaos.builtin import BuiltIn, Wish, built_in
+from torchrelay.runners.chaos.builtin import BuiltIn
 from torchrelay.runners.chaos.scenarios import SCENARIOS, scenarios
 from torchrelay.runners.chaos.tally import COLUMNS, Tally, Verdict
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-SEED = 4
 STRIKES = {"kill": 395, "errno": 196, "read": 12, "stall": 4}
 """Per scenario; the large one, whose trials take longer, gets an eighth. 2,024 kills, 1,004 errors in all."""
 SPARE = 5
 """So many more are drawn: threads that meet otherwise than before let a program end before a late number."""
-
-
-@pytest.fixture(scope="module")
-def target() -> Iterator[BuiltIn]:
-    """The built-in run, its processes warm and its scenarios ready."""
-    with built_in(Wish(seed=SEED)) as made:
-        made.prepared(scenarios())
-        yield made
 
 
 def run(target: BuiltIn, kind: str, trials: int, capsys: pytest.CaptureFixture[str], *names: str) -> Tally:
