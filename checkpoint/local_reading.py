@@ -68,10 +68,13 @@ class LocalReadHandle:
 
     def close(self) -> None:
         """Close once; later calls do nothing."""
-        for descriptor in (self._descriptor, self._direct):
-            if descriptor >= 0:
-                os.close(descriptor)
+        descriptors = (self._descriptor, self._direct)
+        # A descriptor whose close failed is closed all the same: its number may be another's by now.
         self._descriptor, self._direct, self._refused = -1, -1, True
+        try:
+            _close(descriptors[0])
+        finally:
+            _close(descriptors[1])
 
     def _is_cached(self, offset: int, nbytes: int) -> bool:
         """Whether two bytes of the range lie in the page cache; yes where the system cannot say.
@@ -118,6 +121,11 @@ class LocalReadHandle:
                 same = self._direct >= 0 and os.path.sameopenfile(self._direct, self._descriptor)
                 self._refused = not same
             return not self._refused
+
+
+def _close(descriptor: int) -> None:
+    if descriptor >= 0:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,10 @@ class _LocalReads(LocalReadHandle):
         with _named(self.path, "read", FileNotFoundError):
             return super().read_scattered(offset, destinations)
 
+    def close(self) -> None:
+        with _named(self.path, "close"):
+            super().close()
+
 
 class LocalStorage:
     """A directory tree; links below the root are never followed.

@@ -25,12 +25,7 @@ def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
     data = (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
     temporary = path.with_name(f".tmp-{secrets.token_hex(6)}")
     try:
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-        temporary.chmod(0o644)
+        write_new(temporary, data, durable=durable)
         temporary.replace(path)
         if durable:
             sync_directory(path.parent)
@@ -40,6 +35,29 @@ def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
         raise StorageError(
             f"cannot write {path}: {error.strerror}; free space or make it writable"
         ) from error
+
+
+def write_new(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Create a file, mode 0644, and sync its bytes where that is wanted; raises OSError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        os.fchmod(descriptor, 0o644)
+        write_all(descriptor, data)
+        if durable:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write all of `data`; nothing written twice in a row is an OSError, where buffered files would loop."""
+    view, stalls = memoryview(data), 0
+    while view:
+        written = os.write(descriptor, view)
+        stalls = stalls + 1 if written == 0 else 0
+        if stalls > 1:
+            raise OSError(errno.EIO, "the system wrote nothing, twice")
+        view = view[written:]
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -72,7 +90,7 @@ def append_line(path: Path, value: Any) -> None:
         descriptor = os.open(path, flags, 0o644)
         try:
             _check_regular(descriptor)
-            os.write(descriptor, data)
+            write_all(descriptor, data)
         finally:
             os.close(descriptor)
     except OSError as error:

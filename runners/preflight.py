@@ -19,6 +19,7 @@ from torchrelay.errors import StorageError, UsageError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.peers import Peers, together
+from torchrelay.metadata.files import write_new
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.session_base import SessionBase
 
@@ -123,10 +124,7 @@ def _make_directories(directory: Path) -> list[Path]:
 def _write_probe(probe: Path) -> None:
     """Write and sync, as a save will."""
     try:
-        with open(probe, "xb") as file:
-            file.write(bytes(PROBE_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
+        write_new(probe, bytes(PROBE_BYTES))
     except OSError as error:
         with suppress(OSError):
             probe.unlink()

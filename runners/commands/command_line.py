@@ -16,6 +16,7 @@ from functools import partial
 
 import torchrelay
 from torchrelay.errors import RelayError, StorageError
+from torchrelay.runners.commands.command_line_chaos import add_chaos
 from torchrelay.runners.commands.command_line_ckpt import add_ckpt
 from torchrelay.runners.commands.command_line_interop import add_export, add_import
 from torchrelay.runners.commands.command_line_ls import ls
@@ -61,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     add_ckpt(verbs, _add_looking, _verb)
     add_export(partial(_verb, verbs))
     add_import(partial(_verb, verbs))
+    add_chaos(partial(_verb, verbs))
     return parser
 
 

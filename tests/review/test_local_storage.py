@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -60,3 +61,39 @@ def test_a_refused_mode_leaks_no_descriptor(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(StorageError):
             storage.open_exclusive(name)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_temporary_files_of_a_killed_writer_keep_no_directory(tmp_path: Path) -> None:
+    """A try in which a writer was killed while it replaced a file goes whole; one with other files stays."""
+    storage = LocalStorage(tmp_path)
+    storage.mkdir("data/try")
+    (tmp_path / "data/try/.tmp-0123456789abcdef").write_bytes(b"{")
+    (tmp_path / "data/try/kept").write_bytes(b"")
+    with pytest.raises(StorageError, match="not empty"):
+        storage.delete("data/try")
+    assert len(list((tmp_path / "data/try").iterdir())) == 2
+    storage.delete("data/try/kept")
+    assert storage.list("data/try") == []
+    storage.delete("data/try")
+    assert storage.list("data") == []
+
+
+def test_a_failed_close_of_a_read_file_is_named_and_closes_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A close that fails, as on a network file system, is a StorageError; nothing is closed twice."""
+    (tmp_path / "file").write_bytes(b"x")
+    before = set(os.listdir("/proc/self/fd"))
+    handle = LocalStorage(tmp_path).open_read("file")
+    real = os.close
+
+    def close(descriptor: int) -> None:
+        real(descriptor)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "close", close)
+    with pytest.raises(StorageError, match=f"cannot close {tmp_path}/file: Input/output error"):
+        handle.close()
+    monkeypatch.undo()
+    handle.close()
+    assert set(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,113 @@
+"""`torchrelay chaos`: faults in a built-in run, or in the user's own job, and what they left.
+
+torch is imported by the processes that are struck, never here.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from torchrelay.errors import UsageError
+from torchrelay.runners.chaos import builtin, command_target
+from torchrelay.runners.chaos.scenarios import SCENARIOS, scenarios
+from torchrelay.runners.chaos.tally import COLUMNS, Tally
+from torchrelay.runners.commands.command_line_output import Output
+
+Add = Callable[[str, str, Callable[[argparse.Namespace, Output], int]], argparse.ArgumentParser]
+FOUND = 1
+"""Exit code where a trial did not survive, or nothing could be tried."""
+_SHOWN = 20
+
+
+def add_chaos(add: Add) -> None:
+    """Define `chaos`."""
+    parser = add("chaos", "strike a run with faults again and again, and count what survives", chaos)
+    parser.usage = "torchrelay chaos [options] [DIRECTORY | -- COMMAND ... {run} ...]"
+    parser.add_argument(
+        "target", metavar="DIRECTORY | COMMAND", nargs="*",
+        help="where the built-in run goes (default: memory); or a command that trains into {run}",
+    )  # fmt: skip
+    parser.add_argument("--kinds", metavar="K,K", help=f"of {','.join(builtin.KINDS)} (default: all)")
+    parser.add_argument("--trials", metavar="N", type=_positive, help="of each kind")
+    parser.add_argument(
+        "--every", action="store_true", help="kill, errno, stall: at every boundary, not a sample"
+    )
+    parser.add_argument("--seed", metavar="S", type=int, default=0, help="of what is drawn (default: 0)")
+    parser.add_argument("--only", metavar="TRIAL", help="repeat one, by the name that it was reported with")
+    parser.add_argument("--keep", metavar="DIR", help="keep what a failing trial left there")
+    parser.add_argument(
+        "--scenarios", metavar="S,S", help=f"of {','.join(one.name for one in SCENARIOS)} (built-in run only)"
+    )
+    parser.add_argument(
+        "--file-systems", metavar="F,F", default="ext4", help="for power: ext4, xfs, btrfs (default: ext4)"
+    )
+    parser.add_argument("--workers", metavar="N", type=_positive, default=2, help="side by side (default: 2)")
+
+
+def chaos(chosen: argparse.Namespace, output: Output) -> int:
+    """Run the trials and print the table; 1 unless all survived and every kind was really tried."""
+    kinds = _kinds(chosen.kinds)
+    wish = builtin.Wish(
+        kinds, chosen.trials, chosen.seed, scenarios(_words(chosen.scenarios)),
+        _words(chosen.file_systems) or (), chosen.every, Path(chosen.keep) if chosen.keep else None,
+        chosen.workers,
+    )  # fmt: skip
+    words = chosen.target
+    if len(words) > 1 or (words and Path(words[0]).is_file()):
+        job = command_target.UserJob(tuple(words), wish)
+        tally = (
+            command_target.repeated(job, chosen.only)
+            if chosen.only
+            else command_target.run_all(job, output.notice)
+        )
+    else:
+        parent = _directory(words[0]) if words else None
+        if chosen.only:
+            tally = builtin.repeated(wish, chosen.only, parent)
+        else:
+            tally = builtin.run_all(wish, parent, output.notice)
+    _print(tally, chosen, output)
+    return 0 if not tally.bad and builtin.tried(tally) else FOUND
+
+
+def _print(tally: Tally, chosen: argparse.Namespace, output: Output) -> None:
+    for kind, reason in tally.skipped.items():
+        output.notice(f"SKIPPED {kind}: {reason}")
+    if output.json:
+        output.value({**tally.json(), "seed": chosen.seed})
+        return
+    output.table(COLUMNS, tally.rows())
+    for one in tally.bad[:_SHOWN]:
+        output.line(f"{one.verdict.value}  --only {one.name}  {one.reason}")
+    if len(tally.bad) > _SHOWN:
+        output.line(f"... and {len(tally.bad) - _SHOWN} more; --json lists all")
+    output.line(f"seed {chosen.seed}; the same command with --only TRIAL repeats one trial")
+
+
+def _kinds(text: str | None) -> tuple[str, ...]:
+    kinds = _words(text) or builtin.KINDS
+    for kind in kinds:
+        if kind not in builtin.KINDS:
+            raise UsageError(f"--kinds {kind}: choose from {', '.join(builtin.KINDS)}")
+    return kinds
+
+
+def _directory(text: str) -> Path:
+    if "://" in text:
+        raise UsageError(f"{text} is a URL; chaos strikes local or mounted directories so far: give a path")
+    path = Path(text)
+    if not path.is_dir():
+        raise UsageError(f"{text} is no directory: give one that exists, a fresh one is made in it")
+    return path
+
+
+def _words(text: str | None) -> tuple[str, ...] | None:
+    return tuple(one for one in text.split(",") if one) if text else None
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()) or len(text) > 9 or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+    return int(text)

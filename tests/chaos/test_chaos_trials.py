@@ -1,0 +1,72 @@
+"""Nothing is lost, mixed or passed over in silence, whatever happens at whatever system call of a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from torchrelay.runners.chaos import images
+from torchrelay.runners.chaos.builtin import BuiltIn
+from torchrelay.runners.chaos.scenarios import SCENARIOS, scenarios
+from torchrelay.runners.chaos.tally import COLUMNS, Tally, Verdict
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+STRIKES = {"kill": 395, "errno": 196, "read": 12, "stall": 4}
+"""Per scenario; the large one, whose trials take longer, gets an eighth. 2,024 kills, 1,004 errors in all."""
+SPARE = 5
+"""So many more are drawn: threads that meet otherwise than before let a program end before a late number."""
+
+
+def run(target: BuiltIn, kind: str, trials: int, capsys: pytest.CaptureFixture[str], *names: str) -> Tally:
+    """Trials of a kind, their table printed."""
+    target.wish = replace(target.wish, trials=trials, scenarios=scenarios(names))
+    tally = target.run(kind)
+    with capsys.disabled():
+        for row in tally.rows():
+            cells = ", ".join(f"{name} {cell}" for name, cell in zip(COLUMNS, row, strict=True))
+            print(f"\n{cells} {' '.join(names)}", end="")
+    return tally
+
+
+@pytest.mark.parametrize("scenario", [one.name for one in SCENARIOS])
+@pytest.mark.parametrize("kind", STRIKES)
+def test_calls_are_struck(target: BuiltIn, kind: str, scenario: str, capsys) -> None:
+    """Killed, failing or slow: every acknowledged epoch is proved and compared, the next one saved."""
+    least = max(1, STRIKES[kind] // (8 if scenario == "large" else 1))
+    tally = run(target, kind, least + SPARE, capsys, scenario)
+    assert not tally.bad, tally.bad[:5]
+    assert tally.count(kind) >= least
+
+
+@pytest.mark.parametrize(("kind", "trials"), [("flip", 5000), ("truncate", 400)])
+def test_bytes_are_changed(target: BuiltIn, kind: str, trials: int, capsys) -> None:
+    """Flipped bits and cut files of committed epochs are noticed, or make no difference."""
+    tally = run(target, kind, trials, capsys)
+    assert not tally.bad, tally.bad[:5]
+    assert tally.count(kind) >= trials
+    reasons = {outcome.reason.rpartition(": ")[2] for outcome in tally.outcomes}
+    assert {"refused", "an older epoch is used", "harmless"} <= reasons
+
+
+def test_power_fails(target: BuiltIn, capsys) -> None:
+    """The device, cut off at 60 boundaries, recovers to every acknowledged epoch."""
+    tally = run(target, "power", 66, capsys)
+    if tally.skipped:
+        pytest.skip(tally.skipped["power ext4"])
+    assert not tally.bad, tally.bad[:5]
+    assert tally.count("power ext4") >= 60
+
+
+def test_without_root_power_cuts_say_so(target: BuiltIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where images cannot be mounted the kind is skipped with the reason, and counts as not tried."""
+    monkeypatch.setattr(images.os, "geteuid", lambda: 1000)
+    tally = target.run("power")
+    assert "needs root" in tally.skipped["power ext4"] and not tally.outcomes
+
+
+def test_one_trial_is_repeated(target: BuiltIn) -> None:
+    """The name of a trial means it again: a kill, damage, a power cut."""
+    for name in ("first/kill@60:after", "resume/flip@17", "resume/ENOSPC@90:lasting"):
+        outcomes = target.repeat(name).outcomes
+        assert [(one.name, one.verdict) for one in outcomes] == [(name, Verdict.SURVIVED)]
