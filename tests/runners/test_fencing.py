@@ -94,7 +94,12 @@ def check_stories(
         for _ in stories:
             number, code, when = process.stdout.readline().split()
             errors = (folder / f"{number}.2").read_text()
-            assert int(code) == 4, errors
+            told = [
+                (folder / f"{number}.{stream}").read_text()
+                for number in range(len(pids))
+                for stream in (1, 2)
+            ]
+            assert int(code) == 4, (number, told)
             assert f"was taken over by job 'race' on {here} (pid {taker}," in errors
             assert "Traceback" not in errors
             assert (folder / f"{number}.1").read_text() == saved[int(number)], "nothing more is acknowledged"
