@@ -80,7 +80,8 @@ class Engine:
             raise UsageError(f"share_reads is {share_reads!r:.80}; it is True, False or None")
         self.share_reads = bool(share_reads)
         looking = background is None if reuse is None else reuse
-        self.storage = storage_of(prefix, "the checkpoint prefix", check_single_writer(single_writer))
+        self.single_writer = check_single_writer(single_writer)
+        self.storage = storage_of(prefix, "the checkpoint prefix", self.single_writer)
         self.ledger = Ledger(self.storage, takeover_secs)
         self.retaining = Retaining(self.ledger, keeping)
         self.background = background

@@ -33,7 +33,7 @@ def look_and_choose(life: Life) -> Choice:
     life.job.check()
     life.session.place(life.job.nodes())
     manager, run, peers = life.manager, life.run_directory, life.session.peers
-    single_writer = manager.engine.storage.single_writer if manager is not None else None
+    single_writer = manager.engine.single_writer if manager is not None else None
     check_before_start(life.job, life.session, run, single_writer)
     if manager is None:
         if life.wish_epoch is not None:
