@@ -21,7 +21,7 @@ from seeded_bugs import Bug, bugs
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECS = 600
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+::\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -18,40 +19,39 @@ SPARE = 5
 """So many more are drawn: threads that meet otherwise than before let a program end before a late number."""
 
 
-def run(target: BuiltIn, kind: str, trials: int, capsys: pytest.CaptureFixture[str], *names: str) -> Tally:
-    """Trials of a kind, their table printed."""
+def run(target: BuiltIn, kind: str, trials: int, tell: Callable[[str], None], *names: str) -> Tally:
+    """Trials of a kind, their table told."""
     target.wish = replace(target.wish, trials=trials, scenarios=scenarios(names))
     tally = target.run(kind)
-    with capsys.disabled():
-        for row in tally.rows():
-            cells = ", ".join(f"{name} {cell}" for name, cell in zip(COLUMNS, row, strict=True))
-            print(f"\n{cells} {' '.join(names)}", end="")
+    for row in tally.rows():
+        cells = ", ".join(f"{name} {cell}" for name, cell in zip(COLUMNS, row, strict=True))
+        tell(f"chaos, {cells} {' '.join(names)}")
     return tally
 
 
 @pytest.mark.parametrize("scenario", [one.name for one in SCENARIOS])
 @pytest.mark.parametrize("kind", STRIKES)
-def test_calls_are_struck(target: BuiltIn, kind: str, scenario: str, capsys) -> None:
+def test_calls_are_struck(target: BuiltIn, kind: str, scenario: str, tell) -> None:
     """Killed, failing or slow: every acknowledged epoch is proved and compared, the next one saved."""
     least = max(1, STRIKES[kind] // (8 if scenario == "large" else 1))
-    tally = run(target, kind, least + SPARE, capsys, scenario)
+    tally = run(target, kind, least + SPARE, tell, scenario)
     assert not tally.bad, tally.bad[:5]
     assert tally.count(kind) >= least
 
 
 @pytest.mark.parametrize(("kind", "trials"), [("flip", 5000), ("truncate", 400)])
-def test_bytes_are_changed(target: BuiltIn, kind: str, trials: int, capsys) -> None:
+def test_bytes_are_changed(target: BuiltIn, kind: str, trials: int, tell) -> None:
     """Flipped bits and cut files of committed epochs are noticed, or make no difference."""
-    tally = run(target, kind, trials, capsys)
+    tally = run(target, kind, trials, tell)
     assert not tally.bad, tally.bad[:5]
     assert tally.count(kind) >= trials
     reasons = {outcome.reason.rpartition(": ")[2] for outcome in tally.outcomes}
     assert {"refused", "an older epoch is used", "harmless"} <= reasons
 
 
-def test_power_fails(target: BuiltIn, capsys) -> None:
+def test_power_fails(target: BuiltIn, tell) -> None:
     """The device, cut off at 60 boundaries, recovers to every acknowledged epoch."""
-    tally = run(target, "power", 66, capsys)
+    tally = run(target, "power", 66, tell)
     if tally.skipped:
         pytest.skip(tally.skipped["power ext4"])
     assert not tally.bad, tally.bad[:5]

@@ -128,7 +128,10 @@ def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
         if not name.startswith(("TORCHELASTIC_", "SLURM_", "MASTER_", "PYTEST_"))
         and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
     }
-    return kept | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | dict(extra or {})
+    env = kept | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | dict(extra or {})
+    # This very tree is tested, whatever is installed.
+    paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return env | {"PYTHONPATH": os.pathsep.join([*paths, str(REPOSITORY / "src")])}
 
 
 def children_of(pid: int) -> list[int]:

@@ -17,14 +17,13 @@ SEEN: set[int] = set()
 
 
 @pytest.mark.parametrize("name", STORIES)
-def test_no_crash_loses_or_mixes_anything(name, capsys):
+def test_no_crash_loses_or_mixes_anything(name, tell):
     """Killed or cut from power anywhere, and again in the life after: the acknowledged is there and whole."""
     judge, effort = Judge(_seen=SEEN), Effort(lives=2 if name == "long" else 6)
     with small_log() if name == "long" else nullcontext():
         record = told(STORIES[name], WeakDisk())
         crash_everywhere(judge, record, effort, name)
         crash_twice(judge, record, effort, name)
-    with capsys.disabled():
-        print(f" [{name}: {judge.distinct:,} new crash states]", end="")
+    tell(f"crash states of the protocol, {name}: {judge.distinct:,} new crash states")
     assert judge.violations == []
     assert judge.distinct >= AT_LEAST

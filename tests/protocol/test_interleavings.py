@@ -65,11 +65,10 @@ def explored(meeting: Meeting, *, exclusive: bool = True) -> Explorer:
 
 
 @pytest.mark.parametrize("name", MEETINGS)
-def test_whoever_meets_there_is_one_history(name, capsys):
+def test_whoever_meets_there_is_one_history(name, tell):
     """Linear, nothing acknowledged lost, after a power cut too; whoever is fenced acknowledges nothing."""
     explorer = explored(MEETINGS[name])
-    with capsys.disabled():
-        print(f" [{name}: {explorer.visited:,} distinct states]", end="")
+    tell(f"orders of writers, {name}: {explorer.visited:,} distinct states")
     assert explorer.wrong == []
     assert explorer.visited >= MEETINGS[name].states
     if MEETINGS[name].limit > 100_000:

@@ -15,7 +15,7 @@ from torchrelay.errors import RelayError
 
 
 @pytest.mark.parametrize("name", ["plain", "marked", "restarted"])
-def test_no_lost_answer_and_no_crash_on_an_object_store_loses_anything(name, capsys):
+def test_no_lost_answer_and_no_crash_on_an_object_store_loses_anything(name, tell):
     """The answer of each change is lost in turn, and the process ends at each: the next one finds all."""
     judge = Judge(disk_of=ObjectStore.of)
     whole = ObjectStore()
@@ -30,6 +30,5 @@ def test_no_lost_answer_and_no_crash_on_an_object_store_loses_anything(name, cap
         at = record.boundaries[-1]
         after = ObjectStore.at(at.snapshot)
         told(going_on, after, LATER, record.after(at, open_log(after).slot))
-    with capsys.disabled():
-        print(f" [{name}: {whole.changes} lost answers, {judge.distinct:,} distinct states]", end="")
+    tell(f"object store, {name}: {whole.changes} lost answers, {judge.distinct:,} distinct states")
     assert judge.violations == []

@@ -12,12 +12,11 @@ STEPS = 2_500
 
 
 @pytest.mark.parametrize("seed", range(1000, 9000, 1000))
-def test_log_and_dictionary_agree_all_the_way(seed, capsys):
+def test_log_and_dictionary_agree_all_the_way(seed, tell):
     """Saves, crashes, takeovers, damage, rewinds, marks, retention in any order: both always say the same."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of deletions that failed: what is left lying there is compared
         taken = walk(STEPS, seed)
-    with capsys.disabled():
-        print(f" [seed {seed}: {taken.total():,} steps]", end="")
+    tell(f"random walk, seed {seed}: {taken.total():,} steps")
     assert taken.total() == STEPS
     assert taken.keys() == {*OFTEN, "start"}

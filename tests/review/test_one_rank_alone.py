@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from ranks import on_ranks
 from torchrelay import Job, JobRunner, MultiNodeCheckpointManager, Task, max_epochs
 from torchrelay.checkpoint import engine as engine_module
 from torchrelay.checkpoint import replicas
+from torchrelay.checkpoint import save as save_module
 from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.log.log_writer import LogWriter
-from torchrelay.errors import BlobError, FencedError, RelayError
+from torchrelay.checkpoint.planning.repeated import RepeatedPlans
+from torchrelay.errors import BlobError, FencedError, RelayError, SaveFailedError
 from torchrelay.jobs.random_streams import RandomStreams
 from torchrelay.runners import job_runner
 
@@ -125,6 +128,52 @@ def test_leaves_that_one_rank_cannot_list_fail_the_save_of_all(
         session.workspace(f"trainer_{rank}")["total"] = torch.zeros(1)
     assert [tuple(one) for one in all_ranks(run)] == [(2,), (2,)]
     assert not broken
+
+
+def test_a_rank_whose_plan_differs_is_named_and_nothing_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of different versions would write other bytes than the manifest says."""
+    plan = RepeatedPlans.plan
+
+    def other(self: RepeatedPlans, *about: Any) -> Any:
+        found = plan(self, *about)
+        return replace(found, hash="other") if threading.current_thread().name == "rank 1" else found
+
+    monkeypatch.setattr(RepeatedPlans, "plan", other)
+    both = sessions()
+    managers = [MultiNodeCheckpointManager(tmp_path) for _ in both]
+
+    def run(rank: int) -> Any:
+        both[rank].workspace(f"trainer_{rank}")["total"] = torch.zeros(1)
+        with pytest.raises(SaveFailedError, match="the plan of rank 1 differs"):
+            both[rank].run(managers[rank].save(1))
+        return managers[rank].engine.ledger.view().epochs()
+
+    assert [tuple(one) for one in all_ranks(run)] == [(), ()]
+
+
+def test_a_rank_that_reports_no_shard_fails_the_save_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A manifest lists exactly the files of the plan, or is not written."""
+    write_node = save_module._write_node
+
+    def silent(*about: Any) -> Any:
+        report = write_node(*about)
+        return replace(report, shards=()) if report.rank == 1 else report
+
+    monkeypatch.setattr(save_module, "_write_node", silent)
+    both = sessions()
+    managers = [MultiNodeCheckpointManager(tmp_path) for _ in both]
+
+    def run(rank: int) -> Any:
+        both[rank].workspace(f"trainer_{rank}")["total"] = torch.zeros(1)
+        with pytest.raises(SaveFailedError, match=r"do not match the plan: trainer_1 \(main\)"):
+            both[rank].run(managers[rank].save(1))
+        return managers[rank].engine.ledger.view().epochs()
+
+    assert [tuple(one) for one in all_ranks(run)] == [(), ()]
 
 
 def test_a_save_like_the_last_one_meets_twice_before_it_writes(
