@@ -108,6 +108,11 @@ class Journal:
         elif choice.rewind:
             self.warn(f"starting from scratch: {choice.reason}; the epochs there are kept, abandoned")
 
+    def say_fallback(self, choice: Choice, look: Look, loaded: Position) -> None:
+        """Tell where the run starts after all, where what was announced is damaged."""
+        if choice.start == "newest" and loaded != look.position:
+            self.say(f"resuming from epoch {loaded} instead")
+
     # While it runs
 
     def epoch_done(
@@ -231,6 +236,11 @@ class Journal:
             committed=result.committed,
             metrics={name: finite(value) for name, value in result.metrics.items()},
         )
+        if result.status == "STOPPED":
+            reason = ", ".join(result.stop)
+            self.say(
+                f"stopped at epoch {int(result)} ({reason}): where that is gone the same command goes on"
+            )
 
     def failed(self, error: BaseException, state: RunState) -> None:
         """Note a failure; never raises, because the failure itself is on its way."""

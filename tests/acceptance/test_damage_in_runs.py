@@ -72,7 +72,9 @@ DAMAGES = [flip_header, flip_data, cut_short, remove, spoil_manifest]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_a_damaged_newest_epoch_is_replaced_by_an_older_one(tmp_path: Path, damage: Damage) -> None:
+def test_a_damaged_newest_epoch_is_replaced_by_an_older_one(
+    tmp_path: Path, damage: Damage, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A warning says which and why, the epoch is quarantined, and training ends in the same total."""
     run = tmp_path / "run"
     start(run, 3)
@@ -81,6 +83,7 @@ def test_a_damaged_newest_epoch_is_replaced_by_an_older_one(tmp_path: Path, dama
         result, session, ran = start(run, 5)
     told = [text for text in texts if "epoch 3 is damaged" in text]
     assert len(told) == 1 and "an older one is used" in told[0]
+    assert "resuming from epoch 2 instead" in capsys.readouterr().err
     assert (result, ran) == (5, [3, 4, 5])
     assert session.blob("total")[0] == 15
     with warned() as texts:
