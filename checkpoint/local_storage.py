@@ -332,7 +332,14 @@ def _remove_empty(directory: Path) -> None:
 
 
 def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    _sync_opened(_opened(directory))
+
+
+def _opened(directory: Path) -> int:
+    return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def _sync_opened(descriptor: int) -> None:
     try:
         os.fsync(descriptor)
     finally:
@@ -348,5 +355,8 @@ def _sync_above(root: Path) -> None:
     for directory in root.parents:
         if directory.stat().st_dev != device:
             return
-        with suppress(PermissionError):
-            _sync(directory)
+        try:
+            descriptor = _opened(directory)
+        except PermissionError:
+            continue
+        _sync_opened(descriptor)

@@ -38,8 +38,8 @@ def check_attempts(life: Life, choice: Choice, target: Target | None) -> None:
         life.journal.uncount()
         where = "the beginning" if target is None else f"epoch {target.position}"
         raise NoProgressError(
-            f"{before} starts in a row began at {where} in {life.run_directory.path} and got no further: see "
-            f"events.*.jsonl there for what ended them, mend it, and start with "
+            f"{before} starts in a row began at {where} in {life.run_directory.path} and got no further: "
+            f"`torchrelay show` tells what ended them; mend it, and start with "
             f"--max-attempts {before + most} (or max_attempts=; 0 for no limit)"
         )
 

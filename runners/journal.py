@@ -84,6 +84,12 @@ class Journal:
         self._attempt = attempt + 1 if type(attempt) is int else 0
         self._tail = _tail_of(before)
         self._attempts = before.get("attempts")
+        told = before.get("epoch")
+        if look.epoch is None and type(told) is int and told > 0:
+            self.warn(
+                f"{self.run.path} tells of epoch {told}, but no epoch is in its checkpoints: this start "
+                "begins anew; if they were moved, or are not mounted, stop it and bring them back"
+            )
         self._status("RUNNING", epoch=look.epoch)
         self._event(
             "start", attempt=self._attempt, world_size=self.peers.size, epoch=look.epoch, step=look.step
@@ -107,6 +113,11 @@ class Journal:
             self.say(f"resuming from epoch {look.position}: {choice.reason}")
         elif choice.rewind:
             self.warn(f"starting from scratch: {choice.reason}; the epochs there are kept, abandoned")
+
+    def say_fallback(self, choice: Choice, look: Look, loaded: Position) -> None:
+        """Tell where the run starts after all, where what was announced is damaged."""
+        if choice.start == "newest" and loaded != look.position:
+            self.say(f"resuming from epoch {loaded} instead")
 
     # While it runs
 
@@ -231,6 +242,11 @@ class Journal:
             committed=result.committed,
             metrics={name: finite(value) for name, value in result.metrics.items()},
         )
+        if result.status == "STOPPED":
+            reason = ", ".join(result.stop)
+            self.say(
+                f"stopped at epoch {int(result)} ({reason}): where that is gone the same command goes on"
+            )
 
     def failed(self, error: BaseException, state: RunState) -> None:
         """Note a failure; never raises, because the failure itself is on its way."""

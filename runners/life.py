@@ -253,6 +253,7 @@ class Life:
         if manager is None:
             raise NotImplementedError  # a target comes from a manager
         target = self._load(choice, target, manager)
+        self.journal.say_fallback(choice, self.look, target.position)
         self._begin_branch(choice)
         epoch = target.position.epoch
         self.saver.tell_loaded(self.session, target, self.look)

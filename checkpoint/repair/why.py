@@ -136,7 +136,7 @@ def _usable(start: Start, entry: Entry) -> tuple[str, str]:
     if start.chosen is None:
         return "not reached", f"{kind}a newer one stands before it"
     if start.chosen.key == entry.key:
-        return "chosen", f"{kind}the newest that is proved"
+        return "chosen", f"{kind}the newest that is proved, up to the headers"
     return "older", f"{kind}a start takes the newest, epoch {start.chosen.position}; ask for it by its number"
 
 

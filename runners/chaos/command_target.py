@@ -52,10 +52,19 @@ class Reference:
         check_words(job.words)
         self.job, self.home, self.run = job, home, home / "reference"
         begun = time.monotonic()
-        done = run_command(job.words, self.run, home, None, _FIRST_SECS)
+        try:
+            done = run_command(job.words, self.run, home, None, _FIRST_SECS)
+        except OSError as error:
+            if error.filename != job.words[0]:
+                raise
+            raise UsageError(
+                f"the command cannot be started: {error.filename}: {error.strerror}; name a program that can"
+            ) from error
         self.limit_secs = max(_LEAST_SECS, _FACTOR * (time.monotonic() - begun))
         if done.code != 0:
-            raise UsageError(f"the command fails undisturbed, with {done.code}: {done.tail}")
+            raise UsageError(
+                f"the command fails undisturbed, with {done.code}: {done.tail or 'it printed nothing'}"
+            )
         self.calls = done.calls
         self.newest, self.branch = end_of(self.run)
 

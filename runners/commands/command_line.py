@@ -27,8 +27,8 @@ from torchrelay.runners.commands.command_line_verify import add_verify
 _INTERRUPTED = 130  # what a shell calls a process that Ctrl-C ended
 _DESCRIPTION = "Look at the runs and checkpoints of torchrelay, copy them out and in, put them in order."
 _CODES = (
-    "exit codes: 0 done, 2 usage or unknown run, 3 no epoch is left to resume from, 4 in use by a job, "
-    "5 damaged or unreadable; more in torchrelay/errors.py"
+    "exit codes: 0 done, 1 chaos found something, 2 usage or unknown run, 3 no epoch is left to resume from, "
+    "4 in use by a job, 5 damaged or unreadable"
 )
 
 

@@ -60,7 +60,7 @@ def _tell(
         word = "would be deleted" if delete and one.does == "delete" else _WORDS[one.does]
         output.line(f"{word}  {one.kind}  {one.path}: {one.text}")
     if not done and not findings:
-        output.line("all is in order")
+        output.line("all is in order; whether the epochs are whole, `torchrelay ckpt verify` tells")
     elif any(one.does == "delete" for one in findings) and not delete:
         output.line("--delete-orphans deletes the orphans")
     return StorageError.exit_code if bad else 0

@@ -12,6 +12,7 @@ from torchrelay.runners.commands.command_line_place import locate_run
 
 _TIMES = ("created", "updated", "time")
 _FIRST = ("time", "kind", "generation")
+_INTERNAL = frozenset({"attempts"})  # places by which starts without progress are counted; told by --json
 
 
 def show(chosen: argparse.Namespace, output: Output) -> int:
@@ -23,7 +24,7 @@ def show(chosen: argparse.Namespace, output: Output) -> int:
         output.value({"run": identity, "status": status, "events": events})
         return 0
     _show_fields(output, "run", identity)
-    _show_fields(output, "status", status)
+    _show_fields(output, "status", {name: value for name, value in status.items() if name not in _INTERNAL})
     output.line(f"events ({len(events)})")
     for event in events:
         output.line(f"  {_event(event)}")

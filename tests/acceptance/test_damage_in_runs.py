@@ -72,7 +72,9 @@ DAMAGES = [flip_header, flip_data, cut_short, remove, spoil_manifest]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_a_damaged_newest_epoch_is_replaced_by_an_older_one(tmp_path: Path, damage: Damage) -> None:
+def test_a_damaged_newest_epoch_is_replaced_by_an_older_one(
+    tmp_path: Path, damage: Damage, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A warning says which and why, the epoch is quarantined, and training ends in the same total."""
     run = tmp_path / "run"
     start(run, 3)
@@ -81,6 +83,7 @@ def test_a_damaged_newest_epoch_is_replaced_by_an_older_one(tmp_path: Path, dama
         result, session, ran = start(run, 5)
     told = [text for text in texts if "epoch 3 is damaged" in text]
     assert len(told) == 1 and "an older one is used" in told[0]
+    assert "resuming from epoch 2 instead" in capsys.readouterr().err
     assert (result, ran) == (5, [3, 4, 5])
     assert session.blob("total")[0] == 15
     with warned() as texts:
@@ -185,3 +188,16 @@ def test_a_full_disk_is_a_warning_until_it_is_too_many(tmp_path: Path, monkeypat
         start(run, 9, max_failed_saves=2)
     broken.clear()
     assert start(run, 7)[2] == [6, 7]
+
+
+def test_checkpoints_that_are_away_are_missed_aloud(tmp_path: Path) -> None:
+    """A run that tells of epochs and finds no checkpoints begins anew, and warns: a mount may be missing."""
+    run = tmp_path / "run"
+    start(run, 2)
+    (run / "checkpoints").rename(tmp_path / "away")
+    with warned() as texts:
+        assert start(run, 2)[2] == [1, 2]
+    assert len(texts) == 1 and "tells of epoch 2, but no epoch is in its checkpoints" in texts[0]
+    with warned() as texts:
+        start(run, 3)
+    assert texts == []

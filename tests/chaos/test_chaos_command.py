@@ -58,6 +58,8 @@ def test_help_is_quick() -> None:
         (["nowhere"], "is no directory"),
         (["--", "python", "train.py"], "must train into {run}"),
         (["--", "false", "{run}"], "fails undisturbed, with 1"),
+        (["--", "false", "{run}"], "it printed nothing"),
+        (["--", "no-such-program", "{run}"], "cannot be started: no-such-program: No such file"),
         (["--", "true", "{run}"], "leaves no"),
     ],
 )

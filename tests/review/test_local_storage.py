@@ -26,6 +26,23 @@ def test_names_above_a_new_root_are_durable(tmp_path: Path, monkeypatch: pytest.
         assert str(directory) in synced
 
 
+def test_a_sync_above_the_root_that_is_refused_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a directory that may not be opened is passed over: one that is not synced is an error."""
+    root, real = tmp_path / "root", os.fsync
+
+    def refuse(descriptor: int) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").readlink() == tmp_path:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        real(descriptor)
+
+    root.mkdir()
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(StorageError, match="Permission denied"):
+        LocalStorage(root).sync_dir("")
+
+
 def test_a_directory_that_is_gone_is_a_storage_error(tmp_path: Path) -> None:
     """A verb that meets a directory that is gone says so as StorageError, not as an error of presence."""
     storage = LocalStorage(tmp_path / "gone")

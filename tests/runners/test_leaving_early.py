@@ -124,6 +124,7 @@ def test_the_stop_file_ends_the_run_for_good(program, capsys):
     ) == 0
     assert program.events[-5:] == ["step 2.0", "step 2.1", "after 2", "download", "exit"]
     assert any(str(stop) in reason for reason in result.stop)
+    assert f"stopped at epoch 2 (the file {stop})" in capsys.readouterr().err
     again = program()
     assert (int(again), again.status) == (2, "STOPPED") and program.events == ["setup"]
     stop.unlink()
