@@ -42,9 +42,13 @@ class Wish:
 
 @dataclass(frozen=True)
 class Past:
-    """What the log says: whether anything was committed, how the current branch began, whether it is over."""
+    """What the log says: whether anything was committed, how the current branch began, whether it is over.
+
+    `told_of` is the newest epoch that the run directory tells of as saved; None where it tells of none.
+    """
 
     commits: bool = False
+    told_of: int | None = None
     branch_request: Mapping[str, Any] | None = None
     epochs_over: bool = False
 
@@ -60,7 +64,11 @@ class Choice:
 
 
 def choose(wish: Wish, past: Past) -> Choice:
-    """Decide; raises UsageError for an impossible wish, NoProvableEpochError for `must` without commits."""
+    """Decide; raises UsageError for an impossible wish.
+
+    NoProvableEpochError for `must` without commits, and for a start that would begin anew although an epoch
+    was saved: a file system may not be mounted.
+    """
     if wish.epoch is not None and wish.resume != "never":
         return _explicit(wish, past)
     if wish.epoch is not None:
@@ -68,6 +76,12 @@ def choose(wish: Wish, past: Past) -> Choice:
     if wish.resume == "must" and not past.commits:
         raise NoProvableEpochError(
             "resume='must' and nothing was ever committed here: check the directory, or use resume='auto'"
+        )
+    if wish.automatic and wish.resume == "auto" and past.told_of is not None and not past.commits:
+        raise NoProvableEpochError(
+            f"the run tells of epoch {past.told_of} as saved, and its checkpoints hold no epoch: if they "
+            "were moved or are not mounted, bring them back; to begin anew give resume='never' "
+            "(--resume never)"
         )
     from_scratch = wish.decided or wish.resume == "never" or not (wish.automatic or wish.resume == "must")
     if from_scratch or not past.commits:

@@ -84,12 +84,6 @@ class Journal:
         self._attempt = attempt + 1 if type(attempt) is int else 0
         self._tail = _tail_of(before)
         self._attempts = before.get("attempts")
-        told = before.get("epoch")
-        if look.epoch is None and type(told) is int and told > 0:
-            self.warn(
-                f"{self.run.path} tells of epoch {told}, but no epoch is in its checkpoints: this start "
-                "begins anew; if they were moved, or are not mounted, stop it and bring them back"
-            )
         self._status("RUNNING", epoch=look.epoch)
         self._event(
             "start", attempt=self._attempt, world_size=self.peers.size, epoch=look.epoch, step=look.step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -12,7 +13,7 @@ from torchrelay.runners.ending.time_limits import seconds_of
 
 _EPOCH = "--resume-from-epoch"
 _MISTYPED = 0.88
-"""How alike an unknown option must be to `--resume-from-epoch` to be refused: it would not rewind."""
+"""How alike an unknown option must be to one of ours to be taken for it."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,19 @@ def parse_options(argv: list[str] | None) -> Options:
         help="give up after N starts that got no further; 0 for no limit",
     )
     known, others = parser.parse_known_args(argv)
+    _check_others(others, [option for action in parser._actions for option in action.option_strings])
+    return Options(known.epoch, known.again, known.resume, known.limit, known.attempts)
+
+
+def _check_others(others: list[str], ours: list[str]) -> None:
+    """What looks like a rewind is refused; of others a line asks, for they may be the program's own."""
     for word in others:
         option = word.partition("=")[0]
-        if get_close_matches(option, (_EPOCH,), cutoff=_MISTYPED):
-            raise UsageError(f"there is no option {option:.80}; did you mean {_EPOCH}?")
-    return Options(known.epoch, known.again, known.resume, known.limit, known.attempts)
+        for meant in get_close_matches(option, ours, n=1, cutoff=_MISTYPED):
+            question = f"there is no option {option:.80}; did you mean {meant}?"
+            if meant == _EPOCH:
+                raise UsageError(question)
+            print(f"torchrelay: {question}", file=sys.stderr)
 
 
 def _limit(text: str) -> float:

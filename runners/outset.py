@@ -6,11 +6,12 @@ Nothing is changed anywhere, and nothing is left behind.
 from __future__ import annotations
 
 import uuid
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.manager_base import Manager
-from torchrelay.errors import UsageError
+from torchrelay.errors import StorageError, UsageError
 from torchrelay.jobs.peers import decide
 from torchrelay.metadata.file_handler import FileMetadataHandler
 from torchrelay.runners.choosing import Choice, Past, Wish, check_epoch, choose
@@ -49,6 +50,7 @@ def look_and_choose(life: Life) -> Choice:
         life.journal.warn(notice)
     past = Past(
         commits=life.look.commits,
+        told_of=_told_of(life) if not life.look.commits else None,
         branch_request=life.look.request,
         epochs_over=_over_at_look(life),
     )
@@ -104,6 +106,16 @@ def _wish(life: Life, manager: Manager) -> Wish:
         again=life.again,
         process=PROCESS,
     )
+
+
+def _told_of(life: Life) -> int | None:
+    """The newest epoch that the run's metrics tell of as saved; what cannot be read tells of none."""
+    if life.run_directory is None or life.session.peers.rank != 0:
+        return None
+    lines: list[dict[str, Any]] = []
+    with suppress(StorageError):
+        lines = life.run_directory.metrics()
+    return max((line["epoch"] for line in lines if line.get("saved") is True), default=None)
 
 
 def _over_at_look(life: Life) -> bool:

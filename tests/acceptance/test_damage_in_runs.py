@@ -190,14 +190,12 @@ def test_a_full_disk_is_a_warning_until_it_is_too_many(tmp_path: Path, monkeypat
     assert start(run, 7)[2] == [6, 7]
 
 
-def test_checkpoints_that_are_away_are_missed_aloud(tmp_path: Path) -> None:
-    """A run that tells of epochs and finds no checkpoints begins anew, and warns: a mount may be missing."""
+def test_checkpoints_that_are_away_are_missed(tmp_path: Path) -> None:
+    """A run that tells of saved epochs and finds no checkpoints does not begin anew unless it is told to."""
     run = tmp_path / "run"
     start(run, 2)
     (run / "checkpoints").rename(tmp_path / "away")
-    with warned() as texts:
-        assert start(run, 2)[2] == [1, 2]
-    assert len(texts) == 1 and "tells of epoch 2, but no epoch is in its checkpoints" in texts[0]
-    with warned() as texts:
-        start(run, 3)
-    assert texts == []
+    with pytest.raises(NoProvableEpochError, match=r"tells of epoch 2 as saved.*--resume never"):
+        start(run, 2)
+    assert start(run, 2, resume="never")[2] == [1, 2]
+    assert start(run, 3)[2] == [3]

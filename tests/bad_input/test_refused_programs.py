@@ -77,6 +77,13 @@ def test_a_rewind_that_is_mistyped(option: str) -> None:
         parse_options([option, "2"])
 
 
+@pytest.mark.parametrize("option", ["--time-limt", "--time_limit=3s", "--max-attemps", "--agai"])
+def test_another_option_that_is_mistyped(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It may be the program's own, so it is left alone, but not in silence."""
+    parse_options([option, "3s"])
+    assert f"there is no option {option.partition('=')[0]}; did you mean --" in capsys.readouterr().err
+
+
 def test_options_of_the_program_are_left_alone() -> None:
     """Also such as begin alike."""
     options = parse_options(["--gain", "2", "--resume-from-step", "7", "--resume-optimizer", "-h", "data"])
