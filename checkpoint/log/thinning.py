@@ -46,7 +46,7 @@ def _base_of(storage: Storage, job: JobFile, slot: int) -> str | None:
 
 
 def _may_need(storage: Storage, job: JobFile, slot: int, base: str) -> bool:
-    """Whether a slot's record refers to a base file, as far as it can be read: who knows what it says?"""
+    """Whether a slot's record refers to a base file, or cannot be read, so that nobody knows."""
     try:
         return _read_base_of(storage, job, slot) == base
     except FileNotFoundError:

@@ -190,7 +190,7 @@ def test_orphans_go_only_when_told(root: Path) -> None:
 
 
 def test_base_files_of_old_multiples_of_256_are_no_orphans(tmp_path: Path) -> None:
-    """A record that only stays because its slot is a multiple of 256 has its base file after a repair, too."""
+    """A record that stays only as a multiple of 256 has its base file after a repair, too."""
     root = tmp_path / "ckpt"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(log_append, "INLINE", INLINE)
