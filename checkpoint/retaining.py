@@ -12,6 +12,7 @@ from torchrelay.checkpoint.log.live import Key
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.log.sweep import delete_left, is_left
 from torchrelay.checkpoint.reading.lasting import Lasting
+from torchrelay.checkpoint.reading.proof import Outcome
 from torchrelay.errors import StorageError
 from torchrelay.jobs.peers import Peers, decide
 
@@ -77,8 +78,9 @@ class Retaining:
         if not (keeping.chosen(view) or keeping.chosen_optimizers(view)):
             return ""  # nothing goes, so nothing need be looked at
         unproved = self.lasting.unproved(self.ledger.storage, view)
-        suspects: frozenset[Key] = frozenset(proof.entry.key for proof in unproved)
-        keeping.retire(writer, suspects)
+        if not any(proof.outcome is Outcome.UNKNOWN for proof in unproved):
+            suspects: frozenset[Key] = frozenset(proof.entry.key for proof in unproved)
+            keeping.retire(writer, suspects)
         reasons = (
             f"epoch {proof.entry.position} is {proof.outcome.value} ({proof.reason})" for proof in unproved
         )

@@ -18,8 +18,9 @@ def thin(storage: Storage, job: JobFile, newest: int) -> None:
     """Delete what a log whose newest slot is `newest` keeps no longer, base files included."""
     for slot in reversed(_beyond(storage, newest)):
         base = _base_of(storage, job, slot)
-        kept = (slot + 1, floor(slot))
-        if base is not None and base not in [_base_of(storage, job, other) for other in kept]:
+        if base is not None and not any(
+            _may_need(storage, job, one, base) for one in (slot + 1, floor(slot))
+        ):
             storage.delete(base)
         storage.delete(slot_path(slot))
 
@@ -39,7 +40,21 @@ def _beyond(storage: Storage, newest: int) -> list[int]:
 def _base_of(storage: Storage, job: JobFile, slot: int) -> str | None:
     """The base file that a slot's record refers to; None also for a record that cannot be read."""
     try:
-        record = decode(storage.read_range(slot_path(slot), 0, LIMIT_BYTES + 1), slot=slot, job=job.uuid)
+        return _read_base_of(storage, job, slot)
     except (StorageError, FileNotFoundError):
         return None
+
+
+def _may_need(storage: Storage, job: JobFile, slot: int, base: str) -> bool:
+    """Whether a slot's record refers to a base file, or cannot be read, so that nobody knows."""
+    try:
+        return _read_base_of(storage, job, slot) == base
+    except FileNotFoundError:
+        return False
+    except StorageError:
+        return True
+
+
+def _read_base_of(storage: Storage, job: JobFile, slot: int) -> str | None:
+    record = decode(storage.read_range(slot_path(slot), 0, LIMIT_BYTES + 1), slot=slot, job=job.uuid)
     return record.base.path if record.base else None

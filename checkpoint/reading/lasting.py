@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.live import Entry
-from torchrelay.checkpoint.reading.proof import Proof, Share, prove
+from torchrelay.checkpoint.reading.proof import Outcome, Proof, Share, prove
 from torchrelay.checkpoint.storage import Storage
 
 LOOKED_AT = 64
@@ -28,13 +28,19 @@ class Lasting:
         """How many nodes the last epoch had that was looked at."""
 
     def unproved(self, storage: Storage, view: LogView) -> tuple[Proof, ...]:
-        """Of the positions that a job may resume from the newest that are not proved, up to one that is."""
+        """Of the positions that a job may resume from the newest that are not proved, up to one that is.
+
+        Up to one that cannot be read, too, which is then the last: a storage that is away may keep each look
+        waiting for minutes, and the other processes with it.
+        """
         found: list[Proof] = []
         for entry in view.candidates(boundary=True):
             proof = self._look(storage, entry)
             if proof.proved:
                 break
             found.append(proof)
+            if proof.outcome is Outcome.UNKNOWN:
+                break
         return tuple(found)
 
     def _look(self, storage: Storage, entry: Entry) -> Proof:

@@ -65,7 +65,7 @@ class Lines:
         *whole, self._waiting = self._waiting.split(b"\n")
         try:
             self._come += [_message(line) for line in whole]
-        except ValueError:
+        except (ValueError, RecursionError):  # the second: thousands of brackets, within each other
             self.closed = True
 
     def close(self) -> None:

@@ -30,6 +30,8 @@ from torchrelay.runners.distributed.liveness import Stillness, Ticks, pulse_of
 BEATS_PER_SILENCE = 10
 CONNECT_SECS = 5.0
 COMING_SECS = 60.0
+STRANGERS = 256
+"""Connections that have not said who they are; more of them, and the oldest goes: our own say it at once."""
 LOST_PEER = 6
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
@@ -113,7 +115,7 @@ class Warden:
         self._listener = listener
         self._ranks = {rank: Rank(rank, pid, _pidfd(pid)) for rank, pid in orders.pids.items()}
         self._hosts: list[Host] = []
-        self._strangers: set[Lines] = set()
+        self._strangers: dict[Lines, None] = {}
         self._poll = select.poll()
         self._on: dict[int, Callable[[], None]] = {}
         self._listen_to(listener.fileno(), self._accept)
@@ -192,20 +194,31 @@ class Warden:
     def _accept(self) -> None:
         with suppress(OSError):
             line = Lines(self._listener.accept()[0])
-            self._strangers.add(line)
+            self._strangers[line] = None
             self._listen_to_line(line, partial(self._greet, line))
+            if len(self._strangers) > STRANGERS:
+                oldest = next(iter(self._strangers))
+                self._greet(oldest)  # it may have spoken meanwhile
+                if oldest in self._strangers:
+                    self._send_away(oldest)
+
+    def _send_away(self, line: Lines) -> None:
+        self._strangers.pop(line, None)
+        self._ignore(line.link.fileno())
+        line.close()
 
     def _greet(self, line: Lines) -> None:
         """The first message says with the session's token who it is."""
         hello = line.first()
         if hello is None and not line.closed:
             return
-        self._strangers.discard(line)
-        self._ignore(line.link.fileno())
         hello = hello or {}
         if hello.get("token") != self.orders.token:
-            line.close()
-        elif "host" in hello:
+            self._send_away(line)
+            return
+        self._strangers.pop(line, None)
+        self._ignore(line.link.fileno())
+        if "host" in hello:
             self._take_host(Host(line, str(hello["host"]), tuple(hello["ranks"])))
         elif hello.get("rank") in self._ranks:
             self._take_rank(self._ranks[hello["rank"]], line, hello)

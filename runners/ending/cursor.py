@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from torchrelay.runners.reduction import MetricLog
 
 
+_DRAWN = (
+    "its sequence may have been drawn at random in the same task, where it would be drawn anew: use "
+    "EpochLoader, or draw it in an earlier task and register it as a blob"
+)
+
+
 class Loop:
     """One loop over a loader in the running task; `source` is what is left to take of it."""
 
@@ -29,6 +35,8 @@ class Loop:
         self.loader = loader
         self.counted = counted
         self.taken = taken
+        self.drawn = False
+        """Whether its order may be another one when the task is called again."""
         self.before = loader.state_dict() if isinstance(loader, EpochLoader) else None
 
     @property
@@ -100,6 +108,7 @@ class Cursor:
         """A loop of the running task begins; the one that was left has its logs and random states again."""
         resumed = self._resumed if self.comes_back(counted=counted) else None
         loop = Loop(loader, counted=counted, taken=resumed.taken if resumed is not None else 0)
+        loop.drawn = counted and self._may_be_drawn(loader)
         if resumed is not None:
             self._log.restore(resumed.metrics)
             if self._streams is not None:
@@ -107,6 +116,12 @@ class Cursor:
             self._resumed = Place(resumed.done)
         self._loops.append(loop)
         return loop
+
+    def _may_be_drawn(self, loader: Iterable[Any]) -> bool:
+        """Whether the task drew random numbers before its loop over a sequence, which may hang on them."""
+        if not isinstance(loader, Sequence) or isinstance(loader, range) or self._at_begin is None:
+            return False
+        return _moved(self._at_begin[1], RandomStreams.capture())
 
     @property
     def everywhere(self) -> bool:
@@ -132,7 +147,7 @@ class Cursor:
         if isinstance(last.loader, EpochLoader):
             return None if _holds(workspace, last.loader) else "its EpochLoader is not registered as a blob"
         if isinstance(last.loader, Sequence):
-            return None
+            return _DRAWN if last.drawn else None
         return f"a {type(last.loader).__name__} cannot be continued in its middle: use EpochLoader"
 
     def place(self, steps: int) -> Place:
@@ -169,6 +184,13 @@ class Cursor:
         for loop in reversed(self._loops):
             if isinstance(loop.loader, EpochLoader) and loop.before is not None:
                 loop.loader.load_state_dict(loop.before)
+
+
+def _moved(before: RandomStreams, now: RandomStreams) -> bool:
+    """Whether a stream that was there before is another one now."""
+    numpy = before.numpy is not None and before.numpy != now.numpy
+    cuda = bool(before.cuda) and before.cuda != now.cuda
+    return numpy or cuda or (before.python, before.torch) != (now.python, now.torch)
 
 
 def _holds(workspace: Workspace, loader: object) -> bool:

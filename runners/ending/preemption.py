@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.position import Position
-from torchrelay.jobs.peers import together
+from torchrelay.jobs.peers import decide, together
 from torchrelay.runners.ending.place import Place, places_json
 from torchrelay.runners.result import RunResult
 
@@ -37,6 +37,7 @@ def leave_for_now(life: Life) -> RunResult:
     if inside and outlook.why_not is None:
         outlook = _save(life, outlook)
     life.saver.finish(life.session)
+    decide(life.session.peers, "leave for now: the log", lambda: _check_still_ours(life))
     saved = life.saver.newest
     result = RunResult(
         saved.epoch if saved is not None else 0,
@@ -49,6 +50,13 @@ def leave_for_now(life: Life) -> RunResult:
     lost = outlook.why_not if inside and outlook.why_not != _NOTHING_NEW else None
     life.journal.preempted(result, saved, lost)
     return result
+
+
+def _check_still_ours(life: Life) -> None:
+    """Raise FencedError where another job has the directory: its status is not ours to write."""
+    writer = life.manager.engine.ledger.writer if life.manager is not None else None
+    if writer is not None:
+        writer.check()
 
 
 def _outlook(life: Life, *, inside: bool) -> _Outlook:

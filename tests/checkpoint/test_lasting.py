@@ -32,6 +32,7 @@ from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.reading import lasting
 from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.checkpoint.retaining import Retaining
+from torchrelay.errors import StorageError
 from torchrelay.jobs.peers import Solo
 
 EPOCHS = 6
@@ -115,6 +116,26 @@ def test_nothing_goes_while_no_epoch_is_proved(made: Path, tmp_path: Path) -> No
     (text,) = retain(root, Keeping(last=1))
     assert "old epochs could not be deleted: epoch 5 is damaged (" in text and "older ones stay" in text
     assert len(list(root.glob("data/*"))) == EPOCHS
+
+
+def test_a_storage_that_does_not_answer_is_asked_for_one_epoch_only(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may keep each question waiting for minutes, and all ranks wait: then nothing goes this time."""
+    root = Path(shutil.copytree(made, tmp_path / "ckpt"))
+    read, asked = LocalStorage.read_range, list[str]()
+
+    def read_range(self: LocalStorage, path: str, offset: int, length: int) -> bytes:
+        if path.endswith("manifest.json"):
+            asked.append(path)
+            raise StorageError(f"{path}: the store does not answer")
+        return read(self, path, offset, length)
+
+    monkeypatch.setattr(LocalStorage, "read_range", read_range)
+    (text,) = retain(root, Keeping(last=1))
+    monkeypatch.undo()
+    assert "epoch 5 is unknown" in text and len(set(asked)) == 1
+    assert provable(root) == [5, 4, 3, 2, 1, 0]
 
 
 def test_many_nodes_are_looked_at_in_turns(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from torchrelay.checkpoint.log.record import decode, encode, slot_path
 from torchrelay.checkpoint.log.retention import keep_last
 from torchrelay.checkpoint.log.sweep import sweep
 from torchrelay.checkpoint.position import Position
-from torchrelay.errors import DamagedError, FormatError
+from torchrelay.errors import DamagedError, FormatError, StorageError
 
 
 def held(epochs=3):
@@ -188,3 +188,37 @@ def test_a_guest_does_not_write_behind_damage():
     """Guests leave a damaged log to its writer."""
     with pytest.raises(DamagedError, match="start the job"):
         append_as_guest(damaged(run_of(range(3)), 4), tag_draft("x", Key(0, Position(0))))
+
+
+class OneBadRead(MemoryStorage):
+    """From `bad` nothing is read, as long as it is set."""
+
+    bad = ""
+
+    def read_range(self, path, offset, length):
+        if path == self.bad:
+            raise StorageError(f"{path}: input/output error")
+        return super().read_range(path, offset, length)
+
+
+@pytest.mark.parametrize("how", ["an error", "damage"])
+def test_thinning_keeps_a_base_file_beside_a_record_that_cannot_be_read(how):
+    """Whether that record refers to the base file is not known then, and newer ones may, too."""
+    storage = OneBadRead()
+    writer = take(storage)
+    for epoch in range(70):
+        writer.commit(entry(epoch))
+    while writer.view.slot < 71 + 256:  # other jobs look at an epoch, say: the base file stays what it is
+        writer.tag("seen", Key(0, Position(writer.view.slot % 2)))
+    (base,) = [name for name in storage.files if "/base-" in name]
+    thinned_next = writer.view.slot + 1 - 256
+    assert base.encode().rpartition(b"/")[2] in storage.files[slot_path(thinned_next)]
+    if how == "an error":
+        storage.bad = slot_path(thinned_next + 1)
+    else:
+        storage.files[slot_path(thinned_next + 1)] = b"{}"
+    writer.tag("seen", Key(0, Position(5)))
+    storage.bad = ""
+    assert slot_path(thinned_next) not in storage.files, "it was thinned"
+    assert base in storage.files
+    assert len(open_log(storage, "job").entries) == 70

@@ -20,6 +20,7 @@ from torchrelay.checkpoint.log.job_file import read_job
 from torchrelay.checkpoint.log.live import Key, Retirement
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.log_writer import LogWriter
+from torchrelay.checkpoint.log.record import decode, slot_path
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.checkpoint.repair.bases import lost_bases
@@ -186,6 +187,40 @@ def test_orphans_go_only_when_told(root: Path) -> None:
     assert kinds(root, "delete") == [] and len(kinds(root, "keep")) == 5
     assert all(path.read_text() == "mine" for path in foreign)
     assert proved(root) == before
+
+
+def test_base_files_of_old_multiples_of_256_are_no_orphans(tmp_path: Path) -> None:
+    """A record that stays only as a multiple of 256 has its base file after a repair, too."""
+    root = tmp_path / "ckpt"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(log_append, "INLINE", INLINE)
+        patch.setattr(log_append, "_REBASED_INLINE", INLINE // 2)
+        patch.setattr(LocalStorage, "sync_dir", lambda self, path: None)
+        make(root)
+        with Writing(root, "mended") as run:
+            while run.log.view.slot < 256:
+                run.log.tag("seen", Key(1, Position(11 + run.log.view.slot % 2)))
+            old = base_at(root, 256)
+            for epoch in range(EPOCHS, EPOCHS + 2 * INLINE):
+                run.save(epoch, LEAVES)
+            while run.log.view.slot < 3 * 256:
+                run.log.tag("seen", Key(1, Position(11 + run.log.view.slot % 2)))
+            assert old != base_at(root, 3 * 256) and not (root / slot_path(257)).exists()
+        (root / "log/base-00ff00ff.json").write_bytes(b"{}")
+        live = proved(root)
+        assert kinds(root, "delete") == ["unused base"]
+        repaired = repair(LocalStorage(root), delete=True)
+    assert [one.path for one in repaired.done if one.kind == "unused base"] == ["log/base-00ff00ff.json"]
+    assert (root / old).exists() and proved(root) == live
+
+
+def base_at(root: Path, slot: int) -> str:
+    """The base file that a record refers to."""
+    storage = LocalStorage(root)
+    job = read_job(storage)
+    record = decode((root / slot_path(slot)).read_bytes(), slot=slot, job=job.uuid if job else "")
+    assert record.base is not None
+    return record.base.path
 
 
 def test_nothing_is_touched_while_a_writer_lives(root: Path) -> None:

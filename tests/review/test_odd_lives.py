@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import threading
 import warnings
 from collections.abc import Callable
@@ -88,6 +90,31 @@ def test_a_fenced_job_leaves_the_status_of_the_other_alone(tmp_path: Path) -> No
             (tmp_path / "run" / "status.json").write_text('{"state": "RUNNING", "who": "the other"}')
 
     taken: list[LogWriter] = []
+    runner = JobRunner(job, tmp_path / "run")
+    with pytest.raises(FencedError):
+        runner.train()
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["who"] == "the other"
+    taken[0].close()
+
+
+def test_a_fenced_job_that_is_preempted_leaves_the_status_alone_too(tmp_path: Path) -> None:
+    """SIGTERM comes before the step at which it would tell: it ends with FencedError all the same."""
+    job = counting()
+    checkpoints = LocalStorage(tmp_path / "run" / "checkpoints")
+    taken: list[LogWriter] = []
+
+    @job.epoch
+    def overtaken(ctx: Any) -> None:
+        for number in ctx.steps(iter(range(3))):  # cannot be continued in its middle, so nothing is saved
+            if (ctx.epoch, number) == (2, 1):
+                writer = runner.manager.engine.ledger.writer
+                writer._beat.stop()
+                _forget_writers()
+                taken.append(LogWriter.take(checkpoints, "count", other_launch(), patience_secs=0.05))
+                (tmp_path / "run" / "status.json").write_text('{"state": "RUNNING", "who": "the other"}')
+                os.kill(os.getpid(), signal.SIGTERM)
+                writer._beat_now(7)
+
     runner = JobRunner(job, tmp_path / "run")
     with pytest.raises(FencedError):
         runner.train()

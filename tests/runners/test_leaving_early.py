@@ -16,6 +16,7 @@ import pytest
 import torch
 from stage import warned
 
+import torchrelay
 from torchrelay import (
     Context,
     Job,
@@ -340,3 +341,31 @@ def test_status_tells_where_the_run_goes_on(program):
     }  # fmt: skip
     (event,) = [one for one in RunDirectory(program.run).events() if one["kind"] == "preempted"]
     assert (event["epoch"], event["step"], event["lost"]) == (1, 2, None)
+
+
+@pytest.mark.parametrize("drawn", [True, False])
+def test_a_sequence_that_was_shuffled_in_its_task_is_not_continued(tmp_path: Path, drawn: bool) -> None:
+    """It would be shuffled anew: some samples would come twice, others never; so the epoch begins anew."""
+
+    def start(run: Path, stop_at: int = 0) -> tuple[RunResult, list[int], float]:
+        torchrelay.seed(3)
+        total, seen = torch.zeros(1, dtype=torch.float64), list[int]()
+        job = Job("shuffled", blobs={"total": total})
+
+        @job.epoch
+        def learn(ctx: Context) -> None:
+            order = torch.randperm(8).tolist() if drawn else [3, 1, 2, 0]
+            for number in ctx.steps(order):
+                seen.append(number)
+                total.mul_(1.1).add_(number)
+                if len(seen) == stop_at:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+        job.stop_when(max_epochs(1))
+        return JobRunner(job, run).train(LocalSession()), seen, float(total)
+
+    _, whole, expected = start(tmp_path / "whole")
+    left, before, _ = start(tmp_path / "left", 3)
+    _, after, total = start(tmp_path / "left")
+    assert left.status == "PREEMPTED" and before == whole[:3]
+    assert after == (whole if drawn else whole[3:]) and total == expected

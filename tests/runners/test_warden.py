@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ from torchrun import wait_for_the_end_of
 
 from torchrelay.runners.distributed.lines import connect_to
 from torchrelay.runners.distributed.liveness import Pulse, Stillness, Ticks
-from torchrelay.runners.distributed.warden import Orders
+from torchrelay.runners.distributed.warden import STRANGERS, Orders
 from torchrelay.runners.distributed.warden_line import launch_warden
 
 PROGRAM = Path(__file__).resolve().parents[1] / "programs" / "warden_rank.py"
@@ -182,6 +183,8 @@ def test_strangers_are_sent_away(hosts):
         b'{"token": "guess", "rank": 0, "thread": 1, "phase": ""}\n',
         b"GET / HTTP/1.0\r\n\r\n",
         b"x" * 999_999,
+        b"[" * 150_000 + b"\n",
+        b'{"rank":' * 30_000 + b"\n",
     ):
         line = connect_to("127.0.0.1", hosts.port, 5)
         line.link.setblocking(True)
@@ -195,6 +198,21 @@ def test_strangers_are_sent_away(hosts):
     assert other.quiet(0.2)
     rank.process.kill()
     assert "rank 0" in other.next()
+
+
+def test_strangers_who_say_nothing_take_no_place(hosts):
+    """Of many silent connections the oldest are closed, so no number of them uses up a warden's files."""
+    rank, other = hosts.host("sleep", "sleep")
+    silent = [socket.create_connection(("127.0.0.1", hosts.port), 5) for _ in range(STRANGERS + 3)]
+    try:
+        for link in silent[:3]:
+            assert link.recv(1) == b""
+        assert other.quiet(0.2)
+        rank.process.kill()
+        assert "rank 0" in other.next()
+    finally:
+        for link in silent:
+            link.close()
 
 
 def test_stillness_counts_only_what_was_seen_not_to_move():
