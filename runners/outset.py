@@ -44,6 +44,7 @@ def look_and_choose(life: Life) -> Choice:
             )
         return Choice("fresh")
     manager.bind(life.job, default_name=run.name if run else None)
+    _check_requests(life)
     wish = _wish(life, manager)
     life.look = manager.engine.ledger.look(peers, tolerant=run is None)
     for notice in life.look.notices:
@@ -83,6 +84,24 @@ def finished_already(life: Life, choice: Choice) -> RunResult | None:
         run_dir=run.path if run else None,
         committed=look.epoch,
     )
+
+
+def _check_requests(life: Life) -> None:
+    """Raise UsageError on all ranks where they ask for different starts."""
+    asked = life.session.peers.exchange(
+        "start: requests", {"epoch": life.wish_epoch, "resume": life.plan.resume, "again": life.again}
+    )
+    if any(one != asked[0] for one in asked):
+        texts = [
+            f"rank {rank}: {'no epoch' if one['epoch'] is None else one['epoch']}, resume={one['resume']!r}"
+            + (", again" if one["again"] else "")
+            for rank, one in enumerate(asked)
+            if rank == 0 or one != asked[0]
+        ]
+        more = f"; {len(texts) - 8} more" if len(texts) > 8 else ""
+        raise UsageError(
+            f"the ranks ask for different starts ({'; '.join(texts[:8])}{more}): give all ranks the same"
+        )
 
 
 def _wish(life: Life, manager: Manager) -> Wish:

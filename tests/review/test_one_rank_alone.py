@@ -22,7 +22,7 @@ from torchrelay.checkpoint import save as save_module
 from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.planning.repeated import RepeatedPlans
-from torchrelay.errors import BlobError, FencedError, RelayError, SaveFailedError
+from torchrelay.errors import BlobError, FencedError, RelayError, SaveFailedError, UsageError
 from torchrelay.jobs.random_streams import RandomStreams
 from torchrelay.runners import job_runner
 
@@ -128,6 +128,22 @@ def test_leaves_that_one_rank_cannot_list_fail_the_save_of_all(
         session.workspace(f"trainer_{rank}")["total"] = torch.zeros(1)
     assert [tuple(one) for one in all_ranks(run)] == [(2,), (2,)]
     assert not broken
+
+
+def test_ranks_that_ask_for_different_epochs_are_named(tmp_path: Path) -> None:
+    """Nobody's epoch wins in silence: all ranks end, and nothing is rewound."""
+    both = sessions()
+    managers = [MultiNodeCheckpointManager(tmp_path) for _ in both]
+    all_ranks(lambda rank: JobRunner(counting(), managers[rank]).train(both[rank]))
+
+    def run(rank: int) -> str:
+        with pytest.raises(UsageError) as caught:
+            JobRunner(counting(5), managers[rank]).train(both[rank], resume_from_epoch=1 + rank)
+        return str(caught.value)
+
+    for text in all_ranks(run):
+        assert "rank 0: 1, resume='auto'; rank 1: 2, resume='auto'" in text
+    assert tuple(managers[0].engine.ledger.view().epochs()) == (0, 1, 2, 3)
 
 
 def test_a_rank_whose_plan_differs_is_named_and_nothing_is_committed(
