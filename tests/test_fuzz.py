@@ -19,6 +19,7 @@ SECS = 20.0
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_only_typed_errors_come_out(tell: Callable[[str], None]) -> None:
     """Of config, log, manifest, shard header and archive: thousands of mutants, and no finding."""
     reports = fuzzing.run(list(targets()), SECS, SEED)
@@ -57,7 +58,7 @@ def _swell(data: bytes) -> None:
 def test_planted_faults_are_found(read: Callable[[bytes], None], name: str) -> None:
     """A crash, an endless loop and a length that is believed."""
     target = Target("planted", [b'{"a": {"b": 1}}'], read, fuzz_mutation.of_bytes)
-    with multiprocessing.get_context("fork").Pool(1) as pool:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
         report = pool.apply(_fuzz, (target,))
     assert report.findings and name in report.findings[0][1]
 

@@ -53,6 +53,8 @@ def strike(worker: Worker, one: Strike) -> Outcome:
         if not worker.plan.fired and ended.well:
             return Outcome(one.kind, one.name, Verdict.MISSED)
         struck = worker.plan.struck
+        if one.fault.what in ("short", "zero") and struck.partition(" ")[0] not in ("write", "read"):
+            return Outcome(one.kind, one.name, Verdict.MISSED)  # threads met otherwise: nothing was cut
         verdict, reason = _judge_struck(one, ended, struck, str(copy.run))
         if verdict is Verdict.SURVIVED:
             verdict, reason = judge_left(worker.nursery.run(copy.check(LIMIT_SECS)))

@@ -78,7 +78,9 @@ def _feed(target: Target, data: bytes, report: Report) -> None:
 
 def run(names: Sequence[str], secs: float, seed: int, processes: int = 2) -> list[Report]:
     """Each target in a process of its own."""
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context(
+        "spawn"
+    )  # who forks beside threads may get a lock that nobody frees
     with context.Pool(processes, maxtasksperchild=1) as pool:
         return pool.starmap(_by_name, [(name, secs, seed) for name in names], chunksize=1)
 
