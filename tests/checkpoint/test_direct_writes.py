@@ -337,6 +337,18 @@ def test_what_is_written_to_meanwhile_is_proved_all_the_same(tmp_path, monkeypat
                 source[:] = bytes([len(writes)]) * len(source)
         write_at(self, offset, data)
 
+    copy = bounce.copy
+
+    def copied(room, at, data):
+        """The moment between copying and hashing: the copy must be what counts."""
+        count = copy(room, at, data)
+        with lock:
+            for source in sources:
+                source[0] = source[0] ^ 1
+                source[-1] = source[-1] ^ 1
+        return count
+
+    monkeypatch.setattr(bounce, "copy", copied)
     monkeypatch.setattr(LocalWriteHandle, "write_at", disturbing)
     entries = [raw(f"t{index}", source) for index, source in enumerate(sources)]
     (report,) = write_shard(LocalStorage(tmp_path), "", IDENTITY, entries, writers=3)
