@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.metadata.files import append_line, read_lines
+from torchrelay.metadata.handler import Holder
+from torchrelay.metadata.notes import holder_json
 from torchrelay.metadata.same_place import SamePlace
 from torchrelay.metadata.stats import NodeStats
 
@@ -18,9 +20,12 @@ FILE_NAME = "metadata.jsonl"
 class FileMetadataHandler:
     """Writes what it is told as JSON lines; it does not decide where a run resumes."""
 
+    decides = False
+
     def __init__(self, directory: str | Path) -> None:
         self.path = Path(directory) / FILE_NAME
         self._nodes: list[str] = []
+        self._holder: dict[str, Any] = {}
         self._place = SamePlace(self.path.parent)
 
     def set_params(
@@ -33,6 +38,10 @@ class FileMetadataHandler:
     ) -> None:
         """Remember the nodes, so that each epoch's line says who took part."""
         self._nodes = list(node_names)
+
+    def opened(self, holder: Holder) -> None:
+        """From now on each line says whose it is; indexes are made again from that."""
+        self._holder = holder_json(holder)
 
     def last_epoch(self, user_epoch: int | None = None) -> int | None:
         """Give the user's wish back: the log decides, not this file."""
@@ -58,4 +67,4 @@ class FileMetadataHandler:
 
     def _append(self, line: dict[str, Any]) -> None:
         self._place.check()
-        append_line(self.path, {"time": round(time.time(), 3), **line})
+        append_line(self.path, {"time": round(time.time(), 3), **self._holder, **line})

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from torchrelay.errors import DamagedError, StorageError
+from torchrelay.metadata.note_text import read_note
 
 MAX_JSON_BYTES = 16 << 20
 
@@ -22,7 +23,13 @@ def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
 
     Unless `durable` nothing is synced: then a power cut may take the content back, or damage it.
     """
-    data = (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
+    replace_file(
+        path, (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode(), durable=durable
+    )
+
+
+def replace_file(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Replace `path` by these bytes, as `write_json` does; raises StorageError."""
     temporary = path.with_name(f".tmp-{secrets.token_hex(6)}")
     try:
         write_new(temporary, data, durable=durable)
@@ -63,7 +70,7 @@ def write_all(descriptor: int, data: bytes) -> None:
 def read_json(path: Path) -> dict[str, Any] | None:
     """Read a JSON object; None where there is no file, DamagedError where it is not of our kind."""
     try:
-        with _open_regular(path) as file:
+        with open_regular(path) as file:
             data = file.read(MAX_JSON_BYTES + 1)
     except FileNotFoundError:
         return None
@@ -72,10 +79,10 @@ def read_json(path: Path) -> dict[str, Any] | None:
     try:
         if len(data) > MAX_JSON_BYTES:
             raise ValueError("too large")
-        found = json.loads(data)
+        found = read_note(data)
         if not isinstance(found, dict):
             raise ValueError(f"it is a {type(found).__name__}")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DamagedError(
             f"{path} is not the JSON that was written: {error}; delete it, it is no checkpoint"
         ) from error
@@ -86,26 +93,35 @@ def append_line(path: Path, value: Any) -> None:
     """Append one JSON line by a single write, so that lines of several writers never interleave."""
     data = (json.dumps(value, sort_keys=True, allow_nan=False) + "\n").encode()
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
-        descriptor = os.open(path, flags, 0o644)
-        try:
-            _check_regular(descriptor)
-            write_all(descriptor, data)
-        finally:
-            os.close(descriptor)
+        append_bytes(path, data)
     except OSError as error:
         raise StorageError(f"cannot append to {path}: {error.strerror}") from error
+
+
+def append_bytes(path: Path, data: bytes) -> int:
+    """Append by a single write where the system takes all, and return the file's size; raises OSError.
+
+    A pipe or device in the way is refused instead of waited for.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
+    descriptor = os.open(path, flags, 0o644)
+    try:
+        _check_regular(descriptor)
+        write_all(descriptor, data)
+        return os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the whole lines of a JSON-lines file; a torn last line (a crash) is left out."""
     try:
-        with _open_regular(path) as file:
+        with open_regular(path) as file:
             while line := file.readline(MAX_JSON_BYTES):
                 if not line.endswith(b"\n"):
                     return
-                with suppress(ValueError, RecursionError):
-                    value = json.loads(line)
+                with suppress(ValueError):
+                    value = read_note(line)
                     if isinstance(value, dict):
                         yield value
     except FileNotFoundError:
@@ -114,8 +130,8 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         raise StorageError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _open_regular(path: Path) -> BinaryIO:
-    """Open for reading; a pipe or device in the way is refused instead of waited for."""
+def open_regular(path: Path) -> BinaryIO:
+    """Open for reading; a pipe or device in the way is refused (OSError) instead of waited for."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         _check_regular(descriptor)

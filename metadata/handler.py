@@ -3,12 +3,34 @@
 A handler remembers epochs and durations wherever it likes and may override the resume decision.
 It is called on rank 0's main thread only. An exception in `write` or `report` degrades the run
 to a warning; one in `set_params` or `last_epoch` ends it, because the decision would be a guess.
+
+Two more things a handler may have, and need not:
+
+    decides            whether its `last_epoch` decides where a run starts. Without it a manager's handler
+                       does, as in Caffe2, and one that was given beside a run directory does not
+    opened(holder)     hears, before `write` and `report`, as whom the job holds its checkpoint log
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a checkpoint log: job `uuid` (of this directory, for ever) called `name`, for a while.
+
+    `generation` counts the starts; `branch` is what it writes, begun by a rewind to epoch `base` (None: begun
+    from scratch).
+    """
+
+    uuid: str
+    name: str
+    generation: int
+    branch: int = 0
+    base: int | None = None
 
 
 @runtime_checkable

@@ -4,6 +4,15 @@
     status.json                  state, replaced at every change; the truth about how a run ended
     metrics.<generation>.jsonl   reduced metrics, one line per epoch
     events.<generation>.jsonl    what happened, one line per event
+    live.json                    how far the running epoch is, every two seconds; for people who watch
+    logs/attempt_N/rank_R.log    what each rank said
+    trackers/                    files of the built-in trackers
+    lineage/                     the stages that the run was built on (lineage.1: of an earlier beginning)
+    captured.<attempt>.json      what that start was: arguments, packages, hosts, code id
+    code/<code id>.zip           the source, once per code id
+    config/                      texts of the configuration, where there was one
+    program.json                 what the run is to the others of its program, where a program made it
+    values.jsonl, results/       values kept one by one, and test results, of such a run
     checkpoints/                 the checkpoint room's own directory
     STOP                         whoever makes it ends the run
 
@@ -13,6 +22,7 @@ A generation is one holder of the checkpoint log, so files of different starts n
 from __future__ import annotations
 
 import errno
+import json
 import platform
 import re
 import stat
@@ -20,15 +30,18 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from torchrelay.errors import DamagedError, FormatError, StorageError, UsageError
-from torchrelay.metadata.files import append_line, read_json, read_lines, write_json
+from torchrelay.metadata.files import append_line, read_json, read_lines, write_json, write_new
 from torchrelay.metadata.same_place import SamePlace
 
 State = Literal["RUNNING", "FINISHED", "STOPPED", "PREEMPTED", "FAILED"]
 FORMAT = {"major": 1, "minor": 0, "features": []}
+_PASSWORD = re.compile(r"(://[^/@:]*:).*@", re.DOTALL)
+_OPTION = re.compile(r"([?&](?:ssl)?password=)[^&]*")
 _GENERATION_FILE = re.compile(r"(metrics|events)\.([0-9]+)\.jsonl")
 
 
@@ -81,7 +94,7 @@ class RunDirectory:
             "created": round(time.time(), 3),
             "best": list(best) if best else None,
             "world_size": world_size,
-            "command": sys.argv,
+            "command": [without_password(word) for word in sys.argv],
             "python": platform.python_version(),
         }
         try:
@@ -109,16 +122,25 @@ class RunDirectory:
         own = (
             "run.json",
             "status.json",
+            "live.json",
+            "trackers",
             "metadata.jsonl",
             "checkpoints",
             "logs",
             "config",
             "code",
             "lineage",
+            "program.json",
+            "results",
+            "values.jsonl",
             "STOP",
         )
         names = sorted(path.name for path in self.path.iterdir())
-        return [name for name in names if name not in own and not name.startswith((".probe-", ".tmp-"))]
+        return [
+            name
+            for name in names
+            if name not in own and not name.startswith((".probe-", ".tmp-", "captured."))
+        ]
 
     def identity(self) -> dict[str, Any] | None:
         """The content of `run.json`; None when there is no run here."""
@@ -162,6 +184,23 @@ class RunDirectory:
         status = {"state": state, "updated": round(time.time(), 3), **details}
         write_json(self.path / "status.json", status, durable=durable)
 
+    def live(self) -> dict[str, Any]:
+        """The content of `live.json`; empty when there is none."""
+        return read_json(self.path / "live.json") or {}
+
+    def write_live(self, seen: Mapping[str, Any]) -> None:
+        """Replace `live.json`, which nothing depends on: it is never synced, and kills leave no litter."""
+        self._place.check()
+        temporary = self.path / ".tmp-live"
+        text = json.dumps({"time": round(time.time(), 3), **seen}, allow_nan=False) + "\n"
+        try:
+            with suppress(FileNotFoundError):
+                temporary.unlink()  # what lies there may be a link, and is never written through
+            write_new(temporary, text.encode(), durable=False)
+            temporary.replace(self.path / "live.json")
+        except OSError as error:
+            raise StorageError(f"cannot write {self.path}/live.json: {error.strerror}") from error
+
     def log_metrics(self, generation: int, line: Mapping[str, Any]) -> None:
         """Append the reduced metrics of one epoch."""
         self._place.check()
@@ -175,7 +214,7 @@ class RunDirectory:
 
     def events(self) -> Iterator[dict[str, Any]]:
         """All events in the order of generations."""
-        for generation, path in self._generations("events"):
+        for generation, path in self.generations("events"):
             for line in read_lines(path):
                 yield {"generation": generation, **line}
 
@@ -185,21 +224,28 @@ class RunDirectory:
         A later generation that logs epoch k makes every older line from epoch k on obsolete.
         """
         kept: list[dict[str, Any]] = []
-        for generation, path in self._generations("metrics"):
+        for generation, path in self.generations("metrics"):
             for line in read_lines(path):
                 if type(line.get("epoch")) is not int:
                     continue
-                kept = [old for old in kept if old["epoch"] < line["epoch"]]
+                while kept and kept[-1]["epoch"] >= line["epoch"]:  # they are in ascending order
+                    kept.pop()
                 kept.append({"generation": generation, **line})
         return kept
 
-    def _generations(self, kind: str) -> list[tuple[int, Path]]:
+    def generations(self, kind: Literal["metrics", "events"]) -> list[tuple[int, Path]]:
+        """The files of a kind by generation, in order: what one start wrote, replaced or not."""
         found = []
         for path in self.path.glob(f"{kind}.*.jsonl"):
             match = _GENERATION_FILE.fullmatch(path.name)
             if match:
                 found.append((int(match[2]), path))
         return sorted(found)
+
+
+def without_password(word: str) -> str:
+    """A word of the command line, or a line of text, as anybody may read it: without a URL's passwords."""
+    return _OPTION.sub(r"\1***", _PASSWORD.sub(r"\1***@", word))
 
 
 def _directory_at(path: Path, run: Path) -> bool | None:

@@ -20,19 +20,20 @@ class SamePlace:
 
     def check(self) -> None:
         """Raise LostDirectoryError if another directory, or none, is there now; StorageError if unclear."""
+        known = self._known  # before the look: another thread may create the directory right after it
         try:
             found = self.path.stat()
         except (FileNotFoundError, NotADirectoryError):
-            if self._known is not None:
+            if known is not None:
                 raise LostDirectoryError(f"{self.path} is gone{_REMEDY}") from None
             return
         except OSError as error:
             raise StorageError(f"cannot look at {self.path}: {error.strerror}") from error
         now = (found.st_dev, found.st_ino)
-        if self._known is None:
+        if known is None:
             self._known = now
-        elif now != self._known:
-            where = "on another device" if now[0] != self._known[0] else "another one"
+        elif now != known:
+            where = "on another device" if now[0] != known[0] else "another one"
             raise LostDirectoryError(f"{self.path} is not the directory it was, but {where}{_REMEDY}")
 
 

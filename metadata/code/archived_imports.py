@@ -1,0 +1,235 @@
+"""Imports of one run's archived source, beside the interpreter's own.
+
+Every module that is made here has an `__import__` of its own among its builtins, which Python asks whenever
+that module's code imports something, be it years later inside of a function. It looks into the archive first
+and gives everything else to the interpreter. `sys.path` and `sys.meta_path` know nothing of it, and no entry
+of `sys.modules` is changed: the modules are added under names of their own (`torchrelay_code_1.model`), so
+several runs with modules of the same names live in one process, and dataclasses, `typing` and
+`sys.modules[__name__]` find the module that they mean.
+
+No bytes are run here by name of a file: `importlib`'s own loader compiles and runs a module's source.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import itertools
+import linecache
+import posixpath
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from types import CodeType, ModuleType
+from typing import Any
+
+_numbers = itertools.count(1)
+_PATIENCE_SECS = 10.0
+
+
+class ArchivedImports:
+    """The modules of one archive, imported when they are asked for, each once.
+
+    `prefix` stands before their names in `sys.modules`, and in no import of theirs.
+    """
+
+    def __init__(
+        self, what: str, contents: Mapping[str, bytes], links: Mapping[str, str], folders: Sequence[str]
+    ) -> None:
+        self.what = what
+        self.prefix = f"torchrelay_code_{next(_numbers)}"
+        self.modules: dict[str, ModuleType] = {}
+        self._contents, self._links = contents, links
+        self._folders = tuple(folders)
+        self._known_folders = {"", *_folders_of(contents), *_folders_of(links)}
+        self._locks: dict[str, threading.RLock] = {}
+        self._done: set[str] = set()
+        self._builtins = {**vars(builtins), "__import__": self._import}
+        self._importlib = self._own_importlib()
+        package = ModuleType(self.prefix, f"The modules of {what}.")
+        package.__path__ = []
+        sys.modules[self.prefix] = package
+
+    def module(self, name: str) -> ModuleType:
+        """Import a module of the archive by its full name; raises ModuleNotFoundError."""
+        parent = ""
+        for part in name.split("."):
+            full = f"{parent}.{part}" if parent else part
+            if full not in self._done:
+                self._make_once(full, parent, part)
+            parent = full
+        return self.modules[name]
+
+    def has(self, name: str) -> bool:
+        """Whether a top-level module or package of this name is in the archive."""
+        return name in self.modules or self._find(name, self._folders) is not None
+
+    def resolve(self, path: str) -> str:
+        """The name of a file or folder with the links on the way followed."""
+        for _ in range(40):
+            parts = path.split("/")
+            for count in range(1, len(parts) + 1):
+                head = "/".join(parts[:count])
+                if head in self._links:
+                    target = posixpath.join(posixpath.dirname(head), self._links[head], *parts[count:])
+                    path = posixpath.normpath(target)
+                    break
+            else:
+                return path
+        return path
+
+    # Making a module
+
+    def _make_once(self, full: str, parent: str, part: str) -> None:
+        """Other threads wait for a module being made, but not for ever: two may wait for each other."""
+        lock = self._locks.setdefault(full, threading.RLock())
+        mine = lock.acquire(timeout=_PATIENCE_SECS)
+        try:
+            if full in self.modules:  # made meanwhile; or being made, by this thread or one that waits for it
+                return
+            if not mine:
+                raise ImportError(f"{full} of {self.what} is being imported by another thread", name=full)
+            self._make(full, parent, part)
+            self._done.add(full)
+        finally:
+            if mine:
+                lock.release()
+
+    def _make(self, full: str, parent: str, part: str) -> None:
+        places = self._folders if not parent else self._inside(self.modules[parent])
+        found = self._find(part, places)
+        if found is None:
+            raise ModuleNotFoundError(f"No module named {full!r} in {self.what}", name=full)
+        path, folders = found
+        loader = _Loader(self, path)
+        spec = importlib.machinery.ModuleSpec(
+            f"{self.prefix}.{full}", loader, origin=f"{self.what}/{path}", is_package=folders is not None
+        )
+        module = importlib.util.module_from_spec(spec)
+        module.__dict__["__builtins__"] = self._builtins
+        module.__file__ = f"{self.what}/{path}"
+        if folders is not None:
+            module.__path__ = [f"{self.what}/{folder}" for folder in folders]
+        linecache.lazycache(module.__file__, module.__dict__)
+        self.modules[full] = sys.modules[module.__name__] = module
+        try:
+            if path in self._contents:  # a folder without __init__.py has nothing to run
+                loader.exec_module(module)
+        except BaseException:
+            self.modules.pop(full, None)
+            sys.modules.pop(module.__name__, None)
+            raise
+        setattr(self.modules[parent] if parent else sys.modules[self.prefix], part, module)
+
+    def _inside(self, module: ModuleType) -> tuple[str, ...]:
+        if not hasattr(module, "__path__"):
+            return ()
+        return tuple(one.removeprefix(f"{self.what}/") for one in module.__path__)
+
+    def _find(self, part: str, places: Sequence[str]) -> tuple[str, list[str] | None] | None:
+        """The file that makes a module, and its folders where it is a package."""
+        bare: list[str] = []
+        for place in places:
+            folder = self.resolve(f"{place}/{part}" if place else part)
+            package, file = self.resolve(f"{folder}/__init__.py"), self.resolve(f"{folder}.py")
+            if package in self._contents:
+                return package, [folder]
+            if file in self._contents:
+                return file, None
+            if folder in self._known_folders:
+                bare.append(folder)
+        return (bare[0], bare) if bare else None
+
+    # What the modules' own imports do
+
+    def _import(
+        self,
+        name: str,
+        globals: Mapping[str, Any] | None = None,
+        locals: Mapping[str, Any] | None = None,
+        fromlist: Sequence[str] | None = (),
+        level: int = 0,
+    ) -> ModuleType:
+        if level:
+            name = self._plain(_absolute(name, level, globals or {}))
+        elif name == "importlib" or name.startswith("importlib."):
+            return self._of_importlib(name, fromlist)
+        top = name.partition(".")[0]
+        if not level and (top in sys.builtin_module_names or not self.has(top)):
+            return builtins.__import__(name, globals, locals, fromlist or (), 0)
+        module = self.module(name)
+        if not fromlist:
+            return self.modules[top]
+        self._with_submodules(module, fromlist)
+        return module
+
+    def _plain(self, name: str) -> str:
+        """A module's name without what tells it from those of other runs."""
+        return name.removeprefix(f"{self.prefix}.")
+
+    def _with_submodules(self, module: ModuleType, fromlist: Sequence[str]) -> None:
+        if not hasattr(module, "__path__"):
+            return
+        for name in getattr(module, "__all__", ()) if "*" in fromlist else fromlist:
+            full = f"{self._plain(module.__name__)}.{name}"
+            if not hasattr(module, name) and self._find(name, self._inside(module)) is not None:
+                self.module(full)
+
+    def _of_importlib(self, name: str, fromlist: Sequence[str] | None) -> ModuleType:
+        found = builtins.__import__(name, None, None, fromlist or (), 0)
+        return self._importlib if found is importlib else found
+
+    def _own_importlib(self) -> ModuleType:
+        """`importlib` whose `import_module` knows the archive, as the functions of these modules expect."""
+
+        def import_module(name: str, package: str | None = None) -> ModuleType:
+            full = importlib.util.resolve_name(name, package) if name.startswith(".") else name
+            full = self._plain(full)
+            top = full.partition(".")[0]
+            own = top not in sys.builtin_module_names and self.has(top)
+            return self.module(full) if own else importlib.import_module(full)
+
+        own = ModuleType("importlib")
+        own.__dict__.update(vars(importlib))
+        own.__dict__["import_module"] = import_module
+        return own
+
+
+class _Loader(importlib.abc.InspectLoader):
+    """Gives `importlib` the source of one file of the archive; `exec_module` is its own."""
+
+    def __init__(self, imports: ArchivedImports, path: str) -> None:
+        self._imports, self._path = imports, path
+
+    def get_source(self, fullname: str) -> str:
+        """The text, decoded as its first lines say; tracebacks show it too."""
+        return importlib.util.decode_source(self._imports._contents.get(self._path, b""))
+
+    def get_code(self, fullname: str) -> CodeType:
+        """The compiled module, named by its place in the archive."""
+        source = self._imports._contents.get(self._path, b"")
+        return self.source_to_code(source, f"{self._imports.what}/{self._path}")
+
+    def is_package(self, fullname: str) -> bool:
+        """Whether the file is a package's."""
+        return self._path not in self._imports._contents or self._path.endswith("__init__.py")
+
+
+def _absolute(name: str, level: int, globals: Mapping[str, Any]) -> str:
+    package = globals.get("__package__") or globals.get("__name__", "").rpartition(".")[0]
+    if not package:
+        raise ImportError("attempted relative import with no known parent package")
+    return importlib.util.resolve_name("." * level + name, package)
+
+
+def _folders_of(names: Mapping[str, Any]) -> set[str]:
+    found: set[str] = set()
+    for name in names:
+        while name := posixpath.dirname(name):
+            if name in found:
+                break
+            found.add(name)
+    return found

@@ -1,0 +1,166 @@
+"""The source as it is now: selected, read once, each file by the bytes of that one reading."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchrelay.errors import UsageError
+from torchrelay.metadata.code.archive import member_name
+from torchrelay.metadata.code.git_command import repository
+from torchrelay.metadata.code.manifest import MOST_FILES, Manifest, SourceFile, stays_within
+from torchrelay.metadata.code.provenance import Provenance, provenance_of
+from torchrelay.metadata.code.selection import select
+from torchrelay.metadata.code.sources import Root, Sources
+from torchrelay.metadata.zip_members import LIMIT_NAME
+
+_NAMED = 5
+GONE = ""
+"""The digest of what cannot be read."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Source with its bytes; `left_out` says why names that look like source are not in it."""
+
+    manifest: Manifest
+    contents: Mapping[str, bytes]
+    roots: tuple[Root, ...]
+    left_out: Mapping[str, str]
+    submodules: Mapping[str, str]
+    git: Mapping[str, Provenance]
+
+
+def take(sources: Sources, *, roots: tuple[Root, ...] | None = None, with_git: bool = True) -> Snapshot:
+    """Read the source; `with_git` also asks git where it comes from.
+
+    Raises UsageError for roots that are no directories and for more than `sources.limit_bytes`.
+    """
+    roots = sources.labelled() if roots is None else roots
+    paths: dict[str, tuple[Root, str]] = {}
+    left_out: dict[str, str] = {}
+    submodules: dict[str, str] = {}
+    git: dict[str, Provenance] = {}
+    for root in roots:
+        with repository(root.path) as repo:
+            found = select(root, sources, repo)
+            if repo is not None and with_git:
+                git[root.label] = provenance_of(repo)
+        paths |= {_under(root, name): (root, name) for name in found.names}
+        left_out |= {_under(root, name): why for name, why in found.left_out.items()}
+        submodules |= {_under(root, name): commit for name, commit in found.submodules.items()}
+    manifest, contents = _read(paths, left_out, sources.limit_bytes)
+    return Snapshot(manifest, contents, roots, left_out, submodules, git)
+
+
+def digests(roots: Iterable[Root], names: Iterable[str]) -> dict[str, str]:
+    """What these names of an archive are in this process's roots: a SHA-256, `-> target`, or GONE."""
+    by_label = {root.label: root for root in roots}
+    return {name: _digest(by_label, name) for name in names}
+
+
+def of_manifest(manifest: Manifest) -> dict[str, str]:
+    """The same for what was read."""
+    links = {name: f"-> {target}" for name, target in manifest.links.items()}
+    return {name: one.sha256 for name, one in manifest.files.items()} | links
+
+
+def _digest(roots: Mapping[str, Root], name: str) -> str:
+    label, _, rest = name.partition("/") if "" not in roots else ("", "", name)
+    root = roots.get(label)
+    if root is None:
+        return GONE
+    path = root.path / rest
+    try:
+        if path.is_symlink():
+            return f"-> {_target(root, rest)}"
+        return hashlib.sha256(_bytes_of(path)).hexdigest()
+    except (OSError, ValueError):
+        return GONE
+
+
+def _under(root: Root, name: str) -> str:
+    return f"{root.label}/{name}" if root.label else name
+
+
+def _read(
+    paths: Mapping[str, tuple[Root, str]], left_out: dict[str, str], limit: int
+) -> tuple[Manifest, dict[str, bytes]]:
+    links: dict[str, str] = {}
+    sizes: dict[str, int] = {}
+    for name, (root, rest) in sorted(paths.items()):
+        try:
+            if why := _unfit(name):
+                left_out[name] = why
+            elif (root.path / rest).is_symlink():
+                links[name] = _target(root, rest)
+            elif stat.S_ISREG((found := (root.path / rest).lstat()).st_mode):
+                sizes[name] = found.st_size
+        except FileNotFoundError:
+            continue  # git still knows a file that was deleted
+        except (OSError, ValueError) as error:
+            left_out[name] = str(getattr(error, "strerror", None) or error)
+    _check_size(sizes, limit)
+    contents: dict[str, bytes] = {}
+    for name in sizes:
+        root, rest = paths[name]
+        try:
+            contents[name] = _bytes_of(root.path / rest)
+        except (OSError, ValueError) as error:
+            left_out[name] = str(getattr(error, "strerror", None) or error)
+    _check_size({name: len(data) for name, data in contents.items()}, limit)  # they may have grown
+    files = {name: SourceFile(hashlib.sha256(data).hexdigest(), len(data)) for name, data in contents.items()}
+    return Manifest(files, links), contents
+
+
+def _unfit(name: str) -> str:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return "its name is no UTF-8"
+    if len(member_name(name)) > LIMIT_NAME:
+        return "its name is too long"
+    return "its name has a backslash" if "\\" in name else ""
+
+
+def _target(root: Root, name: str) -> str:
+    """Where a link leads, relative to its folder; raises ValueError where that is out of the root."""
+    path = root.path / name
+    target = str(path.readlink())
+    if target.startswith("/"):
+        target = os.path.relpath(target, path.parent)
+    inside = path.resolve().is_relative_to(root.path)
+    if not stays_within(name, target) or not inside:
+        raise ValueError("a link that leads out of the source")
+    return target
+
+
+def _bytes_of(path: Path) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("no regular file")
+        return file.read()
+
+
+def _check_size(sizes: Mapping[str, int], limit: int) -> None:
+    total = sum(sizes.values())
+    if total <= limit and len(sizes) <= MOST_FILES:
+        return
+    largest: list[Any] = sorted(sizes.items(), key=lambda one: (-one[1], one[0]))[:_NAMED]
+    named = ", ".join(f"{name} ({_megabytes(size)})" for name, size in largest)
+    raise UsageError(
+        f"the source has {len(sizes)} files of {_megabytes(total)}, more than the limit of "
+        f"{_megabytes(limit)} and {MOST_FILES} files; the largest are {named}: have .gitignore leave out "
+        "what is no source, or give JobRunner code=Sources([...], exclude=[...], limit_bytes=...), "
+        "or code=False"
+    )
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f} MB"

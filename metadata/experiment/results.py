@@ -1,0 +1,59 @@
+"""Test results of a run: a file each, `results/test-e<epoch>-<code>.json`.
+
+Files of their own, so that tests beside a running training take nothing from each other or from it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torchrelay.errors import StorageError
+from torchrelay.metadata.files import read_json, write_json
+
+FOLDER = "results"
+_NAME = re.compile(r"test-e([0-9]{8,})-([0-9a-z]{1,12})\.json")
+_NO_CODE = "unknown"
+_SHORT = 12
+
+
+def result_path(run: Path, epoch: int, code_id: str | None) -> Path:
+    """Where the result of an epoch under some code lies."""
+    return run / FOLDER / f"test-e{epoch:08d}-{(code_id or _NO_CODE)[:_SHORT]}.json"
+
+
+def read_result(run: Path, epoch: int, code_id: str | None) -> dict[str, Any] | None:
+    """None where there is none; raises DamagedError, StorageError."""
+    return read_json(result_path(run, epoch, code_id))
+
+
+def write_result(run: Path, epoch: int, code_id: str | None, content: Mapping[str, Any]) -> Path:
+    """Store a result, in place of an older one of the same epoch and code; raises StorageError."""
+    path = result_path(run, epoch, code_id)
+    try:
+        path.parent.mkdir(exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot make {path.parent}: {error.strerror}") from error
+    write_json(path, content)
+    return path
+
+
+def results(run: Path) -> list[dict[str, Any]]:
+    """All of them in the order of their epochs, then of the time; raises DamagedError, StorageError."""
+    folder = run / FOLDER
+    names = sorted(one.name for one in folder.iterdir()) if folder.is_dir() else []
+    found = [read_json(folder / name) for name in names if _NAME.fullmatch(name)]
+    return sorted((one for one in found if one is not None), key=_when)
+
+
+def newest_result(run: Path) -> dict[str, Any] | None:
+    """The newest one of the highest epoch."""
+    found = results(run)
+    return found[-1] if found else None
+
+
+def _when(result: Mapping[str, Any]) -> tuple[int, float]:
+    epoch, time = result.get("epoch"), result.get("time")
+    return (epoch if type(epoch) is int else 0), (time if type(time) in (int, float) else 0.0)  # type: ignore[return-value]

@@ -1,0 +1,53 @@
+"""What a tracker is to a run: a sink that takes metrics, and takes them back when the run goes back.
+
+The law: after any sequence of `log` and `rewind` a sink shows what a dictionary by epoch would hold, where
+`log` sets the entry of its epoch and `rewind` drops the entries of all later ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """The run that a sink is opened for: its directory, its directory's name, its job, its id for ever."""
+
+    path: Path
+    name: str
+    job: str
+    uuid: str
+
+    @property
+    def trackers(self) -> Path:
+        """Where the built-in sinks keep their files."""
+        return self.path / "trackers"
+
+
+@runtime_checkable
+class MetricSink(Protocol):
+    """Takes the reduced metrics of a run, an epoch at a time; called on rank 0, from one thread of its own.
+
+    What a sink raises is a warning and never ends the run; after three failures in a row it is left
+    alone for the rest of the attempt, and so it is at once when a call takes longer than two minutes.
+    """
+
+    def open(self, run: TrackedRun, attempt: int) -> None:
+        """Begin to take metrics of a run that was started `attempt` times before (0: the first start)."""
+
+    def log(self, epoch: int, step: int, metrics: Mapping[str, float]) -> None:
+        """Take what an epoch brought; `step` counts the steps of all epochs, 0 where a job counts none."""
+
+    def rewind(self, epoch: int, step: int) -> None:
+        """The run goes on after `epoch`, at `step` steps in all: drop what was logged of later epochs."""
+
+    def close(self) -> None:
+        """The attempt is over, however it ended; called at most once, not after a crash."""
+
+
+def axis(epoch: int, step: int) -> int:
+    """The point on a tracker's one axis: the step, or the epoch of a job that counts no steps."""
+    return step if step > 0 else epoch

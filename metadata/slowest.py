@@ -1,0 +1,117 @@
+"""Which node the others wait for, out of the seconds of many saves or loads by node and phase. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from torchrelay.metadata.stats import NodeTimes
+
+WAITING = frozenset({"plan", "commit"})
+"""Phases in which nodes wait for each other: the seconds there are the slowest one's, whoever spends them."""
+_RATIO = 1.5
+_EXCESS_SECS = 0.01
+
+
+@dataclass(frozen=True)
+class NodeRow:
+    """A node over all actions: median and maximum of the seconds of each phase, and of its own work."""
+
+    node: str
+    actions: int
+    own_secs: float
+    phases: Mapping[str, tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The slowest node beside the median of the others; `dominates`: much slower, by seconds that count.
+
+    `secs` and `median_secs` are medians of own work; `slowest_in` of `actions` saves or loads it was slowest.
+    """
+
+    node: str
+    dominates: bool
+    secs: float
+    median_secs: float
+    slowest_in: int
+    actions: int
+    phase: str
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times as long as the median node it takes; None where that takes no time."""
+        return self.secs / self.median_secs if self.median_secs > 0 else None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Nodes, the slowest first; `shares` are parts of the seconds of all nodes; None for a single node."""
+
+    actions: int
+    phases: tuple[str, ...]
+    nodes: tuple[NodeRow, ...]
+    shares: Mapping[str, float]
+    verdict: Verdict | None
+
+
+def summary(actions: Sequence[Sequence[NodeTimes]]) -> Summary:
+    """Sum up some saves, or some loads, each told by all its nodes."""
+    by_node: dict[str, list[NodeTimes]] = {}
+    for times in actions:
+        for one in times:
+            by_node.setdefault(one.node, []).append(one)
+    phases = tuple(dict.fromkeys(phase for times in actions for one in times for phase in one.secs))
+    rows = sorted((_row(node, found) for node, found in by_node.items()), key=lambda row: -row.own_secs)
+    return Summary(len(actions), phases, tuple(rows), _shares(actions, phases), _verdict(actions, rows))
+
+
+def _row(node: str, found: Sequence[NodeTimes]) -> NodeRow:
+    phases = dict.fromkeys(phase for one in found for phase in one.secs)
+    spent = {phase: [one.secs.get(phase, 0.0) for one in found] for phase in phases}
+    return NodeRow(
+        node,
+        len(found),
+        median(map(own_secs, found)),
+        {phase: (median(secs), max(secs)) for phase, secs in spent.items()},
+    )
+
+
+def own_secs(times: NodeTimes) -> float:
+    """Seconds of a node's own work, waiting left out."""
+    return sum(secs for phase, secs in times.secs.items() if phase not in WAITING)
+
+
+def _shares(actions: Iterable[Sequence[NodeTimes]], phases: Iterable[str]) -> Mapping[str, float]:
+    spent = dict.fromkeys(phases, 0.0)
+    for times in actions:
+        for one in times:
+            for phase, secs in one.secs.items():
+                spent[phase] += secs
+    whole = sum(spent.values())
+    return {phase: secs / whole if whole > 0 else 0.0 for phase, secs in spent.items()}
+
+
+def _verdict(actions: Sequence[Sequence[NodeTimes]], rows: Sequence[NodeRow]) -> Verdict | None:
+    if len(rows) < 2:
+        return None
+    slowest = rows[0]
+    typical = median(row.own_secs for row in rows[1:])
+    excess = {
+        phase: secs - median(row.phases.get(phase, (0.0, 0.0))[0] for row in rows[1:])
+        for phase, (secs, _) in slowest.phases.items()
+        if phase not in WAITING
+    }
+    last = Counter(max(times, key=own_secs).node for times in actions if times)
+    much = slowest.own_secs >= _RATIO * typical and slowest.own_secs - typical >= _EXCESS_SECS
+    return Verdict(
+        slowest.node,
+        much,
+        slowest.own_secs,
+        typical,
+        last[slowest.node],
+        len(actions),
+        max(excess, key=lambda phase: excess[phase], default=""),
+    )
