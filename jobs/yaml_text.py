@@ -24,6 +24,7 @@ from torchrelay.jobs.yaml_scalars import NotOne, plain, short
 LIMIT_BYTES = 1 << 20
 LIMIT_DEPTH = 32
 LIMIT_VALUES = 10_000
+NO_MAPPING = "a mapping (`key: value` lines) is expected at the top"
 
 Where = tuple[str | int, ...]
 """Keys and indices from the top of a document."""
@@ -65,11 +66,15 @@ class Document:
 
 def read_yaml_file(path: str | os.PathLike[str]) -> Document:
     """Read a regular file of at most 1 MiB. Raises UsageError, which names the file and the reason."""
+    return read_yaml(yaml_content(path), str(Path(path)))
+
+
+def yaml_content(path: str | os.PathLike[str]) -> bytes:
+    """The bytes of a regular file, at most one more than may be; UsageError names the file and the reason."""
     try:
-        data = _content(path)
+        return _content(path)
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
-    return read_yaml(data, str(Path(path)))
 
 
 def _content(path: str | os.PathLike[str]) -> bytes:
@@ -84,29 +89,59 @@ def _content(path: str | os.PathLike[str]) -> bytes:
         os.close(descriptor)
 
 
+@dataclass(frozen=True)
+class Findings:
+    """What could be read of a text, and what is wrong with it.
+
+    `broken` are the places in the tree at which a problem stands: what lies there means nothing.
+    `ended` is the place of the problem behind which nothing was read, None where all was.
+    """
+
+    top: Any
+    values: Mapping[Where, Place]
+    keys: Mapping[Where, Place]
+    problems: tuple[Problem, ...]
+    broken: frozenset[Where]
+    ended: Place | None = None
+
+
 def read_yaml(data: bytes, name: str) -> Document:
     """Read a document whose top is a mapping; `name` stands for it in messages.
 
     Raises YamlError with everything that is refused; where the syntax is broken, with what came before it.
     """
-    if len(data) > LIMIT_BYTES:
-        raise YamlError(name, [Problem(Place(1, 1), f"larger than {LIMIT_BYTES >> 20} MiB, the limit")])
+    found = read_findings(data)
+    problems = list(found.problems)
+    if not problems and not isinstance(found.top, dict):
+        problems.append(Problem(Place(1, 1), NO_MAPPING))
+    if problems:
+        raise YamlError(name, problems)
+    return Document(found.top, found.values, found.keys)
+
+
+def read_findings(data: bytes) -> Findings:
+    """Read what can be read, whatever is at the top; for whoever has more to say than this reader."""
     reading = _Reading()
+    if len(data) > LIMIT_BYTES:
+        reading.end(Place(1, 1), f"larger than {LIMIT_BYTES >> 20} MiB, the limit")
+    else:
+        _read_into(reading, data)
+    problems = tuple(sorted(reading.problems))
+    broken = frozenset(reading.broken)
+    return Findings(reading.top, reading.values, reading.keys, problems, broken, reading.ended)
+
+
+def _read_into(reading: _Reading, data: bytes) -> None:
     try:
         reading.read(yaml.parse(data.decode("utf-8"), Loader=_LOADER))
     except UnicodeDecodeError as error:
-        reading.wrong(_place_of(data, error.start), f"byte {error.start} is no UTF-8: save the file as UTF-8")
+        reading.end(_place_of(data, error.start), f"byte {error.start} is no UTF-8: save the file as UTF-8")
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        reading.wrong(_of_mark(mark) if mark else Place(1, 1), str(error.problem or error.context))
+        reading.end(_of_mark(mark) if mark else Place(1, 1), str(error.problem or error.context))
     except yaml.YAMLError as error:  # a character that no YAML has
         at = getattr(error, "position", 0)
-        reading.wrong(_place_of(data, at), f"character {at} cannot stand in YAML: {short(error)}")
-    if not reading.problems and not isinstance(reading.top, dict):
-        reading.wrong(Place(1, 1), "a mapping (`key: value` lines) is expected at the top")
-    if reading.problems:
-        raise YamlError(name, reading.problems)
-    return Document(reading.top, reading.values, reading.keys)
+        reading.end(_place_of(data, at), f"character {at} cannot stand in YAML: {short(error)}")
 
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -118,12 +153,17 @@ class _EndError(Exception):
 
 @dataclass
 class _Open:
-    """A collection that has begun. `key` is the one that waits for its value; `begun`, where it was."""
+    """A collection that has begun. `key` is the one that waits for its value, which may be `dropped`."""
 
     where: Where
     into: dict[str, Any] | list[Any]
     key: str | None = None
     waiting: bool = False
+    dropped: bool = False
+
+
+_DROPPED = -1
+"""In place of a key whose value belongs nowhere; keys are strings."""
 
 
 @dataclass
@@ -133,6 +173,8 @@ class _Reading:
     problems: list[Problem] = field(default_factory=list)
     values: dict[Where, Place] = field(default_factory=dict)
     keys: dict[Where, Place] = field(default_factory=dict)
+    broken: set[Where] = field(default_factory=set)
+    ended: Place | None = None
     top: Any = None
     _open: list[_Open] = field(default_factory=list)
     _documents: int = 0
@@ -140,6 +182,10 @@ class _Reading:
 
     def wrong(self, place: Place, message: str) -> None:
         self.problems.append(Problem(place, message))
+
+    def end(self, place: Place, message: str) -> None:
+        self.wrong(place, message)
+        self.ended = place
 
     def read(self, events: Iterator[yaml.Event]) -> None:
         """Build the document; problems are collected."""
@@ -158,7 +204,7 @@ class _Reading:
             self._open.pop()
         elif isinstance(event, yaml.AliasEvent):
             self.wrong(place, f"aliases (*{event.anchor}) are not read: write the value out")
-            self._put(None, place)
+            self.broken.add(self._put(None, place))
         elif isinstance(event, yaml.NodeEvent):
             self._node(event, place)
 
@@ -180,15 +226,22 @@ class _Reading:
         if around is not None and isinstance(around.into, dict) and not around.waiting:
             self._key(around, event, place)
         else:
-            self._put(self._plain(event.value, place) if event.implicit[0] else event.value, place)
+            value = plain(event.value) if event.implicit[0] else event.value
+            if isinstance(value, NotOne):
+                self.wrong(place, value.message)
+                self.broken.add(self._put(None, place))
+            else:
+                self._put(value, place)
 
     def _key(self, around: _Open, event: yaml.ScalarEvent, place: Place) -> None:
         key = event.value
         if key == "<<" and event.implicit[0]:
             self.wrong(place, "merge keys (<<) are not read: write the keys out")
+            around.dropped = True
         elif key in around.into:
             first = self.keys[(*around.where, key)]
             self.wrong(place, f"{short(key)} stands twice in one mapping, first in line {first.line}")
+            around.dropped = True
         else:
             self.keys[(*around.where, key)] = place
         around.key, around.waiting = key, True
@@ -215,22 +268,17 @@ class _Reading:
             around.into.append(value)
             return (*around.where, len(around.into) - 1)
         if not around.waiting:  # an alias in place of a key
-            around.key = f"line {place.line}"
-            around.waiting = True
-            return (*around.where, around.key)
-        key, around.waiting = str(around.key), False
-        around.into.setdefault(key, value)
-        return (*around.where, key)
-
-    def _plain(self, text: str, place: Place) -> Any:
-        value = plain(text)
-        if isinstance(value, NotOne):
-            self.wrong(place, value.message)
-            return None
-        return value
+            around.waiting = around.dropped = True
+            return (*around.where, _DROPPED)
+        around.waiting = False
+        if around.dropped:
+            around.dropped = False
+            return (*around.where, _DROPPED)
+        around.into[str(around.key)] = value
+        return (*around.where, str(around.key))
 
     def _give_up(self, place: Place, message: str) -> None:
-        self.wrong(place, message)
+        self.end(place, message)
         raise _EndError
 
 

@@ -1,0 +1,166 @@
+"""A configuration that is right: settings, the user's own sections, what was never read, what holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+from torchrelay.errors import UsageError
+from torchrelay.jobs.config.binding import bound
+from torchrelay.jobs.config.data_keys import user_sections
+from torchrelay.jobs.config.expansion import Expanded
+from torchrelay.jobs.config.forms import At, Reading
+from torchrelay.jobs.config.identity import digest, identity
+from torchrelay.jobs.config.nearest import hint, nearest
+from torchrelay.jobs.config.overrides import Overrides
+from torchrelay.jobs.config.problems import ConfigError, ConfigKeyError, ConfigProblem
+from torchrelay.jobs.config.resolved import completed, yaml_lines
+from torchrelay.jobs.config.schema import Settings
+from torchrelay.jobs.config.schema_lookup import TOP, form_at, key_at
+from torchrelay.jobs.config.section_forms import Section
+from torchrelay.jobs.config.tracking import Tracked, leaves
+from torchrelay.jobs.config.tree import Missing, find, value_at
+from torchrelay.jobs.yaml_text import Where
+
+DEFAULT = "default"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Config:
+    """What was read of a file and of the overrides; made by `read_config` and `load_config`.
+
+    `source` is the file as it was read, whatever is in it by now. `settings` has the keys of the schema with
+    their types. `section` gives what is the user's. Nothing of it changes any more, but it notes which of
+    the user's keys a program reads, for `unused`.
+    """
+
+    name: str
+    source: bytes
+    settings: Settings
+    overrides: Overrides
+    _expanded: Expanded
+    _reading: Reading
+
+    @property
+    def workspace(self) -> Path:
+        """The directory where paths begin; absolute."""
+        return self._expanded.workspace
+
+    @overload
+    def section(self, path: str) -> Tracked: ...
+
+    @overload
+    def section(self, path: str, to: type[T]) -> T: ...
+
+    def section(self, path: str, to: Any = None) -> Any:
+        """A section by its dotted path (`hyper_parameters`, `dataset.digits`), as a mapping that notes reads.
+
+        With `to` as an object of that class: dict, a dataclass, or a pydantic model. Raises ConfigError with
+        the place of every value that does not fit, ConfigKeyError for a section that is not there.
+        """
+        where = self._where(path)
+        content = value_at(self._expanded.tree.value, where) if where is not None else {}
+        at = At(self._reading, where if where is not None else (path,))
+        if to is None:
+            if not isinstance(content, dict):
+                raise UsageError(
+                    f"{self._expanded.tree.origin(at.where)}: {path} is a single value, no section"
+                )
+            return Tracked(content, at.where, self._reading)
+        before = len(self._reading.problems)
+        found = bound(to, {} if content is None else content, at)
+        problems = self._reading.problems[before:]
+        del self._reading.problems[before:]
+        if problems:
+            raise ConfigError(problems)
+        return found
+
+    def unused(self) -> tuple[ConfigProblem, ...]:
+        """The user's keys that were written and that nobody has read so far, in the order of the text.
+
+        Keys of the schema are never among them; what became of a whole dict counts as read.
+        """
+        tree = self._reading.tree
+        found = []
+        for part in user_sections(self.settings):
+            for where in part.unread():
+                asked = [str(one[-1]) for one in self._reading.misses if one[:-1] == where[:-1]]
+                near = nearest(str(where[-1]), asked)
+                remedy = f"; `{near}` was asked for and is not there" if near else ""
+                message = f"was never read{remedy}"
+                found.append(ConfigProblem(tree.key_origin(where), tree.path(where), message, near))
+        return tuple(sorted(found, key=lambda one: one.origin.place))
+
+    def check_unused(self, *, strict: bool) -> tuple[str, ...]:
+        """A line for each unused key, to be asked when start-up ends. `strict`: raises ConfigError."""
+        found = self.unused()
+        if found and strict:
+            raise ConfigError(found)
+        return tuple(str(one) for one in found)
+
+    @cached_property
+    def resolved(self) -> dict[str, Any]:
+        """Every value that holds, defaults too. Texts have `{workspace}` in them where they had it before."""
+        return dict(completed(TOP, self._normal))
+
+    def resolved_text(self) -> str:
+        """`resolved` as YAML: read from anywhere, it is this configuration again, with the same id."""
+        return "".join(f"{line}\n" for line in yaml_lines(self.resolved))
+
+    def printed(self) -> list[str]:
+        """`resolved` as lines of YAML, each value with where it comes from."""
+        return list(yaml_lines(self.resolved, self.provenance))
+
+    def origins(self) -> dict[str, str]:
+        """Dotted path of each value of `resolved` to where it comes from."""
+        places = leaves(self.resolved, ())
+        return {self._expanded.tree.path(where): self.provenance(where) for where in places}
+
+    def provenance(self, where: Where) -> str:
+        """`config.yaml:3:5`, `command line:1:1`, or `default`."""
+        tree = self._expanded.tree
+        if where in tree.origins:
+            unset = value_at(tree.value, where) is None and key_at(where) is not None
+            return DEFAULT if unset else str(tree.origins[where])
+        around = where[:-1]
+        if around not in tree.origins or isinstance(value_at(tree.value, around), dict):
+            return DEFAULT
+        form = form_at(around)  # one value is written there for a list, or for a mapping
+        is_other = isinstance(form, Section) and form.short != where[-1]
+        return DEFAULT if is_other else str(tree.origins[around])
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What makes a training this one: no limits, no intervals, nothing that only `infer` uses."""
+        return identity(self._normal)
+
+    @property
+    def id(self) -> str:
+        """SHA-256 of `identity`."""
+        return digest(self.identity)
+
+    def id_of(self, runner: str) -> str:
+        """SHA-256 of the part that one runner uses; raises ConfigKeyError for one that is not there."""
+        names = [one.name for one in self.settings.runner]
+        if runner not in names:
+            raise ConfigKeyError(f"{self.name}: there is no runner `{runner}`; {hint(runner, names)}")
+        return digest(identity(self._normal, runner))
+
+    @cached_property
+    def _normal(self) -> Mapping[str, Any]:
+        return TOP.normal(self._expanded.portable)  # type: ignore[no-any-return]
+
+    def _where(self, path: str) -> Where | None:
+        """None for a section of the schema that is not written: it is empty."""
+        found = find(self._expanded.tree.value, path)
+        if not isinstance(found, Missing):
+            return found
+        spec = key_at((*found.where, *found.rest))
+        if spec is not None and isinstance(spec.form, Section):
+            return None
+        near = hint(found.rest[0], found.known)
+        raise ConfigKeyError(f"{self.name}: there is no section `{path}`; {near}".rstrip("; "))

@@ -1,0 +1,82 @@
+"""Keys of phases, datasets and hyper-parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torchrelay.jobs.config.class_path import ClassAt, ClassPath
+from torchrelay.jobs.config.forms import ListOf, Number, OneOf, Text, Truth, Whole
+from torchrelay.jobs.config.key import free, key
+from torchrelay.jobs.config.path_forms import PathAt
+from torchrelay.jobs.config.section_forms import Section
+from torchrelay.jobs.config.tracking import Tracked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A pair of a model and a dataset, executed once in each epoch."""
+
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "gradient_scale_strategy": "gradients are the mean over all ranks; scale the loss in the model"
+    }
+    name: str = key(
+        Text("a name"), "what the phase is called; its state is kept under this name", required=True
+    )
+    model: ClassPath = key(ClassAt("Model"), "the class of the model", required=True)
+    dataset_name: str | None = key(Text("the name of a dataset"), "its dataset; the only one if there is one")
+    thread_num: int = key(Whole(1), "threads that read samples", default=1, identity=False)
+    shuffle_filelist: bool = key(
+        Truth(), "draw the order of the data files anew in each epoch", default=False
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """Where samples come from. Keys that are not listed are for the reader."""
+
+    name: str = key(Text("a name"), "what the dataset is called", required=True)
+    type: str = key(
+        OneOf(("DataLoader", "QueueDataset")), "both words mean the same: the reader's samples in batches",
+        default="DataLoader", identity=False,
+    )  # fmt: skip
+    batch_size: int = key(Whole(1), "samples in a batch, those of all ranks together", required=True)
+    data_path: tuple[str, ...] = key(
+        ListOf(PathAt(), lone=True), "files and directories of data; not looked up before the run", default=[]
+    )
+    data_converter: ClassPath | None = key(ClassAt("Reader"), "the class that reads samples")
+    reader_class_name: str | None = key(
+        Text("a class name"), "the class in `data_converter`, if it is not `Reader`"
+    )
+    sparse_slots: str | None = key(Text(), "names of the sparse slots, for the reader")
+    dense_slots: str | None = key(Text(), "names of the dense slots and their sizes, for the reader")
+    padding: float | None = key(Number(), "what stands for a missing value, for the reader")
+    extra: Tracked = free("any other key is for the reader")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """What the default steps make an optimizer of. Keys that are not listed are its arguments."""
+
+    kind: str = key(
+        Text("a class of torch.optim such as `Adam`, or `module:Class`"),
+        "a class of `torch.optim`, or `module:Class`", default="SGD", name="class",
+    )  # fmt: skip
+    learning_rate: float | None = key(Number(above=0), "the learning rate; the class's own if it is missing")
+    arguments: Tracked = free("any other key is an argument of the class")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HyperParameters:
+    """The user's own section; only `optimizer` is known."""
+
+    optimizer: Optimizer | None = key(Section(Optimizer), "what the default steps make the optimizer of")
+    extra: Tracked = free("any other key is yours")
+
+
+def user_sections(settings: Any) -> tuple[Tracked, ...]:
+    """The parts of settings in which keys are the user's, and may be dead."""
+    optimizer = settings.hyper_parameters.optimizer
+    own = (settings.hyper_parameters.extra, *(() if optimizer is None else (optimizer.arguments,)))
+    return (*(one.extra for one in settings.dataset), *own)

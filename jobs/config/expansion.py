@@ -1,0 +1,232 @@
+"""Expressions replaced by what they stand for, in every text of a tree; what is unresolved is told.
+
+A text that is one expression takes the value with its type, any other is put together from texts. What an
+environment variable holds is read as a word of YAML, unless a text is wanted at that place.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchrelay.jobs.config.expressions import Mark, Part, Reference, Unreadable, Variable, parts_of, written
+from torchrelay.jobs.config.nearest import hint, nearest
+from torchrelay.jobs.config.problems import ConfigProblem, Origin
+from torchrelay.jobs.config.schema_lookup import form_at, key_at
+from torchrelay.jobs.config.tree import Missing, Tree, find, value_at
+from torchrelay.jobs.yaml_scalars import NotOne, plain
+from torchrelay.jobs.yaml_text import LIMIT_BYTES, LIMIT_DEPTH, LIMIT_VALUES, Place, Where
+
+LIMIT_CHAIN = 50
+_WORKSPACE: Where = ("workspace",)
+_BROKEN: Any = object()
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """`tree` has texts as programs want them; in those of `portable` `{workspace}` still stands."""
+
+    tree: Tree
+    portable: dict[str, Any]
+    workspace: Path
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A text whose parts are literal, or the workspace."""
+
+    parts: tuple[str | Mark, ...]
+
+
+def expanded(tree: Tree, folder: Path, environ: Mapping[str, str]) -> tuple[Expanded, list[ConfigProblem]]:
+    """Expand a tree. `folder` is where a relative workspace begins; complaints are returned."""
+    work = _Work(tree, environ)
+    begins = work.node(_WORKSPACE) if "workspace" in tree.value else None
+    text = "".join(str(one) for one in begins.parts) if isinstance(begins, _Text) else "."
+    workspace = Path(os.path.normpath(folder / os.path.expanduser(text)))  # noqa: PTH111 - as in local_path
+    top = work.node(())
+    value, portable = _rendered(top, str(workspace)), _rendered(top, None)
+    if isinstance(begins, _Text):
+        value["workspace"] = str(workspace)
+    portable["workspace"] = written([str(workspace)])
+    if isinstance(begins, _Text) and not workspace.is_dir():
+        work.wrong(_WORKSPACE, f"there is no directory {workspace}")
+    broken = tree.broken | work.broken
+    return Expanded(Tree(value, tree.origins, tree.keys, broken), portable, workspace), work.problems
+
+
+@dataclass
+class _Work:
+    """Nodes are values in which every text is a _Text; each place is expanded once."""
+
+    tree: Tree
+    environ: Mapping[str, str]
+    problems: list[ConfigProblem] = field(default_factory=list)
+    broken: set[Where] = field(default_factory=set)
+    _done: dict[Where, Any] = field(default_factory=dict)
+    _doing: list[Where] = field(default_factory=list)
+    _values: int = 0
+    _characters: int = 0
+
+    def wrong(self, where: Where, message: str, token: str = "", near: str | None = None) -> Any:
+        """Complain of the text at `where`, or of a token in it; returns _BROKEN."""
+        origin = _of_token(self.tree.origin(where), token)
+        self.problems.append(ConfigProblem(origin, self.tree.path(where), message, near))
+        self.broken.add(where)
+        return _BROKEN
+
+    def node(self, where: Where) -> Any:
+        """What stands at a place, expanded."""
+        if where not in self._done:
+            self._doing.append(where)
+            self._done[where] = self._expanded(where)
+            self._doing.pop()
+        return self._done[where]
+
+    def _expanded(self, where: Where) -> Any:
+        value = value_at(self.tree.value, where)
+        if where in self.tree.broken:
+            return _BROKEN
+        if isinstance(value, dict):
+            return {name: self.node((*where, name)) for name in value}
+        if isinstance(value, list):
+            return [self.node((*where, at)) for at in range(len(value))]
+        return self._of_text(value, where) if isinstance(value, str) else value
+
+    def _of_text(self, text: str, where: Where) -> Any:
+        parts = parts_of(text)
+        if len(parts) == 1 and isinstance(parts[0], (Reference, Variable)):
+            return self._typed(self._node_of(parts[0], where), where)
+        found: list[str | Mark] = []
+        good = True
+        for part in parts:
+            inner = self._inner(part, where)
+            good = good and inner is not None
+            found.extend(inner or ())
+        self._characters += sum(len(one) for one in found if isinstance(one, str))
+        if self._characters > LIMIT_BYTES:
+            return self.wrong(where, f"all texts together are longer than {LIMIT_BYTES >> 20} MiB, the limit")
+        return _Text(tuple(found)) if good else _BROKEN
+
+    def _inner(self, part: Part, where: Where) -> tuple[str | Mark, ...] | None:
+        """The parts that a part of a longer text becomes; None after a complaint."""
+        if isinstance(part, str):
+            return (part,)
+        node = self._node_of(part, where)
+        if isinstance(node, _Text):
+            return node.parts
+        if node is _BROKEN:
+            self.broken.add(where)
+            return None
+        if node is None or isinstance(node, (dict, list)):
+            what = "has no value" if node is None else "is no single value"
+            token = "" if isinstance(part, Mark) else part.written
+            self.wrong(where, f"`{token}` {what}, so it cannot stand within a text", token)
+            return None
+        return (_shown(node),)
+
+    def _typed(self, node: Any, where: Where) -> Any:
+        """The node of a text that is one expression, as it is wanted at its place."""
+        if node is _BROKEN:
+            self.broken.add(where)
+            return node
+        form = form_at(where)
+        textual = form is not None and form.textual
+        if isinstance(node, _Variable):
+            word = node.text if textual else plain(node.text)
+            node = _Text((node.text,)) if isinstance(word, (str, NotOne)) else word
+        elif textual and isinstance(node, (bool, int, float)):
+            node = _Text((_shown(node),))
+        return node if self._affordable(node, where) else _BROKEN
+
+    def _node_of(self, part: Mark | Reference | Variable | Unreadable, where: Where) -> Any:
+        if isinstance(part, Unreadable):
+            return self.wrong(where, part.message, part.written)
+        if isinstance(part, Variable):
+            return self._variable(part, where)
+        return self._workspace(where, part.value) if isinstance(part, Mark) else self._referred(part, where)
+
+    def _variable(self, part: Variable, where: Where) -> Any:
+        text = self.environ.get(part.name, part.default)
+        if text is not None:
+            return _Variable((text,), text)
+        remedy = f"set it, or write `${{env:{part.name},default}}`"
+        return self.wrong(where, f"the environment has no {part.name}: {remedy}", part.written)
+
+    def _workspace(self, where: Where, token: str) -> Any:
+        if _WORKSPACE in self._doing:
+            return self._cycle(_WORKSPACE, where, token)
+        return _Text((Mark.WORKSPACE,))
+
+    def _referred(self, part: Reference, where: Where) -> Any:
+        if part.path == "workspace":
+            return self._workspace(where, part.written)
+        target = find(self.tree.value, part.path)
+        if isinstance(target, Missing):
+            return self._default(target, part, where)
+        if target in self._doing:
+            return self._cycle(target, where, part.written)
+        if len(self._doing) > LIMIT_CHAIN:
+            return self.wrong(where, f"more than {LIMIT_CHAIN} references one behind another", part.written)
+        return self.node(target)
+
+    def _default(self, missing: Missing, part: Reference, where: Where) -> Any:
+        """What the schema gives to a key that is not there."""
+        spec = key_at((*missing.where, *missing.rest))
+        if spec is not None and spec.default is not None and not isinstance(spec.default, (dict, list)):
+            return _Text((spec.default,)) if isinstance(spec.default, str) else spec.default
+        word, near = missing.rest[0], nearest(missing.rest[0], missing.known)
+        message = f"`{part.path}` is not in the configuration; {hint(word, missing.known)}".rstrip("; ")
+        return self.wrong(where, message, part.written, near)
+
+    def _cycle(self, target: Where, where: Where, token: str) -> Any:
+        begin = self._doing.index(target)
+        names = [self.tree.path(one) or "the whole file" for one in (*self._doing[begin:], target)]
+        return self.wrong(where, f"refers to itself: {' -> '.join(names)}", token)
+
+    def _affordable(self, node: Any, where: Where) -> bool:
+        """Whether a collection may stand here once more: some hundred bytes must not become billions."""
+        pending = [(node, len(where))]
+        while pending:
+            one, depth = pending.pop()
+            self._values += 1
+            if self._values > LIMIT_VALUES or depth > LIMIT_DEPTH:
+                what = f"more than {LIMIT_VALUES} values" if depth <= LIMIT_DEPTH else f"{LIMIT_DEPTH} levels"
+                self.wrong(where, f"references make it larger than {what}, the limit")
+                return False
+            inner = one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+            pending.extend((each, depth + 1) for each in inner)
+        return True
+
+
+@dataclass(frozen=True)
+class _Variable(_Text):
+    """The content of an environment variable, whose type depends on the place."""
+
+    text: str
+
+
+def _shown(value: bool | float) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _rendered(node: Any, workspace: str | None) -> Any:
+    """A node as a value; without a workspace texts keep their marks, and literals are escaped."""
+    if isinstance(node, dict):
+        return {name: _rendered(one, workspace) for name, one in node.items()}
+    if isinstance(node, list):
+        return [_rendered(one, workspace) for one in node]
+    if isinstance(node, _Text):
+        if workspace is None:
+            return written(list(node.parts))
+        return "".join(workspace if isinstance(one, Mark) else one for one in node.parts)
+    return None if node is _BROKEN else node
+
+
+def _of_token(origin: Origin, token: str) -> Origin:
+    """The place of a token behind `origin` in its line, where it is to be seen there."""
+    at = origin.text.find(token, origin.place.column - 1) if token else -1
+    return origin if at < 0 else Origin(origin.source, Place(origin.place.line, at + 1))

@@ -1,0 +1,38 @@
+"""Paths in a configuration: relative ones begin at the workspace, never where somebody stands."""
+
+from __future__ import annotations
+
+import os
+import unicodedata
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchrelay.jobs.config.forms import At, Form, Json
+from torchrelay.jobs.yaml_scalars import short
+
+
+@dataclass(frozen=True)
+class PathAt(Form):
+    """A path or a URL. Becomes a text: a URL as it is, a path absolute. Nothing is looked up."""
+
+    word = "a path or URL"
+    textual = True
+
+    def take(self, value: Any, at: At) -> Any:
+        """The absolute path, or the URL."""
+        if not isinstance(value, str) or not value.strip():
+            return at.expected(self, value)
+        if any(unicodedata.category(one) in ("Cc", "Cs") for one in value):
+            return at.wrong(f"{short(value)} has control characters: choose another path")
+        return value if "://" in value else str(local_path(value, at.reading.workspace))
+
+    def json_schema(self) -> Json:
+        """As JSON Schema."""
+        return {"type": "string", "minLength": 1}
+
+
+def local_path(text: str, workspace: Path) -> Path:
+    """`~` is the user's home, what is relative begins at the workspace; links are not followed."""
+    expanded = os.path.expanduser(text) if text.startswith("~") else text  # noqa: PTH111 - keeps unknown users
+    return Path(os.path.normpath(workspace / expanded))

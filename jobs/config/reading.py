@@ -1,0 +1,69 @@
+"""From a file and overrides to a Config, or to one report of everything that is wrong."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torchrelay.jobs.config.config import Config
+from torchrelay.jobs.config.expansion import expanded
+from torchrelay.jobs.config.forms import At, Reading
+from torchrelay.jobs.config.overrides import Overrides, overridden
+from torchrelay.jobs.config.problems import ConfigError, ConfigProblem
+from torchrelay.jobs.config.recovering import recovered
+from torchrelay.jobs.config.references import check_references
+from torchrelay.jobs.config.schema_lookup import TOP
+from torchrelay.jobs.yaml_text import yaml_content
+
+_MISSING = " missing"
+
+
+def load_config(
+    path: str | os.PathLike[str], overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
+) -> Config:
+    """Read a configuration file; a relative workspace begins at its directory.
+
+    `overrides` are texts `key.path=value`; `environ` is what `${env:NAME}` sees, the process's own if None.
+    Raises ConfigError with all problems, UsageError where the file cannot be read at all.
+    """
+    data = yaml_content(path)
+    return read_config(data, os.fspath(path), Path(path).absolute().parent, overrides, environ)
+
+
+def read_config(
+    data: bytes,
+    name: str,
+    folder: Path,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+) -> Config:
+    """Read a text; `name` stands for it in messages, a relative workspace begins at `folder`.
+
+    Nothing is imported and nothing written. Raises ConfigError with all problems.
+    """
+    given = Overrides(tuple(overrides))
+    read = recovered(data, name)
+    if read.tree is None:
+        raise ConfigError(read.problems)
+    tree, problems = overridden(read.tree, given)
+    done, more = expanded(tree, folder, os.environ if environ is None else environ)
+    reading = Reading(done.tree, done.workspace)
+    settings = TOP.take(done.tree.value, At(reading))
+    check_references(reading)
+    found = [*problems, *more, *reading.problems]
+    told = _new(found, read.problems) if read.whole else [one for one in found if not _is_cascade(one)]
+    if read.problems or told:
+        raise ConfigError([*read.problems, *_new(told, read.problems)])
+    return Config(name, data, settings, given, done, reading)
+
+
+def _new(found: Sequence[ConfigProblem], before: Sequence[ConfigProblem]) -> list[ConfigProblem]:
+    """Without those that stand where YAML was wrong already."""
+    places = {str(one.origin) for one in before}
+    return [one for one in found if str(one.origin) not in places]
+
+
+def _is_cascade(problem: ConfigProblem) -> bool:
+    """What is missing where lines were left out may have stood in them."""
+    return _MISSING in problem.message

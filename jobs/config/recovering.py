@@ -1,0 +1,67 @@
+"""Reading on behind a line that is no YAML, so that one report has what is wrong in the rest, too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchrelay.jobs.config.problems import ConfigProblem, Origin, Source
+from torchrelay.jobs.config.tree import Tree
+from torchrelay.jobs.yaml_text import NO_MAPPING, Findings, Place, Problem, read_findings
+
+_TRIES = 4
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """`tree` is None where nothing can be told of the rest.
+
+    `whole`: nothing was left out, so what is missing in the tree is missing in the file.
+    """
+
+    tree: Tree | None
+    problems: list[ConfigProblem]
+    whole: bool
+
+
+def recovered(data: bytes, name: str) -> Recovered:
+    """Read a file. Where the syntax breaks, its line is left out and the rest is read, if that mends it."""
+    source = Source(name, tuple(data.decode("utf-8", "replace").split("\n")))
+    found, left_out = _mended(data)
+    problems = [*found.problems, *left_out]
+    if not isinstance(found.top, dict) or found.ended is not None:
+        if not problems:
+            problems.append(Problem(Place(1, 1), NO_MAPPING))
+        return Recovered(None, _told(problems, source), False)
+    origins = {where: Origin(source, place) for where, place in found.values.items()}
+    keys = {where: Origin(source, place) for where, place in found.keys.items()}
+    tree = Tree(found.top, origins, keys, found.broken)
+    return Recovered(tree, _told(problems, source), not left_out)
+
+
+def _mended(data: bytes) -> tuple[Findings, list[Problem]]:
+    """What was read once the lines that break the syntax were left out, and these; else the first attempt."""
+    first = found = read_findings(data)
+    left_out: list[Problem] = []
+    lines = data.split(b"\n")
+    for _ in range(_TRIES):
+        if found.ended is None:
+            return found, left_out
+        at = found.ended.line - 1
+        if at >= len(lines) or not lines[at].strip():
+            break  # the end of the file, or a line that was left out already
+        line = lines[at]
+        left_out += [_with_remedy(one, line) for one in found.problems if one.place == found.ended]
+        lines[at] = b""
+        found = read_findings(b"\n".join(lines))
+    return (found, left_out) if found.ended is None else (first, [])
+
+
+def _with_remedy(problem: Problem, line: bytes) -> Problem:
+    remedy = "look at the indentation and the quotes of this line"
+    if b"{workspace}" in line:
+        remedy = 'a text that begins with a brace needs quotes, such as "{workspace}/model.py"'
+    return Problem(problem.place, f"{problem.message}: {remedy}")
+
+
+def _told(problems: list[Problem], source: Source) -> list[ConfigProblem]:
+    return [ConfigProblem(Origin(source, one.place), "", one.message) for one in problems]

@@ -1,0 +1,104 @@
+"""What sections say of each other: names that must exist, be unique, or not contradict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torchrelay.jobs.config.forms import Reading
+from torchrelay.jobs.config.key import section_spec
+from torchrelay.jobs.config.nearest import hint, nearest
+from torchrelay.jobs.config.runner_keys import LOCAL_TRAIN, Runner, is_infer
+from torchrelay.jobs.config.tree import item_name
+from torchrelay.jobs.yaml_text import Where
+
+_LISTS = ("runner", "phase", "dataset")
+
+
+def check_references(reading: Reading) -> None:
+    """Complain of all of it; values of wrong types were complained of before and are passed by."""
+    names = {section: _unique(reading, section) for section in _LISTS}
+    _known(reading, ("mode",), names["runner"], "runner")
+    for where, runner in _items(reading, "runner"):
+        _known(reading, (*where, "phases"), names["phase"], "phase")
+        _consistent(reading, where, runner)
+    for where, phase in _items(reading, "phase"):
+        _known(reading, (*where, "dataset_name"), names["dataset"], "dataset")
+        if phase.get("dataset_name") is None and len(names["dataset"]) > 1:
+            reading.wrong(where, f"`dataset_name` missing; {hint('', names['dataset'])}")
+
+
+def _items(reading: Reading, section: str) -> Iterator[tuple[Where, Mapping[str, Any]]]:
+    listed = reading.tree.value.get(section)
+    for at, item in enumerate(listed if isinstance(listed, list) else []):
+        if isinstance(item, dict) and (section, at) not in reading.tree.broken:
+            yield (section, at), item
+
+
+def _unique(reading: Reading, section: str) -> list[str]:
+    """The names of a list's items; complains of those that stand there twice."""
+    first: dict[str, Where] = {}
+    for where, item in _items(reading, section):
+        name = item_name(item)
+        if name is not None and name in first:
+            line = reading.tree.origin((*first[name], "name")).place.line
+            reading.wrong((*where, "name"), f"another {section} is called `{name}`, in line {line}")
+        elif name is not None:
+            first[name] = where
+    return list(first)
+
+
+def _known(reading: Reading, where: Where, names: list[str], what: str) -> None:
+    """Complain of each name at `where`, one or a list, that is none of `names`."""
+    value = _value(reading, where)
+    listed = enumerate(value) if isinstance(value, list) else [(None, value)]
+    for at, name in listed:
+        place = where if at is None else (*where, at)
+        if isinstance(name, str) and name and name not in names and place not in reading.tree.broken:
+            near = hint(name, names) or f"no {what} is declared"
+            reading.wrong(place, f"there is no {what} `{name}`; {near}", nearest(name, names))
+
+
+def _value(reading: Reading, where: Where) -> Any:
+    if any(where[:depth] in reading.tree.broken for depth in range(len(where) + 1)):
+        return None
+    here: Any = reading.tree.value
+    for one in where:
+        here = here.get(one) if isinstance(here, dict) else here[one] if isinstance(one, int) else None
+    return here
+
+
+def _consistent(reading: Reading, where: Where, runner: Mapping[str, Any]) -> None:
+    """What the keys of one runner say together."""
+    stop = runner.get("stop")
+    if is_infer(runner):
+        _infer_range(reading, where, runner)
+        return
+    for name, spec in section_spec(Runner).keys.items():
+        if spec.infer_only and runner.get(name) is not None:
+            remedy = "; did you mean `epochs`?" if name == "epoch" else ""
+            near = "epochs" if remedy else None
+            reading.wrong((*where, name), f"only a runner of class `infer` has it{remedy}", near, key=True)
+    ends = isinstance(stop, dict) and any(one is not None for one in stop.values())
+    if runner.get("epochs") is None and not ends and (*where, "epochs") not in reading.tree.broken:
+        reading.wrong(where, "`epochs` missing, and there is no `stop`: training would never end")
+    if runner.get("epochs") is not None and isinstance(stop, dict) and stop.get("max_epochs") is not None:
+        reading.wrong(
+            (*where, "stop", "max_epochs"), "`epochs` of the runner says it already: keep one", key=True
+        )
+    if type(count := runner.get("worker_num")) is int and count > 1 and runner.get("class") != LOCAL_TRAIN:
+        message = f"only class `{LOCAL_TRAIN}` starts processes; others run in those that torchrun started"
+        reading.wrong((*where, "worker_num"), message, key=True)
+
+
+def _infer_range(reading: Reading, where: Where, runner: Mapping[str, Any]) -> None:
+    first, behind = runner.get("infer_start_epoch"), runner.get("infer_end_epoch")
+    given = [name for name in ("infer_start_epoch", "infer_end_epoch") if runner.get(name) is not None]
+    if given and runner.get("epoch") is not None:
+        reading.wrong((*where, given[0]), "`epoch` says which epochs already: keep one", key=True)
+    elif len(given) == 1:
+        other = "infer_end_epoch" if given[0] == "infer_start_epoch" else "infer_start_epoch"
+        reading.wrong((*where, given[0]), f"`{other}` missing; or write `epoch: 1..5`", key=True)
+    elif type(first) is int and type(behind) is int and first >= behind:
+        message = f"no epoch is from {first} to before {behind}; or write `epoch: {behind}..{first}`"
+        reading.wrong((*where, "infer_end_epoch"), message)
