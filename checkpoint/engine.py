@@ -20,7 +20,7 @@ from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.ledger import Ledger, Target
 from torchrelay.checkpoint.load import LoadJob, load_all
 from torchrelay.checkpoint.load_blobs import load_some
-from torchrelay.checkpoint.log.keeping import Keeping
+from torchrelay.checkpoint.log.keeping import KEEP_ALL, Keeping
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.members import Member, members_of, newcomers
 from torchrelay.checkpoint.position import Position
@@ -49,7 +49,7 @@ from torchrelay.metadata.stats import NodeStats
 
 
 class Engine:
-    """Saves and loads. `ledger` is the directory's log, `retaining` lets epochs go.
+    """Saves and loads. `ledger` is the directory's log, `retaining` lets epochs go, as `keeping` says.
 
     With a `background`, saves of a run go on in it after `save` has returned; see `settle`.
     `selection` says which leaves are saved.
@@ -62,9 +62,7 @@ class Engine:
         self,
         prefix: str | Path,
         *,
-        keep_last: int | None = None,
-        keep_every: int | None = None,
-        keep_optimizer_last: int | None = None,
+        keeping: Keeping = KEEP_ALL,
         takeover_secs: float = 15.0,
         background: Background | None = None,
         reuse: bool | None = None,
@@ -72,7 +70,6 @@ class Engine:
         share_reads: bool | None = None,
         single_writer: SingleWriter = None,
     ) -> None:
-        keeping = Keeping(keep_last, keep_every, keep_optimizer_last)
         self.selection = selection
         if reuse is not None and type(reuse) is not bool:
             raise UsageError(f"reuse is {reuse!r:.80}; it is True, False or None")

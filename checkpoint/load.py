@@ -13,6 +13,7 @@ from torchrelay.checkpoint.disk.dtypes import memory_of
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.headway import headway
 from torchrelay.checkpoint.load_shared import agreed, offer, shareable
 from torchrelay.checkpoint.members import RNG_BLOB, Member
 from torchrelay.checkpoint.reading.leaf_reader import LeafRead, LeafReader
@@ -134,8 +135,9 @@ def _read_all(
                     for read in load.restoration.reads
                 ]
                 changed = changed or bool(reads)
-                reader.read_many(read for read in reads if read.leaf not in come)
                 load.bytes = sum(len(read.destination) for read in reads)
+                with headway(f"loading epoch {job.manifest.position}", load.bytes):
+                    reader.read_many(read for read in reads if read.leaf not in come)
             with load.clock.spent("restore"):
                 changed = True
                 workspace = job.session.workspace(load.place.name)

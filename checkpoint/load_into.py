@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,12 +15,13 @@ from torchrelay.checkpoint.blob_file import BlobFile, open_blob_file
 from torchrelay.checkpoint.blob_files import read_blobs
 from torchrelay.checkpoint.reading.load_result import LoadResult, blob_of, check_objects, of_objects
 from torchrelay.checkpoint.reading.lookup import nearest
+from torchrelay.checkpoint.reading.partly_loaded import naming_what_changed
 from torchrelay.checkpoint.reading.patterns import Rename, renamed, renamed_all
 from torchrelay.checkpoint.state.in_place import NOTHING, InPlace, fitting, planned
 from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec
 from torchrelay.checkpoint.state.restore import Read, Restoration, restoration
 from torchrelay.checkpoint.wildcards import is_pattern, matches
-from torchrelay.errors import PartiallyLoadedError, RelayError, UsageError
+from torchrelay.errors import UsageError
 from torchrelay.jobs.blobs import kind_of
 from torchrelay.jobs.collector import undisturbed
 from torchrelay.jobs.workspace import Workspace
@@ -183,7 +183,7 @@ class FileSource:
         beside = [(read, _beside(read)) for read in plan.reads if atomic or read.target is not None]
         at_once = [] if atomic else [read for read in plan.reads if read.target is None]
         reads = [*beside, *((read, read.memory()) for read in at_once)]
-        with _naming_what_changed(live=not atomic):
+        with naming_what_changed(live=not atomic):
             self.file.fill_memories(keys, memories)
             self.file.fill((stored[read.leaf], memory) for read, memory in reads)
         with torch.no_grad():
@@ -245,18 +245,6 @@ class FileSource:
                 spec = replace(spec, name=new, blob=blob, alias_of=alias)
             found[new] = spec
         return found
-
-
-@contextmanager
-def _naming_what_changed(*, live: bool) -> Iterator[None]:
-    try:
-        yield
-    except RelayError as error:
-        if not live:
-            raise
-        raise PartiallyLoadedError(
-            f"reading failed after objects had changed: {error}; load them again before you use them"
-        ) from error
 
 
 def _beside(read: Read) -> torch.Tensor:

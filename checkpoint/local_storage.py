@@ -17,7 +17,7 @@ from torchrelay.checkpoint.local_naming import give_name
 from torchrelay.checkpoint.local_reading import LocalReadHandle
 from torchrelay.checkpoint.pacing import Pacer
 from torchrelay.checkpoint.storage import Memory
-from torchrelay.checkpoint.underway import underway
+from torchrelay.checkpoint.underway import moved, underway
 from torchrelay.errors import StorageError
 from torchrelay.metadata.same_place import SamePlace
 
@@ -125,7 +125,9 @@ class _LocalReads(LocalReadHandle):
 
     def read_scattered(self, offset: int, destinations: Sequence[Memory]) -> int:
         with _named(self.path, "read", FileNotFoundError):
-            return super().read_scattered(offset, destinations)
+            count = super().read_scattered(offset, destinations)
+            moved(count)
+            return count
 
     def close(self) -> None:
         with _named(self.path, "close"):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torchrelay.checkpoint.asynchronous.samples import Verify
 from torchrelay.checkpoint.exclusion import SingleWriter
+from torchrelay.checkpoint.log.keeping import BestEpochs
 from torchrelay.checkpoint.manager_base import Manager
 from torchrelay.checkpoint.selection import Patterns
 from torchrelay.checkpoint.storage_places import joined
@@ -26,6 +27,7 @@ class CheckpointManager(Manager):
         *,
         keep_last: int | None = None,
         keep_every: int | None = None,
+        keep_best: BestEpochs = None,
         keep_optimizer_last: int | None = None,
         takeover_secs: float = 15.0,
         asynchronous: bool = False,
@@ -42,6 +44,7 @@ class CheckpointManager(Manager):
             metadata_handler,
             keep_last=keep_last,
             keep_every=keep_every,
+            keep_best=keep_best,
             keep_optimizer_last=keep_optimizer_last,
             takeover_secs=takeover_secs,
             asynchronous=asynchronous,

@@ -14,6 +14,7 @@ from torchrelay.checkpoint.engine import Engine
 from torchrelay.checkpoint.exclusion import SingleWriter
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.ledger import Target
+from torchrelay.checkpoint.log.keeping import Best, BestEpochs, Keeping
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.selection import Patterns, selection_of
 from torchrelay.checkpoint.storage_places import joined
@@ -22,7 +23,7 @@ from torchrelay.jobs.group import SessionGroup, TaskGroup
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.names import check_node_name
 from torchrelay.jobs.session import Session
-from torchrelay.metadata.handler import MetadataHandler
+from torchrelay.metadata.handler import Holder, MetadataHandler
 
 DB_TYPE = "torchrelay"
 Work = TaskGroup | SessionGroup
@@ -32,10 +33,13 @@ Work = TaskGroup | SessionGroup
 class Manager:
     """Base of the managers; use CheckpointManager or MultiNodeCheckpointManager.
 
-    `db_prefix` is the directory of the checkpoints, or a URL (`s3://bucket/run`). `keep_last` epochs are
-    kept, and every `keep_every`-th one (None of both: all of them); only the newest `keep_optimizer_last` of
-    these keep their optimizer, the others can be loaded but not resumed from. A manager may be used for
+    `db_prefix` is the directory of the checkpoints, or a URL (`s3://bucket/run`). A manager may be used for
     several runs, one after another; the nodes it was first initialised with stay the same.
+
+    `keep_last` epochs are kept, every `keep_every`-th one, and the best by a metric, `keep_best=("val/acc",
+    "max")` or `("val/acc", "max", 3)` (None of all: all epochs); the newest that can be resumed from stays in
+    any case. Only the newest `keep_optimizer_last` of these keep their optimizer, the others can be loaded
+    but not resumed from.
 
     `asynchronous=True`: within a run a save returns when nothing can reach what it saves any more, and
     is written and committed behind the training, one at a time. Then `staging_limit` bytes per process
@@ -67,6 +71,7 @@ class Manager:
         *,
         keep_last: int | None = None,
         keep_every: int | None = None,
+        keep_best: BestEpochs = None,
         keep_optimizer_last: int | None = None,
         takeover_secs: float = 15.0,
         asynchronous: bool = False,
@@ -82,9 +87,7 @@ class Manager:
         self.metadata_handler = metadata_handler
         self.engine = Engine(
             db_prefix,
-            keep_last=keep_last,
-            keep_every=keep_every,
-            keep_optimizer_last=keep_optimizer_last,
+            keeping=Keeping(keep_last, keep_every, keep_optimizer_last, Best.of(keep_best)),
             takeover_secs=takeover_secs,
             background=background_of(asynchronous, staging_limit, verify_staging),
             reuse=reuse,
@@ -95,6 +98,8 @@ class Manager:
         self._nodes: tuple[str, ...] | None = None
         self._path_prefix: str | None = None
         self._path_type: str | None = None
+        self._holder: Holder | None = None
+        """As whom the log was held last; known on rank 0 alone."""
         self._facts = Facts()
 
     @property
@@ -195,6 +200,7 @@ class Manager:
         try:
             self.engine.save(session, position, self._facts)
         finally:
+            self._note_holder()
             if not in_run:
                 ledger.close()
 
@@ -261,12 +267,33 @@ class Manager:
     def write_checkpoint_metadata(self, epoch: int) -> None:
         """Tell the handler that an epoch is saved."""
         if self.metadata_handler is not None:
+            self._tell_holder(self.metadata_handler)
             self.metadata_handler.write(epoch=epoch)
 
     def report_checkpoint_stats(self, action: str) -> None:
         """Give the handler the seconds of the last save or load by logical path."""
         if self.metadata_handler is not None:
+            self._tell_holder(self.metadata_handler)
             self.metadata_handler.report(action, self.engine.last_stats(action))
+
+    def _note_holder(self) -> None:
+        writer = self.engine.ledger.writer
+        if writer is not None:
+            view, base = writer.view, writer.view.current.base
+            self._holder = Holder(
+                str(view.job_uuid),
+                str(view.job_name),
+                writer.generation,
+                view.current.id,
+                None if base is None else base.epoch,
+            )
+
+    def _tell_holder(self, handler: MetadataHandler) -> None:
+        """Say as whom the log is held, or was for a save by hand, to a handler that wants to know."""
+        self._note_holder()
+        opened = getattr(handler, "opened", None)
+        if opened is not None and self._holder is not None:
+            opened(self._holder)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.db_prefix!r})"

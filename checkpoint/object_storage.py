@@ -17,7 +17,7 @@ from typing import IO, Any, TypeVar
 from torchrelay.checkpoint.exclusion import SingleWriter
 from torchrelay.checkpoint.remote.retrying import Patience, persistently, refusal
 from torchrelay.checkpoint.remote.staged_file import StagedFile
-from torchrelay.checkpoint.remote.urls import open_file_system
+from torchrelay.checkpoint.remote.urls import open_file_system, shown
 from torchrelay.errors import StorageError
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class ObjectStorage:
     ) -> None:
         self.system, self.root, self.url = system, root.rstrip("/"), url.rstrip("/")
         self.single_writer: SingleWriter = single_writer
-        self._patience = patience or Patience()
+        self.patience = patience or Patience()
         protocol = system.protocol
         self._protocols = frozenset((protocol,) if isinstance(protocol, str) else protocol)
         self._flat = bool(self._protocols & _FLAT)
@@ -61,7 +61,7 @@ class ObjectStorage:
     @classmethod
     def open(cls, url: str, what: str, single_writer: SingleWriter = None) -> ObjectStorage:
         """The storage at a URL; asks the store nothing. Raises UsageError, naming the URL as `what`."""
-        return cls(*open_file_system(url, what), url, single_writer=single_writer)
+        return cls(*open_file_system(url, what), shown(url), single_writer=single_writer)
 
     @property
     def doubt(self) -> str | None:
@@ -87,7 +87,7 @@ class ObjectStorage:
     def _try(self, verb: str, path: str, work: Callable[[], T], passing: type[Exception] = StorageError) -> T:
         """Do work persistently; what it raises in the end becomes a StorageError, but for `passing`."""
         try:
-            return persistently(work, self._patience)
+            return persistently(work, self.patience)
         except (passing, StorageError):
             raise
         except Exception as error:

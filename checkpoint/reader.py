@@ -34,9 +34,10 @@ from torchrelay.checkpoint.reading.loading import (
 )
 from torchrelay.checkpoint.reading.lookup import find_row, holder_of, split_name
 from torchrelay.checkpoint.reading.opening import Best, Place, place_of, proved_entry, read_log
-from torchrelay.checkpoint.reading.patterns import Rename, choose, renamed_all
+from torchrelay.checkpoint.reading.patterns import Rename, choose, pattern_list, renamed_all
 from torchrelay.checkpoint.reading.proof import Proof
 from torchrelay.checkpoint.reading.sharing import options_here
+from torchrelay.checkpoint.reading.stages import Upstreams
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import DamagedError, UsageError
 from torchrelay.jobs.collector import undisturbed
@@ -135,6 +136,11 @@ class Checkpoint:
         return tuple(leaf_info(self.manifest, leaf) for leaf in self.manifest.leaves)
 
     @property
+    def upstream(self) -> Upstreams:
+        """The stages that the run was built on, by alias: `ckpt.upstream["expert"].metrics`."""
+        return Upstreams(self)
+
+    @property
     def bytes_read(self) -> int:
         """Bytes read from storage since this was opened, records, manifests and headers included."""
         return self._storage.bytes_read
@@ -147,19 +153,29 @@ class Checkpoint:
         rename: Rename | None = None,
         nodes: Nodes = None,
         atomic: bool = True,
+        exclude: str | Sequence[str] = (),
     ) -> LoadResult:
         """Load blobs into objects: modules, optimizers, tensors, objects with `load_state_dict`.
 
         Everything is compared before anything changes; `strict` demands that both sides have the same
         leaves. `rename={"model.encoder.": "encoder."}` changes stored names first, `nodes` says whose
-        content is meant where every node has its own. With `atomic` all bytes are read and verified
-        before the first object changes, at the price of that memory; without, a failure while reading
-        raises PartiallyLoadedError. Objects that are JSON values are not changed: use `value`.
+        content is meant where every node has its own. Leaves of the objects that `exclude` names (a name
+        with all below it, or a pattern) stay as they are and count as no difference. With `atomic` all
+        bytes are read and verified before the first object changes, at the price of that memory; without,
+        a failure while reading raises PartiallyLoadedError. Objects that are JSON values are not changed:
+        use `value`.
         """
         before = self._storage.bytes_read
         with undisturbed(), self._naming_damage():
             result = load_objects(
-                self._reader, self.entry, objects, strict=strict, rename=rename, nodes=nodes, atomic=atomic
+                self._reader,
+                self.entry,
+                objects,
+                strict=strict,
+                rename=rename,
+                nodes=nodes,
+                atomic=atomic,
+                exclude=pattern_list(exclude),
             )
         return result.costing(self._storage.bytes_read - before)
 

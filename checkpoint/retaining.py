@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torchrelay.checkpoint.ledger import Ledger
+from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.keeping import Keeping
 from torchrelay.checkpoint.log.live import Key
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.log.sweep import delete_left, is_left
 from torchrelay.checkpoint.reading.lasting import Lasting
+from torchrelay.checkpoint.reading.metrics import KnownMetrics
 from torchrelay.checkpoint.reading.proof import Outcome
 from torchrelay.errors import StorageError
 from torchrelay.jobs.peers import Peers, decide
@@ -24,6 +26,9 @@ class Retaining:
     ledger: Ledger
     keeping: Keeping
     lasting: Lasting = field(default_factory=Lasting)
+    metrics: KnownMetrics = field(default_factory=KnownMetrics)
+    told: set[str] = field(default_factory=set)
+    """Doubts that people have heard of."""
 
     def now(self, peers: Peers) -> None:
         """Say in the log what goes. All processes together: FencedError when another job has the log."""
@@ -73,18 +78,27 @@ class Retaining:
             warnings.warn(f"old epochs could not be deleted: {unsure}", stacklevel=2)
 
     def _retire_but(self, writer: LogWriter) -> str:
-        """Give up what may go, as long as an epoch that stays is proved; returns what is not, for people."""
-        view, keeping = writer.view, self.keeping
+        """Give up what may go, as long as an epoch that stays is proved; returns doubts, for people."""
+        view = writer.view
+        keeping, doubts = self._knowing(view)
         if not (keeping.chosen(view) or keeping.chosen_optimizers(view)):
-            return ""  # nothing goes, so nothing need be looked at
+            return "; ".join(doubts)  # nothing goes, so nothing need be proved
         unproved = self.lasting.unproved(self.ledger.storage, view)
         if not any(proof.outcome is Outcome.UNKNOWN for proof in unproved):
             suspects: frozenset[Key] = frozenset(proof.entry.key for proof in unproved)
             keeping.retire(writer, suspects)
-        reasons = (
-            f"epoch {proof.entry.position} is {proof.outcome.value} ({proof.reason})" for proof in unproved
-        )
-        return "; ".join(reasons) + ": older ones stay in its place" if unproved else ""
+        if unproved:
+            doubts.append(f"{'; '.join(proof.told for proof in unproved)}: older ones stay in its place")
+        return "; ".join(doubts)
+
+    def _knowing(self, view: LogView) -> tuple[Keeping, list[str]]:
+        """The rules with the metrics that they ask for, and doubts that nobody was told of yet."""
+        if self.keeping.best is None:
+            return self.keeping, []
+        self.metrics.look(self.ledger.storage, view)
+        doubts = [one for one in self.metrics.doubts(self.keeping.best) if one not in self.told]
+        self.told.update(doubts)
+        return self.metrics.told(self.keeping), doubts
 
     def _end(self) -> None:
         self.ledger.finish_deletions()

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any
 
 from torchrelay.checkpoint.boundary import NodeState
@@ -25,6 +26,7 @@ from torchrelay.checkpoint.disk.shard import ShardEntry, ShardIdentity
 from torchrelay.checkpoint.disk.shard_writer import write_shard
 from torchrelay.checkpoint.disk.workers import WRITERS
 from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.headway import headway
 from torchrelay.checkpoint.ledger import Holding
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.planning.assignments import Assignment, Plan, PlannedLeaf
@@ -117,7 +119,8 @@ def carry_out(job: SaveJob, plan: Plan, clock: Clock) -> NodeStats:
     with clock.spent("plan"):
         try_name = _make_try(job, plan)
     try:
-        rows = [row for part in _write_all(job, plan, try_name, clock) for row in part or ()]
+        with headway(f"saving epoch {job.position}", plan.largest_share * len(job.states)):
+            rows = [row for part in _write_all(job, plan, try_name, clock) for row in part or ()]
     except PeerError:
         raise  # somebody may still be writing there
     except Exception:
@@ -130,7 +133,7 @@ def carry_out(job: SaveJob, plan: Plan, clock: Clock) -> NodeStats:
     took = {"commit": time.monotonic() - begin}
     stats = NodeStats(_times(job, row, took if index == 0 else {}) for index, row in enumerate(rows))
     if job.peers.rank == 0:
-        _write_stats(job.storage, stats_path(try_name), stats)
+        _write_stats(job, stats_path(try_name), stats)
     return stats
 
 
@@ -143,10 +146,14 @@ def _discard(job: SaveJob, try_name: str) -> None:
             job.storage.delete(try_directory(try_name))
 
 
-def _write_stats(storage: Storage, path: str, stats: NodeStats) -> None:
-    """Timings are no part of the epoch: it is committed already, whatever becomes of them."""
+def _write_stats(job: SaveJob, path: str, stats: NodeStats) -> None:
+    """Timings are no part of the epoch: it is committed already, whatever becomes of them.
+
+    The metrics stand there for lists of epochs whose manifests are large; JSON has no NaN, so it is text.
+    """
+    metrics = {name: value if isfinite(value) else str(value) for name, value in job.facts.metrics.items()}
     try:
-        storage.replace(path, json.dumps(stats.to_json()).encode())
+        job.storage.replace(path, json.dumps({**stats.to_json(), "metrics": metrics}).encode())
     except StorageError as error:
         warnings.warn(f"the epoch is saved, its timings are not: {error}", stacklevel=2)
 

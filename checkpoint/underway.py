@@ -7,6 +7,7 @@ it ends; who watches the process asks for those that take longer than any storag
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,8 +35,12 @@ class Call:
         return now - self.since > allowed
 
 
+_MOVING_VERBS = {"read", "write"}
+
 _numbers = itertools.count()
 _now: dict[int, Call] = {}
+_moved: dict[int, int] = {}
+"""By thread, so that no count is lost."""
 
 
 @contextmanager
@@ -45,8 +50,22 @@ def underway(verb: str, path: object, nbytes: int = 0) -> Iterator[None]:
     _now[number] = Call(verb, str(path), nbytes, time.monotonic())
     try:
         yield
+        if verb in _MOVING_VERBS:
+            moved(nbytes)
     finally:
         del _now[number]
+
+
+def moved(nbytes: int) -> None:
+    """Count bytes that this thread has read or written in a storage."""
+    if nbytes:
+        thread = threading.get_ident()
+        _moved[thread] = _moved.get(thread, 0) + nbytes
+
+
+def moved_bytes() -> int:
+    """What all threads of this process have moved in storages since it began."""
+    return sum(list(_moved.values()))
 
 
 def calls() -> list[Call]:

@@ -128,10 +128,10 @@ def decode(data: bytes, *, what: str = "manifest.json") -> Manifest:
         generation=fields.integer("generation"),
         tries=fields.texts("tries"),
         world=_world(fields.fields("world")),
-        blobs=_blobs(_Columns(fields.fields("blobs"), words)),
-        leaves=_leaves(_Columns(fields.fields("leaves"), words)),
+        blobs=_blobs(Columns(fields.fields("blobs"), words)),
+        leaves=_leaves(Columns(fields.fields("leaves"), words)),
         layouts=fields.each("layouts", lambda one: layout_of(one, classes)),
-        shards=_shards(_Columns(fields.fields("shards"), words)),
+        shards=_shards(Columns(fields.fields("shards"), words)),
         plan_hash=fields.text("plan"),
         values=_by_row(fields.items("values"), fields, "values"),
         facts=facts_in(fields.fields("facts")),
@@ -141,17 +141,35 @@ def decode(data: bytes, *, what: str = "manifest.json") -> Manifest:
     return manifest
 
 
-def read(storage: Storage, entry: Entry) -> Manifest:
-    """Read the manifest that a log entry names; raises DamagedError unless it is that very file."""
+def check_size(storage: Storage, entry: Entry) -> None:
+    """Raise DamagedError unless a manifest of the size that a log entry names is there."""
     path = manifest_path(entry.try_name)
     size = storage.stat(path)
     if size is None:
         raise DamagedError(f"{path} is missing")
     if size != entry.manifest_bytes:
         raise DamagedError(f"{path} has {size} bytes instead of {entry.manifest_bytes}")
-    data = storage.read_range(path, 0, size)
+
+
+def read_bytes(storage: Storage, entry: Entry) -> bytes:
+    """The bytes of the manifest that a log entry names; raises DamagedError unless it is that very file."""
+    path = manifest_path(entry.try_name)
+    try:
+        data = storage.read_range(path, 0, entry.manifest_bytes + 1)
+    except FileNotFoundError:
+        data = b""
+    if len(data) != entry.manifest_bytes:
+        check_size(storage, entry)
+        raise DamagedError(f"{path} gave {len(data)} bytes instead of {entry.manifest_bytes}")
     if canonical.sha256(data) != entry.manifest_sha256:
         raise DamagedError(f"{path} is not the manifest that was committed: its SHA-256 differs")
+    return data
+
+
+def read(storage: Storage, entry: Entry) -> Manifest:
+    """Read the manifest that a log entry names; raises DamagedError unless it is that very file."""
+    path = manifest_path(entry.try_name)
+    data = read_bytes(storage, entry)
     manifest = decode(data, what=path)
     if (manifest.position, manifest.tries) != (entry.position, entry.tries):
         raise DamagedError(
@@ -188,7 +206,7 @@ class _Numbers:
         return pack_numbers(list(map(self._numbers.__getitem__, items)))
 
 
-class _Columns:
+class Columns:
     """The columns of one table; all must have the length of the first one asked for."""
 
     def __init__(self, fields: Fields, words: tuple[str, ...]) -> None:
@@ -197,21 +215,25 @@ class _Columns:
         self._length: int | None = None
 
     def numbers(self, key: str) -> tuple[int, ...]:
+        """Whole numbers from 0 on."""
         found = unpack_numbers(self.fields.items(key), f"{self.fields.what} ({key})")
         if min(found, default=0) < 0:
             raise self.fields.wrong(key)
         return self._checked(found, key)
 
     def names(self, key: str) -> tuple[str, ...]:
+        """Names, packed."""
         return self._checked(unpack_names(self.fields.items(key), f"{self.fields.what} ({key})"), key)
 
     def words(self, key: str) -> tuple[str, ...]:
+        """Repeated words."""
         numbers = self.numbers(key)
         if max(numbers, default=0) >= len(self._words) and numbers:
             raise self.fields.wrong(key)
         return tuple(map(self._words.__getitem__, numbers))
 
     def each(self, key: str) -> tuple[Json, ...]:
+        """Any items, as they stand."""
         return self._checked(tuple(self.fields.items(key)), key)
 
     def _checked(self, found: tuple[T, ...], key: str) -> tuple[T, ...]:
@@ -246,7 +268,7 @@ def _blobs_json(blobs: Sequence[BlobRow], words: _Numbers) -> Json:
     }
 
 
-def _blobs(columns: _Columns) -> tuple[BlobRow, ...]:
+def _blobs(columns: Columns) -> tuple[BlobRow, ...]:
     return tuple(map(BlobRow, columns.names("name"), columns.words("kind"), columns.words("scope")))
 
 
@@ -267,7 +289,7 @@ def _leaves_json(leaves: Sequence[LeafRow], words: _Numbers) -> Json:
     }
 
 
-def _leaves(columns: _Columns) -> tuple[LeafRow, ...]:
+def _leaves(columns: Columns) -> tuple[LeafRow, ...]:
     names = columns.names("name")
     aliases = _by_row(columns.fields.items("alias_of"), columns.fields, "alias_of")
     if not all(isinstance(target, str) and row < len(names) for row, target in aliases.items()):
@@ -284,7 +306,7 @@ def _leaves(columns: _Columns) -> tuple[LeafRow, ...]:
     return tuple(map(LeafRow, *table))
 
 
-def _shapes(columns: _Columns) -> list[tuple[int, ...]]:
+def _shapes(columns: Columns) -> list[tuple[int, ...]]:
     found = columns.each("shape")
     lists = set(map(type, found)) <= {list}
     extents: list[Json] = list(chain.from_iterable(found)) if lists else [None]
@@ -307,7 +329,7 @@ def _shards_json(shards: Sequence[ShardRow], words: _Numbers) -> Json:
     }
 
 
-def _shards(columns: _Columns) -> tuple[ShardRow, ...]:
+def _shards(columns: Columns) -> tuple[ShardRow, ...]:
     nodes = columns.numbers("node")
     digests = _digests(columns.fields, len(nodes))
     numbers = (columns.numbers(key) for key in ("part", "bytes", "header_bytes"))

@@ -23,6 +23,7 @@ from torchrelay.errors import BlobError, DamagedError, UsageError
 NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,62}", re.ASCII)
 GROUP = re.compile(r"[a-z][a-z_]*", re.ASCII)
 TRY = re.compile(r"e[0-9]{8}(?:s[0-9]{6,9})?-[0-9a-f]{6,32}", re.ASCII)
+_MARK = re.compile(r"[^\s-]\S{0,62}")
 SHARD_SUFFIX = ".safetensors"
 
 _SHARD_FILE = re.compile(
@@ -217,4 +218,14 @@ def check_try(name: str) -> str:
     """Give back the name of a try directory; raises DamagedError for what is none."""
     if TRY.fullmatch(name) is None:
         raise DamagedError(f"{name!r} is not the name of a try: e<epoch>[s<step>]-<nonce> is expected")
+    return name
+
+
+def check_mark_name(name: str) -> str:
+    """A name that a tag or pin may get; UsageError for any other. What is there is read whatever it is."""
+    if not (_MARK.fullmatch(name) and name.isprintable()):
+        raise UsageError(
+            f"{name!r:.80} cannot name a tag or pin: up to 63 printable characters, no spaces, "
+            "not beginning with '-'"
+        )
     return name

@@ -7,6 +7,7 @@ there, so that every changed byte of the file shows before any of it is parsed.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from torchrelay.checkpoint.disk import canonical
@@ -27,8 +28,29 @@ def seal(key: str, value: Json) -> bytes:
     return b'{"%b":%b,"sha256":"%b"}' % (key.encode(), body, canonical.sha256(body).encode())
 
 
+def read_sealed(key: str, read: Callable[[], bytes]) -> bytes:
+    """What `read` gives; bytes that are not as sealed are read again, for damage is believed when seen twice.
+
+    Whoever appends to a log stands on its newest record: half an answer of a store must not move that.
+    """
+    data = read()
+    try:
+        _body(key, data, "")
+    except DamagedError:
+        return read()
+    return data
+
+
 def unseal(key: str, data: bytes, what: str) -> dict[str, Json]:
     """The object under `key`; raises DamagedError, naming `what`, unless every byte is as sealed."""
+    body = _body(key, data, what)
+    value = canonical.loads(body, what=what, limit_bytes=LIMIT_BYTES, depth=DEPTH)
+    if not isinstance(value, dict):
+        raise DamagedError(f"{what} is damaged: its {key} is no object")
+    return value
+
+
+def _body(key: str, data: bytes, what: str) -> bytes:
     head = b'{"%b":' % key.encode()
     tail = _TAIL.fullmatch(data[-_TAIL_BYTES:])
     body = data[len(head) : -_TAIL_BYTES]
@@ -36,7 +58,4 @@ def unseal(key: str, data: bytes, what: str) -> dict[str, Json]:
         raise DamagedError(f"{what} is damaged: it is cut short or no sealed {key}")
     if canonical.sha256(body) != tail[1].decode():
         raise DamagedError(f"{what} is damaged: its bytes do not have the SHA-256 that it states")
-    value = canonical.loads(body, what=what, limit_bytes=LIMIT_BYTES, depth=DEPTH)
-    if not isinstance(value, dict):
-        raise DamagedError(f"{what} is damaged: its {key} is no object")
-    return value
+    return body

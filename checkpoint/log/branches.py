@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torchrelay.checkpoint.log.live import Branch, Entry, Key, Mark, Retirement, State
@@ -110,20 +111,27 @@ class LogView:
 
     def line(self, branch: int | None = None) -> tuple[Entry, ...]:
         """The entries seen from a branch (by default the current one), oldest first, damaged ones too."""
-        return line_of(self.state, self.state.current if branch is None else branch)
+        return self._line if branch is None else line_of(self.state, branch)
+
+    @cached_property
+    def _line(self) -> tuple[Entry, ...]:
+        """A view never changes, and who decides about each of its entries asks for this again and again."""
+        return line_of(self.state, self.state.current)
+
+    @cached_property
+    def _usable(self) -> tuple[Entry, ...]:
+        return tuple(entry for entry in reversed(self._line) if entry.healthy and entry.resumable)
 
     def newest(self, *, boundary: bool = False) -> Entry | None:
         """The newest healthy, resumable entry of the current branch; `boundary`: whole epochs only.
 
         This is the entry that automatic resume tries to prove first; `candidates` are the next ones.
         """
-        found = self.candidates(boundary=boundary)
-        return found[0] if found else None
+        return next((entry for entry in self._usable if entry.position.boundary or not boundary), None)
 
     def candidates(self, *, boundary: bool = False) -> tuple[Entry, ...]:
         """Healthy, resumable entries of the current branch, newest first."""
-        usable = (entry for entry in reversed(self.line()) if entry.healthy and entry.resumable)
-        return tuple(entry for entry in usable if entry.position.boundary or not boundary)
+        return tuple(entry for entry in self._usable if entry.position.boundary or not boundary)
 
     def find(self, epoch: int, branch: int | None = None, *, step: int = 0) -> Entry | None:
         """The entry of a position as seen from a branch, resolved through its parents up to their bases.

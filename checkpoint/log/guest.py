@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torchrelay.checkpoint.disk.names import check_mark_name
 from torchrelay.checkpoint.log import changes
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.job_file import check_job, read_job
@@ -24,12 +25,12 @@ _ATTEMPTS = 8
 
 
 def tag_draft(name: str, target: Key | None, generation: int | None = None) -> Draft:
-    """Give an epoch a name, or move the name to it; None takes the name away."""
+    """Give an epoch a name, or move the name to it; None takes the name away. UsageError for a bad name."""
     return _mark_draft("tag", "tag", name, target, generation)
 
 
 def pin_draft(name: str, target: Key, generation: int | None = None) -> Draft:
-    """Keep an epoch for the reason `name`."""
+    """Keep an epoch for the reason `name`, one at a time. UsageError for a bad name."""
     return _mark_draft("pin", "pin", name, target, generation)
 
 
@@ -63,6 +64,9 @@ def append_as_guest(storage: Storage, draft: Draft, job_name: str | None = None)
 
 
 def _mark_draft(kind: str, mark: str, name: str, target: Key | None, generation: int | None) -> Draft:
+    if target is not None:
+        check_mark_name(name)
+
     def change(state: State) -> tuple[State, Mapping[str, Json]] | None:
         place = None if target is None else key_json(target)
         if target is None:

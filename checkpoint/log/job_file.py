@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 
 from torchrelay.checkpoint.disk.fields import Fields
-from torchrelay.checkpoint.disk.sealed import seal, unseal
+from torchrelay.checkpoint.disk.sealed import read_sealed, seal, unseal
 from torchrelay.checkpoint.disk.version import check_stamp, stamp
 from torchrelay.checkpoint.log.record import LOG
 from torchrelay.checkpoint.storage import Storage
@@ -57,7 +57,7 @@ def read_job(storage: Storage) -> JobFile | None:
 
 def _bytes_of(storage: Storage) -> bytes | None:
     try:
-        return storage.read_range(PATH, 0, LIMIT_BYTES + 1)
+        return read_sealed("job", lambda: storage.read_range(PATH, 0, LIMIT_BYTES + 1))
     except FileNotFoundError:
         return None
 

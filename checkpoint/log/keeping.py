@@ -3,21 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import or_
+from typing import Any
 
+from torchrelay.checkpoint.log import changes
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.changes import protected
-from torchrelay.checkpoint.log.live import DAMAGED, Entry, Key, Retirement
+from torchrelay.checkpoint.log.live import DAMAGED, Entry, Key, Retirement, State
 from torchrelay.checkpoint.log.log_writer import LogWriter
-from torchrelay.checkpoint.log.retention import RetentionPolicy, keep_all, keep_every, to_retire
+from torchrelay.checkpoint.log.retention import (
+    RetentionPolicy,
+    Scores,
+    every_n_epochs,
+    keep_all,
+    keep_best,
+    to_retire,
+)
 from torchrelay.errors import UsageError
 
 OPTIMIZER = "optim"
+BestEpochs = tuple[str, str] | tuple[str, str, int] | None
+"""How users write `Best`: `("val/acc", "max")`, or `("val/acc", "max", 3)` for the best three."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """The `count` best epochs by a metric, where `mode` is "max" or "min"."""
+
+    metric: str
+    mode: str
+    count: int = 1
+
+    @classmethod
+    def of(cls, given: Any) -> Best | None:
+        """What users write, see `BestEpochs`; UsageError for anything else."""
+        if given is None:
+            return None
+        if isinstance(given, tuple) and len(given) in (2, 3):
+            metric, mode, count = (*given, 1)[:3]
+            good = isinstance(metric, str) and metric and mode in ("max", "min")
+            if good and type(count) is int and count >= 1:
+                return cls(metric, mode, count)
+        raise UsageError(
+            f"keep_best is {given!r:.80}; it is a metric and a direction, and perhaps how many epochs, "
+            "for example ('val/acc', 'max') or ('val/acc', 'max', 3)"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.metric}:{self.mode}" + (f":{self.count}" if self.count > 1 else "")
 
 
 @dataclass(frozen=True)
 class Keeping:
-    """`last` newest epochs and every `every`-th one are kept; None of both keeps all.
+    """What is kept: an epoch stays if any of these wants it; None of all keeps all.
+
+    `last` newest epochs, every `every`-th one, and those that are `best` by a metric, of the current branch.
+    The metrics stand in the epochs: without `scores` of them `best` keeps all.
 
     Of the epochs that are kept only the newest `optimizer_last` keep their optimizer's files: an older
     one cannot be resumed from any more, everything else of it is loadable as before. Marked epochs keep
@@ -27,6 +70,8 @@ class Keeping:
     last: int | None = None
     every: int | None = None
     optimizer_last: int | None = None
+    best: Best | None = None
+    scores: Scores | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for name, count in (
@@ -40,21 +85,27 @@ class Keeping:
     @property
     def everything(self) -> bool:
         """Whether nothing is ever given up."""
-        return self.last is None and self.every is None and self.optimizer_last is None
+        return self == KEEP_ALL
 
     @property
     def policy(self) -> RetentionPolicy:
         """What is kept of the line, whole or without its optimizer."""
-        if self.last is None:
-            return keep_all() if self.every is None else keep_every(self.every)
-        newest: RetentionPolicy = _NewestHealthy(self.last)
-        return newest if self.every is None else newest | keep_every(self.every)
+        wanted: list[RetentionPolicy] = []
+        if self.last is not None:
+            wanted.append(_NewestHealthy(self.last))
+        if self.every is not None:
+            wanted.append(every_n_epochs(self.every))
+        if self.best is not None and self.scores is not None:
+            wanted.append(keep_best(self.scores, self.best.mode, self.best.count))
+        elif self.best is not None:
+            wanted.append(keep_all())
+        return reduce(or_, wanted) if wanted else keep_all()
 
     @property
     def rule(self) -> str:
         """What was asked for, as it stands in the records."""
-        counts = (("keep_last", self.last), ("keep_every", self.every))
-        asked = [f"{name}={count}" for name, count in counts if count is not None]
+        asked_for = (("keep_last", self.last), ("keep_every", self.every), ("keep_best", self.best))
+        asked = [f"{name}={value}" for name, value in asked_for if value is not None]
         return ", ".join(asked) or "what a rewind abandoned goes once it is passed"
 
     def chosen(self, view: LogView, suspects: Collection[Key] = ()) -> tuple[Retirement, ...]:
@@ -67,12 +118,21 @@ class Keeping:
             return ()
         return optimizers_to_retire(_suspecting(view, suspects), self.optimizer_last)
 
+    def after(self, view: LogView, suspects: Collection[Key] = ()) -> State:
+        """What `retire` would leave of a log; changes nothing."""
+        state, _ = changes.retired(view.state, self.chosen(view, suspects))
+        thinner = self.chosen_optimizers(replace(view, state=state), suspects)
+        return changes.retired(state, thinner)[0]
+
     def retire(self, writer: LogWriter, suspects: Collection[Key] = ()) -> None:
         """Say durably, in the log, what is given up; deletes nothing. Raises FencedError and StorageError."""
+        writer.retire(lambda view: self.chosen(view, suspects), self.rule)
         if self.optimizer_last is not None:
             rule = f"keep_optimizer_last={self.optimizer_last}"
             writer.retire(lambda view: self.chosen_optimizers(view, suspects), rule)
-        writer.retire(lambda view: self.chosen(view, suspects), self.rule)
+
+
+KEEP_ALL = Keeping()
 
 
 def _suspecting(view: LogView, suspects: Collection[Key]) -> LogView:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from torchrelay.checkpoint.disk import canonical
-from torchrelay.checkpoint.disk.sealed import LIMIT_BYTES
+from torchrelay.checkpoint.disk.sealed import LIMIT_BYTES, read_sealed
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.job_file import JobFile, check_job, read_job
 from torchrelay.checkpoint.log.live import Entry, Key
@@ -171,6 +171,8 @@ def _read_base(storage: Storage, ref: BaseRef, known: Base | None) -> Base:
         raise DamagedError(f"{ref.path} has {ref.nbytes} bytes, more than any base file")
     try:
         data = storage.read_range(ref.path, 0, ref.nbytes + 1)
+        if len(data) < ref.nbytes:  # an answer may be cut short; damage is believed when it is seen twice
+            data = storage.read_range(ref.path, 0, ref.nbytes + 1)
     except FileNotFoundError:
         raise DamagedError(f"{storage.url}/{ref.path} is missing: restore it from a copy") from None
     return Base(ref, {entry.key: entry for entry in decode_base(data, ref)})
@@ -222,6 +224,6 @@ def _check_link(storage: Storage, newer: Link | None, older: Link, older_sha256:
 
 def _bytes_of(storage: Storage, slot: int) -> bytes | None:
     try:
-        return storage.read_range(slot_path(slot), 0, LIMIT_BYTES + 1)
+        return read_sealed("record", lambda: storage.read_range(slot_path(slot), 0, LIMIT_BYTES + 1))
     except FileNotFoundError:
         return None

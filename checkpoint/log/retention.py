@@ -8,12 +8,13 @@ them), and abandoned epochs that the current branch has not passed yet.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.changes import protected
 from torchrelay.checkpoint.log.live import Entry, Key, Retirement
+from torchrelay.checkpoint.reading.epoch_choice import best_first
 from torchrelay.errors import UsageError
 
 
@@ -46,7 +47,29 @@ class _KeepLast(RetentionPolicy):
 
 
 @dataclass(frozen=True)
-class _KeepEvery(RetentionPolicy):
+class Scores:
+    """A metric of epochs by try. `unread` are tries whose metrics nobody could read: each may be the best."""
+
+    values: Mapping[str, float]
+    unread: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class _KeepBest(RetentionPolicy):
+    scores: Scores
+    mode: str
+    count: int
+
+    def keep(self, line: tuple[Entry, ...]) -> frozenset[Key]:
+        best = best_first([entry for entry in line if entry.healthy], self.scores.values, self.mode)
+        if not best:
+            return keep_all().keep(line)
+        unread = [entry for entry in line if entry.healthy and entry.try_name in self.scores.unread]
+        return frozenset(entry.key for entry in (*best[: self.count], *unread))
+
+
+@dataclass(frozen=True)
+class _EveryNEpochs(RetentionPolicy):
     epochs: int
 
     def keep(self, line: tuple[Entry, ...]) -> frozenset[Key]:
@@ -64,9 +87,21 @@ def keep_last(count: int) -> RetentionPolicy:
     return _KeepLast(_positive(count, "keep_last"))
 
 
-def keep_every(epochs: int) -> RetentionPolicy:
+def every_n_epochs(epochs: int) -> RetentionPolicy:
     """Keep every epoch whose number is a multiple of `epochs` (at least 1), epoch 0 included."""
-    return _KeepEvery(_positive(epochs, "keep_every"))
+    return _EveryNEpochs(_positive(epochs, "every_n_epochs"))
+
+
+def keep_best(scores: Scores, mode: str, count: int = 1) -> RetentionPolicy:
+    """Keep the `count` healthy epochs (at least 1) with the best scores; `mode` is "max" or "min".
+
+    Zero is a score like any other; an epoch without one, or with one that is not finite, is never among
+    the best; of equal ones the earlier is the better. Where no epoch has a score nobody knows which will be
+    the best, and all stay.
+    """
+    if mode not in ("max", "min"):
+        raise UsageError(f"keep_best: {mode!r} is no direction: give 'max' or 'min'")
+    return _KeepBest(scores, mode, _positive(count, "keep_best"))
 
 
 def keep_all() -> RetentionPolicy:

@@ -90,10 +90,17 @@ def _group_of(file_name: str) -> str | None:
         return None
 
 
-def _delete_try(storage: Storage, one: Retirement) -> None:
+def files_of(storage: Storage, one: Retirement) -> tuple[str, ...]:
+    """The files that a retirement deletes, as they lie there now."""
     directory = try_directory(one.try_name)
-    for name in storage.list(directory):
-        if one.groups is None or _group_of(name) in one.groups:
-            storage.delete(f"{directory}/{name}")
+    names = storage.list(directory)
+    return tuple(
+        f"{directory}/{name}" for name in names if one.groups is None or _group_of(name) in one.groups
+    )
+
+
+def _delete_try(storage: Storage, one: Retirement) -> None:
+    for path in files_of(storage, one):
+        storage.delete(path)
     if one.groups is None:
-        storage.delete(directory)
+        storage.delete(try_directory(one.try_name))

@@ -11,25 +11,29 @@ from typing import Any
 
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.reading.lookup import nearest
 from torchrelay.errors import UnknownEpochError, UsageError
 
-_TEXT = re.compile(r"(0|[1-9][0-9]{0,7})(?:,branch=(0|[1-9][0-9]{0,8}))?")
+_TEXT = re.compile(r"(?:epoch=)?(0|[1-9][0-9]{0,7})(?:,branch=(0|[1-9][0-9]{0,8}))?")
 _WITH_STEP = re.compile(r"[0-9]+\+[0-9]+.*")
-_FORMS = 'a number from 0 on, "last", "best", or "7,branch=0"'
+_FORMS = 'a number from 0 on, "last", "best", "tag=NAME", or "7,branch=0"'
+_TAG = "tag="
+_RANGES = 6  # so many stretches of numbers are told, of more only what is near
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """An epoch by number, or `last`, or `best`; on a branch, or on the current one."""
+    """An epoch by number or by its tag, or `last`, or `best`; on a branch, or on the current one."""
 
     epoch: int | None
     word: str = ""
     branch: int | None = None
+    tag: str | None = None
 
     @property
     def explicit(self) -> bool:
         """Whether one epoch was named, which is then never replaced by another."""
-        return self.epoch is not None
+        return self.epoch is not None or self.tag is not None
 
 
 def wanted(epoch: Any, branch: int | None = None) -> Wanted:
@@ -50,6 +54,10 @@ def wanted(epoch: Any, branch: int | None = None) -> Wanted:
 def _from_text(text: str, branch: int | None) -> Wanted:
     if text in ("last", "best"):
         return Wanted(None, text, branch)
+    if text.startswith(_TAG) and text != _TAG:
+        if branch is not None:
+            raise UsageError(f"epoch={text!r} and branch={branch}: a tag names one epoch, drop the branch")
+        return Wanted(None, "", None, text.removeprefix(_TAG))
     if _WITH_STEP.fullmatch(text):
         raise UsageError(
             f"{text!r} is a position inside an epoch, which only automatic resume uses: ask for a whole epoch"
@@ -71,32 +79,54 @@ def whole_epochs(view: LogView, branch: int | None) -> list[Entry]:
 
 
 def named_entry(view: LogView, wish: Wanted) -> Entry:
-    """The entry of an explicit epoch; raises UnknownEpochError saying what there is."""
+    """The entry of an explicit epoch or tag; raises UnknownEpochError saying what there is."""
+    if wish.tag is not None:
+        return _tagged(view, wish.tag)
     line = whole_epochs(view, wish.branch)
     found = next((entry for entry in line if entry.position.epoch == wish.epoch), None)
     if found is not None:
         return found
     where = "" if wish.branch is None else f" of branch {wish.branch}"
-    raise UnknownEpochError(f"there is no epoch {wish.epoch}{where}: {_there_is(view, line)}")
+    raise UnknownEpochError(f"there is no epoch {wish.epoch}{where}: {_there_is(view, line, wish.epoch)}")
+
+
+def _tagged(view: LogView, name: str) -> Entry:
+    found = view.tagged(name)
+    if found is None:
+        known = [mark.name for mark in view.marks if mark.kind == "tag"]
+        raise UnknownEpochError(f"there is no tag {name!r}{nearest(name, known)}")
+    return found
 
 
 def best_first(line: Sequence[Entry], metrics: Mapping[str, float], mode: str) -> list[Entry]:
-    """Entries whose try has a value, best first; of equal ones the earlier. `nan` is no value."""
+    """Entries whose try has a value, best first; of equal ones the earlier. Only what is finite is one."""
     sign = -1.0 if mode == "max" else 1.0
-    scored = [entry for entry in line if not math.isnan(metrics.get(entry.try_name, math.nan))]
+    scored = [entry for entry in line if math.isfinite(metrics.get(entry.try_name, math.nan))]
     return sorted(scored, key=lambda entry: (sign * metrics[entry.try_name], entry.position))
 
 
-def _there_is(view: LogView, line: Sequence[Entry]) -> str:
-    parts = [f"there are epochs {ranges([entry.position.epoch for entry in line])}"] if line else []
+def _there_is(view: LogView, line: Sequence[Entry], wish: int | None) -> str:
+    parts = [f"there are epochs {_near(line, wish)}"] if line else []
     seen = {entry.key for entry in line}
-    others: dict[int, list[int]] = {}
+    others: dict[int, list[Entry]] = {}
     for entry in view.entries:
         if entry.key not in seen and entry.position.boundary:
-            others.setdefault(entry.branch, []).append(entry.position.epoch)
-    for branch, epochs in sorted(others.items()):
-        parts.append(f"on branch {branch} also {ranges(epochs)} (write {epochs[0]},branch={branch})")
+            others.setdefault(entry.branch, []).append(entry)
+    for branch, entries in sorted(others.items()):
+        first = entries[0].position.epoch
+        parts.append(f"on branch {branch} also {_near(entries, wish)} (write {first},branch={branch})")
     return "; ".join(parts) or "nothing is committed yet"
+
+
+def _near(entries: Sequence[Entry], wish: int | None) -> str:
+    """Which epochs there are; of many stretches of them what lies next to the one that was meant."""
+    epochs = sorted(entry.position.epoch for entry in entries)
+    told = ranges(epochs)
+    if wish is None or told.count(",") < _RANGES:
+        return told
+    close = [*[one for one in epochs if one < wish][-1:], *[one for one in epochs if one > wish][:1]]
+    some = " and ".join(map(str, close))
+    return f"{epochs[0]} to {epochs[-1]} with gaps ({len(epochs)}), next to {wish} there is {some}"
 
 
 def ranges(numbers: Sequence[int]) -> str:

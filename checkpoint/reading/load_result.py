@@ -11,12 +11,16 @@ from torchrelay.errors import UsageError
 
 @dataclass(frozen=True)
 class LoadResult:
-    """What a load did: leaf names by the names that the objects know, and bytes read, headers included."""
+    """What a load did: leaf names by the names that the objects know, and bytes read, headers included.
+
+    `misshapen` are those that both sides have in different forms, where the load was to skip them.
+    """
 
     loaded: tuple[str, ...]
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     bytes_read: int = 0
+    misshapen: tuple[str, ...] = ()
 
     def costing(self, nbytes: int) -> LoadResult:
         """The result with the bytes that it took."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -22,12 +21,15 @@ from torchrelay.checkpoint.reading.casting import Cast, cast
 from torchrelay.checkpoint.reading.leaf_reader import LeafRead, LeafReader
 from torchrelay.checkpoint.reading.load_result import LoadResult, blob_of, check_objects, of_objects
 from torchrelay.checkpoint.reading.lookup import find_row, holder_of, nearest
+from torchrelay.checkpoint.reading.partly_loaded import naming_what_changed
 from torchrelay.checkpoint.reading.patterns import Chosen, Rename, renamed, renamed_all
 from torchrelay.checkpoint.selection import EVERYTHING
+from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.in_place import NOTHING, InPlace, fitting, planned
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.checkpoint.state.restore import Restoration, restoration
-from torchrelay.errors import PartiallyLoadedError, RelayError, UsageError
+from torchrelay.checkpoint.wildcards import matches
+from torchrelay.errors import UsageError
 
 Nodes = str | Mapping[str, str] | None
 """Whose content is meant where every node has its own: one node's, or per stored blob."""
@@ -42,6 +44,20 @@ class _Found:
     node: str | None
 
 
+@dataclass(frozen=True)
+class _Wish:
+    """What is wanted of a load of objects; see `Checkpoint.load`."""
+
+    strict: bool
+    rename: Rename | None
+    nodes: Nodes
+    exclude: tuple[str, ...]
+
+    def leaves_out(self, name: str) -> bool:
+        """Whether a leaf of an object, by the name that the object knows, is to stay as it is."""
+        return any(matches(name, pattern) for pattern in self.exclude)
+
+
 def load_objects(
     reader: LeafReader,
     entry: Entry,
@@ -51,12 +67,14 @@ def load_objects(
     rename: Rename | None,
     nodes: Nodes,
     atomic: bool,
+    exclude: Collection[str] = (),
 ) -> LoadResult:
     """Load into objects; see `Checkpoint.load`."""
     check_objects(objects)
+    wish = _Wish(strict, rename, nodes, tuple(exclude))
     (found, plan), in_place = planned(
-        lambda in_place: _plan(reader, entry, objects, in_place, strict=strict, rename=rename, nodes=nodes),
-        _in_place(reader, entry, objects) if rename is None else NOTHING,
+        lambda in_place: _plan(reader, entry, objects, in_place, wish),
+        _in_place(reader, entry, objects) if rename is None and not exclude else NOTHING,
     )
     gate()
     _read(reader, plan, found, in_place, atomic=atomic)
@@ -92,16 +110,14 @@ def _plan(
     entry: Entry,
     objects: Mapping[str, Any],
     in_place: InPlace,
-    *,
-    strict: bool,
-    rename: Rename | None,
-    nodes: Nodes,
+    wish: _Wish,
 ) -> tuple[dict[str, _Found], Restoration]:
     """The stored leaves of all objects that are not in place, and what to do."""
-    settled = in_place.tensors
+    settled, rename = in_place.tensors, wish.rename
     rest = {name: one for name, one in objects.items() if name not in settled} if settled else objects
-    found = _find(reader, rest, rename, nodes)
+    found = _find(reader, rest, wish)
     _check_blobs(reader, rest, found, rename)
+    kept = [leaf.name for leaf in leaves_of(rest) if wish.leaves_out(leaf.name)] if wish.exclude else []
     check_kept(reader, entry, [one.stored for one in found.values()])
     json = {
         name: reader.value_json(one.stored, one.node)
@@ -113,7 +129,7 @@ def _plan(
     why = reader.manifest.facts.selection.why_not
     if rename is not None:  # patterns are of stored names
         why = EVERYTHING.why_not
-    plan = restoration(objects, specs, json, strict=strict, why_absent=why, in_place=settled)
+    plan = restoration(objects, specs, json, strict=wish.strict, kept=kept, why_absent=why, in_place=settled)
     return found, plan
 
 
@@ -164,12 +180,12 @@ def check_kept(reader: LeafReader, entry: Entry, names: Iterable[str]) -> None:
                 )
 
 
-def _find(
-    reader: LeafReader, objects: Mapping[str, Any], rename: Rename | None, nodes: Nodes
-) -> dict[str, _Found]:
+def _find(reader: LeafReader, objects: Mapping[str, Any], wish: _Wish) -> dict[str, _Found]:
     """The stored leaves that are of the objects' blobs once they are renamed."""
-    manifest = reader.manifest
+    manifest, rename, nodes = reader.manifest, wish.rename, wish.nodes
     inside = _inside(manifest.rows, objects, rename)
+    if wish.exclude:
+        inside = [name for name in inside if not wish.leaves_out(renamed(name, rename))]
     names = [name for name in inside if manifest.leaves[manifest.rows[name][0]].role != "rng"]
     first: dict[str, str] = {}
     found: dict[str, _Found] = {}
@@ -258,7 +274,7 @@ def _read(
     live = bool(in_place.tensors) or any(read.destination is not None for read in plan.reads)
     memories, whole = in_place.beside() if atomic else (in_place.memories(), None)
     rows = [reader.manifest.rows[name][0] for name in in_place.tensors]
-    with _naming_what_changed(live=live and not atomic):
+    with naming_what_changed(live=live and not atomic):
         reader.read_rows(rows, memories)
         reader.read_many(reads)
     with torch.no_grad():
@@ -266,15 +282,3 @@ def _read(
             in_place.put(memories)
         for destination, fresh in staged:
             destination.copy_(fresh)
-
-
-@contextmanager
-def _naming_what_changed(*, live: bool) -> Iterator[None]:
-    try:
-        yield
-    except RelayError as error:
-        if not live:
-            raise
-        raise PartiallyLoadedError(
-            f"reading failed after objects had changed: {error}; load them again before you use them"
-        ) from error

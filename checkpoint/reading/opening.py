@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchrelay.checkpoint.counting_storage import CountingStorage
-from torchrelay.checkpoint.disk import manifest_disk
+from torchrelay.checkpoint.disk.manifest_glance import glance
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.job_file import PATH as JOB_FILE
@@ -55,7 +55,7 @@ def place_of(where: str | os.PathLike[str] | Storage) -> Place:
     if not path.is_dir():
         raise UsageError(f"{path} is {'a file' if path.exists() else 'not there'}: give a run directory")
     if (path / "checkpoints").is_dir():
-        return Place(CountingStorage(LocalStorage(path / "checkpoints")), _best_of_run(path))
+        return Place(CountingStorage(LocalStorage(path / "checkpoints")), best_of_run(path))
     if not (path / "job.json").exists():
         raise UsageError(
             f"{path} holds no checkpoints: give a run directory (it has checkpoints/) or the prefix "
@@ -66,19 +66,29 @@ def place_of(where: str | os.PathLike[str] | Storage) -> Place:
 
 def _place_at_url(url: str) -> Place:
     """The checkpoints of a run, or at a prefix, in a store."""
-    for one in (url, joined(url, "checkpoints")):
-        storage = storage_of(one, "the place")
-        if storage.stat(JOB_FILE) is not None:
-            return Place(CountingStorage(storage))
+    here = storage_of(url, "the place")
+    for one in (here, storage_of(joined(url, "checkpoints"), "the place")):
+        if one.stat(JOB_FILE) is not None:
+            return Place(CountingStorage(one), None if one is here else _best_at(here))
     raise UsageError(f"{url} holds no checkpoints: give the prefix that the manager was given")
 
 
-def _best_of_run(run: Path) -> Best | None:
-    """The metric in `run.json`; a file that is odd or absent says nothing."""
+def _best_at(run: Storage) -> Best | None:
     try:
-        with open(run / "run.json", "rb") as file:
-            said = json.loads(file.read(_RUN_JSON_LIMIT_BYTES)).get("best")
-    except (OSError, ValueError, AttributeError, RecursionError):
+        return _best_in(run.read_range("run.json", 0, _RUN_JSON_LIMIT_BYTES))
+    except OSError:
+        return None
+
+
+def best_of_run(run: Path) -> Best | None:
+    """The metric in `run.json`; a file that is odd or absent says nothing."""
+    return _best_at(LocalStorage(run))
+
+
+def _best_in(data: bytes) -> Best | None:
+    try:
+        said = json.loads(data).get("best")
+    except (ValueError, AttributeError, RecursionError):
         return None
     good = (
         isinstance(said, list) and len(said) == 2 and isinstance(said[0], str) and said[1] in ("min", "max")
@@ -97,7 +107,7 @@ def proved_entry(place: Place, view: LogView, wish: Wanted, best: Best | None, s
     if wish.explicit:
         return prove(place.storage, named_entry(view, wish), want=())
     reasons: list[str] = []
-    for entry in _candidates(place, view, wish, best, say):
+    for entry in candidates(place, view, wish, best, say):
         proof = prove(place.storage, entry, level="sizes")
         if proof.outcome is Outcome.UNKNOWN:
             raise StorageError(f"epoch {entry.position} in {place.url} cannot be read now: {proof.reason}")
@@ -114,14 +124,19 @@ def proved_entry(place: Place, view: LogView, wish: Wanted, best: Best | None, s
     raise UnknownEpochError(f"nothing is committed in {place.url} yet")
 
 
-def _candidates(place: Place, view: LogView, wish: Wanted, best: Best | None, say: Say) -> Sequence[Entry]:
+def candidates(place: Place, view: LogView, wish: Wanted, best: Best | None, say: Say) -> Sequence[Entry]:
+    """What `last` or `best` may mean, in that order; nothing is proved. Empty where nothing is committed.
+
+    Raises UsageError where no metric says what "best" is, UnknownEpochError where no epoch has a value of it.
+    """
     line = [entry for entry in whole_epochs(view, wish.branch) if entry.healthy]
     if wish.word == "last" or not line:
         return line
     chosen = best or place.best
     if chosen is None:
         raise UsageError(
-            'epoch="best" needs a metric: give best=("val/acc", "max"), the run has not said one'
+            'epoch="best" needs a metric, and the run names none: give best=("val/acc", "max") (a runner '
+            "writes it into run.json)"
         )
     if len(chosen) != 2 or chosen[1] not in ("min", "max"):
         raise UsageError(f'best={chosen!r} is no metric and direction: give for example ("val/acc", "max")')
@@ -134,7 +149,7 @@ def _by_metric(place: Place, line: Sequence[Entry], best: Best, say: Say) -> Seq
     known: set[str] = set()
     for entry in line:
         try:
-            metrics = manifest_disk.read(place.storage, entry).facts.metrics
+            metrics = glance(place.storage, entry).metrics
         except OSError as error:
             say(f"epoch {entry.position} is left out of the choice of the best one: {error}")
             continue

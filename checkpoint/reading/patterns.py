@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 
 from torchrelay.checkpoint.disk.layouts import PerNode
 from torchrelay.checkpoint.disk.manifest import Manifest
@@ -10,7 +11,34 @@ from torchrelay.checkpoint.reading.lookup import find_row, holder_of, nearest, s
 from torchrelay.checkpoint.wildcards import matches
 from torchrelay.errors import UsageError
 
-Rename = Mapping[str, str]
+NOWHERE = ""
+"""The new name of what belongs nowhere."""
+
+
+@dataclass(frozen=True)
+class Below:
+    """A renaming that takes what lies at or below `prefix`, puts it below `into`, and drops all else.
+
+    Prefixes end at dots: `sub_1` takes `sub_1.weight`, never `sub_10.weight`. An empty one takes all.
+    `rename` is of names below the prefix: with `encoder` for a prefix `{"conv": "c"}` makes
+    `encoder.conv.weight` into `<into>.c.weight`.
+    """
+
+    prefix: str
+    into: str
+    rename: Mapping[str, str] | None = None
+
+    def of(self, name: str) -> str:
+        """The new name, or NOWHERE."""
+        if name == self.prefix:
+            return self.into
+        head = f"{self.prefix}." if self.prefix else ""
+        if not name.startswith(head):
+            return NOWHERE
+        return ".".join(filter(None, (self.into, renamed(name[len(head) :], self.rename))))
+
+
+Rename = Mapping[str, str] | Below
 """Whole names or dotted beginnings of them (`head`), or dotted parts that end with a dot (`encoder.`)."""
 
 Chosen = tuple[str, str | None]
@@ -51,6 +79,8 @@ def renamed(name: str, rename: Rename | None) -> str:
     `head` fits `head` and `head.weight`, never `header`; `encoder.` fits `encoder.weight` and, where no
     part before it fits, `model.encoder.weight`.
     """
+    if isinstance(rename, Below):
+        return rename.of(name)
     if rename is not None and not isinstance(rename, Mapping):
         raise UsageError(f'rename is {rename!r}; give new names by old ones, such as {{"ema": "model"}}')
     for old, new in (rename or {}).items():

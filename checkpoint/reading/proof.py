@@ -20,6 +20,7 @@ from typing import Literal
 
 from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
+from torchrelay.checkpoint.headway import headway
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.reading.seen_twice import seen_twice
 from torchrelay.checkpoint.reading.shard_set import Holder, ShardSet, holders_of
@@ -63,6 +64,11 @@ class Proof:
         """Whether the epoch may be loaded."""
         return self.outcome is Outcome.PROVED
 
+    @property
+    def told(self) -> str:
+        """The outcome and its reason, for people."""
+        return f"epoch {self.entry.position} is {self.outcome.value} ({self.reason})"
+
     def check(self) -> tuple[Manifest, ShardSet]:
         """The manifest and the opened shards; raises DamagedError or StorageError unless proved."""
         if self.manifest is not None and self.shards is not None and self.proved:
@@ -89,9 +95,11 @@ def prove(
         manifest = seen_twice(lambda: manifest_disk.read(storage, entry))
         shards = ShardSet(storage, manifest)
         rows = [row for row in _wanted_rows(manifest, want) if _is_kept(manifest.leaves[row], entry)]
-        for index, holder in enumerate(holders_of(manifest, rows)):
-            if index % share.of == share.number:
-                _look_at(shards, holder, level)
+        size = sum(leaf.nbytes for leaf in manifest.leaves) if level == "full" else None
+        with headway(f"verifying epoch {entry.position}", size):
+            for index, holder in enumerate(holders_of(manifest, rows)):
+                if index % share.of == share.number:
+                    _look_at(shards, holder, level)
     except FormatError as error:
         return Proof(entry, Outcome.UNKNOWN, str(error))
     except DamagedError as error:

@@ -20,6 +20,16 @@ def protocol_of(url: str) -> str:
     return url.partition("://")[0]
 
 
+def shown(url: str) -> str:
+    """A URL as it may be printed: without what stands before an `@` in its host, which may be a password."""
+    protocol, mark, rest = url.partition("://")
+    host, slash, path = rest.partition("/")
+    user, at, name = host.rpartition("@")
+    if not at:
+        return url
+    return f"{protocol}{mark}{user.partition(':')[0]}:***@{name}{slash}{path}"
+
+
 def open_file_system(url: str, what: str) -> tuple[Any, str]:
     """The file system of a URL and the path in it; asks the store nothing.
 
@@ -27,9 +37,9 @@ def open_file_system(url: str, what: str) -> tuple[Any, str]:
     Raises UsageError, naming the URL as `what`, for one that cannot be, and where its package is missing.
     """
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in url):
-        raise UsageError(f"{what} {url!r} has control characters: choose another URL")
+        raise UsageError(f"{what} {shown(url)!r} has control characters: choose another URL")
     if "::" in url:
-        raise UsageError(f"{what} {url!r} chains file systems: give the store itself, a cache would lie")
+        raise UsageError(f"{what} {shown(url)!r} chains file systems: give the store itself")
     protocol = protocol_of(url)
     from fsspec.core import url_to_fs  # imported late: local paths need none of it
 
@@ -41,15 +51,17 @@ def open_file_system(url: str, what: str) -> tuple[Any, str]:
     except ImportError as error:
         extra = " (pip install 'torchrelay[s3]')" if protocol in _S3 else ""
         raise UsageError(
-            f"{what} {url!r} needs a package that is not installed{extra}: {str(error).strip()}"
+            f"{what} {shown(url)!r} needs a package that is not installed{extra}: {_without(url, error)}"
         ) from error
     except (ValueError, TypeError) as error:
         raise UsageError(
-            f"{what} {url!r} cannot be opened: {error}; give a path, or s3://bucket/..."
+            f"{what} {shown(url)!r} cannot be opened: {_without(url, error)}; give a path, or s3://bucket/..."
         ) from error
     root = str(root).rstrip("/")
     if not root.strip("/"):
-        raise UsageError(f"{what} {url!r} names no place in the store: give {protocol}://bucket/directory")
+        raise UsageError(
+            f"{what} {shown(url)!r} names no place in the store: give {protocol}://bucket/directory"
+        )
     return system, root
 
 
@@ -61,3 +73,7 @@ def _options(protocol: str) -> dict[str, Any]:
 
     given = conf.get(protocol, {}).get("config_kwargs", {})
     return {"config_kwargs": {**given, "retries": {"max_attempts": 0}}}
+
+
+def _without(url: str, error: Exception) -> str:
+    return str(error).strip().replace(url, shown(url))

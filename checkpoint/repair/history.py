@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import Any
 
 from torchrelay.checkpoint.disk.names import TRY
@@ -44,6 +45,15 @@ class Happening:
     written: str
     kind: str
     text: str
+
+    @property
+    def when(self) -> str:
+        """When it was written, as people read it."""
+        try:
+            moment = datetime.fromisoformat(self.written).astimezone(timezone.utc)
+        except (ValueError, OverflowError):
+            return self.written
+        return moment.strftime("%Y-%m-%d %H:%M:%S UTC")
 
     def json(self) -> dict[str, Json]:
         """As an object of `why --json`."""

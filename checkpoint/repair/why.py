@@ -104,7 +104,7 @@ def newest_and_chosen(view: LogView, start: Start) -> Iterator[Entry]:
 def _absent(history: History, happened: tuple[Happening, ...]) -> tuple[str, str]:
     last = next((one for one in reversed(happened) if one.kind in ("retire", "commit")), None)
     if last is not None and "retired" in last.text:
-        return "retired", f"{last.text}, {last.written}"
+        return "retired", f"{last.text}, {last.when}"
     if happened:
         return "gone", "it was committed, and the record that retired it is not there any more"
     if history.complete:
@@ -142,4 +142,4 @@ def _usable(start: Start, entry: Entry) -> tuple[str, str]:
 
 def _last(happened: tuple[Happening, ...], kind: str, otherwise: str) -> str:
     found = next((one for one in reversed(happened) if one.kind == kind), None)
-    return otherwise if found is None else f"{found.text}, {found.written}"
+    return otherwise if found is None else f"{found.text}, {found.when}"

@@ -120,6 +120,16 @@ def canonical_name(module: nn.Module, key: str) -> str:
     return ".".join(kept)
 
 
+def submodule(module: nn.Module, path: str) -> nn.Module | None:
+    """The part of a module that a canonical name means, whatever wraps what; None where there is none."""
+    current: nn.Module | None = module
+    for part in path.split("."):
+        while current is not None and (wrapped := _wrapped_child(current)) is not None:
+            current = current._modules[wrapped]
+        current = None if current is None else current._modules.get(part)
+    return current
+
+
 def _wrapped_child(module: nn.Module) -> str | None:
     if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return "module"

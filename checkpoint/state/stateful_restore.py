@@ -77,7 +77,12 @@ def _builder(draft: Draft, blob: str, spec: LeafSpec) -> Builder:
     if (live := draft.live(spec)) is not None:
         return lambda: live
     read = draft.fresh(spec)
-    return lambda: nn.Parameter(read.memory()) if spec.role is Role.PARAMETER else read.memory()
+    return lambda: _parameter(read.memory()) if spec.role is Role.PARAMETER else read.memory()
+
+
+def _parameter(tensor: torch.Tensor) -> nn.Parameter:
+    """A parameter that learns if its type can: one of integers or truths never has a gradient."""
+    return nn.Parameter(tensor, requires_grad=tensor.is_floating_point() or tensor.is_complex())
 
 
 def _root(draft: Draft, blob: str, value: Any, roles: tuple[Role, ...]) -> LeafSpec | None:

@@ -1,0 +1,33 @@
+"""What users say of epochs and their files, the same for a run directory as for a manager."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+from torchrelay.checkpoint.asynchronous.samples import Verify
+from torchrelay.checkpoint.exclusion import SingleWriter
+from torchrelay.checkpoint.log.keeping import BestEpochs
+from torchrelay.checkpoint.selection import Patterns
+
+
+class ManagerOptions(TypedDict, total=False):
+    """Options of the managers that a JobRunner hands on; None is the manager's own default.
+
+    `keep_last`, `keep_every`, `keep_best`, `keep_optimizer_last`: what is kept. `asynchronous`,
+    `staging_limit` (bytes), `verify_staging`: saves behind the training. `reuse`: whether unchanged
+    leaves are referred to. `include`, `exclude`: which leaves are saved. `share_reads`: whether hosts
+    read for each other. `single_writer`: who sees to it that one job writes.
+    """
+
+    keep_last: int | None
+    keep_every: int | None
+    keep_best: BestEpochs
+    keep_optimizer_last: int | None
+    asynchronous: bool | None
+    staging_limit: int | None
+    verify_staging: Verify | None
+    reuse: bool | None
+    include: Patterns
+    exclude: Patterns
+    share_reads: bool | None
+    single_writer: SingleWriter
