@@ -144,6 +144,10 @@ class DistributedSession(SessionBase):
         self._alarm.daemon = True
         self._alarm.start()
 
+    def release(self) -> None:
+        """Let go of all workspaces as `close` does; the processes and groups in `world` go on."""
+        super().close()
+
     def close(self) -> None:
         """Destroy the process groups that were made here and leave the others; may be called again."""
         super().close()

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchrelay.checkpoint.asynchronous.samples import Verify
-from torchrelay.checkpoint.exclusion import SingleWriter
 from torchrelay.checkpoint.manager_base import Manager
+from torchrelay.checkpoint.manager_options import ManagerOptions
 from torchrelay.checkpoint.multi_node import MultiNodeCheckpointManager
 from torchrelay.checkpoint.remote.urls import is_url
-from torchrelay.checkpoint.selection import Patterns
 from torchrelay.checkpoint.upload import UploadTaskGroupBuilder
 from torchrelay.errors import NotAllowedNowError, UsageError
 from torchrelay.jobs.directories import local_directory
 from torchrelay.jobs.job import Job
+from torchrelay.jobs.peers import decide
+from torchrelay.metadata.capture import Given
+from torchrelay.metadata.code.sources import Code
 from torchrelay.metadata.file_handler import FileMetadataHandler
+from torchrelay.metadata.handler import MetadataHandler
 from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.metadata.several_handlers import SeveralHandlers
+from torchrelay.metadata.sinks.naming import sinks_of
+from torchrelay.metadata.sinks.sink import MetricSink
 from torchrelay.runners.attempts import MAX_ATTEMPTS
+from torchrelay.runners.by_hand import save_by_hand
+from torchrelay.runners.capturing import Capturing
 from torchrelay.runners.choosing import Resume, check_epoch
 from torchrelay.runners.ending.time_limits import TimeLimit, seconds_of
 from torchrelay.runners.leaving import code_of_result, run_and_leave
@@ -29,7 +38,12 @@ from torchrelay.runners.options import parse_options
 from torchrelay.runners.result import RunResult
 from torchrelay.runners.saving import report_stats
 from torchrelay.runners.session_base import SessionBase
+from torchrelay.runners.stages.given import InitFrom, Upstream, given_of
 from torchrelay.runners.start import current_or_new_session
+from torchrelay.runners.wording import interval_secs
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _training = threading.Lock()
 RUN_DIRECTORY_FAILED_SAVES = 3
@@ -44,8 +58,11 @@ class JobRunner:
     kept as an abandoned branch). `best=(metric, "max" or "min")` says which epoch `"best"` names.
     `max_failed_saves` saves that fail in a row end the run (3 for run directories; a bare manager
     only warns). `save_initial=False` leaves epoch 0, the state after `init`, out.
-    `keep_last`, `keep_every`, `keep_optimizer_last`, `reuse`, `include`, `exclude`, `share_reads` and
-    `single_writer` are those of the managers.
+    A run directory also takes the options of its manager, `ManagerOptions`: `keep_last`, `keep_every`,
+    `keep_best`, `keep_optimizer_last`, `asynchronous`, `staging_limit`, `verify_staging`, `reuse`,
+    `include`, `exclude`, `share_reads`, `single_writer`.
+    `metadata_handler` hears of epochs beside the run directory's own handler, and decides where a run starts
+    only where it says so (`decides = True`); a manager is given its handler itself.
     `upload_task_group_builder` builds the group that sends the last epoch elsewhere; `agree_every` is
     the number of steps between two looks at whether a rank wants to end the epoch (EpochLoader only).
 
@@ -55,7 +72,20 @@ class JobRunner:
     NoProgressError (3 for run directories; 0 for no limit).
 
     `asynchronous=True` writes and commits epochs behind the training; whether one was saved is known, and
-    the metadata handler told, at the next boundary. `staging_limit` and `verify_staging` are the manager's.
+    the metadata handler told, at the next boundary.
+
+    `trackers` get the metrics of every epoch: "csv", "jsonl", "tensorboard", "mlflow:sqlite:///runs.db",
+    "wandb", or your own `MetricSink` objects. `log_every_n_secs` is the time between two lines about the
+    progress (10; 0: a line per epoch); the variable TORCHRELAY_LOG_EVERY_N_SECS comes before it.
+
+    `upstream={"expert": "runs/expert@best"}` names runs that this one is built on, by alias: what is known of
+    them goes into `lineage/` when the run begins. `init_from` takes weights from them then, once: an alias,
+    or `InitFrom` objects. A run that resumes opens none of them; all comes from its own checkpoints.
+
+    Each start notes in the run directory what it was: arguments, packages, hosts, and its source as an
+    archive. `code` says where that lies: None is the script's directory (a warning where it cannot be
+    archived, nothing in a notebook), False nothing, else directories or `Sources`. `configuration` is what
+    was read of one.
 
     Jobs, managers and sessions may be used again; one train runs at a time in a process.
     """
@@ -70,44 +100,30 @@ class JobRunner:
         resume: Resume = "auto",
         best: tuple[str, str] | None = ("val/acc", "max"),
         save_initial: bool = True,
-        keep_last: int | None = None,
-        keep_every: int | None = None,
-        keep_optimizer_last: int | None = None,
         max_failed_saves: int | None = None,
         agree_every: int = 1,
         time_limit: TimeLimit | None = None,
         max_attempts: int | None = None,
-        asynchronous: bool | None = None,
-        staging_limit: int | None = None,
-        verify_staging: Verify | None = None,
-        reuse: bool | None = None,
-        include: Patterns = None,
-        exclude: Patterns = None,
-        share_reads: bool | None = None,
-        single_writer: SingleWriter = None,
+        metadata_handler: MetadataHandler | None = None,
+        trackers: Sequence[str | MetricSink] = (),
+        log_every_n_secs: float | None = None,
+        upstream: Mapping[str, str | Path | Upstream] | None = None,
+        init_from: str | InitFrom | Sequence[str | InitFrom] = (),
+        code: Code | None = None,
+        configuration: Given | None = None,
+        **of_manager: Unpack[ManagerOptions],
     ) -> None:
         self.job = _check_job(job, resume)
         self.resume_from_epoch = check_epoch(resume_from_epoch)
         self.upload_task_group_builder = upload_task_group_builder
-        self.run_directory = (
-            RunDirectory(_directory_of_run(where)) if isinstance(where, (str, Path)) else None
-        )
-        given = {
-            "keep_last": keep_last,
-            "keep_every": keep_every,
-            "keep_optimizer_last": keep_optimizer_last,
-            "asynchronous": asynchronous,
-            "staging_limit": staging_limit,
-            "verify_staging": verify_staging,
-            "reuse": reuse,
-            "include": include,
-            "exclude": exclude,
-            "share_reads": share_reads,
-            "single_writer": single_writer,
-        }
-        self.manager = self._manager(
-            where, {name: value for name, value in given.items() if value is not None}
-        )
+        self.run_directory = _run_directory(where)
+        given = {**_check_names(of_manager), "metadata_handler": _check_handler(metadata_handler)}
+        self.manager = self._manager(where, given)
+        self.trackers = self._sinks(trackers)
+        self.capturing = Capturing(self.run_directory, code, configuration)
+        self.built_on = given_of(upstream, init_from)
+        if self.built_on and self.run_directory is None:
+            raise UsageError("upstream belongs to a run directory: give JobRunner the path of one")
         self._plan = Plan(
             resume=resume,
             best=_check_best(best),
@@ -116,21 +132,28 @@ class JobRunner:
             agree_every=_check_count(agree_every, "agree_every"),
             time_limit_secs=None if time_limit is None else seconds_of(time_limit),
             max_attempts=_check_attempts(max_attempts),
+            log_every_n_secs=interval_secs(log_every_n_secs),
         )
 
     def _manager(self, where: str | Path | Manager | None, options: dict[str, Any]) -> Manager | None:
         """The user's manager, or that of the run directory, which alone takes options from here."""
+        options = {name: value for name, value in options.items() if value is not None}
         if self.run_directory is None:
             for name in options:
                 raise UsageError(f"{name} belongs to a run directory; give it to the manager as {name}=...")
             if where is not None and not isinstance(where, Manager):
                 raise UsageError(f"where is a run directory (path) or a checkpoint manager, not {where!r}")
             return where
-        return MultiNodeCheckpointManager(
-            self.run_directory.checkpoints,
-            metadata_handler=FileMetadataHandler(self.run_directory.path),
-            **options,
-        )
+        own: MetadataHandler = FileMetadataHandler(self.run_directory.path)
+        beside = options.pop("metadata_handler", None)
+        handler = own if beside is None else SeveralHandlers([own, beside])
+        return MultiNodeCheckpointManager(self.run_directory.checkpoints, metadata_handler=handler, **options)
+
+    def _sinks(self, trackers: Sequence[str | MetricSink]) -> tuple[MetricSink, ...]:
+        sinks = sinks_of(trackers)
+        if sinks and self.run_directory is None:
+            raise UsageError("trackers belong to a run directory: give JobRunner the path of one")
+        return sinks
 
     def _max_failed_saves(self, wanted: int | None) -> int | None:
         if wanted is None:
@@ -189,7 +212,7 @@ class JobRunner:
     def save_checkpoints(self, epoch: int, session: SessionBase) -> None:
         """Save the nodes now as `epoch`; a failure is a warning. Raises UsageError without a manager."""
         manager = self._required_manager("save_checkpoints")
-        Life(self, session, self._plan, None).save_by_hand(manager, epoch)
+        save_by_hand(Life(self, session, self._plan, None), manager, epoch)
 
     def load_blobs_from_checkpoints(self, blob_names: list[str], epoch: int, session: SessionBase) -> bool:
         """Load some blobs of an epoch into the session's workspaces, without training.
@@ -203,7 +226,7 @@ class JobRunner:
         nodes = self.job.nodes_to_checkpoint()
         session.place(self.job.nodes())
         manager.bind(self.job)
-        manager.set_params(nodes)
+        decide(session.peers, "set_params", lambda: manager.set_params(nodes))
         loaded = manager.load_blobs_locally(nodes, blob_names, check_epoch(epoch, "epoch"), session)
         report_stats(session, manager, "checkpoint_partial_load", partial(warnings.warn, stacklevel=2))
         return loaded
@@ -214,6 +237,11 @@ class JobRunner:
                 f"{verb} needs a checkpoint manager: give JobRunner a run directory or a manager"
             )
         return self.manager
+
+
+def _run_directory(where: Any) -> RunDirectory | None:
+    """That of a path; None for a manager, and for nothing."""
+    return RunDirectory(_directory_of_run(where)) if isinstance(where, (str, Path)) else None
 
 
 def _directory_of_run(where: str | Path) -> Path:
@@ -231,6 +259,26 @@ def _check_job(job: Any, resume: str) -> Job:
     if resume not in ("auto", "must", "never"):
         raise UsageError(f"resume is {resume!r}; it is 'auto', 'must' or 'never'")
     return job
+
+
+def _check_names(given: ManagerOptions) -> dict[str, Any]:
+    """As Python itself refuses a name that no parameter has."""
+    known = sorted(ManagerOptions.__annotations__)
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise TypeError(f"JobRunner() got an unexpected keyword argument {name!r}{hint}")
+    return dict(given)
+
+
+def _check_handler(handler: Any) -> MetadataHandler | None:
+    if handler is None or (isinstance(handler, MetadataHandler) and not isinstance(handler, type)):
+        return handler
+    raise UsageError(
+        f"metadata_handler is {handler!r:.80}; it is an object with set_params, last_epoch, write, report "
+        "and cp_accessible"
+    )
 
 
 def _check_best(best: Any) -> tuple[str, str] | None:

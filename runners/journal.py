@@ -38,10 +38,10 @@ class SaveWarning(UserWarning):
 class Journal:
     """Notes the life of one run."""
 
-    def __init__(self, run: RunDirectory | None, peers: Peers, progress: Progress | None = None) -> None:
+    def __init__(self, run: RunDirectory | None, peers: Peers, progress: Progress) -> None:
         self.run = run
         self.peers = peers
-        self.progress = progress or Progress(enabled=peers.rank == 0)
+        self.progress = progress
         self.run_id: str | None = None
         self._generation: int | None = None
         self._branch = 0
@@ -49,12 +49,16 @@ class Journal:
         self._tail: dict[str, Any] = {}
         self._attempt = 0
         self._attempts: Any = None
-        self._began = time.monotonic()
 
     @property
     def writes(self) -> bool:
         """Whether this process writes the run directory, now that the log is ours."""
         return self.run is not None and self.peers.rank == 0 and self._generation is not None
+
+    @property
+    def attempt(self) -> int:
+        """Which start of the run this is, from 0; known when the log is ours."""
+        return self._attempt
 
     # Beginning
 
@@ -73,7 +77,7 @@ class Journal:
             self.peers, "run identity", lambda: run.create(name, best, len(session.nodes))["uuid"]
         )
 
-    def opened(self, holding: Holding | None, look: Look) -> None:
+    def opened(self, holding: Holding | None, look: Look, choice: Choice) -> None:
         """The log is ours: from now on this process may replace the status."""
         self._generation = holding.generation if holding else None
         self._branch, self._epoch = look.branch, look.epoch
@@ -85,8 +89,11 @@ class Journal:
         self._tail = _tail_of(before)
         self._attempts = before.get("attempts")
         self._status("RUNNING", epoch=look.epoch)
+        asked = choice.start == "explicit"
+        epoch, step = (choice.epoch, 0) if asked else (look.epoch, look.step)
+        rewind = {"rewind": True} if choice.rewind else {}
         self._event(
-            "start", attempt=self._attempt, world_size=self.peers.size, epoch=look.epoch, step=look.step
+            "start", attempt=self._attempt, world_size=self.peers.size, epoch=epoch, step=step, **rewind
         )
 
     def _status_before(self, run: RunDirectory) -> dict[str, Any]:
@@ -119,11 +126,6 @@ class Journal:
         self, state: RunState, metrics: Mapping[str, float], saved: bool | None, verdict: Verdict
     ) -> None:
         """Note an epoch's metrics and whether it was saved."""
-        if self.peers.rank != 0:
-            return
-        now = time.monotonic()
-        self.progress.epoch(state.epoch, state.total_steps, metrics, saved, now - self._began)
-        self._began = now
         if not self.writes or self.run is None or self._generation is None:
             return
         line: dict[str, Any] = {
@@ -143,6 +145,7 @@ class Journal:
 
     def save_failed(self, position: Position, error: Exception, in_a_row: int) -> None:
         """Warn loudly: the epoch does not look saved anywhere."""
+        self.progress.saved(position, None)
         self._event("save failed", epoch=position.epoch, error=str(error), in_a_row=in_a_row)
         self.warn(f"epoch {position} was NOT saved ({in_a_row} failed in a row): {error}")
 
@@ -155,6 +158,11 @@ class Journal:
     def say(self, text: str) -> None:
         """One line for the person who watches."""
         self.progress.line(text)
+
+    def tell(self, kind: str, text: str) -> None:
+        """Note an event and say it."""
+        self._event(kind, text=text)
+        self.say(text)
 
     # Ending
 

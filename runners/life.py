@@ -1,6 +1,6 @@
 """The life of a run, from choosing a position to the exit group.
 
-    check -> choose the position -> setup -> fresh: init, save epoch 0; resumed: load, never init
+    check -> choose the position -> setup -> fresh: init, warm start, save epoch 0; resumed: load, no init
     -> restore random state -> loop { epoch group; metrics; stop conditions; save; stop? }
     -> upload -> download -> exit
 
@@ -37,14 +37,17 @@ from torchrelay.runners.ending.signals import signals_ask
 from torchrelay.runners.ending.time_limits import deadlines_of
 from torchrelay.runners.fence import FenceGuard
 from torchrelay.runners.journal import Journal
+from torchrelay.runners.onlookers import Onlookers
 from torchrelay.runners.options import Options
 from torchrelay.runners.outset import finished_already, look_and_choose, request_of
 from torchrelay.runners.result import RunResult, Status
 from torchrelay.runners.run_state import RunState
 from torchrelay.runners.saving import Saver
 from torchrelay.runners.session_base import SessionBase
+from torchrelay.runners.stages.stages import Stages
 from torchrelay.runners.stopping import Verdict, ask_all, limits_of, only_time_is_up, over_by_facts
 from torchrelay.runners.tail import run_tail
+from torchrelay.runners.wording import EVERY_SECS
 
 if TYPE_CHECKING:
     from torchrelay.runners.job_runner import JobRunner
@@ -61,6 +64,7 @@ class Plan:
     agree_every: int = 1
     time_limit_secs: float | None = None
     max_attempts: int | None = None
+    log_every_n_secs: float = EVERY_SECS
 
     def with_options(self, options: Options) -> Plan:
         """The same with what the command line overrides."""
@@ -80,11 +84,15 @@ class Life:
         self.manager = runner.manager
         self.upload_builder = runner.upload_task_group_builder
         self.run_directory = runner.run_directory
+        self.capturing = runner.capturing
         self.session = session
         self.plan = plan
         self.wish_epoch = epoch
         self.again = again
-        self.journal = Journal(runner.run_directory, session.peers)
+        self.onlookers = Onlookers(
+            runner.run_directory, session.peers, runner.trackers, plan.log_every_n_secs
+        )
+        self.journal = Journal(runner.run_directory, session.peers, self.onlookers.progress)
         self.state = RunState(
             seed=current_seed(),
             run_dir=str(runner.run_directory.path) if runner.run_directory else None,
@@ -95,6 +103,7 @@ class Life:
         self.saver = Saver(self.manager, self.journal, plan.max_failed_saves)
         self.look = Look()
         """What the log said when the position was chosen."""
+        self.stages = Stages(runner.built_on, runner.run_directory, session.peers)
         self.streams: dict[str, RandomStreams] = {}
         self.status: Status = "FINISHED"
         self.requests = Requests(
@@ -115,6 +124,7 @@ class Life:
         """Live; a failure is noted in the run directory, releases the log and is raised."""
         self.session.begin(self.state)
         self.state.requests = self.requests
+        self.onlookers.begin()
         with signals_ask(self.requests):
             try:
                 return self._run()
@@ -129,9 +139,11 @@ class Life:
         finished = finished_already(self, choice)
         if finished is not None:
             return finished
+        if choice.start == "fresh":
+            self.stages.look()
         if self.manager is not None:
             self.journal.say_choice(choice, self.look)
-        self._open()
+        self._open(choice)
         return self._live(choice)
 
     @property
@@ -148,9 +160,11 @@ class Life:
     def _live_to_the_end(self, choice: Choice) -> RunResult:
         target = self._target(choice)
         check_attempts(self, choice, target)
-        self._set_up()
+        self.onlookers.watch(self)
+        self._set_up(target)
         go_on(self.session.peers, self.requests)
         verdict = self._resume(choice, target) if target else self._start_fresh(choice)
+        self.onlookers.goes_on(self.state.epoch, self.state.total_steps)
         self._restore_streams()
         if not verdict.stop:
             verdict = self._loop(verdict)
@@ -163,15 +177,19 @@ class Life:
 
     # Starting
 
-    def _open(self) -> None:
-        """Become the writer of the log."""
+    def _open(self, choice: Choice) -> None:
+        """Become the writer of the log; a bare manager may do without, unless the log says where to start."""
         if self.manager is None:
             return
+        self.capturing.agree(self.session.peers, self.journal)
         ledger = self.manager.engine.ledger
         self.journal.create(self.job, self.plan.best, self.session)
         ledger.in_run, ledger.when_fenced = True, self.guard.fenced
-        ledger.open(self.session.peers, tolerant=self.run_directory is None)
-        self.journal.opened(ledger.holding, self.look)
+        tolerant = self.run_directory is None and choice.start != "newest"
+        ledger.open(self.session.peers, tolerant=tolerant)
+        self.journal.opened(ledger.holding, self.look, choice)
+        self.capturing.write(self.journal, self.session)
+        self.stages.capture()
 
     def _begin_branch(self, choice: Choice) -> None:
         """Rewind the log where the choice asks for it.
@@ -191,9 +209,10 @@ class Life:
             return self.manager.engine.ledger.prove(self.session.peers, choice.epoch)
         return self.manager.engine.ledger.newest(self.session.peers, self.journal.warn)
 
-    def _set_up(self) -> None:
+    def _set_up(self, target: Target | None) -> None:
         self._began = True
         bind_blobs(self.job, self.session, before_setup=True)
+        self.stages.declare(self.job, None if target is None else target.manifest)
         self.session.run(self.job.setup_group)
         bind_blobs(self.job, self.session, before_setup=False)
         self.session.after_setup()
@@ -211,6 +230,7 @@ class Life:
 
     def _start_fresh(self, choice: Choice) -> Verdict:
         self.session.run(self.job.init_group)
+        self.stages.warm(self.session, self.journal)
         self._derive_streams()
         if self.manager is not None:
             self.session.run(self.manager.init(self.nodes))
@@ -254,6 +274,7 @@ class Life:
             raise NotImplementedError  # a target comes from a manager
         target = self._load(choice, target, manager)
         self.journal.say_fallback(choice, self.look, target.position)
+        self.stages.resumed(self.session, self.journal, target.position)
         self._begin_branch(choice)
         epoch = target.position.epoch
         self.saver.tell_loaded(self.session, target, self.look)
@@ -286,9 +307,11 @@ class Life:
             epoch += 1
             self._run_epoch(epoch)
             metrics = self.session.reduce_metrics()
+            self.onlookers.reduced(self.state, metrics)
             self._verdict = verdict = ask_all(self.job, self.session)
             saved = self._save(epoch, verdict)
             self.journal.epoch_done(self.state, metrics, saved, verdict)
+            self.onlookers.epoch_done(metrics)
         if only_time_is_up(self.job, verdict):
             self.status = "STOPPED"
         return verdict
@@ -338,20 +361,6 @@ class Life:
             over=verdict.stop,
         )
 
-    def save_by_hand(self, manager: Manager, epoch: int) -> None:
-        """Save outside of a train call (`JobRunner.save_checkpoints`)."""
-        ledger, run = manager.engine.ledger, self.run_directory
-        within_train = ledger.holding is not None
-        self.session.place(self.job.nodes())
-        manager.bind(self.job, default_name=run.name if run else None)
-        self.journal.create(self.job, self.plan.best, self.session)
-        try:
-            self.saver.save(self.session, Position(epoch), self._facts(Verdict()))
-            self.saver.settle(self.session)
-        finally:
-            if not within_train:
-                ledger.close()
-
     # Ending
 
     def _finish(self, verdict: Verdict) -> RunResult:
@@ -362,6 +371,7 @@ class Life:
             metrics=self.state.metrics,
             run_dir=self.run_directory.path if self.run_directory else None,
             committed=self.saver.newest_saved,
+            warm_starts=self.stages.warmed,
         )
         self.journal.finished(result)
         return result
@@ -375,6 +385,7 @@ class Life:
 
     def _close(self) -> None:
         self.guard.close()
+        self.onlookers.close()
         try:
             drop_wrappers()
             if self.manager is not None:

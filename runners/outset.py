@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from torchrelay.checkpoint.manager_base import Manager
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.jobs.peers import decide
-from torchrelay.metadata.file_handler import FileMetadataHandler
 from torchrelay.runners.choosing import Choice, Past, Wish, check_epoch, choose
 from torchrelay.runners.preflight import check_before_start
 from torchrelay.runners.result import RunResult
@@ -46,7 +45,7 @@ def look_and_choose(life: Life) -> Choice:
     manager.bind(life.job, default_name=run.name if run else None)
     _check_requests(life)
     wish = _wish(life, manager)
-    life.look = manager.engine.ledger.look(peers, tolerant=run is None)
+    life.look = manager.engine.ledger.look(peers, tolerant=run is None and life.plan.resume != "must")
     for notice in life.look.notices:
         life.journal.warn(notice)
     past = Past(
@@ -105,10 +104,10 @@ def _check_requests(life: Life) -> None:
 
 
 def _wish(life: Life, manager: Manager) -> Wish:
-    """Ask the handler, on rank 0 only; the default handler of a run directory does not decide."""
+    """Ask the handler, on rank 0 only; beside a run directory it decides only where it says so."""
     in_directory = life.run_directory is not None
     handler = manager.metadata_handler
-    decides = handler is not None and not (in_directory and isinstance(handler, FileMetadataHandler))
+    decides = handler is not None and bool(getattr(handler, "decides", not in_directory))
 
     def ask() -> int | None:
         manager.set_params(life.nodes)

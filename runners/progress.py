@@ -1,47 +1,218 @@
-"""Lines for the person who watches: one per epoch, on rank 0.
+"""What a person sees of a run while it goes: a bar on rank 0's terminal, else a line per interval.
 
-On a terminal rich colours them; in a pipe or file they are plain, with no control characters.
+A thread looks at numbers that the training leaves lying; the training never waits for it, and ranks do not
+talk. Rank 0 prints, every rank notes its lines in its own file (`rank_log`), rank 0 leaves `live.json` for
+`torchrelay top`.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from typing import TextIO
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TextIO
+
+from torchrelay.runners.pace import Moment, eta_secs, rate, steps_left
+from torchrelay.runners.progress_bar import ProgressBar
+from torchrelay.runners.rank_log import RankLog
+from torchrelay.runners.run_state import RunState
+from torchrelay.runners.sight import Sight
+from torchrelay.runners.wording import LEVELS, draws, stamped
+from torchrelay.runners.workings import working
+
+BAR_SECS, LOOK_SECS, LIVE_SECS = 0.1, 0.5, 2.0
+"""How often the bar is drawn; how often is looked where none is; how often `live.json` is written."""
+RATE_SECS, ETA_SECS = 30.0, 900.0
+"""Over how long the rate that is shown, and the one by which the end is estimated, are taken."""
+_MOMENTS = 2000
+_JOIN_SECS = 2.0
+Note = Callable[[dict[str, Any]], None]
 
 
 class Progress:
     """Prints to `stream` (stderr by default), so that a program's own output stays its own."""
 
-    def __init__(self, *, enabled: bool = True, stream: TextIO | None = None) -> None:
-        self.enabled = enabled
-        self._stream = stream
-
-    def line(self, text: str) -> None:
-        """One line."""
-        if not self.enabled:
-            return
-        stream = self._stream or sys.stderr
-        if stream.isatty():
-            self._pretty(text, stream)
-        else:
-            stream.write(f"torchrelay: {text}\n")  # one write: ranks share the stream, lines must stay whole
-            stream.flush()
-
-    def _pretty(self, text: str, stream: TextIO) -> None:
-        from rich.console import Console
-        from rich.markup import escape
-
-        Console(file=stream, highlight=True).print(f"[bold green]torchrelay[/] {escape(text)}")
-
-    def epoch(
-        self, epoch: int, steps: int, metrics: Mapping[str, float], saved: bool | None, secs: float
+    def __init__(
+        self,
+        log: RankLog,
+        *,
+        talks: bool = True,
+        every_secs: float = 10.0,
+        level: int = LEVELS["info"],
+        stream: TextIO | None = None,
     ) -> None:
-        """What an epoch brought; `secs` it took with its save."""
-        words = [f"epoch {epoch}", f"step {steps}"]
-        words += [f"{name} {value:.4g}" for name, value in sorted(metrics.items())]
-        words += {True: ["saved"], False: ["NOT saved"], None: []}[saved]
-        self.line(" | ".join([*words, f"{secs:.1f} s"]))
+        self.log = log
+        self.talks = talks and level <= LEVELS["info"]
+        self._every_secs = every_secs
+        self._stream = stream
+        self._state: RunState | None = None
+        self._last_epoch: int | None = None
+        self._note: Note | None = None
+        self._ckpt = ""
+        self._epochs_done = 0
+        self._moments: list[Moment] = []
+        self._bar: ProgressBar | None = None
+        self._printing = threading.RLock()
+        self._waiting: deque[Sight] = deque(maxlen=None if every_secs == 0 else 1)
+        """Epochs that are over and whose lines wait for the thread, or for the interval's end."""
+        self._printed_at = float("-inf")
+        self._wake, self._over = threading.Event(), False
+        self._thread: threading.Thread | None = None
+
+    # Life
+
+    def begin(self, state: RunState, last_epoch: int | None, note: Note | None = None) -> None:
+        """Look at this run from now on; `note` gets what is seen, every two seconds."""
+        self._state, self._last_epoch, self._note = state, last_epoch, note
+        self._printed_at = time.monotonic()
+        out = self._out
+        if self.talks and out is not None and draws(out):
+            self._bar = ProgressBar(out)
+        self._thread = threading.Thread(target=self._watch, name="torchrelay-progress", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        """Nothing to end: every line stands by itself."""
+        """Take the bar away, print what was held back; a second call does nothing."""
+        thread, self._thread = self._thread, None
+        self._over = True
+        self._wake.set()
+        if thread is not None:
+            thread.join(_JOIN_SECS)
+        if not self._printing.acquire(timeout=_JOIN_SECS):
+            return  # whoever reads has stopped reading; the end must not wait for that
+        try:
+            bar, self._bar = self._bar, None
+            if bar is not None:
+                bar.close()
+            self._print_waiting()
+        finally:
+            self._printing.release()
+
+    # What is told
+
+    def line(self, text: str) -> None:
+        """Say something, at once."""
+        with self._printing:
+            self._print_waiting()
+            self.log.line(text)
+            self._print(text, loud=True)
+
+    def saved(self, position: object, secs: float | None) -> None:
+        """The newest save took `secs`, or (None) failed."""
+        self._ckpt = f"ckpt e{position} " + ("FAILED" if secs is None else f"ok {secs:.1f}s")
+
+    def epoch(self, metrics: Mapping[str, float]) -> None:
+        """An epoch is over: the thread prints its line, at once or when the interval is over."""
+        if self._state is not None:
+            self._epochs_done = self._state.epoch
+            self._look()
+            self._waiting.append(replace(self._sight(), metrics=metrics, doing="", done=True))
+            if self._every_secs == 0:
+                self._wake.set()
+
+    # Lines
+
+    def _print_waiting(self) -> None:
+        while self._waiting:
+            self._say(self._waiting.popleft())
+
+    def _say(self, sight: Sight) -> None:
+        self._printed_at = time.monotonic()
+        self.log.line(sight.line)
+        self._print(sight.line)
+
+    def _print(self, text: str, *, loud: bool = False) -> None:
+        if not self.talks:
+            return
+        if self._bar is not None:
+            self._bar.print(text, loud=loud)
+            return
+        try:
+            # One write: ranks share the stream, and lines must stay whole.
+            out = self._out
+            if out is not None:
+                out.write(stamped(text, level="I", who=self.log.who) + "\n")
+                out.flush()
+        except (OSError, ValueError):  # nobody reads any more
+            self.talks = False
+
+    @property
+    def _out(self) -> TextIO | None:
+        return self._stream or sys.stderr
+
+    # The thread
+
+    def _watch(self) -> None:
+        noted, odd = time.monotonic(), False
+        while not self._over:
+            self._wake.wait(LOOK_SECS if self._bar is None else BAR_SECS)
+            self._wake.clear()
+            try:
+                self._look()
+                sight = self._sight()
+                self._show(sight)
+                if self._note is not None and not self._over and time.monotonic() - noted >= LIVE_SECS:
+                    noted = time.monotonic()
+                    self._note(sight.json())
+            except Exception as error:  # whatever it is, the training goes on
+                if not odd:
+                    self.log.line(f"the progress cannot be shown: {type(error).__name__}: {error}", "W")
+                odd = True
+
+    def _show(self, sight: Sight) -> None:
+        with self._printing:
+            if self._bar is not None:
+                self._bar.show(sight)
+            if time.monotonic() - self._printed_at < self._every_secs:
+                return
+            if self._waiting:
+                self._print_waiting()
+            elif sight.epoch and self._bar is None and self._every_secs > 0:
+                self._say(replace(sight, doing=""))
+
+    def _look(self) -> None:
+        """Note how much is done; steps where they are counted, else epochs."""
+        state = self._state
+        if state is None or not state.epoch:
+            return
+        moment = Moment(time.monotonic(), float(state.total_steps or self._done))
+        known = self._moments
+        if known and moment.done < known[-1].done:
+            known.clear()  # another state was loaded
+        if len(known) >= 2 and moment.secs - known[-2].secs < LOOK_SECS:
+            known.pop()
+        known.append(moment)
+        del known[:-_MOMENTS]
+
+    @property
+    def _done(self) -> int:
+        """Epochs that are over."""
+        return max(self._epochs_done, self._state.epoch - 1) if self._state is not None else 0
+
+    def _sight(self) -> Sight:
+        state = self._state
+        if state is None:
+            return Sight()
+        moments = self._moments
+        return Sight(
+            epoch=state.epoch,
+            last_epoch=self._last_epoch,
+            step=state.step,
+            steps=state.steps_of_epoch,
+            total_steps=state.total_steps,
+            metrics={**state.metrics, **state.own_metrics()},
+            per_sec=rate(moments, RATE_SECS),
+            eta_secs=eta_secs(self._left(state), rate(moments, ETA_SECS), state.secs_left),
+            ckpt=self._ckpt,
+            doing=working(),
+        )
+
+    def _left(self, state: RunState) -> int | None:
+        """Steps, or epochs, to the end."""
+        last, total = self._last_epoch, state.total_steps
+        if total:
+            return steps_left(state.epoch, state.step, state.steps_of_epoch, last, total, state.limit_steps)
+        return None if last is None else max(last - self._done, 0)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.peers import Json, Peers
+from torchrelay.runners.glimpses import Glimpses
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,6 +76,11 @@ class Accumulator:
         self._value = _combined(self.reduce, self._value, given, weight != 0)
         self._weight = self._weight + weight
 
+    @property
+    def numbers(self) -> tuple[Number, Number]:
+        """The running value and weight, where they are."""
+        return self._value, self._weight
+
     @classmethod
     def of(cls, summary: Summary) -> Accumulator:
         """Go on from a summary."""
@@ -99,6 +105,7 @@ class MetricLog:
     def __init__(self) -> None:
         self._accumulators: dict[str, Accumulator] = {}
         self._lock = threading.Lock()
+        self._glimpses = Glimpses()
 
     def log(self, name: str, value: Any, reduce: str = "mean", weight: Any = 1) -> None:
         """Add a value; raises UsageError for a bad name, value, weight or a conflicting `reduce`."""
@@ -111,6 +118,13 @@ class MetricLog:
             if accumulator.reduce != reduce:
                 raise _conflict(name, accumulator.reduce, reduce)
             accumulator.add(number, scale)
+            self._glimpses.send(name, accumulator)
+
+    def glimpse(self) -> dict[str, float]:
+        """What was logged up to now; of values on a device, what was there the last time somebody looked."""
+        with self._lock:
+            running = {name: accumulator.copy() for name, accumulator in self._accumulators.items()}
+        return self._glimpses.look(running)
 
     def take(self) -> dict[str, Summary]:
         """Hand out the summaries in order of first use and start anew."""

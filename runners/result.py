@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torchrelay.runners.stages.warming import WarmStart
 
 Status = Literal["FINISHED", "STOPPED", "PREEMPTED"]
 
@@ -12,6 +15,7 @@ Status = Literal["FINISHED", "STOPPED", "PREEMPTED"]
 class RunResult(int):
     """The last epoch, as Caffe2's runner returned it, with the rest as attributes.
 
+    `warm_starts` tells what each `init_from` took and skipped, where this call began the run.
     Always true, epoch 0 included: a train call that returns has done what it was asked.
     """
 
@@ -20,6 +24,7 @@ class RunResult(int):
     metrics: Mapping[str, float]
     run_dir: Path | None
     committed: int | None
+    warm_starts: tuple[WarmStart, ...]
 
     def __new__(
         cls,
@@ -30,6 +35,7 @@ class RunResult(int):
         metrics: Mapping[str, float] | None = None,
         run_dir: Path | None = None,
         committed: int | None = None,
+        warm_starts: tuple[WarmStart, ...] = (),
     ) -> RunResult:
         """Make the result of a run whose last epoch is `epoch`; `committed` is the newest saved one."""
         self = super().__new__(cls, epoch)
@@ -38,6 +44,7 @@ class RunResult(int):
         self.metrics = dict(metrics or {})
         self.run_dir = run_dir
         self.committed = committed
+        self.warm_starts = warm_starts
         return self
 
     def __bool__(self) -> bool:

@@ -54,6 +54,7 @@ class RunState:
         self._steps_before_epoch = 0
         self._steps: dict[str, int] = {}
         self._last_step: int | None = None
+        self._steps_expected: int | None = None
         self._logs: dict[str, MetricLog] = {}
         self._said: set[str] = set()
         self.requests: Requests | None = None
@@ -70,6 +71,11 @@ class RunState:
     def elapsed_secs(self) -> float:
         """Seconds of running, over all attempts."""
         return self._clock() - self._started
+
+    @property
+    def secs_left(self) -> float | None:
+        """Seconds to the limit on time; None where there is none."""
+        return None if self.limit_secs is None else max(self.limit_secs - self.elapsed_secs, 0.0)
 
     def set_elapsed(self, secs: float) -> None:
         """Continue from the seconds that earlier attempts ran up to the position that was loaded."""
@@ -88,6 +94,7 @@ class RunState:
         self.epoch, self._first_step = epoch, step
         self._steps_before_epoch = total_steps - step
         self._steps, self._last_step, self.ended_early = {}, None, None
+        self._steps_expected = None
         self._cursors = {}
 
     def continue_at(self, places: Mapping[str, Place], streams: Mapping[str, RandomStreams]) -> None:
@@ -107,7 +114,19 @@ class RunState:
     @property
     def step(self) -> int:
         """Steps of the running epoch that were begun by the hosted node that is furthest."""
-        return max(self._steps.values(), default=self._first_step)
+        return max(list(self._steps.values()), default=self._first_step)
+
+    @property
+    def steps_of_epoch(self) -> int | None:
+        """Steps that the running epoch is going to have, as far as its loops have told."""
+        expected, limit = self._steps_expected, self.limit_steps
+        if expected is None or limit is None:
+            return expected
+        return min(expected, max(limit - self._steps_before_epoch, 0))
+
+    def expect_steps(self, node: str, more: int) -> None:
+        """`node` enters a loop that has `more` steps for it; for people who watch."""
+        self._steps_expected = max(self._steps_expected or 0, self.step_of(node) + more)
 
     @property
     def total_steps(self) -> int:
@@ -176,6 +195,13 @@ class RunState:
         reduced = reduce_metrics(peers, [self.log_of(node) for node in nodes])
         self.metrics = {**self.metrics, **reduced}
         return reduced
+
+    def own_metrics(self) -> dict[str, float]:
+        """What this process has logged in the running epoch, not reduced with others; waits for no device."""
+        found: dict[str, float] = {}
+        for log in list(self._logs.values()):
+            found.update(log.glimpse())
+        return found
 
     def first_time(self, topic: str) -> bool:
         """Whether `topic` is met for the first time in this run: for words that are said once."""

@@ -61,7 +61,7 @@ class Saver:
             return False
         if manager.asynchronous:
             return None
-        self.longest_secs = max(self.longest_secs, time.monotonic() - began)
+        self._took(position, time.monotonic() - began)
         self._saved(session, manager, position)
         return True
 
@@ -74,7 +74,7 @@ class Saver:
                 self._failed(outcome.position, outcome.error)
             else:
                 if outcome.stats is not None and outcome.stats.slowest is not None:
-                    self.longest_secs = max(self.longest_secs, outcome.stats.slowest.total_secs)
+                    self._took(outcome.position, outcome.stats.slowest.total_secs)
                 self._saved(session, self.manager, outcome.position)
 
     def secure(self, session: SessionBase, last: Position, facts: Facts) -> None:
@@ -103,6 +103,10 @@ class Saver:
                 self.journal.save_failed(outcome.position, outcome.error, self.failed_in_a_row + 1)
             else:
                 self._saved(session, self.manager, outcome.position)
+
+    def _took(self, position: Position, secs: float) -> None:
+        self.longest_secs = max(self.longest_secs, secs)
+        self.journal.progress.saved(position, secs)
 
     def _failed(self, position: Position, error: Exception) -> None:
         if isinstance(error, (FencedError, PeerError)):

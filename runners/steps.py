@@ -71,12 +71,22 @@ class Steps:
         if self.counted and self.state.must_end(self.node):
             return
         source = self.loader if loop is None else loop.source
+        if self.counted:
+            self._tell_length(loop)
         if self.agreeing is None:
             yield from self._alone(source, loop)
         elif is_even(self.loader):
             yield from self._even(source, loop, self.agreeing)
         else:
             yield from self._uneven(source, loop, self.agreeing)
+
+    def _tell_length(self, loop: Loop | None) -> None:
+        """Say how many steps this loop has left, where its loader knows; people watch that."""
+        try:
+            length = len(self.loader)  # type: ignore[arg-type]
+        except Exception:  # a loader of others may raise anything, or have no length
+            return
+        self.state.expect_steps(self.node, max(length - (loop.taken if loop is not None else 0), 0))
 
     def _alone(self, source: Iterable[Any], loop: Loop | None) -> Iterator[Any]:
         for batch in source:

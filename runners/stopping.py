@@ -113,3 +113,9 @@ def limits_of(conditions: Sequence[StopCondition]) -> dict[str, Any]:
         "limit_steps": min((n for n in steps if n is not None), default=None),
         "limit_secs": min((n for n in secs if n is not None), default=None),
     }
+
+
+def last_epoch_of(conditions: Sequence[StopCondition]) -> int | None:
+    """The epoch at which a limit ends the run; None where none is on epochs."""
+    epochs = [getattr(condition, "epochs", None) for condition in conditions if condition.limit]
+    return min((n for n in epochs if n is not None), default=None)

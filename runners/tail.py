@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torchrelay.checkpoint.headway import headway
 from torchrelay.jobs.peers import together
 from torchrelay.runners.ending.boundaries import go_on
 
@@ -33,7 +34,8 @@ def _upload(life: Life) -> None:
         built: list[Any] = []
         build = life.upload_builder.build
         together(life.session.peers, "upload", lambda: built.append(build(epoch, life.manager)))
-        life.session.run(built[0])
+        with headway(f"uploading epoch {epoch}"):
+            life.session.run(built[0])
 
 
 def _download(life: Life) -> None:

@@ -9,12 +9,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from torchrelay.checkpoint.exclusion import SingleWriter
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.runners.chaos import damage, images, power, schedule
 from torchrelay.runners.chaos.fault import fault_of
 from torchrelay.runners.chaos.forks import Order
-from torchrelay.runners.chaos.pool import Pool, Worker, scratch
-from torchrelay.runners.chaos.scenarios import CHECK, TRAIN, Prepared, Scenario, prepare, scenarios
+from torchrelay.runners.chaos.ground import Ground, ground
+from torchrelay.runners.chaos.pool import Pool, Worker
+from torchrelay.runners.chaos.scenarios import CHECK, TRAIN, Prepared, Scenario, scenarios
+from torchrelay.runners.chaos.stored import StoredRun
 from torchrelay.runners.chaos.strikes import Strike, strike
 from torchrelay.runners.chaos.tally import Outcome, Tally, Verdict
 
@@ -47,6 +50,8 @@ class Wish:
     every: bool = False
     keep: Path | None = None
     workers: int = 2
+    single_writer: SingleWriter = None
+    """Of runs at a URL."""
 
     def count(self, kind: str) -> int | None:
         """How many trials of a kind; None for every boundary."""
@@ -58,18 +63,19 @@ class Wish:
 class BuiltIn:
     """A pool of warm workers and the scenarios, prepared when they are first needed."""
 
-    def __init__(self, directory: Path, wish: Wish) -> None:
-        self.directory = directory
+    def __init__(self, place: Ground, wish: Wish) -> None:
+        self.place = place
+        self.directory = place.directory
         self.wish = wish
-        self.pool = Pool(directory, wish.workers)
-        self._prepared: dict[str, Prepared] = {}
+        self.pool = Pool(place.directory, wish.workers)
+        self._prepared: dict[str, Prepared | StoredRun] = {}
 
-    def prepared(self, wanted: Sequence[Scenario]) -> list[Prepared]:
+    def prepared(self, wanted: Sequence[Scenario]) -> list[Prepared | StoredRun]:
         """The scenarios, ready."""
         if not self._prepared:
-            self.pool.map(_warm, range(self.wish.workers * 2))
+            self.pool.map(self._warm, range(self.wish.workers * 2))
         new = [one for one in wanted if one.name not in self._prepared]
-        for made in self.pool.map(lambda worker, one: prepare(one, self.directory, worker.nursery), new):
+        for made in self.pool.map(lambda worker, one: self.place.prepare(one, worker), new):
             self._prepared[made.scenario.name] = made
         return [self._prepared[one.name] for one in wanted]
 
@@ -97,25 +103,31 @@ class BuiltIn:
         if found is None:
             tally.add(self.pool.map(strike, [Strike(one, fault_of(rest), self.wish.keep)]))
         elif found[1] in images.FILE_SYSTEMS:
+            if not isinstance(one, Prepared):
+                raise UsageError(f"--only {name}: {self.place.no_power(images.FILE_SYSTEMS[found[1]])}")
             cuts = power.Cuts(one, images.FILE_SYSTEMS[found[1]], (int(found[2]),))
             tally.add(self.pool.map(power.cut, [cuts])[0])
         else:
-            change = damage.draw(found[1], one.run, int(found[2]) + 1, self.wish.seed)[-1]
+            change = damage.draw(found[1], one.files(), int(found[2]) + 1, self.wish.seed)[-1]
             tally.add(self.pool.map(damage.look, [damage.Batch(one, (change,))])[0])
         return tally
 
+    @property
+    def _wanted(self) -> Sequence[Scenario]:
+        return self.wish.scenarios or self.place.scenarios
+
     def _strikes(self, kind: str) -> list[Outcome]:
-        ready = self.prepared(self.wish.scenarios or scenarios())
-        chosen = schedule.drawn(kind, ready, self.wish.count(kind), self.wish.seed)
+        ready = self.prepared(self._wanted)
+        chosen = schedule.drawn(kind, self.place.kinds[kind], ready, self.wish.count(kind), self.wish.seed)
         return self.pool.map(strike, [Strike(one, fault, self.wish.keep) for one, fault in chosen])
 
     def _damage(self, kind: str) -> list[Outcome]:
-        wanted = [one for one in self.wish.scenarios or scenarios() if one.name not in _UNDAMAGED]
+        wanted = [one for one in self._wanted if one.name not in _UNDAMAGED]
         ready = self.prepared(wanted)
         each = -(-(self.wish.count(kind) or 1) // max(1, len(ready)))
         batches, resumed = [], []
         for one in ready:
-            changes = damage.draw(kind, one.run, each, self.wish.seed)
+            changes = damage.draw(kind, one.files(), each, self.wish.seed)
             batches += [
                 damage.Batch(one, tuple(changes[at : at + _BATCH])) for at in range(0, len(changes), _BATCH)
             ]
@@ -130,33 +142,52 @@ class BuiltIn:
             )
         system = images.FILE_SYSTEMS[name]
         kind = f"power {name}"
-        reason = images.why_not(system, self.directory)
+        reason = self.place.no_power(system)
         if reason:
             tally.skipped[kind] = reason
             return
-        wanted = [one for one in self.wish.scenarios or scenarios() if not one.large]
-        ready = self.prepared(wanted)
+        wanted = [one for one in self._wanted if not one.large]
+        ready = [one for one in self.prepared(wanted) if isinstance(one, Prepared)]
         begun = time.monotonic()
         plan = power.draw(ready, system, self.wish.count("power") or 1, self.wish.seed)
         found = [outcome for part in self.pool.map(power.cut, plan) for outcome in part]
         tally.add(found, kind, time.monotonic() - begun)
 
+    def _warm(self, worker: Worker, _: int) -> None:
+        """Let a nursery import what trials need; a worker that is warm already only does it faster."""
+        if worker.warm:
+            return
+        worker.warm = True
+        arguments = {
+            "run": self.place.fresh(worker),
+            "oracle": f"{worker.fresh()}.oracle",
+            "options": dict(self.place.options()),
+        }
+        for order in (Order(TRAIN, {**arguments, "until": 1}, limit_secs=120.0), Order(CHECK, arguments)):
+            ended = worker.nursery.warm(order)
+            if not ended.well or (isinstance(ended.value, dict) and ended.value.get("error")):
+                raise StorageError(
+                    f"the built-in run fails undisturbed: {ended.reason} {ended.value or ended.trace}"
+                )
+
 
 @contextmanager
-def built_in(wish: Wish, parent: Path | None = None) -> Iterator[BuiltIn]:
-    """A built-in target whose directories vanish at the end."""
-    with scratch(parent) as directory:
-        target = BuiltIn(directory, wish)
+def built_in(wish: Wish, where: Path | str | None = None) -> Iterator[BuiltIn]:
+    """A built-in target below a directory (None: in memory) or URL; all that it makes vanishes at the end."""
+    with ground(where, wish.single_writer) as place:
+        target = BuiltIn(place, wish)
         try:
             yield target
         finally:
             target.pool.close()
 
 
-def run_all(wish: Wish, parent: Path | None = None, say: Callable[[str], None] = lambda text: None) -> Tally:
+def run_all(
+    wish: Wish, where: Path | str | None = None, say: Callable[[str], None] = lambda text: None
+) -> Tally:
     """Try all kinds of a wish; `say` hears of each when it begins."""
     whole = Tally()
-    with built_in(wish, parent) as target:
+    with built_in(wish, where) as target:
         for kind in wish.kinds:
             say(f"{kind} ...")
             part = target.run(kind)
@@ -171,25 +202,10 @@ def tried(tally: Tally) -> bool:
     return all(tally.count(kind) for kind in tally.kinds) and bool(tally.outcomes)
 
 
-def repeated(wish: Wish, name: str, parent: Path | None = None) -> Tally:
+def repeated(wish: Wish, name: str, where: Path | str | None = None) -> Tally:
     """The one trial of this name, alone."""
-    with built_in(replace(wish, workers=1), parent) as target:
+    with built_in(replace(wish, workers=1), where) as target:
         tally = target.repeat(name)
     if all(one.verdict is Verdict.MISSED for one in tally.outcomes):
         raise UsageError(f"{name}: the program ended before that call; a smaller number is reached")
     return tally
-
-
-def _warm(worker: Worker, _: int) -> None:
-    """Let a nursery import what trials need; a worker that is warm already only does it faster."""
-    if worker.warm:
-        return
-    worker.warm = True
-    run = worker.fresh()
-    arguments = {"run": str(run), "oracle": f"{run}.oracle"}
-    for order in (Order(TRAIN, {**arguments, "until": 1}, limit_secs=120.0), Order(CHECK, arguments)):
-        ended = worker.nursery.warm(order)
-        if not ended.well or (isinstance(ended.value, dict) and ended.value.get("error")):
-            raise StorageError(
-                f"the built-in run fails undisturbed: {ended.reason} {ended.value or ended.trace}"
-            )

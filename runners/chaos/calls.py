@@ -1,9 +1,12 @@
-"""What the preloaded library wrote down: the calls of a program, in their order."""
+"""What the preloaded library, or `store_faults`, wrote down: the calls of a program, in their order."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+
+CHANGING = ("create", "write", "sync", "link", "rename", "unlink", "mkdir", "rmdir", "truncate", "close")
+"""Sorts of calls that change something, or bring a change on its way."""
 
 
 @dataclass(frozen=True)

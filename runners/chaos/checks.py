@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import torchrelay
+from torchrelay.checkpoint.log.job_file import PATH as JOB_FILE
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.reader import Checkpoint
 from torchrelay.checkpoint.reading.opening import place_of
 from torchrelay.checkpoint.reading.proof import prove
+from torchrelay.checkpoint.remote.urls import is_url
+from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage_places import storage_of
 from torchrelay.errors import RelayError
 from torchrelay.runners.chaos.contents import SMALL, Lost, Mixed, compare
 from torchrelay.runners.chaos.target import acknowledged, train
@@ -38,11 +43,11 @@ def check(
 
 def _check_log(run: str, known: int) -> int:
     """All live epochs are proved and hold what they must; returns the newest, -1 for none."""
-    if not (Path(run) / "checkpoints/job.json").exists():
+    if not _begun(run):
         if known >= 0:
             raise Lost(f"epoch {known} was acknowledged, and there is no job.json")
         return -1
-    place = place_of(run)
+    place = place_of(_where(run))
     view = open_log(place.storage)
     if view.notices:
         raise Lost(f"the log is damaged: {view.notices}")
@@ -61,9 +66,23 @@ def _check_log(run: str, known: int) -> int:
     return newest
 
 
+@cache
+def _where(run: str) -> str | Storage:
+    """What `place_of` and `open_checkpoint` take; a store is opened once: its client takes a second."""
+    return storage_of(run, "the run") if is_url(run) else run
+
+
+def _begun(run: str) -> bool:
+    where = _where(run)
+    if isinstance(where, str):
+        return (Path(run) / "checkpoints" / JOB_FILE).exists()
+    return where.stat(JOB_FILE) is not None
+
+
 def _tensors(run: str, entry: Entry) -> dict[str, torch.Tensor]:
     return tensors_of(
-        torchrelay.open_checkpoint(run, f"{entry.position.epoch},branch={entry.branch}"), entry.resumable
+        torchrelay.open_checkpoint(_where(run), f"{entry.position.epoch},branch={entry.branch}"),
+        entry.resumable,
     )
 
 
@@ -84,7 +103,7 @@ def _go_on(run: str, oracle: str, newest: int, large: int, options: Mapping[str,
         raise Lost(f"files are left open: {said['open']}")
     if acknowledged(Path(oracle)) != until:
         raise Lost(f"epoch {until} was not acknowledged")
-    checkpoint = torchrelay.open_checkpoint(run, "last")
+    checkpoint = torchrelay.open_checkpoint(_where(run), "last")
     if checkpoint.epoch != until:
         raise Lost(f"the newest epoch is {checkpoint.epoch} instead of {until}")
     compare(tensors_of(checkpoint), until)
@@ -100,7 +119,7 @@ def look(run: str, oracle: str) -> str:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            checkpoint = torchrelay.open_checkpoint(run, "last")
+            checkpoint = torchrelay.open_checkpoint(_where(run), "last")
             compare(tensors_of(checkpoint), checkpoint.epoch)
         except RelayError:
             return "refused"
@@ -115,7 +134,7 @@ def _look_at_older(run: str, newest: int) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            entries = open_log(place_of(run).storage).entries
+            entries = open_log(place_of(_where(run)).storage).entries
             for entry in entries:
                 epoch = entry.position.epoch
                 if epoch != newest:

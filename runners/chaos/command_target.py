@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.chaos import damage, images, power, schedule
+from torchrelay.runners.chaos import damage, images, schedule
 from torchrelay.runners.chaos.builtin import Wish
-from torchrelay.runners.chaos.calls import read_calls
+from torchrelay.runners.chaos.calls import CHANGING, read_calls
 from torchrelay.runners.chaos.command_judge import (
     Kept,
     end_of,
@@ -25,6 +25,7 @@ from torchrelay.runners.chaos.command_judge import (
 from torchrelay.runners.chaos.command_runs import check_words, durable_slots, run_command
 from torchrelay.runners.chaos.fault import Fault, fault_of
 from torchrelay.runners.chaos.pool import scratch
+from torchrelay.runners.chaos.scenarios import files_below
 from torchrelay.runners.chaos.tally import Outcome, Tally, Verdict
 
 DEFAULT_TRIALS = {"kill": 10, "errno": 10, "stall": 3, "flip": 500, "truncate": 100, "power": 5}
@@ -113,7 +114,7 @@ class Reference:
 
     def damaged(self, change: damage.Damage) -> Outcome:
         """Change a byte of the finished run: what the epochs consist of must not be proved any more."""
-        with damage.done_to(self.run, change):
+        with damage.done_to(str(self.run), change):
             told = is_noticed(self.run, change.path)
         verdict = Verdict.SURVIVED if told else Verdict.UNDETECTED
         return Outcome(change.kind, change.name, verdict, "" if told else f"{change.path}, byte {change.at}")
@@ -145,7 +146,7 @@ def run_all(job: UserJob, say: Callable[[str], None]) -> Tally:
 def _outcomes(reference: Reference, kind: str, tally: Tally) -> Iterator[Outcome]:
     job, chance = reference.job, random.Random(f"{reference.job.wish.seed}/{kind}")  # noqa: S311
     if kind in ("flip", "truncate"):
-        for change in damage.draw(kind, reference.run, job.count(kind), job.wish.seed):
+        for change in damage.draw(kind, files_below(reference.run), job.count(kind), job.wish.seed):
             yield reference.damaged(change)
     elif kind == "power":
         for name in job.wish.file_systems:
@@ -163,7 +164,7 @@ def _cuts(reference: Reference, name: str, chance: random.Random, tally: Tally) 
     if reason:
         tally.skipped[f"power {name}"] = reason
         return
-    numbers = [call.number for call in reference.calls if call.kind in power.CHANGING]
+    numbers = [call.number for call in reference.calls if call.kind in CHANGING]
     for number in chance.sample(numbers, min(len(numbers), reference.job.count("power"))):
         yield reference.cut(system, number)
 
@@ -190,7 +191,7 @@ def repeated(job: UserJob, name: str) -> Tally:
         if what in images.FILE_SYSTEMS and number.isdecimal():
             outcome = reference.cut(_system(what), int(number))
         elif what in ("flip", "truncate") and number.isdecimal():
-            change = damage.draw(what, reference.run, int(number) + 1, job.wish.seed)[-1]
+            change = damage.draw(what, files_below(reference.run), int(number) + 1, job.wish.seed)[-1]
             outcome = reference.damaged(change)
         else:
             outcome = reference.strike(fault_of(name), fault_of(name).what)

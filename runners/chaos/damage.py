@@ -6,17 +6,17 @@ A trial changes one file of a finished run, lets a reader load the newest epoch,
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from torchrelay.runners.chaos.forks import Order
 from torchrelay.runners.chaos.pool import Worker
-from torchrelay.runners.chaos.scenarios import Copy, Prepared, copy_of
 from torchrelay.runners.chaos.strikes import LIMIT_SECS, judge_left
 from torchrelay.runners.chaos.tally import Outcome, Verdict
+from torchrelay.runners.chaos.trees import tree_of
+from torchrelay.runners.chaos.trial import Ready, Trial
 
 LOOK = "torchrelay.runners.chaos.damage:look_at_all"
 _BATCH_SECS = 300.0
@@ -38,49 +38,51 @@ class Damage:
         return f"{self.kind}@{self.number}"
 
 
-def draw(kind: str, run: Path, trials: int, seed: int) -> list[Damage]:
-    """Changes of committed files: files in turn, so that small ones are hit as often, positions by chance."""
+def draw(kind: str, files: Sequence[tuple[str, int]], trials: int, seed: int) -> list[Damage]:
+    """Changes of files (path, bytes) in turn, so that small ones are hit as often; places by chance."""
     chance = random.Random(f"{seed}/{kind}")  # noqa: S311 - chance, no secret
-    files = [one for one in sorted((run / "checkpoints").rglob("*")) if one.is_file() and one.stat().st_size]
     found = []
     for number in range(trials):
-        file = files[number % len(files)]
-        path, size = str(file.relative_to(run)), file.stat().st_size
+        path, size = files[number % len(files)]
         found.append(Damage(kind, number, path, chance.randrange(size), chance.randrange(8)))
     return found
 
 
 @contextmanager
-def done_to(run: Path, damage: Damage) -> Iterator[None]:
+def done_to(run: str, damage: Damage) -> Iterator[None]:
     """The run with the damage in it."""
-    file = run / damage.path
-    whole = file.read_bytes()
-    if damage.kind == "flip":
-        changed = bytearray(whole)
-        changed[damage.at] ^= 1 << damage.bit
-        file.write_bytes(changed)
-    else:
-        file.write_bytes(whole[: damage.at])
+    tree = tree_of(run)
+    whole = tree.read(damage.path)
+    tree.write(damage.path, changed(whole, damage))
     try:
         yield
     finally:
-        file.write_bytes(whole)
+        tree.write(damage.path, whole)
+
+
+def changed(whole: bytes, damage: Damage) -> bytes:
+    """What the damage makes of a file."""
+    if damage.kind != "flip":
+        return whole[: damage.at]
+    flipped = bytearray(whole)
+    flipped[damage.at] ^= 1 << damage.bit
+    return bytes(flipped)
 
 
 # In the fork
 
 
-def look_at_all(run: str, changes: list[dict[str, Any]]) -> list[list[str]]:
+def look_at_all(run: str, oracle: str, changes: list[dict[str, Any]]) -> list[list[str]]:
     """Load the run with each of the changes in it; verdict and reason of each."""
-    return [list(_look(Path(run), Damage(**one))) for one in changes]
+    return [list(_look(run, oracle, Damage(**one))) for one in changes]
 
 
-def _look(run: Path, damage: Damage) -> tuple[str, str]:
+def _look(run: str, oracle: str, damage: Damage) -> tuple[str, str]:
     from torchrelay.runners.chaos import checks, contents  # they import torch, which only the fork has
 
     with done_to(run, damage):
         try:
-            return "survived", checks.look(str(run), str(run.with_name(f"{run.name}.oracle")))
+            return "survived", checks.look(run, oracle)
         except contents.Mixed as error:
             return "undetected", str(error)
         except Exception as error:
@@ -94,15 +96,16 @@ def _look(run: Path, damage: Damage) -> tuple[str, str]:
 class Batch:
     """Changes that one fork looks at, one after another."""
 
-    prepared: Prepared
+    prepared: Ready
     changes: tuple[Damage, ...]
 
 
 def look(worker: Worker, batch: Batch) -> list[Outcome]:
     """Carry out a batch; where the fork itself dies, all of it has failed."""
-    copy = copy_of(batch.prepared, worker.fresh())
+    copy = batch.prepared.copy(worker.fresh())
     try:
-        arguments = {"run": str(copy.run), "changes": [asdict(one) for one in batch.changes]}
+        changes = [asdict(one) for one in batch.changes]
+        arguments = {"run": copy.place, "oracle": str(copy.oracle), "changes": changes}
         ended = worker.nursery.run(Order(LOOK, arguments, limit_secs=_BATCH_SECS))
         if not ended.well:
             return [_outcome(copy, one, Verdict.FAILED, ended.reason) for one in batch.changes]
@@ -114,7 +117,7 @@ def look(worker: Worker, batch: Batch) -> list[Outcome]:
         copy.remove()
 
 
-def _outcome(copy: Copy, damage: Damage, verdict: Verdict, reason: str) -> Outcome:
+def _outcome(copy: Trial, damage: Damage, verdict: Verdict, reason: str) -> Outcome:
     name = f"{copy.scenario.name}/{damage.name}"
     where = f"byte {damage.at}" + (f", bit {damage.bit}" if damage.kind == "flip" else "")
     return Outcome(damage.kind, name, verdict, f"{damage.path}, {where}: {reason}")
@@ -124,7 +127,7 @@ def _outcome(copy: Copy, damage: Damage, verdict: Verdict, reason: str) -> Outco
 class Resumed:
     """A change in a run that is then resumed."""
 
-    prepared: Prepared
+    prepared: Ready
     damage: Damage
 
 
@@ -133,20 +136,18 @@ def resume(worker: Worker, one: Resumed) -> Outcome:
 
     The damage stays, as it would.
     """
-    copy = copy_of(one.prepared, worker.fresh())
+    copy = one.prepared.copy(worker.fresh())
     try:
-        file = copy.run / one.damage.path
-        with done_to(copy.run, one.damage):
-            changed = file.read_bytes()
-        file.write_bytes(changed)
+        tree = tree_of(copy.place)
+        tree.write(one.damage.path, changed(tree.read(one.damage.path), one.damage))
         verdict, reason = _judge_resumed(worker, copy)
         return _outcome(copy, one.damage, verdict, f"resumed: {reason}")
     finally:
         copy.remove()
 
 
-def _judge_resumed(worker: Worker, copy: Copy) -> tuple[Verdict, str]:
-    ended = worker.nursery.run(copy.train(None, LIMIT_SECS))
+def _judge_resumed(worker: Worker, copy: Trial) -> tuple[Verdict, str]:
+    ended = worker.nursery.run(copy.undisturbed(LIMIT_SECS))
     if not ended.well:
         return judge_left(ended)
     said = ended.value

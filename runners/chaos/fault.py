@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from torchrelay.errors import UsageError
 
 ERRNOS = ("ENOSPC", "EIO", "EACCES", "EROFS", "ESTALE", "EINTR", "EMFILE", "EDQUOT")
-WHATS = ("kill", "short", "zero", "stall", "pause")
+STORE_ERRNOS = ("EIO", "EBUSY", "ETIMEDOUT", "ECONNRESET", "EACCES", "ENOSPC")
+"""What fsspec makes of a store's answers 500, 503, of time-outs, lost connections, 403 and a full quota."""
+WHATS = ("kill", "short", "zero", "stale", "stall", "pause")
 WHENS = ("before", "after", "middle")
 _FLAGS = ("lasting", "reads")
 _FORM = re.compile(r"([A-Za-z]+)@([1-9][0-9]{0,8})((?::[a-z]+)*)")
@@ -17,11 +19,11 @@ _FORM = re.compile(r"([A-Za-z]+)@([1-9][0-9]{0,8})((?::[a-z]+)*)")
 
 @dataclass(frozen=True)
 class Fault:
-    """`what` is `kill`, `short`, `zero` (writes), `stall`, `pause` or the name of an errno.
+    """`what` is `kill`, `short`, `zero`, `stale` (a listing without names), `stall`, `pause` or an errno.
 
     It happens to call number `at`; where `lasting`, to all later calls of the same sort too. `when` is for
-    kills and pauses: before or after the call, or in the middle of a write. With `reads` the reads of files
-    are counted too.
+    kills and pauses: before or after the call, or in the middle of a write; in a store for errors too, which
+    after the call are lost answers. With `reads` the reads of files are counted too.
     """
 
     what: str
@@ -47,11 +49,11 @@ def fault_of(text: str) -> Fault:
     found = _FORM.fullmatch(text)
     what = found[1] if found else ""
     words = found[3].split(":")[1:] if found else []
-    known = what in WHATS or what in ERRNOS
+    known = what in (*WHATS, *ERRNOS, *STORE_ERRNOS)
     if found is None or not known or any(word not in (*WHENS, *_FLAGS) for word in words):
         raise UsageError(
             f"{text!r:.80} is no fault: write kill@37:after, ENOSPC@12:lasting, stall@5, with one of "
-            f"{', '.join((*WHATS, *ERRNOS))}"
+            f"{', '.join(dict.fromkeys((*WHATS, *ERRNOS, *STORE_ERRNOS)))}"
         )
     when = next((word for word in words if word not in _FLAGS), "before")
     return Fault(what, int(found[2]), when, "lasting" in words, "reads" in words)

@@ -17,15 +17,14 @@ from pathlib import Path
 
 from torchrelay.errors import StorageError
 from torchrelay.runners.chaos import images
+from torchrelay.runners.chaos.calls import CHANGING
 from torchrelay.runners.chaos.fault import Fault
 from torchrelay.runners.chaos.images import FileSystem
 from torchrelay.runners.chaos.pool import Worker
-from torchrelay.runners.chaos.scenarios import Copy, Prepared, copy_of
+from torchrelay.runners.chaos.scenarios import Copy, Prepared
 from torchrelay.runners.chaos.strikes import LIMIT_SECS, judge_left
 from torchrelay.runners.chaos.tally import Outcome, Verdict
 
-CHANGING = ("create", "write", "sync", "link", "rename", "unlink", "mkdir", "rmdir", "truncate", "close")
-"""Calls before which the device is worth a look: nothing else changes what is on its way to it."""
 _POLL_SECS = 0.0002
 
 
@@ -73,7 +72,7 @@ def cut(worker: Worker, cuts: Cuts) -> list[Outcome]:
 def _taken(worker: Worker, cuts: Cuts, home: Path) -> list[_Cut]:
     image = images.make(cuts.system, home / "image")
     with images.mounted(cuts.system, image, home / "mnt") as where:
-        copy = copy_of(cuts.prepared, where / "run")
+        copy = cuts.prepared.copy(where / "run")
         outside = home / "oracle"
         if copy.oracle.exists():
             shutil.copyfile(copy.oracle, outside)

@@ -14,6 +14,8 @@ from torchrelay.runners.chaos.calls import Call, read_calls
 from torchrelay.runners.chaos.fault import Fault
 from torchrelay.runners.chaos.forks import Nursery, Order
 from torchrelay.runners.chaos.plan import PlanFile
+from torchrelay.runners.chaos.silence import may_be_silent
+from torchrelay.runners.chaos.trees import LocalTree
 
 TRAIN = "torchrelay.runners.chaos.target:train"
 CHECK = "torchrelay.runners.chaos.checks:check"
@@ -66,6 +68,19 @@ class Prepared:
     reads: tuple[Call, ...] = ()
     """The same calls, reads of files included."""
 
+    def copy(self, where: Path) -> Copy:
+        """Copy the run to `where` and its oracle beside it."""
+        oracle = where.with_name(f"{where.name}.oracle")
+        if self.run.exists():
+            shutil.copytree(self.run, where, copy_function=shutil.copyfile)
+        if self.oracle.exists():
+            shutil.copyfile(self.oracle, oracle)
+        return Copy(self.scenario, where, oracle)
+
+    def files(self) -> list[tuple[str, int]]:
+        """See `Ready`."""
+        return files_below(self.run)
+
 
 @dataclass(frozen=True)
 class Copy:
@@ -75,12 +90,26 @@ class Copy:
     run: Path
     oracle: Path
 
+    @property
+    def place(self) -> str:
+        """See `Trial`."""
+        return str(self.run)
+
+    def struck(self, plan: PlanFile, fault: Fault, limit_secs: float) -> tuple[Order, PlanFile]:
+        """See `Trial`; the plan is armed."""
+        plan.arm(self.run, fault)
+        return self.train(plan, limit_secs), plan
+
+    def undisturbed(self, limit_secs: float) -> Order:
+        """See `Trial`."""
+        return self.train(None, limit_secs)
+
     def train(self, plan: PlanFile | None, limit_secs: float) -> Order:
         """The order to continue the run under a plan."""
         return self._order(self.scenario.program, plan, limit_secs, until=self.scenario.until)
 
     def check(self, limit_secs: float) -> Order:
-        """The order to prove what is there, and to go on."""
+        """See `Trial`."""
         return self._order(CHECK, None, limit_secs)
 
     def _order(self, function: str, plan: PlanFile | None, limit_secs: float, **more: Any) -> Order:
@@ -90,10 +119,27 @@ class Copy:
         }  # fmt: skip
         return Order(function, arguments, plan.path if plan else None, limit_secs)
 
+    def may_be_silent(self, fault: Fault, struck: str) -> bool:
+        """See `Trial`."""
+        return may_be_silent(fault, struck, str(self.run))
+
+    def keep(self, where: Path) -> None:
+        """See `Trial`."""
+        for path in (self.run, self.oracle):
+            if path.exists():
+                shutil.move(str(path), where / path.name)
+
     def remove(self) -> None:
         """Delete it."""
         shutil.rmtree(self.run, ignore_errors=True)
         self.oracle.unlink(missing_ok=True)
+
+
+def files_below(run: Path) -> list[tuple[str, int]]:
+    """The files of the checkpoints of a local run that are not empty, sorted: path and bytes."""
+    below = run / "checkpoints"
+    sizes = {f"checkpoints/{path}": (below / path).stat().st_size for path in LocalTree(below).paths()}
+    return [(path, size) for path, size in sizes.items() if size]
 
 
 def prepare(scenario: Scenario, directory: Path, nursery: Nursery) -> Prepared:
@@ -106,7 +152,7 @@ def prepare(scenario: Scenario, directory: Path, nursery: Nursery) -> Prepared:
     base = Copy(scenario, home / "run", home / "oracle")
     plan = PlanFile(home / "plan")
     if scenario.before is not None:
-        _demand(nursery, base._order(TRAIN, None, 60.0, until=scenario.before))
+        demand(nursery, base._order(TRAIN, None, 60.0, until=scenario.before))
     if scenario.torn:
         _tear(base, plan, nursery)
     prepared = Prepared(scenario, base.run, base.oracle, ())
@@ -120,24 +166,15 @@ def _counted(
 ) -> tuple[Call, ...]:
     """The calls of an undisturbed continuation."""
     log = home / f"calls{int(reads)}"
-    trial = copy_of(prepared, home / "count")
+    trial = prepared.copy(home / "count")
     plan.arm(trial.run, None, log=log, reads=reads)
-    _demand(nursery, trial.train(plan, 60.0))
+    demand(nursery, trial.train(plan, 60.0))
     trial.remove()
     return read_calls(log, trial.run)
 
 
-def copy_of(prepared: Prepared, where: Path) -> Copy:
-    """Copy a prepared run to `where` and its oracle beside it."""
-    oracle = where.with_name(f"{where.name}.oracle")
-    if prepared.run.exists():
-        shutil.copytree(prepared.run, where, copy_function=shutil.copyfile)
-    if prepared.oracle.exists():
-        shutil.copyfile(prepared.oracle, oracle)
-    return Copy(prepared.scenario, where, oracle)
-
-
-def _demand(nursery: Nursery, order: Order) -> None:
+def demand(nursery: Nursery, order: Order) -> None:
+    """Carry an order out that must not fail; StorageError otherwise."""
     ended = nursery.run(order)
     if not ended.well or (isinstance(ended.value, dict) and ended.value.get("error")):
         raise StorageError(f"the built-in run fails undisturbed: {ended.reason}; {json.dumps(ended.value)}")
@@ -146,9 +183,9 @@ def _demand(nursery: Nursery, order: Order) -> None:
 def _tear(base: Copy, plan: PlanFile, nursery: Nursery) -> None:
     """Kill the next save where its manifest is being written."""
     log = plan.path.with_name("torn-calls")
-    spare = copy_of(Prepared(base.scenario, base.run, base.oracle, ()), base.run.with_name("torn"))
+    spare = Prepared(base.scenario, base.run, base.oracle, ()).copy(base.run.with_name("torn"))
     plan.arm(spare.run, None, log=log)
-    _demand(nursery, spare._order(TRAIN, plan, 60.0, until=int(base.scenario.before or 0) + 1))
+    demand(nursery, spare._order(TRAIN, plan, 60.0, until=int(base.scenario.before or 0) + 1))
     at = next(one.number for one in read_calls(log, spare.run) if one.path.endswith("manifest.json")
               and one.kind == "write")  # fmt: skip
     spare.remove()

@@ -8,25 +8,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchrelay.checkpoint.remote.urls import shown
 from torchrelay.runners.chaos.fault import Fault
 from torchrelay.runners.chaos.forks import Ended
 from torchrelay.runners.chaos.pool import Worker
-from torchrelay.runners.chaos.scenarios import Copy, Prepared, copy_of
 from torchrelay.runners.chaos.tally import Outcome, Verdict
+from torchrelay.runners.chaos.trial import Ready, Trial
 
 LIMIT_SECS = 40.0
 """How long a trial of some milliseconds may take before it counts as hanging."""
-_SPARED = ("HINT", "writer.json", ".probe-", ".tmp-", "stats.json")
-"""Files that prove nothing: a failure there may pass in silence."""
-_HARMLESS = ("open", "read", "release", "range", "mkdir")
-"""Reads whose bytes were proved in the end, advice, and directories: one that is missing shows at once."""
+_CUT = {"short": ("write", "read"), "zero": ("write", "read"), "stale": ("list",)}
+"""Faults that change what a call does, and to what sorts of calls they can."""
 
 
 @dataclass(frozen=True)
 class Strike:
     """A fault in a prepared scenario."""
 
-    prepared: Prepared
+    prepared: Ready
     fault: Fault
     keep: Path | None = field(default=None, compare=False)
     """Where the directory of a trial with a finding goes."""
@@ -36,7 +35,7 @@ class Strike:
         """What the table calls it."""
         if self.fault.reads:
             return "read"
-        return "errno" if self.fault.errno or self.fault.what in ("short", "zero") else self.fault.what
+        return "errno" if self.fault.errno or self.fault.what in _CUT else self.fault.what
 
     @property
     def name(self) -> str:
@@ -46,20 +45,20 @@ class Strike:
 
 def strike(worker: Worker, one: Strike) -> Outcome:
     """Copy the run, let the fault happen, prove what is there and go on."""
-    copy = copy_of(one.prepared, worker.fresh())
+    copy = one.prepared.copy(worker.fresh())
     try:
-        worker.plan.arm(copy.run, one.fault)
-        ended = worker.nursery.run(copy.train(worker.plan, LIMIT_SECS))
-        if not worker.plan.fired and ended.well:
+        order, told = copy.struck(worker.plan, one.fault, LIMIT_SECS)
+        ended = worker.nursery.run(order)
+        if not told.fired and ended.well:
             return Outcome(one.kind, one.name, Verdict.MISSED)
-        struck = worker.plan.struck
-        if one.fault.what in ("short", "zero") and struck.partition(" ")[0] not in ("write", "read"):
+        struck = told.struck
+        if struck.partition(" ")[0] not in _CUT.get(one.fault.what, (struck.partition(" ")[0],)):
             return Outcome(one.kind, one.name, Verdict.MISSED)  # threads met otherwise: nothing was cut
-        verdict, reason = _judge_struck(one, ended, struck, str(copy.run))
+        verdict, reason = _judge_struck(one, ended, struck, copy)
         if verdict is Verdict.SURVIVED:
             verdict, reason = judge_left(worker.nursery.run(copy.check(LIMIT_SECS)))
         if verdict is not Verdict.SURVIVED:
-            reason = f"{struck.replace(str(copy.run), '')}: {reason}{_kept(one, copy)}"
+            reason = f"{struck.replace(copy.place, '')}: {reason}{_kept(one, copy)}"
         return Outcome(one.kind, one.name, verdict, reason)
     finally:
         copy.remove()
@@ -73,7 +72,7 @@ def judge_left(ended: Ended) -> tuple[Verdict, str]:
     return verdict, f"afterwards: {ended.reason}"
 
 
-def _judge_struck(one: Strike, ended: Ended, struck: str, run: str) -> tuple[Verdict, str]:
+def _judge_struck(one: Strike, ended: Ended, struck: str, copy: Trial) -> tuple[Verdict, str]:
     """What the struck process itself did."""
     if one.fault.what == "kill":
         return (Verdict.SURVIVED, "") if ended.killed else (Verdict.FAILED, f"not killed: {ended.reason}")
@@ -83,7 +82,7 @@ def _judge_struck(one: Strike, ended: Ended, struck: str, run: str) -> tuple[Ver
         return Verdict.FAILED, ended.reason
     if one.fault.what == "stall":
         return _judge_slow(ended.value)
-    return _judge_told(one.fault, ended.value, struck, run)
+    return _judge_told(one.fault, ended.value, struck, copy)
 
 
 def _judge_slow(said: dict[str, Any]) -> tuple[Verdict, str]:
@@ -93,7 +92,7 @@ def _judge_slow(said: dict[str, Any]) -> tuple[Verdict, str]:
     return Verdict.SURVIVED, ""
 
 
-def _judge_told(fault: Fault, said: dict[str, Any], struck: str, run: str) -> tuple[Verdict, str]:
+def _judge_told(fault: Fault, said: dict[str, Any], struck: str, copy: Trial) -> tuple[Verdict, str]:
     """An error is told by file and reason, once it can matter; nothing is left open."""
     if said["open"]:
         return Verdict.FAILED, f"left open: {said['open']}"
@@ -101,34 +100,20 @@ def _judge_told(fault: Fault, said: dict[str, Any], struck: str, run: str) -> tu
         return Verdict.FAILED, f"an error of no kind of ours: {said['kind']}: {said['error']}"
     texts = [text for text in (said["error"], *said["warnings"]) if text]
     if not texts:
-        tried_again = fault.what in ("short", "EINTR") or (fault.what == "zero" and not fault.lasting)
-        silent = tried_again or _may_be_silent(fault, struck, run)
+        silent = copy.may_be_silent(fault, struck)
         return (Verdict.SURVIVED, "") if silent else (Verdict.UNDETECTED, "nothing was said of the failure")
-    named = any(run in text for text in texts)
+    named = any(shown(copy.place) in text or struck.partition(" ")[2] in text for text in texts)
     reasoned = not fault.errno or any(os.strerror(fault.errno) in text for text in texts)
     if not named or not reasoned:
         return Verdict.FAILED, f"the error does not name {'the reason' if named else 'the file'}: {texts}"
     return Verdict.SURVIVED, ""
 
 
-def _may_be_silent(fault: Fault, struck: str, run: str) -> bool:
-    """Whether the failed call loses nothing: advice, a read that was tried again, a file that proves nothing.
-
-    Whoever may not read the directory above the checkpoints did not make their name in it; that of a run is
-    made and removed again before the run begins.
-    """
-    kind, _, path = struck.partition(" ")
-    above = path == run and (kind == "rmdir" or (kind == "opendir" and fault.what == "EACCES"))
-    return kind in _HARMLESS or above or any(name in path for name in _SPARED)
-
-
-def _kept(one: Strike, copy: Copy) -> str:
+def _kept(one: Strike, copy: Trial) -> str:
     if one.keep is None:
         return ""
     where = one.keep / one.name.replace("/", "-").replace(":", "-")
     shutil.rmtree(where, ignore_errors=True)
     where.mkdir(parents=True)
-    for path in (copy.run, copy.oracle):
-        if path.exists():
-            shutil.move(str(path), where / path.name)
+    copy.keep(where)
     return f"; what it left is in {where}"

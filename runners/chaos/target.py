@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,10 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torchrelay
+from torchrelay.checkpoint.log.job_file import PATH as JOB_FILE
+from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.multi_node import MultiNodeCheckpointManager
+from torchrelay.checkpoint.remote.urls import is_url
 from torchrelay.errors import RelayError
 from torchrelay.metadata.file_handler import FileMetadataHandler
 from torchrelay.runners.chaos.contents import Blobs, Mixed
-from torchrelay.runners.job_runner import JobRunner
+from torchrelay.runners.chaos.store_faults import strike_calls
+from torchrelay.runners.choosing import Resume
+from torchrelay.runners.job_runner import RUN_DIRECTORY_FAILED_SAVES, JobRunner
 from torchrelay.runners.local_session import LocalSession
 
 _WATCH_SECS = 0.5
@@ -36,6 +43,15 @@ class _Oracle(FileMetadataHandler):
         super().write(epoch)
 
 
+class _AtUrl(MultiNodeCheckpointManager):
+    """Has no handler, for that would decide where a run goes on; tells the oracle itself."""
+
+    oracle: Path
+
+    def write_checkpoint_metadata(self, epoch: int) -> None:
+        append(self.oracle, epoch)
+
+
 def append(oracle: Path, epoch: int) -> None:
     """Note an acknowledged epoch in one write."""
     descriptor = os.open(oracle, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -50,21 +66,22 @@ def acknowledged(oracle: Path) -> int:
 
 
 def train(
-    run: str, oracle: str, until: int, large: int = 0, options: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+    run: str, oracle: str, until: int, large: int = 0, options: Mapping[str, Any] | None = None,
+    struck: Mapping[str, str] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Run the job up to epoch `until`; returns what happened, also where the run failed.
 
-    Every epoch first proves that the objects are those of the epoch before.
+    `run` is a run directory, or the URL of its checkpoints, whose calls are `struck` then. Every epoch first
+    proves that the objects are those of the epoch before.
     """
     job, _ = _job(until, large)
-    runner = JobRunner(job, run, **(options or {}))
-    if runner.manager is not None:
-        runner.manager.metadata_handler = _Oracle(Path(run), Path(oracle))
-        runner.manager.engine.ledger.takeover_secs = _WATCH_SECS
+    runner = None
     said: dict[str, Any] = {"error": "", "kind": ""}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
+            make = _runner_at_url if is_url(run) else _runner
+            runner = make(job, run, Path(oracle), options or {}, struck)
             said["epoch"] = int(runner.train(LocalSession()))
         except Exception as error:
             if "Mixed: " in _text(error):
@@ -78,6 +95,31 @@ def train(
     del runner, job
     gc.collect()
     return {**said, "open": _open_below(run)}
+
+
+def _runner(
+    job: torchrelay.Job, run: str, oracle: Path, options: Mapping[str, Any], struck: Mapping[str, str] | None
+) -> JobRunner:
+    """The preloaded library strikes what happens in a run directory; here nothing is."""
+    runner = JobRunner(job, run, **options)
+    if runner.manager is not None:
+        runner.manager.metadata_handler = _Oracle(Path(run), oracle)
+        runner.manager.engine.ledger.takeover_secs = _WATCH_SECS
+    return runner
+
+
+def _runner_at_url(
+    job: torchrelay.Job, url: str, oracle: Path, options: Mapping[str, Any], struck: Mapping[str, str] | None
+) -> JobRunner:
+    """Run directories do not lie in stores, and a bare manager begins anew unless it is told to go on."""
+    manager = _AtUrl(url, takeover_secs=_WATCH_SECS, **options)
+    manager.oracle = oracle
+    storage = manager.engine.storage
+    begun = storage.stat(JOB_FILE) is not None and bool(open_log(storage).entries)
+    if struck is not None:
+        strike_calls(storage, **struck)
+    resume: Resume = "must" if begun else "auto"
+    return JobRunner(job, manager, resume=resume, max_failed_saves=RUN_DIRECTORY_FAILED_SAVES)
 
 
 def _text(error: BaseException) -> str:
@@ -108,11 +150,12 @@ def _job(until: int, large: int) -> tuple[torchrelay.Job, Blobs]:
 
 
 def _open_below(run: str) -> list[str]:
-    """Files of the run directory that this process still has open."""
+    """Files of the run directory, or staged for a store, that this process still has open."""
+    below = f"{tempfile.gettempdir()}/" if is_url(run) else run
     found = []
     for number in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             target = str(Path(f"/proc/self/fd/{number}").readlink())
-            if target.startswith(run):
+            if target.startswith(below):
                 found.append(target)
     return found

@@ -1,8 +1,10 @@
 """The command line: looks at runs and checkpoints, copies them out and in, puts them in order.
 
-Only `ckpt repair` and `ckpt verify --quarantine` change a run, and only where no job writes to it.
+Only `prune`, `ckpt repair` and `ckpt verify --quarantine` change epochs, and only where no job writes to
+them; `tag`, `pin` and `unpin` change what is said of them, at any time.
 
-Only `export` and `import` need torch, and import it when they run.
+Only what trains or loads (`train`, `test`, `eval`, `run`, `export`, `import`) needs torch, and imports it
+when it runs.
 
 Exit codes are those of `torchrelay.errors`; a user's mistake is one line on stderr, no traceback.
 """
@@ -11,98 +13,161 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 import torchrelay
 from torchrelay.errors import RelayError, StorageError
-from torchrelay.runners.commands.command_line_chaos import add_chaos
-from torchrelay.runners.commands.command_line_ckpt import add_ckpt
-from torchrelay.runners.commands.command_line_interop import add_export, add_import
-from torchrelay.runners.commands.command_line_ls import ls
+from torchrelay.jobs.collector import undisturbed
+from torchrelay.runners.commands.command_line_arguments import Add, Run
 from torchrelay.runners.commands.command_line_output import Output, printable
-from torchrelay.runners.commands.command_line_show import show
-from torchrelay.runners.commands.command_line_verify import add_verify
+from torchrelay.runners.commands.command_line_parser import Parser
+
+if TYPE_CHECKING:
+    Verbs = argparse._SubParsersAction[Parser]
 
 _INTERRUPTED = 130  # what a shell calls a process that Ctrl-C ended
 _DESCRIPTION = "Look at the runs and checkpoints of torchrelay, copy them out and in, put them in order."
 _CODES = (
-    "exit codes: 0 done, 1 chaos found something, 2 usage or unknown run, 3 no epoch is left to resume from, "
-    "4 in use by a job, 5 damaged or unreadable"
+    "exit codes: 0 done, 1 chaos or find-bad found something, 2 usage or unknown run, "
+    "3 no epoch is left to resume from, 4 in use by a job, 5 damaged or unreadable"
 )
+_VERBS = {
+    "train": "programs:add_train",
+    "test": "programs:add_test",
+    "eval": "programs:add_eval",
+    "status": "programs:add_status",
+    "amend": "programs:add_amend",
+    "ls": "ls:add_ls",
+    "show": "show:add_show",
+    "verify": "verify:add_verify",
+    "ckpt ls": "ls:add_ls",
+    "ckpt show": "epoch:add_epoch_show",
+    "ckpt verify": "verify:add_verify",
+    "ckpt du": "du:add_du",
+    "ckpt why": "why:add_why",
+    "ckpt repair": "repair:add_repair",
+    "lineage": "lineage:add_lineage",
+    "config check": "config:add_check",
+    "config print": "config:add_print",
+    "config schema": "config:add_schema",
+    "stats": "stats:add_stats",
+    "compare": "compare:add_compare",
+    "diff": "diff:add_diff",
+    "find-bad": "find_bad:add_find_bad",
+    "prune": "prune:add_prune",
+    "tag": "tag:add_tag",
+    "pin": "pin:add_pin",
+    "unpin": "pin:add_unpin",
+    "completion": "completion:add_completion",
+    "export": "interop:add_export",
+    "import": "interop:add_import",
+    "runs code": "runs_code:add_runs_code",
+    "runs diff": "runs_diff:add_runs_diff",
+    "index": "index:add_index",
+    "top": "top:add_top",
+    "report": "report:add_report",
+    "dashboard": "dashboard:add_dashboard",
+    "chaos": "chaos:add_chaos",
+    "run": "run:add_run_config",
+}
+"""What defines each verb, `command_line_<module>:<function>`. Only that of the verb that was typed is
+imported: looking at a run takes a tenth of a second, and most of that would be imports of other verbs."""
+_GROUPS = {
+    "ckpt": "look into checkpoints: prove them, ask why one is not used, put the directory in order",
+    "runs": "look at the source and the surroundings that runs were started with",
+    "config": "look at a configuration file: is it right, what does it come to, what may stand in it",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb and return the exit code; argparse itself leaves by SystemExit."""
-    parser = _parser()
-    chosen = parser.parse_args(argv)
-    verb: Callable[[argparse.Namespace, Output], int] | None = chosen.run
-    if verb is None:
-        parser.print_help(sys.stderr)
-        return 2
-    output = Output(json=chosen.json)
+    """Run one verb and return the exit code; `--help` and `--version` leave by SystemExit."""
+    typed = sys.argv[1:] if argv is None else argv
+    output = Output()
     try:
+        with undisturbed():  # what is imported stays
+            parser = _parser(typed)
+        chosen = _chosen(parser, typed)
+        if chosen.run is None:
+            parser.print_help(sys.stderr)
+            return 2
+        output = Output(json=chosen.json)
+        verb: Run = chosen.run
         return verb(chosen, output)
     except RelayError as error:
-        return _refuse(str(error), error.exit_code)
+        return _refuse(error)
     except OSError as error:
-        return _refuse(f"{error.filename or 'the storage'}: {error.strerror}", StorageError.exit_code)
+        return _refuse(StorageError(f"{error.filename or 'the storage'}: {error.strerror}"))
     except KeyboardInterrupt:
         return _INTERRUPTED
     finally:
         output.close()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("torchrelay", description=_DESCRIPTION, epilog=_CODES)
+def whole_parser() -> Parser:
+    """The parser of all verbs, which imports them all."""
+    return _parser(())
+
+
+def _chosen(parser: Parser, typed: Sequence[str]) -> argparse.Namespace:
+    """What was typed; raises UsageError for what no verb takes."""
+    chosen, left = parser.parse_known_args(typed)
+    if left:
+        verb: Parser = chosen.parser
+        verb.refuse(left)
+    if getattr(chosen, "at_epoch", None) is not None:
+        from torchrelay.runners.commands.selector import with_epoch
+
+        chosen.path = with_epoch(chosen.path, chosen.at_epoch)
+    return chosen  # type: ignore[no-any-return]
+
+
+def _parser(typed: Sequence[str]) -> Parser:
+    """The parser of the verb that these words begin with; of all verbs where they begin with none."""
+    parser = Parser("torchrelay", description=_DESCRIPTION, epilog=_CODES)
     parser.add_argument("--version", action="version", version=f"torchrelay {torchrelay.__version__}")
-    parser.set_defaults(run=None, json=False)
-    verbs = parser.add_subparsers(title="verbs", metavar="VERB")
-    _add_looking(verbs)
-    add_ckpt(verbs, _add_looking, _verb)
-    add_export(partial(_verb, verbs))
-    add_import(partial(_verb, verbs))
-    add_chaos(partial(_verb, verbs))
+    parser.set_defaults(run=None, json=False, parser=parser)
+    groups = {"": parser.add_subparsers(title="verbs", metavar="VERB")}
+    for verb in _meant(typed):
+        group = verb.rpartition(" ")[0]
+        if group not in groups:
+            groups[group] = _group(groups[""], group)
+        _definition(verb)(partial(_verb, groups[group]))
     return parser
 
 
-def _add_looking(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    _add_ls(verbs)
-    _add_show(verbs)
-    add_verify(partial(_verb, verbs))
+def _meant(typed: Sequence[str]) -> Iterable[str]:
+    """Of two words the longer verb counts: `ckpt ls` before `ckpt`."""
+    for count in (2, 1):
+        if (verb := " ".join(typed[:count])) in _VERBS:
+            return [verb]
+    return _VERBS
 
 
-def _add_ls(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = _verb(verbs, "ls", "list the committed epochs", ls)
-    parser.add_argument(
-        "path", metavar="RUN_OR_PREFIX", help="a run directory, or a directory of checkpoints"
-    )
+def _definition(verb: str) -> Callable[[Add], None]:
+    module, _, function = _VERBS[verb].partition(":")
+    found: Callable[[Add], None] = getattr(import_module(f"{__package__}.command_line_{module}"), function)
+    return found
 
 
-def _add_show(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = _verb(verbs, "show", "say what a run is, how it stands, what happened last", show)
-    parser.add_argument("path", metavar="RUN", help="a run directory")
-    parser.add_argument("--events", type=_count, default=10, metavar="N", help="so many events (default: 10)")
+def _group(verbs: Verbs, name: str) -> Verbs:
+    text = _GROUPS[name]
+    parser = verbs.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    return parser.add_subparsers(title="verbs", metavar="VERB", required=True)
 
 
-def _verb(
-    verbs: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    help_line: str,
-    run: Callable[[argparse.Namespace, Output], int],
-) -> argparse.ArgumentParser:
+def _verb(verbs: Verbs, name: str, help_line: str, run: Run) -> Parser:
     parser = verbs.add_parser(name, help=help_line, description=f"{help_line[0].upper()}{help_line[1:]}.")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
     return parser
 
 
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()) or len(text) > 9:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 on")
-    return int(text)
-
-
-def _refuse(message: str, code: int) -> int:
-    sys.stderr.write(f"torchrelay: {printable(message)}\n")
-    return code
+def _refuse(error: RelayError) -> int:
+    """Print one line on stderr; of what has a report of more, all of them. Returns the exit code."""
+    report = getattr(error, "report", None)
+    lines = report() if report else [f"torchrelay: {error}"]
+    sys.stderr.write("".join(f"{printable(line)}\n" for line in lines))
+    return error.exit_code

@@ -6,16 +6,17 @@ torch is imported by the processes that are struck, never here.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 
+from torchrelay.checkpoint.remote.urls import is_url
+from torchrelay.checkpoint.storage_places import FILE
 from torchrelay.errors import UsageError
 from torchrelay.runners.chaos import builtin, command_target
 from torchrelay.runners.chaos.scenarios import SCENARIOS, scenarios
 from torchrelay.runners.chaos.tally import COLUMNS, Tally
+from torchrelay.runners.commands.command_line_arguments import Add, whole_number
 from torchrelay.runners.commands.command_line_output import Output
 
-Add = Callable[[str, str, Callable[[argparse.Namespace, Output], int]], argparse.ArgumentParser]
 FOUND = 1
 """Exit code where a trial did not survive, or nothing could be tried."""
 _SHOWN = 20
@@ -24,13 +25,13 @@ _SHOWN = 20
 def add_chaos(add: Add) -> None:
     """Define `chaos`."""
     parser = add("chaos", "strike a run with faults again and again, and count what survives", chaos)
-    parser.usage = "torchrelay chaos [options] [DIRECTORY | -- COMMAND ... {run} ...]"
+    parser.usage = "torchrelay chaos [options] [DIRECTORY | URL | -- COMMAND ... {run} ...]"
     parser.add_argument(
-        "target", metavar="DIRECTORY | COMMAND", nargs="*",
+        "target", metavar="DIRECTORY | URL | COMMAND", nargs="*",
         help="where the built-in run goes (default: memory); or a command that trains into {run}",
     )  # fmt: skip
     parser.add_argument("--kinds", metavar="K,K", help=f"of {','.join(builtin.KINDS)} (default: all)")
-    parser.add_argument("--trials", metavar="N", type=_positive, help="of each kind")
+    parser.add_argument("--trials", metavar="N", type=whole_number(1), help="of each kind")
     parser.add_argument(
         "--every", action="store_true", help="kill, errno, stall: at every boundary, not a sample"
     )
@@ -43,7 +44,13 @@ def add_chaos(add: Add) -> None:
     parser.add_argument(
         "--file-systems", metavar="F,F", default="ext4", help="for power: ext4, xfs, btrfs (default: ext4)"
     )
-    parser.add_argument("--workers", metavar="N", type=_positive, default=2, help="side by side (default: 2)")
+    parser.add_argument(
+        "--single-writer", metavar="external", choices=["external"],
+        help="for a URL: as the option of the managers, where the store creates nothing exclusively",
+    )  # fmt: skip
+    parser.add_argument(
+        "--workers", metavar="N", type=whole_number(1), default=2, help="side by side (default: 2)"
+    )
 
 
 def chaos(chosen: argparse.Namespace, output: Output) -> int:
@@ -52,7 +59,7 @@ def chaos(chosen: argparse.Namespace, output: Output) -> int:
     wish = builtin.Wish(
         kinds, chosen.trials, chosen.seed, scenarios(_words(chosen.scenarios)),
         _words(chosen.file_systems) or (), chosen.every, Path(chosen.keep) if chosen.keep else None,
-        chosen.workers,
+        chosen.workers, chosen.single_writer,
     )  # fmt: skip
     words = chosen.target
     if len(words) > 1 or (words and Path(words[0]).is_file()):
@@ -63,11 +70,11 @@ def chaos(chosen: argparse.Namespace, output: Output) -> int:
             else command_target.run_all(job, output.notice)
         )
     else:
-        parent = _directory(words[0]) if words else None
+        where = _where(words[0]) if words else None
         if chosen.only:
-            tally = builtin.repeated(wish, chosen.only, parent)
+            tally = builtin.repeated(wish, chosen.only, where)
         else:
-            tally = builtin.run_all(wish, parent, output.notice)
+            tally = builtin.run_all(wish, where, output.notice)
     _print(tally, chosen, output)
     return 0 if not tally.bad and builtin.tried(tally) else FOUND
 
@@ -94,10 +101,11 @@ def _kinds(text: str | None) -> tuple[str, ...]:
     return kinds
 
 
-def _directory(text: str) -> Path:
-    if "://" in text:
-        raise UsageError(f"{text} is a URL; chaos strikes local or mounted directories so far: give a path")
-    path = Path(text)
+def _where(text: str) -> Path | str:
+    """A directory, or the URL of a store; a `file://` URL is a directory, as it is for managers."""
+    if is_url(text) and not text.startswith(FILE):
+        return text
+    path = Path(text.removeprefix(FILE))
     if not path.is_dir():
         raise UsageError(f"{text} is no directory: give one that exists, a fresh one is made in it")
     return path
@@ -105,9 +113,3 @@ def _directory(text: str) -> Path:
 
 def _words(text: str | None) -> tuple[str, ...] | None:
     return tuple(one for one in text.split(",") if one) if text else None
-
-
-def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()) or len(text) > 9 or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
-    return int(text)

@@ -6,29 +6,23 @@ torch is imported when a verb runs, not before: `--help` stays quick.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import UsageError
+from torchrelay.runners.commands.command_line_arguments import Add, add_blobs, add_epoch
 from torchrelay.runners.commands.command_line_output import Output, human_bytes
 
 FORMATS = ("safetensors", "hf", "torch", "dcp")
-Add = Callable[[str, str, Callable[[argparse.Namespace, Output], int]], argparse.ArgumentParser]
 _NAMED = 5
 
 
 def add_export(add: Add) -> None:
     """Define `export`."""
     parser = add("export", "write an epoch in another format, verified on the way", export)
-    parser.add_argument(
-        "source", metavar="RUN[@EPOCH]", help="a run, @7, @best or @7,branch=0 (default: @last)"
-    )
+    add_epoch(parser)
     parser.add_argument("--to", choices=FORMATS, required=True, help="the format; hf and dcp are directories")
     parser.add_argument("-o", "--output", metavar="PATH", required=True, help="what to write; must be new")
-    parser.add_argument(
-        "--blobs", metavar="PATTERN", action="append", help="only these: model, 'model.*.bias'"
-    )
+    add_blobs(parser)
     parser.add_argument("--prefix", metavar="TEXT", default="", help="take this off names, such as model.")
     parser.add_argument("--dtype", metavar="TYPE", help="convert floating-point tensors, such as bfloat16")
     parser.add_argument(
@@ -54,10 +48,11 @@ def add_import(add: Add) -> None:
 def export(chosen: argparse.Namespace, output: Output) -> int:
     """Write one epoch and say what was written and what was left out."""
     from torchrelay.checkpoint.interop.export import export_checkpoint
+    from torchrelay.runners.commands.selector import parse_selector
 
-    run, epoch = split_epoch(chosen.source)
+    source = parse_selector(chosen.path)
     done = export_checkpoint(
-        run, chosen.output, epoch, to=chosen.to, blobs=chosen.blobs, prefix=chosen.prefix,
+        source.path, chosen.output, source.epoch, to=chosen.to, blobs=chosen.blobs, prefix=chosen.prefix,
         dtype=_dtype(chosen.dtype), shard_bytes=chosen.shard_bytes, overwrite=chosen.overwrite,
     )  # fmt: skip
     if output.json:
@@ -94,12 +89,6 @@ def import_(chosen: argparse.Namespace, output: Output) -> int:
         size = human_bytes(done.bytes)
         output.line(f"{done.tensors} tensors ({size}), {done.values} values: epoch 0 of {done.path}")
     return 0
-
-
-def split_epoch(text: str) -> tuple[str, str]:
-    """`runs/a@7` as path and epoch; a path that exists as it stands is one, whatever is in its name."""
-    path, at, epoch = text.rpartition("@")
-    return (path, epoch) if at and not Path(text).exists() else (text, "last")
 
 
 def _dtype(name: str | None) -> Any:

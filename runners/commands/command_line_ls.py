@@ -1,4 +1,4 @@
-"""`torchrelay ls`: the committed epochs of a run."""
+"""`torchrelay ls`: the committed epochs of a run, or the runs in a directory."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchrelay.checkpoint.disk import manifest_disk
-from torchrelay.checkpoint.disk.manifest import Manifest
+from torchrelay.checkpoint.disk.manifest_glance import Glance, glance_or_notes
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.live import HEALTHY, Entry
 from torchrelay.checkpoint.storage import Storage
-from torchrelay.runners.commands.command_line_output import Output, human_bytes, human_number
-from torchrelay.runners.commands.command_line_place import locate
+from torchrelay.jobs.collector import undisturbed
+from torchrelay.runners.commands.command_line_arguments import Add, add_place
+from torchrelay.runners.commands.command_line_entries import entry_json, metrics_text
+from torchrelay.runners.commands.command_line_output import Output, finite, human_bytes
+from torchrelay.runners.commands.command_line_place import locate, runs_below
+from torchrelay.runners.commands.command_line_runs import list_runs
 
 _COLUMNS = ("epoch", "branch", "world", "bytes", "state", "metrics", "try")
 
@@ -32,54 +35,63 @@ class EpochLine:
     def json(self) -> dict[str, Any]:
         """As an object of `ls --json`; a metric that JSON has no number for is text."""
         return {
-            "epoch": self.entry.position.epoch,
-            "step": self.entry.position.step,
-            "branch": self.entry.branch,
-            "try": self.entry.try_name,
+            **entry_json(self.entry),
             "world_size": self.world_size,
             "bytes": self.nbytes,
             "states": list(self.states),
             "tags": list(self.tags),
-            "metrics": {name: _finite(value) for name, value in self.metrics.items()},
+            "metrics": {name: finite(value) for name, value in self.metrics.items()},
         }
 
     def cells(self) -> tuple[str, ...]:
         """As a row of the table."""
-        metrics = " ".join(f"{name}={human_number(value)}" for name, value in sorted(self.metrics.items()))
         return (
             str(self.entry.position),
             str(self.entry.branch),
             "?" if self.world_size is None else str(self.world_size),
             human_bytes(self.nbytes),
             ", ".join((*self.states, *self.tags)) or "ok",
-            metrics,
+            metrics_text(self.metrics),
             self.entry.try_name,
         )
 
 
+def add_ls(add: Add) -> None:
+    """Define `ls`."""
+    add_place(add("ls", "list the runs in a directory, or the committed epochs of a run", ls), runs=True)
+
+
 def ls(chosen: argparse.Namespace, output: Output) -> int:
-    """List epochs; reads the log and the manifests, no shard."""
+    """List runs, or epochs; reads the log and the manifests, no shard."""
+    if runs := runs_below(chosen.path):
+        return list_runs(runs, output)
     place = locate(chosen.path)
-    view = place.log()
-    lines = [_line(place.storage, view, entry, abandoned=True) for entry in view.abandoned()]
-    lines += [_line(place.storage, view, entry) for entry in view.line()]  # the newest is the last line
+    with undisturbed():
+        view = place.log()
+        lines = _lines(place.storage, view)
     for notice in view.notices:
         output.notice(notice)
     if output.json:
         output.value(_json(view, lines))
     elif lines:
-        output.table(_COLUMNS, [line.cells() for line in lines])
+        output.table(_COLUMNS, [line.cells() for line in lines], spare=("try", "world"))
     else:
         output.line(f"no epoch is committed in {chosen.path}")
     return 0
 
 
+def _lines(storage: Storage, view: LogView) -> list[EpochLine]:
+    """What is abandoned first, then the current line: the newest is the last."""
+    lines = [_line(storage, view, entry, abandoned=True) for entry in view.abandoned()]
+    return [*lines, *(_line(storage, view, entry) for entry in view.line())]
+
+
 def _line(storage: Storage, view: LogView, entry: Entry, *, abandoned: bool = False) -> EpochLine:
-    manifest = _manifest(storage, entry)
+    seen = _seen(storage, entry)
     states = ["abandoned"] if abandoned else []
     if entry.health != HEALTHY:
         states.append(entry.health)
-    elif manifest is None:
+    elif seen is None:
         states.append("manifest unreadable")
     if not entry.resumable:
         states.append("not resumable")
@@ -87,22 +99,17 @@ def _line(storage: Storage, view: LogView, entry: Entry, *, abandoned: bool = Fa
         entry,
         tuple(states),
         tuple(f"{mark.kind}:{mark.name}" for mark in view.marks if mark.target == entry.key),
-        None if manifest is None else len(manifest.world.nodes),
-        None if manifest is None else own_bytes(manifest),
-        {} if manifest is None else manifest.facts.metrics,
+        None if seen is None else seen.nodes,
+        None if seen is None else seen.own_bytes,
+        {} if seen is None else seen.metrics,
     )
 
 
-def _manifest(storage: Storage, entry: Entry) -> Manifest | None:
+def _seen(storage: Storage, entry: Entry) -> Glance | None:
     try:
-        return manifest_disk.read(storage, entry)
+        return glance_or_notes(storage, entry)
     except OSError:  # `verify` says what is wrong with it
         return None
-
-
-def own_bytes(manifest: Manifest) -> int:
-    """Bytes of the shards of the epoch's own try; what it refers to in earlier tries is not counted."""
-    return sum(shard.nbytes for shard in manifest.shards if shard.source == 0)
 
 
 def _json(view: LogView, lines: list[EpochLine]) -> dict[str, Any]:
@@ -113,7 +120,3 @@ def _json(view: LogView, lines: list[EpochLine]) -> dict[str, Any]:
         "epochs": [line.json() for line in lines],
         "notices": list(view.notices),
     }
-
-
-def _finite(value: float) -> float | str:
-    return value if value - value == 0 else str(value)

@@ -5,24 +5,35 @@ A reader that goes away (`| head`) is no error: the rest is not shown, the exit 
 
 from __future__ import annotations
 
+import io
 import json as json_module
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from torchrelay.errors import StorageError
+from torchrelay.runners.wording import draws
+from torchrelay.runners.wording import human_bytes as human_bytes  # noqa: PLC0414 - other commands find it here
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
+_SHORT = 12
+"""A column of so short words is not folded on a terminal: numbers are read as a whole."""
+_ANY_WIDTH = 1 << 20
 _STYLES = {
     "proved": "green",
     "damaged": "bold red",
+    "RUNNING": "green",
+    "FAILED": "bold red",
+    "unreadable": "yellow",
     "unknown": "yellow",
     "quarantined": "red",
     "abandoned": "dim",
     "retired": "dim",
 }
-_UNITS = ("kB", "MB", "GB", "TB", "PB")
 
 
 class Output:
@@ -30,29 +41,54 @@ class Output:
 
     def __init__(self, *, json: bool = False) -> None:
         self.json = json
+        _open_streams()
         self._console = None if json or not _is_terminal() else _console()
 
     def value(self, value: Mapping[str, Any]) -> None:
         """Print one JSON object."""
-        _tolerant(lambda: print(json_module.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)))
+        _tolerant(lambda: print(_object(value)))
 
-    def line(self, text: str, style: str | None = None) -> None:
-        """Print one line; `style` is a word that tells the colour on a terminal."""
-        console, shown = self._console, printable(text)
+    def line(self, text: str, style: str | None = None, *, tabs: bool = False) -> None:
+        """Print one line; `style` is a word that tells the colour on a terminal, `tabs` stay if asked for."""
+        console = self._console
+        shown = "\t".join(map(printable, text.split("\t"))) if tabs else printable(text)
         if console is None:
             _tolerant(lambda: print(shown, flush=True))
         else:
             colour = _STYLES.get(style or "")
             _tolerant(lambda: console.print(shown, style=colour, markup=False, highlight=False))
 
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Print rows of text below the names of their columns."""
+    def table(
+        self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, spare: Collection[str] = ()
+    ) -> None:
+        """Print rows of text below the names of their columns.
+
+        The `spare` columns are left out where a terminal is too narrow for all; a pipe gets everything.
+        """
         shown = [[printable(cell) for cell in row] for row in rows]
         if self._console is None:
-            for line in _aligned([list(columns), *shown]):
-                self.line(line)
+            _tolerant(lambda: print("\n".join(_aligned([list(columns), *shown]))))
         else:
-            self._rich_table(self._console, columns, shown)
+            console = self._console
+            table = _rich_table(columns, shown)
+            room = console.options.update_width(_ANY_WIDTH)
+            if spare and console.measure(table, options=room).maximum > console.width:
+                left = [number for number, name in enumerate(columns) if name not in spare]
+                table = _rich_table(*_picked(left, columns, shown))
+            _tolerant(lambda: console.print(table))
+
+    @property
+    def rich(self) -> bool:
+        """Whether a terminal shows it."""
+        return self._console is not None
+
+    def renderable(self, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str]) -> Any:
+        """The same as a table and lines below it, for a view that is drawn again and again."""
+        from rich.console import Group
+        from rich.text import Text
+
+        shown = [[printable(cell) for cell in row] for row in rows]
+        return Group(_rich_table(columns, shown), *(Text(printable(note)) for note in notes))
 
     def notice(self, text: str) -> None:
         """Print something that people should know, beside the result."""
@@ -60,7 +96,7 @@ class Output:
 
     def progress(self, text: str) -> None:
         """Show how far a long verb is, where a person watches: one line on stderr, written over."""
-        if sys.stderr.isatty() and not self.json:
+        if draws(sys.stderr) and not self.json:
             sys.stderr.write(f"\r\x1b[K{printable(text)}")
             sys.stderr.flush()
 
@@ -68,40 +104,77 @@ class Output:
         """Let go of what is still buffered."""
         _tolerant(sys.stdout.flush)
 
-    def _rich_table(self, console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        from rich import box
-        from rich.table import Table
-        from rich.text import Text
 
-        table = Table(*columns, box=box.SIMPLE_HEAD)
-        for row in rows:
-            style = next(
-                (_STYLES[word] for cell in row for word in cell.split(", ") if word in _STYLES), None
-            )
-            table.add_row(*(Text(cell) for cell in row), style=style)
-        _tolerant(lambda: console.print(table))
+def _rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
+    for number, name in enumerate(columns):
+        short = max(len(one[number]) for one in (columns, *rows)) <= _SHORT
+        table.add_column(name, overflow="fold", no_wrap=short)
+    for row in rows:
+        style = next((_STYLES[word] for cell in row for word in cell.split(", ") if word in _STYLES), None)
+        table.add_row(*(Text(cell) for cell in row), style=style)
+    return table
+
+
+def _picked(
+    numbers: Sequence[int], columns: Sequence[str], rows: Sequence[Sequence[str]]
+) -> tuple[list[str], list[list[str]]]:
+    return [columns[one] for one in numbers], [[row[one] for one in numbers] for row in rows]
 
 
 def printable(text: str) -> str:
     """One line without control characters: names come from files and may hold anything."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else " " if c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
-
-
-def human_bytes(count: int | None) -> str:
-    """`1.5 MB`: powers of 1000, three figures."""
-    if count is None:
-        return "?"
-    if count < 1000:
-        return f"{count} B"
-    size, unit = count / 1000, 0
-    while size >= 999.5 and unit < len(_UNITS) - 1:
-        size, unit = size / 1000, unit + 1
-    return f"{size:.3g} {_UNITS[unit]}"
 
 
 def human_number(value: float) -> str:
     """A metric in at most five figures."""
     return f"{value:.5g}"
+
+
+def finite(value: float) -> float | str:
+    """A number as JSON takes it: what it has no number for is text (`nan`, `inf`)."""
+    return value if value - value == 0 else str(value)
+
+
+def _object(value: Mapping[str, Any]) -> str:
+    """A JSON object, a line for each of its keys and for each thing in a list of things.
+
+    Everything below is written in one go: indented, json takes ten times as long.
+    """
+    return "{\n" + ",\n".join(f" {_json(key)}: {_listed(item)}" for key, item in value.items()) + "\n}"
+
+
+def _listed(value: Any) -> str:
+    if not isinstance(value, list) or not any(isinstance(one, (dict, list)) for one in value):
+        return _json(value)
+    return "[\n" + ",\n".join(f"  {_json(one)}" for one in value) + "\n ]"
+
+
+def _json(value: Any) -> str:
+    """In one line; escaped is what a terminal might obey, half a surrogate pair, what the encoding lacks."""
+    try:
+        text = json_module.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        value = _finite(value)
+        text = json_module.dumps(value, ensure_ascii=False, allow_nan=False)
+    as_it_is = text.isascii() or (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    return text if as_it_is and text.isprintable() else json_module.dumps(value, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """The value with text for all numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return finite(value) if isinstance(value, float) else value
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -111,7 +184,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _is_terminal() -> bool:
-    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    return draws(sys.stdout)
 
 
 def _console() -> Console:
@@ -125,7 +198,24 @@ def _tolerant(write: Callable[[], object]) -> None:
         write()
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whatever is still buffered goes nowhere, also in the interpreter's own last flush.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        _discard()
+    except OSError as error:
+        _discard()
+        raise StorageError(f"cannot write to the standard output: {error.strerror}") from error
+
+
+def _discard() -> None:
+    """Whatever is still buffered goes nowhere, also in the interpreter's own last flush."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+def _open_streams() -> None:
+    """Streams that take all that is printed: where they are closed, and what their encoding lacks."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - as long as the process
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torchrelay.checkpoint.repair.inventory import Finding, Inventory, take_inventory
 from torchrelay.errors import StorageError
-from torchrelay.runners.commands.command_line_interop import Add
+from torchrelay.runners.commands.command_line_arguments import Add, add_place
 from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.commands.command_line_place import locate
 from torchrelay.runners.commands.command_line_run_notes import lost_notes, write_notes
@@ -22,9 +22,7 @@ def add_repair(add: Add) -> None:
         "make again what follows from the log, finish deletions, list what no record refers to",
         repair,
     )
-    parser.add_argument(
-        "path", metavar="RUN_OR_PREFIX", help="a run directory, or a directory of checkpoints"
-    )
+    add_place(parser)
     parser.add_argument("--dry-run", action="store_true", help="only say what would be done")
     parser.add_argument(
         "--delete-orphans", action="store_true", help="delete what no record refers to; foreign files stay"

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import argparse
+from collections import deque
 from collections.abc import Mapping
-from datetime import datetime, timezone
 from typing import Any
 
+from torchrelay.runners.commands.command_line_arguments import Add, add_run, whole_number
 from torchrelay.runners.commands.command_line_output import Output, human_number
 from torchrelay.runners.commands.command_line_place import locate_run
+from torchrelay.runners.commands.command_line_times import time_text
 
 _TIMES = ("created", "updated", "time")
 _FIRST = ("time", "kind", "generation")
 _INTERNAL = frozenset({"attempts"})  # places by which starts without progress are counted; told by --json
 
 
+def add_show(add: Add) -> None:
+    """Define `show`."""
+    parser = add("show", "say what a run is, how it stands, what happened last", show)
+    add_run(parser)
+    parser.add_argument(
+        "--events", type=whole_number(0), default=10, metavar="N", help="so many events (default: 10)"
+    )
+
+
 def show(chosen: argparse.Namespace, output: Output) -> int:
     """Print `run.json`, `status.json` and the last events."""
     run = locate_run(chosen.path)
     identity, status = run.identity() or {}, run.status()
-    events = list(run.events())[-chosen.events :] if chosen.events else []
+    events = list(deque(run.events(), maxlen=chosen.events)) if chosen.events else []
     if output.json:
         output.value({"run": identity, "status": status, "events": events})
         return 0
@@ -46,7 +57,7 @@ def _event(event: Mapping[str, Any]) -> str:
 
 def _text(name: str, value: Any) -> str:
     if name in _TIMES and isinstance(value, (int, float)):
-        return _time(value)
+        return time_text(value)
     if isinstance(value, float):
         return human_number(value)
     if isinstance(value, dict):
@@ -54,10 +65,3 @@ def _text(name: str, value: Any) -> str:
     if isinstance(value, list):
         return " ".join(map(str, value)) or "none"
     return "none" if value is None else str(value)
-
-
-def _time(value: float) -> str:
-    try:
-        return datetime.fromtimestamp(value, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
-    except (ValueError, OverflowError, OSError):  # written by somebody else's clock
-        return str(value)

@@ -12,12 +12,14 @@ from typing import Any
 
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.live import Entry
-from torchrelay.checkpoint.reading.epoch_choice import named_entry, wanted
 from torchrelay.checkpoint.reading.proof import Level, Outcome, Proof, prove
-from torchrelay.errors import NoProvableEpochError, StorageError, UnknownEpochError, UsageError
-from torchrelay.runners.commands.command_line_interop import Add
+from torchrelay.errors import NoProvableEpochError, StorageError
+from torchrelay.runners.commands.command_line_arguments import Add, add_epoch
+from torchrelay.runners.commands.command_line_entries import entry_json
 from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.commands.command_line_place import Place, locate
+from torchrelay.runners.commands.selector import find_entry, parse_selector
+from torchrelay.runners.workings import shown
 
 NOT_PROVED = StorageError.exit_code
 NONE_LEFT = NoProvableEpochError.exit_code
@@ -30,10 +32,7 @@ def add_verify(add: Add) -> None:
         "read every byte of the epochs and prove it; 5 if one is not proved, 3 if no start could use any",
         verify,
     )
-    parser.add_argument(
-        "path", metavar="RUN_OR_PREFIX", help="a run directory, or a directory of checkpoints"
-    )
-    parser.add_argument("--epoch", metavar="N", help="only this one: 7, last, or 7,branch=0 (default: all)")
+    add_epoch(parser, default="all")
     parser.add_argument(
         "--level",
         choices=("headers", "full"),
@@ -69,12 +68,8 @@ class Verdict:
 
     def json(self) -> dict[str, Any]:
         """As an object of `verify --json`."""
-        entry = self.proof.entry
         return {
-            "epoch": entry.position.epoch,
-            "step": entry.position.step,
-            "branch": entry.branch,
-            "try": entry.try_name,
+            **entry_json(self.proof.entry),
             "outcome": self.proof.outcome.value,
             "states": list(self.states),
             "reason": self.reason,
@@ -83,30 +78,17 @@ class Verdict:
 
 def verify(chosen: argparse.Namespace, output: Output) -> int:
     """Prove one epoch or all; 0 if all are proved and the log is whole, else 5, or 3 if none can be used."""
-    place = locate(chosen.path)
+    selector = parse_selector(chosen.path)
+    place, whole = locate(selector.path), selector.wish is None
     view = place.log()
     for notice in view.notices:
         output.notice(notice)
-    entries = _chosen(view, chosen.epoch)
+    entries = view.entries if selector.wish is None else (find_entry(place, view, selector.wish),)
     verdicts = list(_verdicts(place, view, entries, chosen.level, output))
-    retired = [one.try_name for one in view.retiring if one.groups is None] if chosen.epoch is None else []
+    retired = [one.try_name for one in view.retiring if one.groups is None] if whole else []
     quarantined = _quarantine(place, verdicts, chosen.level, output) if chosen.quarantine else []
     _say(output, view, verdicts, retired, quarantined)
-    return _code(view, [one.proof for one in verdicts], whole=chosen.epoch is None)
-
-
-def _chosen(view: LogView, epoch: str | None) -> Sequence[Entry]:
-    if epoch is None:
-        return view.entries
-    wish = wanted(epoch)
-    if wish.explicit:
-        return [named_entry(view, wish)]
-    if wish.word != "last":
-        raise UsageError(f"--epoch {epoch}: verify proves an epoch by number, last, or 7,branch=0")
-    whole = [entry for entry in view.line() if entry.position.boundary]
-    if not whole:
-        raise UnknownEpochError("there is no last epoch: nothing is committed yet")
-    return whole[-1:]
+    return _code(view, [one.proof for one in verdicts], whole=whole)
 
 
 def _verdicts(
@@ -114,11 +96,12 @@ def _verdicts(
 ) -> Iterator[Verdict]:
     seen = {entry.key for entry in view.line()}
     for number, entry in enumerate(entries, 1):
-        output.progress(f"epoch {entry.position}, {number} of {len(entries)}")
+        count = f"{number} of {len(entries)}"
+        output.progress(f"epoch {entry.position}, {count}")
         states = [] if entry.key in seen else ["abandoned"]
         states += [] if entry.healthy else ["quarantined"]
-        verdict = Verdict(prove(place.storage, entry, level=level), tuple(states))
-        output.progress("")
+        with shown(lambda text, count=count: output.progress(f"{text} ({count})" if text else "")):  # type: ignore[misc]
+            verdict = Verdict(prove(place.storage, entry, level=level), tuple(states))
         if not output.json:
             output.line(verdict.line(), verdict.proof.outcome.value)
         yield verdict
@@ -171,7 +154,7 @@ def _say(
     for name in retired:
         output.line(f"{name}  retired  (not deleted completely yet)", "retired")
     damaged = ", the log is damaged" if view.notices else ""
-    output.line(f"{proved} of {len(verdicts)} epochs proved{damaged}")
+    output.line(f"{proved} of {len(verdicts)} epoch{'s' * (len(verdicts) != 1)} proved{damaged}")
 
 
 def _code(view: LogView, proofs: Sequence[Proof], *, whole: bool) -> int:

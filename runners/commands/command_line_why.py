@@ -12,9 +12,10 @@ from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.repair.history import History, read_history
 from torchrelay.checkpoint.repair.why import Account, Start, explain, newest_and_chosen, start_now
 from torchrelay.errors import StorageError, UsageError
-from torchrelay.runners.commands.command_line_interop import Add
+from torchrelay.runners.commands.command_line_arguments import Add, add_epoch
 from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.commands.command_line_place import Place, locate
+from torchrelay.runners.commands.selector import LAST, Selector, find_entry, parse_selector
 
 _WANTED = re.compile(r"(\d+(?:\+\d+)?)(?:,branch=(\d{1,9}))?", re.ASCII)
 _STYLES = {"chosen": "proved", "not resumable": "quarantined"}
@@ -23,22 +24,23 @@ _STYLES = {"chosen": "proved", "not resumable": "quarantined"}
 def add_why(add: Add) -> None:
     """Define `why`."""
     parser = add("why", "say why an epoch is not used, and what a start now would choose", why)
-    parser.add_argument(
-        "path", metavar="RUN_OR_PREFIX", help="a run directory, or a directory of checkpoints"
-    )
+    add_epoch(parser, default="the newest, and all down to the one that is chosen")
     parser.add_argument(
         "epoch",
         metavar="EPOCH",
         nargs="?",
-        help="7, 3+1200, or 7,branch=0 (default: the newest, and all down to the one that is chosen)",
+        help="the same without @, and positions inside an epoch: 7, 3+1200, 7,branch=0",
     )
 
 
 def why(chosen: argparse.Namespace, output: Output) -> int:
     """Tell; returns 0, or what a start now would end with."""
-    place = locate(chosen.path)
+    selector = parse_selector(chosen.path)
+    place = locate(selector.path)
     wanted = None if chosen.epoch is None else _wanted(chosen.epoch)
     view = place.log()
+    if selector.wish is not None:
+        wanted = _selected(place, view, selector, chosen.epoch)
     history = read_history(place.storage, view.job_uuid or "", view.slot)
     start = start_now(place.storage, view)
     if wanted is not None:
@@ -61,6 +63,18 @@ def _wanted(text: str) -> tuple[Position, int | None]:
     if match is None:
         raise UsageError(f"{text!r} is no epoch: write 7, 3+1200, or 7,branch=0")
     return Position.parse(match[1]), None if match[2] is None else int(match[2])
+
+
+def _selected(
+    place: Place, view: LogView, selector: Selector, besides: str | None
+) -> tuple[Position, int | None]:
+    wish = selector.wish
+    if besides is not None:
+        raise UsageError(f"@{selector.epoch} and {besides} both name an epoch: give one of them")
+    if wish is not None and wish.epoch is not None:
+        return Position(wish.epoch), wish.branch  # it need not be live: what became of it is told
+    entry = find_entry(place, view, wish or LAST)
+    return entry.position, entry.branch
 
 
 def _failures(place: Place, position: Position) -> Iterator[str]:
@@ -100,9 +114,10 @@ def _json(
 def _say(output: Output, start: Start, accounts: list[Account], failures: dict[Position, list[str]]) -> None:
     for account in accounts:
         where = "" if account.branch is None else f" (branch {account.branch})"
-        line = f"epoch {account.position}{where}  {account.standing}: {account.reason}"
+        reason = account.reason.removeprefix(f"{account.standing} ")  # "abandoned by a rewind"
+        line = f"epoch {account.position}{where}  {account.standing}: {reason}"
         output.line(line, _STYLES.get(account.standing, account.standing))
-        told = (f"slot {one.slot}, {one.written}: {one.text}" for one in account.happened)
+        told = (f"slot {one.slot}, {one.when}: {one.text}" for one in account.happened)
         for text in chain(told, failures[account.position]):
             output.line(f"  {text}")
     output.line(start.sentence)

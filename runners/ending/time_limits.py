@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 from torchrelay.errors import UsageError
+from torchrelay.jobs.durations import seconds_in
 
 SLURM_MARGIN_SECS = 30.0
 """Slurm's clock is coarse, and it sends SIGTERM at the end: better to be gone before."""
-_UNITS = re.compile(r"(?:(\d{1,4})d)?(?:(\d{1,6})h)?(?:(\d{1,8})m)?(?:(\d{1,9})s)?")
-_CLOCK = re.compile(r"(?:(\d{1,4})-)?(\d{1,5}):([0-5]\d):([0-5]\d)")
 
 TimeLimit = str | float | timedelta
 
@@ -30,7 +28,7 @@ class Deadline:
 
 def seconds_of(limit: TimeLimit) -> float:
     """Seconds of `90`, `"90"`, `"1h30m"`, `"01:30:00"`, `"2-00:00:00"`, a timedelta; UsageError otherwise."""
-    secs = _seconds(limit)
+    secs = seconds_in(limit)
     if secs is None or not math.isfinite(secs) or secs <= 0:
         raise UsageError(
             f"time_limit is {limit!r:.80}; give seconds above 0, a text such as '1h30m' or '01:30:00', "
@@ -50,20 +48,3 @@ def deadlines_of(limit_secs: float | None, environ: Mapping[str, str]) -> tuple[
         left = int(end) - time.time()
         found.append(Deadline(now + left, "the end of the Slurm job", SLURM_MARGIN_SECS))
     return tuple(found)
-
-
-def _seconds(limit: object) -> float | None:
-    if isinstance(limit, timedelta):
-        return limit.total_seconds()
-    if isinstance(limit, (int, float)) and not isinstance(limit, bool):
-        return float(limit)
-    if not isinstance(limit, str):
-        return None
-    text = limit.strip()
-    if text.isascii() and text.isdigit():
-        return float(text) if len(text) <= 9 else None
-    found = _UNITS.fullmatch(text) or _CLOCK.fullmatch(text)
-    if found is None or not text:
-        return None
-    days, hours, minutes, secs = (int(part or 0) for part in found.groups())
-    return 86400.0 * days + 3600 * hours + 60 * minutes + secs

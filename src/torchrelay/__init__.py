@@ -28,22 +28,29 @@ _HOMES = {
     "DistributedSession": "runners.distributed_session",
     "EpochLoader": "jobs.epoch_loader",
     "FileMetadataHandler": "metadata.file_handler",
+    "InitFrom": "runners.stages.given",
     "Job": "jobs.job",
     "JobRunner": "runners.job_runner",
     "LocalSession": "runners.local_session",
     "MetadataHandler": "metadata.handler",
+    "MetricSink": "metadata.sinks.sink",
     "MultiNodeCheckpointManager": "checkpoint.multi_node",
     "Node": "jobs.cluster",
+    "Program": "runners.experiment.program",
     "ReaderWithLimit": "jobs.readers",
     "RelayError": "errors",
     "RunResult": "runners.result",
     "Scope": "jobs.blobs",
+    "Sources": "metadata.code.sources",
+    "SqlHandler": "metadata.sql.handler",
     "StopAnswer": "jobs.stop",
     "StopCondition": "jobs.stop",
     "Task": "jobs.task",
     "TaskGroup": "jobs.group",
     "TaskOutput": "jobs.output",
+    "TrackedRun": "metadata.sinks.sink",
     "UploadTaskGroupBuilder": "checkpoint.upload",
+    "Upstream": "runners.stages.given",
     "Workspace": "jobs.workspace",
     "WorkspaceType": "jobs.workspace",
     "data_parallel": "jobs.data_parallel",
@@ -56,10 +63,13 @@ _HOMES = {
     "import_checkpoint": "checkpoint.interop.importing",
     "init": "runners.start",
     "load_blobs": "checkpoint.blob_files",
+    "load_code": "metadata.code.loading",
     "load_into": "checkpoint.load_into",
+    "main": "runners.experiment.entry",
     "max_epochs": "jobs.stop",
     "max_steps": "jobs.stop",
     "max_time": "jobs.stop",
+    "metric_rows": "metadata.experiment.rows",
     "open_checkpoint": "checkpoint.reader",
     "save_blobs": "checkpoint.blob_files",
     "seed": "jobs.seeding",
@@ -102,13 +112,21 @@ if TYPE_CHECKING:
     )
     from torchrelay.jobs.task import Task as Task
     from torchrelay.jobs.workspace import Workspace as Workspace, WorkspaceType as WorkspaceType
+    from torchrelay.metadata.code.loading import load_code as load_code
+    from torchrelay.metadata.code.sources import Sources as Sources
+    from torchrelay.metadata.experiment.rows import metric_rows as metric_rows
     from torchrelay.metadata.file_handler import FileMetadataHandler as FileMetadataHandler
     from torchrelay.metadata.handler import MetadataHandler as MetadataHandler
+    from torchrelay.metadata.sinks.sink import MetricSink as MetricSink, TrackedRun as TrackedRun
+    from torchrelay.metadata.sql.handler import SqlHandler as SqlHandler
     from torchrelay.runners.context import Context as Context
     from torchrelay.runners.distributed_session import DistributedSession as DistributedSession
+    from torchrelay.runners.experiment.entry import main as main
+    from torchrelay.runners.experiment.program import Program as Program
     from torchrelay.runners.job_runner import JobRunner as JobRunner
     from torchrelay.runners.local_session import LocalSession as LocalSession
     from torchrelay.runners.result import RunResult as RunResult
+    from torchrelay.runners.stages.given import InitFrom as InitFrom, Upstream as Upstream
     from torchrelay.runners.start import init as init
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - the keys are strings

@@ -1,0 +1,63 @@
+"""The arguments that mean the same for every verb: what names runs, epochs and blobs, and whole numbers.
+
+A place is called `path` in what argparse returns; `command_line_place` and `selector` find what it means.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from torchrelay.runners.commands.command_line_output import Output
+
+Run = Callable[[argparse.Namespace, Output], int]
+Add = Callable[[str, str, Run], argparse.ArgumentParser]
+"""Adds a verb: its name, its line in the help, what it does."""
+_PLACE = "a run directory, a directory of checkpoints, or the URL of one"
+_EPOCH = "@7, @last, @best, @tag=NAME, @epoch=7,branch=0"
+
+
+def add_run(parser: argparse.ArgumentParser, *, many: bool = False) -> None:
+    """`RUN`: a run directory with its own notes; `RUN_OR_RUNS...` where there may be `many`."""
+    if many:
+        several = "run directories, or directories with runs in them"
+        parser.add_argument("path", metavar="RUN_OR_RUNS", nargs="+", help=several)
+    else:
+        parser.add_argument("path", metavar="RUN", help="a run directory")
+
+
+def add_place(parser: argparse.ArgumentParser, *, runs: bool = False) -> None:
+    """`RUN_OR_PREFIX`: whatever holds checkpoints; or a directory of `runs`."""
+    if runs:
+        parser.add_argument("path", metavar="RUN_OR_RUNS", help=f"{_PLACE}; or a directory with runs in it")
+    else:
+        parser.add_argument("path", metavar="RUN_OR_PREFIX", help=_PLACE)
+
+
+def add_epoch(parser: argparse.ArgumentParser, *, default: str = "@last") -> None:
+    """`RUN[@EPOCH]`: one epoch of whatever holds checkpoints; `default` says what is meant without one.
+
+    `--epoch` says the same: when the verb runs it stands in `path`, behind an @.
+    """
+    parser.add_argument("path", metavar="RUN[@EPOCH]", help=f"{_PLACE}; {_EPOCH} (default: {default})")
+    parser.add_argument(
+        "--epoch", dest="at_epoch", metavar="N", help="the same as behind @: 7, last, best, or 7,branch=0"
+    )
+
+
+def add_blobs(parser: argparse.ArgumentParser) -> None:
+    """`--blobs PATTERN`, any number of them: `blobs`, None where nothing was chosen."""
+    parser.add_argument(
+        "--blobs", "--only", metavar="PATTERN", action="append", help="only these: model, 'model.*.bias'"
+    )
+
+
+def whole_number(least: int) -> Callable[[str], int]:
+    """A whole number of at most nine digits from `least` on, as the type of an option."""
+
+    def read(text: str) -> int:
+        if not (text.isascii() and text.isdecimal()) or len(text) > 9 or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r:.40} is no whole number from {least} on")
+        return int(text)
+
+    return read

@@ -1,0 +1,95 @@
+"""What a run directory, or a directory of checkpoints, tells that a database is to know. Reads no shard.
+
+`metadata.jsonl` has what the handler of a run directory heard. What it lacks is told by the log, and by the
+manifests and `stats.json` of the epochs that are still there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torchrelay.checkpoint.disk import manifest_disk
+from torchrelay.checkpoint.disk.paths import manifest_path, stats_path
+from torchrelay.checkpoint.local_storage import LocalStorage
+from torchrelay.checkpoint.log.branches import LogView, branch_of
+from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.storage import Storage
+from torchrelay.errors import StorageError, UsageError
+from torchrelay.metadata.file_handler import FILE_NAME
+from torchrelay.metadata.files import read_json
+from torchrelay.metadata.handler import Holder
+from torchrelay.metadata.notes import EPOCH, Note, notes_of_file, report_notes, times_of
+from torchrelay.runners.commands.command_line_place import Place
+
+
+def notes_of_place(place: Place) -> list[Note]:
+    """All that can be told; UsageError for a URL, StorageError where log or notes cannot be read."""
+    if not isinstance(place.storage, LocalStorage):
+        raise UsageError(f"{place.where} is a URL; index reads local or mounted directories: give a path")
+    view = place.log()
+    if view.job_uuid is None:
+        return []
+    directory = place.storage.root.absolute()
+    source = _Source(place.storage, view, directory)
+    noted = []
+    if place.run is not None:
+        noted = notes_of_file(place.run.path / FILE_NAME, source.job, source.prefix)
+    told = {(note.holder.branch, note.epoch) for note in noted if note.kind == EPOCH}
+    found = [*noted, *_branches(source)]
+    for entry in view.entries:
+        if entry.position.boundary and (entry.branch, entry.position.epoch) not in told:
+            found += _notes_of_entry(source, entry)
+    return found
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A log and its directory, which is the prefix of its job in the database."""
+
+    storage: Storage
+    view: LogView
+    directory: Path
+
+    @property
+    def prefix(self) -> str:
+        return str(self.directory)
+
+    @property
+    def job(self) -> Holder:
+        return Holder(str(self.view.job_uuid), str(self.view.job_name), self.view.generation)
+
+    def holder(self, branch: int, generation: int) -> Holder:
+        """Who wrote on a branch."""
+        known = branch_of(self.view.state, branch)
+        base = None if known is None or known.base is None else known.base.epoch
+        return replace(self.job, generation=generation, branch=branch, base=base)
+
+
+def _branches(source: _Source) -> Iterator[Note]:
+    """That a branch was begun is known although nothing was saved on it yet."""
+    for branch in source.view.branches:
+        yield Note(source.holder(branch.id, source.view.generation), source.prefix, "branch", 0)
+
+
+def _notes_of_entry(source: _Source, entry: Entry) -> Iterator[Note]:
+    """What an epoch's own files tell; nothing where its manifest cannot be read: `verify` says so."""
+    with suppress(OSError):
+        manifest = manifest_disk.read(source.storage, entry)
+        holder = source.holder(entry.branch, manifest.generation)
+        time = (source.directory / manifest_path(entry.try_name)).stat().st_mtime
+        yield Note(holder, source.prefix, EPOCH, entry.position.epoch, time, len(manifest.world.nodes))
+        yield from _saving(source, holder, entry, time)
+
+
+def _saving(source: _Source, holder: Holder, entry: Entry, time: float) -> list[Note]:
+    """How long the save took; nothing where that was lost, it is never synced."""
+    try:
+        stats = read_json(source.directory / stats_path(entry.try_name)) or {}
+    except StorageError:
+        return []
+    nodes = stats.get("nodes")
+    times = times_of(nodes) if isinstance(nodes, list) else []
+    return report_notes(holder, source.prefix, "checkpoint_save", times, time)

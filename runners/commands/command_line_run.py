@@ -1,0 +1,61 @@
+"""`torchrelay run`: a configuration, run in the words of PaddleRec."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+from torchrelay.errors import UsageError
+from torchrelay.jobs.config.config import Config
+from torchrelay.jobs.config.reading import load_config
+from torchrelay.runners.commands.command_line_arguments import Add
+from torchrelay.runners.commands.command_line_output import Output
+from torchrelay.runners.lifecycle.packages import config_file
+
+
+def add_run_config(add: Add) -> None:
+    """Define `run`."""
+    parser = add("run", "run the profiles of a configuration, in the order of its mode", run)
+    parser.add_argument(
+        "-m",
+        "--config",
+        dest="path",
+        metavar="CONFIG",
+        required=True,
+        help="a YAML file, or a directory or package with a config.yaml",
+    )
+    parser.add_argument(
+        "-o", dest="overrides", metavar="KEY=VALUE", action="append", default=[],
+        help="put a value in place of another: runner.train1.epochs=3",
+    )  # fmt: skip
+    parser.add_argument(
+        "--run-dir", metavar="DIR", help="the run directory, in place of what the configuration says"
+    )
+    parser.add_argument("--check", action="store_true", help="only say what is wrong with it, or ok")
+
+
+def run(chosen: argparse.Namespace, output: Output) -> int:
+    """Run it and leave with its code; with `--check` no torch is needed."""
+    config = load_config(config_file(chosen.path), chosen.overrides)
+    if not chosen.check:
+        _run_and_leave(config, chosen.run_dir)
+    output.line(f"ok, id {config.id[:12]}")
+    return 0
+
+
+def run_profiles(path: str, overrides: Sequence[str], *, infer: bool) -> NoReturn:
+    """Run those profiles of the mode that infer, or those that train, and leave with their code."""
+    config = load_config(config_file(path), overrides)
+    chosen = [one.name for one in config.settings.runners_of_mode() if one.infers == infer]
+    if not chosen:
+        what = "infers" if infer else "trains"
+        raise UsageError(f"{path}: no runner of its mode {what}; torchrelay run -m {path} runs all of them")
+    _run_and_leave(config, None, chosen)
+
+
+def _run_and_leave(config: Config, run_dir: str | None, mode: Sequence[str] | None = None) -> NoReturn:
+    from torchrelay.runners.leaving import run_and_leave
+    from torchrelay.runners.lifecycle.profiles import run_config
+
+    run_and_leave(lambda: run_config(config, mode, run_dir=run_dir).exit_code)

@@ -1,0 +1,1 @@
+"""Pages about runs served over HTTP, rendered anew when files change. Reads only, without torch."""

@@ -1,0 +1,208 @@
+"""The HTTP server of a run store: GET and HEAD of two kinds of pages, a bounded number at a time."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from torchrelay.errors import UsageError
+from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.runners.dashboard.access import COOKIE, checked, token_in
+from torchrelay.runners.dashboard.index_page import glance, index_page
+from torchrelay.runners.dashboard.rendered import Page, Rendered
+from torchrelay.runners.dashboard.run_store import RunStore, signature
+from torchrelay.runners.report.facts import RunFacts
+from torchrelay.runners.report.gather import gather
+from torchrelay.runners.report.limits import Limits
+from torchrelay.runners.report.page import policy, report_page
+
+_AT_ONCE = 32
+"""Requests that are answered at a time; more are told to come again."""
+_PATIENCE_SECS = 10.0
+_LONGEST_PATH = 4096
+_HEADERS = {
+    "Content-Security-Policy": f"{policy(live=True)}; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+class Pages:
+    """The pages of a store, made when they are asked for."""
+
+    def __init__(self, store: RunStore, limits: Limits, rendered: Rendered) -> None:
+        self.store = store
+        self.limits = limits
+        self._rendered = rendered
+        self._glances: dict[str, tuple[str, RunFacts]] = {}
+
+    def index(self) -> Page:
+        """The list of runs; runs whose files are as they were are not read again."""
+        states = [(run, signature(run)) for run in self.store.runs()]
+        state = repr([(run.name, seen) for run, seen in states])
+        return self._rendered.page("", state, lambda tag: self._list(states, tag))
+
+    def of_run(self, name: str) -> Page | None:
+        """The page of a run; None where the listing has none of this name."""
+        run = self.store.run(name)
+        if run is None:
+            return None
+        return self._rendered.page(
+            f"run {name}",
+            signature(run),
+            lambda tag: report_page([gather(run, self.limits)], live=tag, back="/"),
+        )
+
+    def _list(self, states: Sequence[tuple[RunDirectory, str]], tag: str) -> str:
+        known = self._glances
+        self._glances = {
+            run.name: known[run.name] if known.get(run.name, ("",))[0] == seen else (seen, glance(run))
+            for run, seen in states
+        }
+        return index_page(str(self.store.root), [facts for _, facts in self._glances.values()], tag)
+
+
+class DashboardServer(ThreadingHTTPServer):
+    """Serves a store at an address. Raises UsageError for an address that cannot be had."""
+
+    daemon_threads = True
+    block_on_close = False  # whoever still reads a page does not hold the end up
+    request_queue_size = 64
+
+    def __init__(
+        self,
+        store: RunStore,
+        host: str,
+        port: int,
+        token: str | None,
+        limits: Limits,
+        rendered: Rendered | None = None,
+    ) -> None:
+        self.access = checked(host, port, token)
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.pages = Pages(store, limits, rendered or Rendered())
+        self._room = threading.BoundedSemaphore(_AT_ONCE)
+        try:
+            super().__init__((host, port), _Handler)
+        except (OSError, OverflowError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "ports go up to 65535"
+            raise UsageError(
+                f"cannot serve at {host} port {port}: {reason}; choose another --port"
+            ) from error
+        self.access = checked(host, self.server_address[1], token)
+
+    @property
+    def url(self) -> str:
+        """Where the list of runs is."""
+        host, port = self.server_address[:2]
+        name = f"[{host!s}]" if self.address_family == socket.AF_INET6 else str(host)
+        return f"http://{name}:{port}/"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own, or hang up where too many are being answered."""
+        if not self._room.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """As the base class does, and make room again."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no news; anything else is told as the base class does."""
+        if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One connection. Nothing of a request is used but its path, its query's token, and four headers."""
+
+    server: DashboardServer
+    timeout = _PATIENCE_SECS
+    server_version = "torchrelay"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        """Answer with a page, or with a line that says why not."""
+        self._answer(with_body=True)
+
+    def do_HEAD(self) -> None:
+        """The same without the page."""
+        self._answer(with_body=False)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are not logged."""
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """A line of text: nothing that the client sent comes back in it."""
+        self._send(
+            HTTPStatus(code), f"{HTTPStatus(code).phrase}\n".encode(), kind="text/plain; charset=utf-8"
+        )
+
+    def _answer(self, *, with_body: bool) -> None:
+        access = self.server.access
+        parts = urlsplit(self.path[:_LONGEST_PATH])
+        if not access.host_fits(self.headers.get("Host")):
+            return self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
+        if not access.token_fits(parts.query, self.headers):
+            return self.send_error(HTTPStatus.UNAUTHORIZED)
+        if access.token is not None and token_in(parts.query):
+            return self._remember(parts.path, access.token)
+        page = self._page(parts.path)
+        if page is None:
+            return self.send_error(HTTPStatus.NOT_FOUND)
+        if self.headers.get("If-None-Match") == page.tag:
+            return self._send(HTTPStatus.NOT_MODIFIED, b"", tag=page.tag)
+        return self._send(HTTPStatus.OK, page.body, tag=page.tag, with_body=with_body)
+
+    def _page(self, path: str) -> Page | None:
+        if path == "/":
+            return self.server.pages.index()
+        name = path.removeprefix("/run/")
+        return self.server.pages.of_run(unquote(name)) if name != path else None
+
+    def _remember(self, path: str, token: str) -> None:
+        """Take the token out of the address and into a cookie, so that it stands in no history."""
+        self._send(
+            HTTPStatus.SEE_OTHER,
+            b"",
+            {
+                "Location": path if path.startswith("/run/") else "/",
+                "Set-Cookie": f"{COOKIE}={token}; HttpOnly; SameSite=Strict; Path=/",
+            },
+        )
+
+    def _send(
+        self,
+        status: HTTPStatus,
+        body: bytes,
+        more: dict[str, str] | None = None,
+        *,
+        tag: str | None = None,
+        with_body: bool = True,
+        kind: str = "text/html; charset=utf-8",
+    ) -> None:
+        self.close_connection = True
+        self.send_response(status)
+        for name, value in {**_HEADERS, **(more or {}), **({"ETag": tag} if tag else {})}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Connection", "close")
+        self.end_headers()
+        if with_body and body:
+            self.wfile.write(body)

@@ -1,0 +1,60 @@
+"""`amend`: the changed code becomes that of an existing run, beside what it really ran, which stays.
+
+For changes that do not touch what was trained: a comment, a plot, another test. Allowed in every state but
+running.
+"""
+
+from __future__ import annotations
+
+import time
+
+from torchrelay.errors import DirectoryInUseError, UsageError
+from torchrelay.metadata.capture import captures, surroundings, write_capture
+from torchrelay.metadata.code.manifest import SHORT
+from torchrelay.metadata.code.snapshot import Snapshot
+from torchrelay.metadata.experiment.run_store import ProgramRun, update_note
+from torchrelay.metadata.experiment.standing import standing
+from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.runners.capturing import Capturing
+from torchrelay.runners.experiment.scene import Scene, say
+
+_OF_THE_CONFIGURATION = ("config", "config_files", "config_id", "overrides")
+
+
+def amend(scene: Scene) -> int:
+    """Record it, and say both ids. Raises UsageError, DirectoryInUseError, StorageError."""
+    runs = scene.runs()
+    if not runs:
+        raise UsageError("there is no run to amend: train first")
+    run = scene.store.find(scene.request.run_id) if scene.request.run_id else runs[-1]
+    stands = standing(run.path)
+    if stands.word == "running":
+        raise DirectoryInUseError(f"{run.id} is running: its code can be amended when it has ended")
+    old, new = run.note.code_id, scene.identity.code_id
+    snapshot = scene.snapshot
+    if snapshot is None or new is None:
+        raise UsageError(f"{scene.program.__name__} says code = False: there is no code to record")
+    if scene.identity.config_id != run.note.config_id:
+        raise UsageError(
+            f"the configuration is not that of {run.id}, and only code can be amended: train makes a new run"
+        )
+    if old == new:
+        raise UsageError(f"nothing to amend: the code is that of {run.id}, {new[:SHORT]}")
+    attempt = _record(run, scene, snapshot)
+    past = {"code_id": old, "time": round(time.time(), 3), "message": scene.request.message}
+    update_note(run, code_id=new, amended=(*run.note.amended, past))
+    say(
+        f"{run.id} ({stands.word}): code {(old or 'none')[:SHORT]} amended to {new[:SHORT]}; "
+        f"`torchrelay runs code {run.path}` has the new one, with --attempt the others (this is {attempt})"
+    )
+    return 0
+
+
+def _record(run: ProgramRun, scene: Scene, snapshot: Snapshot) -> int:
+    """Archive the source and note it as one more start's, that trained nothing; returns its number."""
+    before = captures(run.path)
+    code = Capturing(RunDirectory(run.path), scene.origin.code_option, None).record_code(snapshot, say)
+    attempt = before[-1]["number"] + 1 if before else 0
+    same = {name: before[-1].get(name) for name in _OF_THE_CONFIGURATION} if before else {}
+    content = {**surroundings(), **same, "code": code, "amended": True, "message": scene.request.message}
+    return int(write_capture(run.path, attempt, content).name.split(".")[1])

@@ -1,0 +1,101 @@
+"""`eval IN... OUT`: results for files, each in its place when it is whole."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from torchrelay.errors import RelayError, StorageError, UsageError
+from torchrelay.jobs.peers import decide, together
+from torchrelay.jobs.seeding import seed as set_seed
+from torchrelay.metadata.files import sync_directory
+from torchrelay.runners.experiment.program import Program
+from torchrelay.runners.experiment.scene import Scene, say
+from torchrelay.runners.experiment.using import Used, use
+from torchrelay.runners.start import current_or_new_session
+
+
+def evaluate(scene: Scene) -> int:
+    """Evaluate, having looked at all paths before the model is loaded; ranks share the files."""
+    with current_or_new_session() as session:
+        peers = session.peers
+        work = planned(scene.request.paths, scene.program.result_suffix)
+        together(peers, "paths", lambda: check_writable([out for _, out in work]))
+        used = Used(**decide(peers, "run to evaluate", lambda: use(scene)))
+        if used.said:
+            say(used.said)
+        program = scene.made()
+        set_seed(program.seed)
+        program.load_weights(used.path, used.name)
+        own = work[peers.rank :: peers.size]
+        together(peers, "evaluation", lambda: _all(program, own))
+        say(f"{len(work)} evaluated with epoch {used.epoch} of {used.run}: {scene.request.paths[-1]}")
+    return 0
+
+
+def planned(paths: Sequence[str], suffix: str) -> list[tuple[Path, Path]]:
+    """What is read, and where its result goes; raises UsageError for what is not there.
+
+    One file goes into the file OUT; of several, or a directory, the results go into the directory OUT,
+    under the names of the inputs with `suffix` added.
+    """
+    *given, last = [Path(path) for path in paths]
+    inputs: list[Path] = []
+    for path in given:
+        if path.is_dir():
+            inputs += sorted(one for one in path.iterdir() if one.is_file() and not one.name.startswith("."))
+        elif path.exists():
+            inputs.append(path)
+        else:
+            raise UsageError(f"there is no {path} to evaluate")
+    if not inputs:
+        raise UsageError(f"there is no file to evaluate in {', '.join(map(str, given))}")
+    if len(given) == 1 and not given[0].is_dir() and not last.is_dir():
+        return [(inputs[0], last)]
+    outs = [last / f"{path.name}{suffix}" for path in inputs]
+    twice = {out for out in outs if outs.count(out) > 1}
+    if twice:
+        raise UsageError(f"two files would have their result in {min(twice)}: evaluate them one by one")
+    return list(zip(inputs, outs, strict=True))
+
+
+def check_writable(outs: Sequence[Path]) -> None:
+    """Make the directory of several results, and refuse places that cannot be written; raises UsageError."""
+    for folder in {out.parent for out in outs}:
+        try:
+            folder.mkdir(exist_ok=True)
+            probe = folder / f".tmp-{secrets.token_hex(6)}"
+            probe.touch(exist_ok=False)
+            probe.unlink()
+        except OSError as error:
+            raise UsageError(f"results cannot be written to {folder}: {error.strerror}") from error
+    for out in outs:
+        if out.is_dir():
+            raise UsageError(f"the result cannot be written to {out}: it is a directory")
+
+
+def _all(program: Program, work: Sequence[tuple[Path, Path]]) -> None:
+    for path, out in work:
+        _one(program, path, out)
+
+
+def _one(program: Program, path: Path, out: Path) -> None:
+    """Evaluate a file; its result is written beside its place and put there whole."""
+    result = program.eval(path)
+    temporary = out.with_name(f".tmp-{secrets.token_hex(6)}-{out.name}")
+    try:
+        program.store_result(result, temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(out)
+        sync_directory(out.parent)
+    except OSError as error:
+        if isinstance(error, RelayError):
+            raise
+        raise StorageError(f"cannot write {out}: {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink()

@@ -1,0 +1,153 @@
+"""`torchrelay.Program`: what a user writes, once, to train, test and evaluate."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torchrelay.checkpoint.reader import open_checkpoint
+from torchrelay.errors import UsageError
+from torchrelay.jobs.job import Job
+from torchrelay.jobs.seeding import seed as set_seed
+from torchrelay.jobs.stop import max_epochs, max_steps
+from torchrelay.metadata.experiment.rows import metric_rows
+from torchrelay.runners.context import Context
+from torchrelay.runners.ending.time_limits import TimeLimit
+from torchrelay.runners.experiment.samples import Samples
+from torchrelay.runners.job_runner import JobRunner
+from torchrelay.runners.result import RunResult
+from torchrelay.runners.start import current_or_new_session
+
+P = TypeVar("P", bound="Program")
+
+
+class Program(Samples):
+    """What a user writes: `make_data`, `make_model`, and `torchrelay.main(TheClass)` as the last line.
+
+        python script.py train | test | eval IN OUT | status | amend
+
+    Without `main`, as in a notebook, `train()`, `test()` and `eval(sample)` work on this object; nothing is
+    written then. Every step is a method that can be overridden alone. What the class says is code: another
+    `max_epochs` in it makes another run, `--max-epochs` goes on with the same one.
+    """
+
+    name: str | None = None
+    """What the experiment is called; the script's name if None."""
+    runs_dir: str | Path | None = None
+    """Where its runs lie, in a directory of its name; `runs` beside the script if None."""
+    code: Any = None
+    """Where its source lies: as JobRunner's `code`; the script's directory if None."""
+    max_epochs: int | None = 10
+    max_steps: int | None = None
+    time_limit: TimeLimit | None = None
+    log_every_n_secs: float | None = None
+    best: tuple[str, str] | None = None
+    """Which epoch `best` means: `("val/accuracy", "max")`. It is kept, whatever `keep_last` says."""
+    keep_last: int | None = None
+    """Keep so many of the newest epochs; all if None."""
+
+    def stop_conditions(self) -> Iterable[Any]:
+        """Stop conditions beside the limits, such as early stopping."""
+        return ()
+
+    def runner_options(self) -> dict[str, Any]:
+        """More options of JobRunner."""
+        return {}
+
+    # In Python
+
+    def train(self, where: str | Path | None = None, *, resume_from_epoch: int | None = None) -> RunResult:
+        """Train in this process: in memory, or in the run directory `where`, which is then continued.
+
+        In memory `rows` tells what was measured, and a second call goes on with the same weights. Raises
+        the errors of `JobRunner.train`.
+        """
+        if "model" not in self.__dict__:  # what is there stays as it is
+            set_seed(self.seed)
+        with current_or_new_session() as session:
+            job = self.job()
+            self._where, self._history = (None, []) if where is None else (Path(where), self._history)
+            if where is None:
+                job.stop_when(self._note_in_memory)
+            return self.runner(job, where).train(session, resume_from_epoch)
+
+    def test(self, data: Any = None) -> dict[str, Any]:
+        """Measure a dataset (`test` if None) with the weights as they are now; returns numbers by name."""
+        return self.test_on(self.dataset("test") if data is None else data)
+
+    def rows(self, stream: str) -> list[dict[str, Any]]:
+        """What the last `train()` of this object measured in `train` or `val`, a row per epoch."""
+        if self._where is not None:
+            return metric_rows(self._where, stream)
+        rows = []
+        for epoch, metrics in self._history:
+            row = {
+                name.removeprefix(f"{stream}/"): one
+                for name, one in metrics.items()
+                if name.startswith(f"{stream}/")
+            }
+            rows += [{"epoch": epoch, **row}] if row else []
+        return rows
+
+    @classmethod
+    def restored(cls: type[P], run: str | os.PathLike[str], epoch: int | str = "last") -> P:
+        """A new object with the weights of an epoch of a run, for `test()` and `eval(sample)`.
+
+        The code is this class, whatever the run ran; `load_code` gives that. Raises the errors of
+        `open_checkpoint` and of its `load`.
+        """
+        program = cls()
+        program.load_weights(run, epoch)
+        return program
+
+    def load_weights(self, run: str | os.PathLike[str], epoch: int | str = "last") -> int:
+        """Load the model's weights of an epoch onto this device, verified; returns the epoch's number."""
+        opened = open_checkpoint(run, epoch)
+        opened.load({"model": self.model})
+        return opened.epoch
+
+    # What a training is made of
+
+    def job(self, *, epochs: int | None = None) -> Job:
+        """The job that trains; `epochs` counts before `max_epochs`."""
+        self._build()
+        job = Job(self.name or type(self).__name__, blobs=self._blobs())
+        if self._collector.keeps:
+            job.blobs.add(collected=self._collector.collected, scope="rank", reshard="drop")
+        job.epoch(self._train_task)
+        job.epoch(self._after_task)
+        limit = self.max_epochs if epochs is None else epochs
+        limits = [max_epochs(limit)] if limit is not None else []
+        job.stop_when(*limits, *([max_steps(self.max_steps)] if self.max_steps else []))
+        job.stop_when(*self.stop_conditions())
+        return job
+
+    def runner(self, job: Job, where: str | Path | None, **options: Any) -> JobRunner:
+        """The runner of a job, with what this class says; `options` count before it."""
+        own: dict[str, Any] = {"best": self.best, "log_every_n_secs": self.log_every_n_secs}
+        if where is not None:
+            own |= {"time_limit": self.time_limit, "keep_last": self.keep_last, "code": self.code}
+            if self.keep_last is not None and self.best is not None:
+                own["keep_best"] = self.best
+        return JobRunner(job, where, **(own | self.runner_options() | options))
+
+    def _blobs(self) -> dict[str, Any]:
+        blobs = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        blobs["loader"] = self.loader if hasattr(self.loader, "state_dict") else None
+        more = dict(self.more_state())
+        taken = sorted(more.keys() & {*blobs, "collected"})
+        if taken:
+            raise UsageError(
+                f"more_state() has {', '.join(taken)}, which checkpoints hold already: rename it"
+            )
+        return {name: one for name, one in blobs.items() if one is not None} | more
+
+    _history: list[tuple[int, dict[str, float]]] = []  # noqa: RUF012 - replaced, never changed
+    _where: Path | None = None
+
+    def _note_in_memory(self, ctx: Context) -> bool:
+        """Asked after every epoch, when its metrics are reduced; never ends anything."""
+        self._history = [*self._history, (ctx.epoch, dict(ctx.metrics))]
+        return False

@@ -1,0 +1,148 @@
+"""What is typed behind the verbs of a program, the same for a script and for `torchrelay VERB PROGRAM`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torchrelay.errors import UsageError
+from torchrelay.runners.ending.time_limits import seconds_of
+
+VERBS = {
+    "train": "train; goes on where a run of the same code and configuration was left",
+    "test": "measure the dataset `test` with the newest saved epoch",
+    "eval": "evaluate files: IN... OUT",
+    "status": "say what changed since the last run, and how it stands; writes nothing",
+    "amend": "record the changed code with the last run",
+}
+_CODES = (
+    "exit codes: 0 done, 1 an error in the program, or `status --check` found a change, 2 usage, also: "
+    "trained already, or changed since the run, 3 no provable epoch, 4 in use, 5 storage, 6 a rank was lost, "
+    "75 preempted"
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A verb and its options; those of other verbs have their defaults."""
+
+    verb: str
+    force: bool = False
+    retrain: bool = False
+    ignore: bool = False
+    retest: bool = False
+    run_id: str | None = None
+    epoch: str | None = None
+    message: str = ""
+    check: bool = False
+    paths: tuple[str, ...] = ()
+    config: str | None = None
+    overrides: tuple[str, ...] = ()
+    runs: str | None = None
+    max_epochs: int | None = None
+    time_limit: float | None = None
+    json: bool = False
+
+    @classmethod
+    def of(cls, chosen: argparse.Namespace, verb: str) -> Request:
+        """What argparse found; raises UsageError for what does not go together."""
+        known = {one.name: getattr(chosen, one.name) for one in fields(cls) if hasattr(chosen, one.name)}
+        known |= {name: tuple(known[name]) for name in ("paths", "overrides") if name in known}
+        found = cls(**{**known, "verb": verb})
+        if found.overrides and found.config is None:
+            raise UsageError("-o changes a configuration: name its file with -m")
+        if verb == "eval" and len(found.paths) < 2:
+            raise UsageError("eval takes files to read and, last, the file or directory to write: IN... OUT")
+        return found
+
+
+def read_request(argv: Sequence[str] | None = None) -> Request:
+    """Read a script's command line; argparse itself leaves, with 2 or, after --help, 0."""
+    parser = argparse.ArgumentParser(epilog=_CODES, allow_abbrev=False)
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for verb, text in VERBS.items():
+        one = verbs.add_parser(verb, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=_CODES)
+        one.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+        add_options(one, verb)
+    chosen = parser.parse_args(sys.argv[1:] if argv is None else list(argv))
+    return Request.of(chosen, chosen.verb)
+
+
+def add_options(parser: argparse.ArgumentParser, verb: str) -> None:
+    """Define what a verb takes."""
+    for add in _OPTIONS[verb]:
+        add(parser)
+    _configuration(parser)
+    parser.add_argument(
+        "--runs", metavar="DIR", help="where the runs of experiments lie (or TORCHRELAY_RUNS)"
+    )
+
+
+def _configuration(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-m", dest="config", metavar="CONFIG", help="a configuration file, YAML")
+    parser.add_argument(
+        "-o", dest="overrides", metavar="KEY=VALUE", action="append", default=[], help="change a value of it"
+    )
+
+
+def _starting(parser: argparse.ArgumentParser) -> None:
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--force", action="store_true", help="make a new run, though nothing changed")
+    either.add_argument("--retrain", action="store_true", help="train the same run again from the beginning")
+    parser.add_argument("--epoch", metavar="N", help="go back to epoch N of the run of this very code")
+    parser.add_argument("--max-epochs", metavar="N", type=_count, help="train until so many epochs are done")
+    parser.add_argument(
+        "--time-limit", metavar="T", type=_time, help="leave before T; the same command goes on"
+    )
+
+
+def _using(parser: argparse.ArgumentParser) -> None:
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--ignore", action="store_true", help="use the changed code with the last weights")
+    either.add_argument("--run", dest="run_id", metavar="ID", help="this run, by its archived code")
+    parser.add_argument("--epoch", metavar="E", help="a number, last or best (default: last)")
+
+
+def _retest(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--retest", action="store_true", help="measure again and replace the result")
+
+
+def _paths(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("paths", metavar="PATH", nargs="+", help="IN... OUT; a directory is all its files")
+
+
+def _run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--run", dest="run_id", metavar="ID", help="this run (default: the newest)")
+
+
+def _check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--check", action="store_true", help="end with 1 where train would train")
+
+
+def _message(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--message", metavar="TEXT", default="", help="a comment, kept with the run")
+
+
+_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "train": (_starting, _message),
+    "test": (_using, _retest),
+    "eval": (_paths, _using),
+    "status": (_run, _check),
+    "amend": (_run, _message),
+}
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text[:9]) > 0 and len(text) < 9):
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is no whole number from 1")
+    return int(text)
+
+
+def _time(text: str) -> float:
+    try:
+        return seconds_of(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

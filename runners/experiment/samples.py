@@ -1,0 +1,61 @@
+"""What a program does with a sample of a user's: from a file to a result in a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchrelay.errors import UsageError
+from torchrelay.runners.experiment.steps import Steps, moved
+
+
+class Samples(Steps):
+    """Evaluation of samples: `load_sample`, `prepare_sample`, `forward`, `postprocess`, `store_result`."""
+
+    result_suffix: str = ".json"
+    """What is added to the names of inputs where a directory of results is written."""
+
+    def load_sample(self, path: Path) -> Any:
+        """The sample in a file: numbers as text, or JSON. Raises UsageError for anything else."""
+        try:
+            text = path.read_text(encoding="utf-8")
+            if path.suffix == ".json":
+                return torch.tensor(json.loads(text))
+            rows = [[float(word) for word in line.replace(",", " ").split()] for line in text.splitlines()]
+            return torch.tensor([row for row in rows if row])
+        except (ValueError, TypeError, RecursionError) as error:
+            raise UsageError(
+                f"{path} holds no numbers as text or JSON ({error}): write load_sample(self, path) for it"
+            ) from None
+
+    def prepare_sample(self, sample: Any) -> Any:
+        """Inputs of a sample: on the device, as a batch of one."""
+        return moved(sample.unsqueeze(0) if isinstance(sample, torch.Tensor) else sample, self.device)
+
+    def postprocess(self, output: Any) -> Any:
+        """What a user wants of the output of a batch of one: its only row."""
+        return output[0]
+
+    def store_result(self, result: Any, path: Path) -> None:
+        """Write a result to a file, as JSON; tensors as lists. The file takes its place when it is whole."""
+        path.write_text(json.dumps(_plain(result), indent=1) + "\n", encoding="utf-8")
+
+    def eval(self, sample: Any) -> Any:
+        """The result for a sample, or for the file of a path: evaluation mode, no gradients."""
+        if isinstance(sample, (str, Path)):
+            sample = self.load_sample(Path(sample))
+        with self.evaluating():
+            return self.postprocess(self.forward(self.prepare_sample(sample)))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return value

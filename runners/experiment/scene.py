@@ -1,0 +1,115 @@
+"""What every verb begins with: the program, what was asked, its runs, and whether anything changed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TextIO
+
+from torchrelay.errors import DamagedError, StorageError, UsageError
+from torchrelay.jobs.config.config import Config
+from torchrelay.jobs.config.reading import load_config
+from torchrelay.jobs.config.runner_keys import Runner
+from torchrelay.metadata.code.archive import open_archive
+from torchrelay.metadata.code.changes import Changes, changes
+from torchrelay.metadata.code.snapshot import Snapshot, of_manifest
+from torchrelay.metadata.experiment.note import Identity
+from torchrelay.metadata.experiment.run_store import ProgramRun, RunStore
+from torchrelay.metadata.experiment.standing import standing
+from torchrelay.runners.experiment.choosing_runs import Known
+from torchrelay.runners.experiment.origin import Origin, origin_of
+from torchrelay.runners.experiment.program import Program
+from torchrelay.runners.experiment.request import Request
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A program and a request; `archived` is the run whose archived code this process runs."""
+
+    program: type[Program]
+    request: Request
+    archived: str | None = None
+
+    @cached_property
+    def origin(self) -> Origin:
+        """Where the program comes from."""
+        return origin_of(self.program)
+
+    @cached_property
+    def store(self) -> RunStore:
+        """Its runs."""
+        return self.origin.store(self.request.runs)
+
+    @cached_property
+    def config(self) -> Config | None:
+        """The configuration of `-m`; raises ConfigError with all that is wrong."""
+        if self.request.config is None:
+            return None
+        return load_config(self.request.config, self.request.overrides)
+
+    @cached_property
+    def snapshot(self) -> Snapshot | None:
+        """The source as it was when this was first asked."""
+        return self.origin.snapshot()
+
+    @cached_property
+    def identity(self) -> Identity:
+        """Of the code and the configuration as they are now."""
+        code = self.snapshot.manifest.code_id if self.snapshot is not None else None
+        return Identity(code, self.config.id if self.config is not None else None)
+
+    @cached_property
+    def profile(self) -> Runner | None:
+        """The first profile of the configuration that trains."""
+        runners = self.config.settings.runners_of_mode() if self.config is not None else ()
+        return next((one for one in runners if not one.infers), None)
+
+    def made(self) -> Program:
+        """A new object of the program; its configuration is there before its `__init__` runs."""
+        program = self.program.__new__(self.program)
+        program.config = self.config
+        if self.config is not None:
+            program.seed = self.config.settings.seed
+        program.__init__()  # type: ignore[misc]
+        return program
+
+    def runs(self) -> list[ProgramRun]:
+        """The runs; raises UsageError where they are those of another program of this name."""
+        found = self.store.runs()
+        for run in found[-1:]:
+            other = run.note.origin
+            if other != str(self.origin.file) and Path(other).exists():
+                raise UsageError(
+                    f"the runs in {self.store.directory} are those of {other}, this is {self.origin.file}: "
+                    "give one of them another name (name = ... in the class), or other --runs"
+                )
+        return found
+
+    def known(self) -> list[Known]:
+        """The runs, as choices need them."""
+        return [known(run) for run in self.runs()]
+
+    def changed(self, run: ProgramRun) -> Changes | None:
+        """What source differs from that of a run; None where that cannot be told."""
+        if self.snapshot is None or run.note.code_id is None:
+            return None
+        try:
+            with open_archive(run.path / "code" / f"{run.note.code_id}.zip") as archive:
+                return changes(of_manifest(archive.manifest), of_manifest(self.snapshot.manifest))
+        except (DamagedError, StorageError):
+            return None
+
+
+def known(run: ProgramRun) -> Known:
+    """A run, as choices need it."""
+    note = run.note
+    return Known(run.id, note.identity, standing(run.path), note.launch, note.limits)
+
+
+def say(text: str, *, to: TextIO | None = None) -> None:
+    """A line for the person who typed the verb: rank 0 alone says it."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, file=to or sys.stdout, flush=True)

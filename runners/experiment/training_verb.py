@@ -1,0 +1,141 @@
+"""`train`: choose the run, on rank 0 and for all, then train it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+from torchrelay.errors import UsageError
+from torchrelay.jobs.peers import Peers, decide
+from torchrelay.jobs.seeding import seed as set_seed
+from torchrelay.metadata.experiment.note import Identity, Note
+from torchrelay.metadata.experiment.run_store import update_note
+from torchrelay.runners.experiment.choosing_runs import Chosen, Start, choose_to_train
+from torchrelay.runners.experiment.launched import is_restart, launch_of
+from torchrelay.runners.experiment.program import Program
+from torchrelay.runners.experiment.scene import Scene, say
+from torchrelay.runners.leaving import code_of_result
+from torchrelay.runners.lifecycle.recording import recorded
+from torchrelay.runners.session_base import SessionBase
+from torchrelay.runners.start import current_or_new_session
+
+_NAMED_RANKS = 8
+
+
+def train(scene: Scene) -> int:
+    """Train, and return the exit code. Raises what choosing and training raise."""
+    epoch = _epoch(scene)
+    with current_or_new_session() as session:
+        program = scene.made()
+        check_alike(scene.identity, session.peers)
+        start = _start(scene, program)
+        chosen = Chosen(**decide(session.peers, "run", lambda: asdict(choose_to_train(start, scene.known()))))
+        if chosen.action == "over":
+            say(f"run {chosen.run}: finished already ({chosen.reason})")
+            return 0
+        set_seed(program.seed)
+        job = program.job(epochs=_max_epochs(scene, program))
+        job.name = program.name or scene.origin.name
+        # Only now, so that a program that cannot be built leaves no run.
+        made = decide(session.peers, "make the run", lambda: _made(scene, program, start, chosen, session))
+        say(made["said"])
+        runner = program.runner(job, made["path"], **_options(scene))
+        return code_of_result(runner.train(session, epoch))
+
+
+def check_alike(identity: Identity, peers: Peers) -> None:
+    """Refuse ranks of other code or configuration before anything is made; raises UsageError on all."""
+    told = peers.exchange("code and configuration of the program", asdict(identity))
+    words = {"code_id": "other code", "config_id": "another configuration"}
+    differing = [
+        f"rank {rank} has {' and '.join(text for name, text in words.items() if one[name] != told[0][name])}"
+        for rank, one in enumerate(told)
+        if one != told[0]
+    ]
+    if differing:
+        more = f"; {len(differing) - _NAMED_RANKS} more" if len(differing) > _NAMED_RANKS else ""
+        raise UsageError(
+            f"the ranks would not run the same: {'; '.join(differing[:_NAMED_RANKS])}{more} than rank 0: "
+            "start all ranks with the same source and configuration"
+        )
+
+
+def _start(scene: Scene, program: Program) -> Start:
+    request = scene.request
+    return Start(
+        scene.identity,
+        _limits(scene, program),
+        request.force,
+        request.retrain,
+        request.epoch is not None,
+        launch_of(),
+        is_restart(),
+    )
+
+
+def _made(
+    scene: Scene, program: Program, start: Start, chosen: Chosen, session: SessionBase
+) -> dict[str, str]:
+    """Rank 0: make the run, or note that this start goes on with it; its path, and what to say."""
+    note = Note(
+        program=program.name or scene.origin.name,
+        origin=str(scene.origin.file),
+        code_id=scene.identity.code_id,
+        config_id=scene.identity.config_id,
+        created=round(time.time(), 3),
+        message=scene.request.message,
+        launch=start.launch,
+        limits=start.limits,
+    )
+    more, size = "", len(session.nodes)
+    if chosen.run is None:
+        run = scene.store.create(note, program.best, size)
+    elif chosen.action == "again":
+        run, aside = scene.store.begin_again(scene.store.find(chosen.run), note, program.best, size)
+        more = f"; what it had lies in {aside}"
+    else:
+        run = scene.store.find(chosen.run)
+        message = note.message or run.note.message
+        run = update_note(run, launch=start.launch, limits=start.limits, message=message)
+    said = f"run {run.id} in {run.path.parent}: {_WORDS[chosen.action]} ({chosen.reason}){more}"
+    return {"path": str(run.path), "said": said}
+
+
+_WORDS = {"new": "new", "again": "from the beginning", "continue": "goes on"}
+
+
+def _limits(scene: Scene, program: Program) -> dict[str, Any]:
+    return {"max_epochs": _max_epochs(scene, program), "max_steps": program.max_steps}
+
+
+def _max_epochs(scene: Scene, program: Program) -> int | None:
+    """Typed, else of the configuration, else of the class."""
+    if scene.request.max_epochs is not None:
+        return scene.request.max_epochs
+    said = scene.profile.max_epochs if scene.profile is not None else None
+    return said if said is not None else program.max_epochs
+
+
+def _options(scene: Scene) -> dict[str, Any]:
+    """What JobRunner is told beside what the class says."""
+    options: dict[str, Any] = {"code": scene.origin.code_option}
+    limit = scene.request.time_limit
+    if limit is None and scene.profile is not None:
+        limit = scene.profile.time_limit
+    if limit is not None:
+        options["time_limit"] = limit
+    if scene.config is not None:
+        options["configuration"] = recorded(scene.config)
+    return options
+
+
+def _epoch(scene: Scene) -> int | None:
+    text = scene.request.epoch
+    if text is None:
+        return None
+    if scene.request.force or scene.request.retrain:
+        raise UsageError("--epoch goes back in a run that there is: leave --force and --retrain out")
+    if not (text.isascii() and text.isdigit() and len(text) < 9):
+        raise UsageError(f"train --epoch {text:.40}: give the number of an epoch to go back to")
+    return int(text)

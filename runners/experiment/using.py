@@ -1,0 +1,78 @@
+"""What `test` and `eval` share: the run, the code that it is used with, and the epoch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torchrelay.checkpoint.reader import open_checkpoint
+from torchrelay.errors import NoProvableEpochError, NotAllowedNowError, UnknownEpochError, UsageError
+from torchrelay.metadata.code.manifest import SHORT
+from torchrelay.metadata.experiment.run_store import ProgramRun
+from torchrelay.metadata.experiment.standing import standing
+from torchrelay.runners.experiment.choosing_runs import choose_to_use
+from torchrelay.runners.experiment.scene import Scene
+
+
+@dataclass(frozen=True)
+class Used:
+    """An epoch of a run, and the id of the code that uses it."""
+
+    run: str
+    path: str
+    epoch: int
+    branch: int
+    code_id: str | None
+    said: str = ""
+
+    @property
+    def name(self) -> str:
+        """The very epoch, whatever is committed or rewound meanwhile."""
+        return f"{self.epoch},branch={self.branch}"
+
+
+def chosen_run(scene: Scene) -> ProgramRun:
+    """The run of a request; raises UsageError, NotAllowedNowError."""
+    wanted = scene.archived or scene.request.run_id
+    if wanted is not None:
+        return scene.store.find(wanted)
+    runs = scene.known()
+    try:
+        return scene.store.find(choose_to_use(scene.identity, runs, ignore=scene.request.ignore).id)
+    except NotAllowedNowError as error:
+        raise NotAllowedNowError(f"{error}{_what(scene, scene.store.find(runs[-1].id))}") from None
+
+
+def use(scene: Scene) -> dict[str, Any]:
+    """Rank 0: choose run and epoch, as a dict for the others. Raises what choosing and opening raise."""
+    run = chosen_run(scene)
+    said, code = "", run.note.code_id
+    if scene.archived is not None:
+        said = f"runs the archived code {(code or '')[:SHORT]} of {run.id}"
+    elif not run.note.identity.same(scene.identity):
+        code = scene.identity.code_id
+        said = f"--ignore: runs the current code, not that of {run.id}{_what(scene, run)}"
+    epoch, branch = _newest(run, scene.request.epoch)
+    return vars(Used(run.id, str(run.path), epoch, branch, code, said))
+
+
+def _what(scene: Scene, run: ProgramRun) -> str:
+    found = scene.changed(run)
+    return f" (changed: {found})" if found else ""
+
+
+def _newest(run: ProgramRun, wanted: str | None) -> tuple[int, int]:
+    """The epoch that is meant, and its branch."""
+    untrained = f"{run.id} has no trained epoch yet, it is {standing(run.path)}: train it first"
+    if wanted is None and not (run.path / "checkpoints" / "job.json").exists():
+        raise UsageError(untrained)
+    number = int(wanted) if wanted is not None and wanted.isascii() and wanted.isdigit() else None
+    try:
+        opened = open_checkpoint(run.path, number if number is not None else wanted or "last")
+    except (UnknownEpochError, NoProvableEpochError) as error:
+        if wanted is None and isinstance(error, UnknownEpochError):
+            raise UsageError(untrained) from error
+        raise
+    if wanted is None and opened.epoch == 0 and opened.position.boundary:
+        raise UsageError(untrained)
+    return opened.epoch, opened.branch

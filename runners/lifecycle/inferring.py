@@ -1,0 +1,157 @@
+"""Stored epochs, evaluated one after another: a row of metrics each, predictions on demand."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from torchrelay.checkpoint.reader import open_checkpoint
+from torchrelay.checkpoint.reading.epoch_choice import ranges, whole_epochs
+from torchrelay.checkpoint.reading.opening import place_of, read_log
+from torchrelay.errors import UnknownEpochError
+from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
+from torchrelay.jobs.group import TaskGroup
+from torchrelay.jobs.peers import decide, together
+from torchrelay.jobs.task import Task
+from torchrelay.runners.context import Context
+from torchrelay.runners.lifecycle.context import StepContext
+from torchrelay.runners.lifecycle.phase_state import PhaseState
+from torchrelay.runners.lifecycle.predictions import PredictionFile, format_of, put, rows_of, write_text
+from torchrelay.runners.lifecycle.tally import Tally
+from torchrelay.runners.lifecycle.training import log_tally, metrics_of, moved_batch
+from torchrelay.runners.lifecycle.weights import load_weights
+from torchrelay.runners.run_state import RunState
+
+Row = dict[str, Any]
+
+
+def chosen_epochs(runner: RunnerKeys, where: str) -> tuple[list[int], str | None]:
+    """The epochs that are meant, ascending, and what has to be said of it.
+
+    Raises UnknownEpochError naming epochs that were listed and are not there, or where none is left. Of a
+    range what is not there is only said.
+    """
+    choice = runner.infer_epochs
+    if choice.kind in ("latest", "best"):
+        return [open_checkpoint(where, "last" if choice.kind == "latest" else "best").epoch], None
+    there = [one.position.epoch for one in whole_epochs(read_log(place_of(where)), None) if one.healthy]
+    chosen, absent = choice.chosen(there), choice.absent(there)
+    said = f"{where} has no epoch {ranges(absent)}; there are {ranges(there) or 'none'}" if absent else None
+    if said and (choice.listed or not chosen):
+        raise UnknownEpochError(f"runner.{runner.name}: {said}")
+    if not chosen:
+        raise UnknownEpochError(
+            f"runner.{runner.name}: none of the epochs meant is in {where}; there are {ranges(there)}"
+        )
+    return sorted(chosen), said
+
+
+def agreed_epochs(context: StepContext) -> tuple[int, ...]:
+    """The epochs of a profile, chosen once for all ranks."""
+    peers = context.session.peers
+    found, said = decide(peers, "epochs", lambda: list(chosen_epochs(context.runner, context.run_dir)))
+    if said and peers.rank == 0:
+        print(f"{context.runner_name}: {said}", flush=True)
+    return tuple(found)
+
+
+def infer_epochs(context: StepContext) -> list[Row]:
+    """Evaluate every epoch of the context; returns a row for each, which rank 0 also prints and writes."""
+    session, runner = context.session, context.runner
+    peers, rows = session.peers, list[Row]()
+    state = RunState(seed=context.settings.seed)
+    out = None
+    if runner.predictions_path is not None:
+        form = format_of(runner.predictions_path, runner.predictions_format)
+        out = PredictionFile(runner.predictions_path, form, peers.rank, peers.size)
+    session.begin(state)
+    try:
+        for epoch in context.epochs:
+            state.begin_epoch(epoch)
+            rows.append(_one_epoch(context, epoch, out))
+            if peers.rank == 0:
+                _tell(context, rows)
+        if out is not None and peers.rank == 0:
+            out.close()
+    finally:
+        session.end()
+    return rows
+
+
+def _one_epoch(context: StepContext, epoch: int, out: PredictionFile | None) -> Row:
+    peers = context.session.peers
+    together(peers, f"load epoch {epoch}", lambda: _load(context, epoch))
+    several = len(context.phases) > 1
+    for phase in context.phases.values():
+        group = TaskGroup(name=f"infer {phase.name}")
+        Task(evaluation(context, phase, out), group=group, name=phase.name)
+        context.session.run(group)
+        if out is not None and peers.rank == 0:
+            out.merge({"epoch": epoch, **({"phase": phase.name} if several else {})})
+        peers.exchange("predictions merged", None)
+    return {"runner": context.runner_name, "epoch": epoch, **context.session.reduce_metrics()}
+
+
+def _load(context: StepContext, epoch: int) -> None:
+    for phase in context.phases.values():
+        load_weights(phase, context.settings, context.runner, context.run_dir, epoch)
+
+
+def evaluation(
+    context: StepContext, phase: PhaseState, out: PredictionFile | None = None
+) -> Callable[[Context], None]:
+    """A task that goes over a phase's data once: logs metrics, and writes what the model predicts."""
+
+    def evaluate(ctx: Context) -> None:
+        phase.model.eval()
+        tally = Tally(phase.model)
+        with torch.no_grad(), out.part() if out is not None else nullcontext() as part:
+            for batch in ctx.steps(phase.loader, count=False):
+                outputs = _measured(phase, ctx, batch, tally)
+                if part is not None and batch.count:
+                    _write(context, phase, batch, outputs, part)
+        log_tally(phase, ctx, tally)
+
+    return evaluate
+
+
+def _measured(phase: PhaseState, ctx: Context, batch: Any, tally: Tally) -> Any:
+    """What the model gives; a rank without a sample in a step computes one that counts for nothing."""
+    moved = moved_batch(batch, ctx.device)
+    outputs = phase.model(moved)
+    tally.add(outputs, moved)
+    values = metrics_of(phase, outputs, moved)
+    if callable(loss := getattr(phase.model, "loss", None)):
+        values = {"loss": loss(outputs, moved), **values}
+    for name, value in values.items():
+        ctx.log(f"{phase.prefix}{name}", value, weight=batch.count)
+    ctx.log(f"{phase.prefix}samples", batch.count, reduce="sum")
+    return outputs
+
+
+def _write(context: StepContext, phase: PhaseState, batch: Any, outputs: Any, part: Any) -> None:
+    predict = getattr(phase.model, "predict", None)
+    predicted = predict(outputs, batch) if callable(predict) else outputs
+    rows = rows_of(predicted, batch.count, f"phase {phase.name}")
+    for index, row in zip(batch.indices.tolist(), rows, strict=True):
+        put(part, index, row)
+
+
+def _tell(context: StepContext, rows: list[Row]) -> None:
+    shown = {name: value for name, value in rows[-1].items() if name not in ("runner", "epoch")}
+    text = ", ".join(f"{name} {value:.6g}" for name, value in sorted(shown.items()))
+    print(f"{context.runner_name} epoch {rows[-1]['epoch']}: {text}", flush=True)
+    if context.runner.metrics_path is not None:
+        lines = "".join(json.dumps(_finite(row)) + "\n" for row in rows)
+        write_text(context.runner.metrics_path, lines)
+
+
+def _finite(row: Row) -> Row:
+    """JSON has no NaN and no infinity: they become texts."""
+    odd = {name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
+    return {name: str(value) if name in odd else value for name, value in row.items()}

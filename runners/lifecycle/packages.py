@@ -1,0 +1,29 @@
+"""Which file a configuration is that was named by its directory, or by the name of a package."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+_FILE = "config.yaml"
+_PACKAGE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+def config_file(text: str) -> str:
+    """A path as it is; of a directory, and of a package that can be found, the `config.yaml` in it.
+
+    What is neither is returned as it is too, so that reading it says what is wrong. Of a dotted name the
+    packages around it are imported.
+    """
+    path = Path(text)
+    if path.is_dir():
+        return str(path / _FILE)
+    if path.exists() or not _PACKAGE.fullmatch(text):
+        return text
+    try:
+        spec = importlib.util.find_spec(text)
+    except ImportError:
+        return text
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    return next((str(Path(one) / _FILE) for one in folders if (Path(one) / _FILE).is_file()), text)

@@ -1,0 +1,41 @@
+"""What a phase consists of while its profile runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torchrelay.jobs.config.data_keys import Phase
+from torchrelay.runners.lifecycle.scope import PhaseScope
+from torchrelay.runners.lifecycle.selection import LOADER, MODEL, OPTIMIZER
+
+if TYPE_CHECKING:
+    from torch import nn, optim
+
+    from torchrelay.jobs.epoch_loader import EpochLoader
+
+
+@dataclass
+class PhaseState:
+    """A model with its data. `trained` is the model as it is called: wrapped where there are several ranks.
+
+    `scope` is its part of the workspace. `prefix` stands before the names of its metrics: empty where the
+    profile has one phase. `optimizer` is None where nothing is trained.
+    """
+
+    name: str
+    keys: Phase
+    model: nn.Module
+    trained: nn.Module
+    loader: EpochLoader
+    scope: PhaseScope
+    prefix: str
+    optimizer: optim.Optimizer | None = None
+
+    def blobs(self) -> Mapping[str, Any]:
+        """What a checkpoint has of it, by blob name."""
+        found = {MODEL: self.model, LOADER: self.loader}
+        if self.optimizer is not None:
+            found[OPTIMIZER] = self.optimizer
+        return {f"{self.name}.{part}": thing for part, thing in found.items()}

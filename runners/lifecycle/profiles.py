@@ -1,0 +1,185 @@
+"""A configuration, run: its profiles in the order of `mode`, in this process, each apart from the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from torchrelay.checkpoint.remote.urls import is_url
+from torchrelay.errors import PreemptedError, UsageError
+from torchrelay.jobs.config.config import Config
+from torchrelay.jobs.config.nearest import hint
+from torchrelay.jobs.config.runner_keys import LOCAL_TRAIN
+from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
+from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.runners.distributed.launch_env import LaunchEnv, read_launch_env
+from torchrelay.runners.distributed.world import current_world
+from torchrelay.runners.leaving import code_of_result
+from torchrelay.runners.lifecycle.apart import apart
+from torchrelay.runners.lifecycle.context import StepContext
+from torchrelay.runners.lifecycle.loading import Classes, Loader, load_classes
+from torchrelay.runners.lifecycle.local_ranks import LocalRanksError, command_of, run_local_ranks
+from torchrelay.runners.lifecycle.order import step_named
+from torchrelay.runners.lifecycle.processes_of_run import let_go
+from torchrelay.runners.lifecycle.recording import built_on, recorded
+from torchrelay.runners.lifecycle.refused import check_heeded, check_launch
+from torchrelay.runners.lifecycle.selection import epochs_place, run_directory_of
+from torchrelay.runners.lifecycle.stepping import StepFailedError, run_steps
+from torchrelay.runners.lifecycle.training import runner_options
+from torchrelay.runners.result import RunResult
+
+JobOptions = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ProfileResult:
+    """What came of a profile: a RunResult, or of `infer` a row (dict) for each epoch.
+
+    None for one whose steps set no result, and for `local_cluster_train`, whose processes had it.
+    """
+
+    name: str
+    result: Any = None
+    steps: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ConfigResult:
+    """The profiles that ran, in order. `exit_code` is 75 where one left early, to be continued."""
+
+    profiles: tuple[ProfileResult, ...]
+    exit_code: int = 0
+
+    def __getitem__(self, name: str) -> Any:
+        """The result of a profile by its name."""
+        return {one.name: one.result for one in self.profiles}[name]
+
+
+def run_config(
+    config: Config,
+    mode: Sequence[str] | None = None,
+    *,
+    run_dir: str | None = None,
+    job_options: JobOptions | None = None,
+) -> ConfigResult:
+    """Run the profiles of `mode` (those of the configuration if it is None), one after another.
+
+    `run_dir` takes the place of the run directory of the profiles that train, and of what `infer` profiles
+    without `init_model_path` look at; `job_options` are added to what JobRunner is told (`resume`,
+    `resume_from_epoch`, ...). Everything of the user's is imported before anything is made.
+
+    Raises UsageError and ClassLoadError before anything began, StepFailedError for the first profile that
+    fails; those behind it do not run. One that was preempted ends the list, too: the same call goes on.
+    In a launched job the processes stay together until they leave (`run_and_leave`).
+    """
+    chosen = _chosen(config, mode)
+    env = read_launch_env()
+    for runner in chosen:
+        check_heeded(config.settings, runner)
+        check_launch(runner, launched=env.launched, world_size=env.world_size)
+    with ExitStack() as stack:
+        loaded = [_loaded(config, runner, stack) for runner in chosen]
+        done: list[ProfileResult] = []
+        for at, (runner, classes) in enumerate(zip(chosen, loaded, strict=True)):
+            profile = _Profile(config, runner, classes, run_dir, job_options or {})
+            later = [one.name for one in chosen[at + 1 :]]
+            done.append(profile.run(env, later))
+            if code := _code(done[-1].result):
+                return ConfigResult(tuple(done), code)
+    return ConfigResult(tuple(done))
+
+
+def _chosen(config: Config, mode: Sequence[str] | None) -> Sequence[RunnerKeys]:
+    known = {one.name: one for one in config.settings.runner}
+    for name in mode or ():
+        if name not in known:
+            raise UsageError(f"{config.name}: there is no runner `{name}`; {hint(name, known)}")
+    chosen = config.settings.runners_of_mode() if mode is None else [known[name] for name in mode]
+    if not chosen:
+        raise UsageError(f"{config.name} has no runner: there is nothing to run")
+    return chosen
+
+
+def _loaded(config: Config, runner: RunnerKeys, stack: ExitStack) -> Classes:
+    loader = Loader()
+    stack.callback(loader.forget)
+    with apart():
+        return load_classes(config.settings, runner, loader)
+
+
+def _code(result: Any) -> int:
+    return code_of_result(result) if isinstance(result, RunResult) else 0
+
+
+@dataclass(frozen=True)
+class _Profile:
+    config: Config
+    runner: RunnerKeys
+    classes: Classes
+    run_dir: str | None
+    job_options: JobOptions
+
+    def run(self, env: LaunchEnv, later: Sequence[str]) -> ProfileResult:
+        """Run it here, or on processes of its own."""
+        if self.runner.kind == LOCAL_TRAIN and not env.launched and self.runner.worker_num > 1:
+            return self._on_local_ranks(later)
+        context = self._context()
+        with apart(), ExitStack() as stack:
+            world_stays = env.launched or current_world() is not None
+            stack.callback(_close(context, world_stays=world_stays))
+            ran = run_steps(context, later)
+            return ProfileResult(self.runner.name, context.get("result"), ran.steps)
+
+    def _context(self) -> StepContext:
+        settings, runner = self.config.settings, self.runner
+        place = epochs_place if runner.infers else run_directory_of
+        own = self.run_dir if not runner.infers or runner.init_model_path is None else None
+        return StepContext(
+            config=self.config,
+            settings=settings,
+            runner=runner,
+            runner_name=runner.name,
+            is_infer=runner.infers,
+            run_dir=own or place(settings, runner),
+            job_options={} if runner.infers else self._job_options(),
+            classes=self.classes,
+            env=self.config.resolved,
+            config_yaml=self.config.name,
+            workspace=self.config.workspace,
+        )
+
+    def _job_options(self) -> dict[str, Any]:
+        config = self.config
+        known = {"configuration": recorded(config), "code": [config.workspace], **built_on(config)}
+        return {**known, **runner_options(self.runner), **self.job_options}
+
+    def _on_local_ranks(self, later: Sequence[str]) -> ProfileResult:
+        overrides = self.config.overrides.texts
+        command = command_of(
+            self.config.name, overrides, self.runner.name, self.runner.worker_num, self.run_dir
+        )
+        try:
+            run_local_ranks(command)
+        except Exception as error:
+            if isinstance(error, LocalRanksError) and self._was_preempted():
+                error.exit_code = PreemptedError.exit_code
+            raise StepFailedError(self.runner.name, step_named("loop"), error, later) from error
+        return ProfileResult(self.runner.name)
+
+    def _was_preempted(self) -> bool:
+        """What its processes ended with is known to the run alone: torchrun tells 1 for all codes."""
+        place = self.run_dir or run_directory_of(self.config.settings, self.runner)
+        return not is_url(place) and RunDirectory(place).status().get("state") == "PREEMPTED"
+
+
+def _close(context: StepContext, *, world_stays: bool) -> Callable[[], None]:
+    """Let the profile's session go."""
+
+    def close() -> None:
+        session = context.get("session")
+        if session is not None:
+            let_go(session, world_stays=world_stays)
+
+    return close

@@ -1,0 +1,47 @@
+"""What a run is told of its configuration: texts for its directory, its source, the runs it is built on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torchrelay.checkpoint.remote.urls import is_url
+from torchrelay.jobs.config.config import Config
+from torchrelay.jobs.config.schema import Upstream as UpstreamKeys
+from torchrelay.metadata.capture import Given
+from torchrelay.runners.stages.given import InitFrom, Upstream
+
+
+def recorded(config: Config) -> Given:
+    """The file as it was read, what it came to, and the overrides, for `config/` of the run directory."""
+    overrides = "".join(f"- {_quoted(one)}\n" for one in config.overrides.texts) or "[]\n"
+    files = {
+        "source.yaml": config.source,
+        "resolved.yaml": config.resolved_text().encode(),
+        "overrides.yaml": overrides.encode(),
+    }
+    return Given(files, config.id, config.overrides.texts)
+
+
+def built_on(config: Config) -> dict[str, Any]:
+    """What JobRunner is told of `upstream`: lineage and kept tensors of all, weights of those with `into`."""
+    known = config.settings.upstream
+    if not known:
+        return {}
+    runs = {alias: Upstream(_run(config, one.run), one.keep or ()) for alias, one in known.items()}
+    starts = [_start(alias, one) for alias, one in known.items() if one.into or one.prefix or one.rename]
+    return {"upstream": runs, "init_from": starts}
+
+
+def _start(alias: str, keys: UpstreamKeys) -> InitFrom:
+    return InitFrom(alias, keys.into, keys.prefix, dict(keys.rename or {}), strict=keys.strict)
+
+
+def _run(config: Config, text: str) -> str:
+    """Relative runs begin at the workspace, as all paths of a configuration do."""
+    return text if is_url(text) or Path(text).is_absolute() else str(config.workspace / text)
+
+
+def _quoted(text: str) -> str:
+    """As a YAML text in single quotes."""
+    return "'" + text.replace("'", "''") + "'"

@@ -1,0 +1,64 @@
+"""One profile: its five steps in order, or as a step jumps, each a class of torchrelay's or of the user's."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchrelay.errors import RelayError, TaskFailedError, exit_code_of
+from torchrelay.runners.lifecycle import steps
+from torchrelay.runners.lifecycle.context import StepContext
+from torchrelay.runners.lifecycle.order import END, STEPS, StepName, after, step_named
+from torchrelay.runners.lifecycle.user_objects import made
+
+
+class StepFailedError(RelayError):
+    """A step of a profile failed; `__cause__` is why. The message says what did not run because of it."""
+
+    def __init__(self, runner: str, step: StepName, error: BaseException, not_run: Sequence[str]) -> None:
+        left = f"; not run: {', '.join(not_run)}" if not_run else ""
+        super().__init__(
+            f"runner {runner} failed in step {step.name} ({step.class_name}){left}: {_reason(error)}"
+        )
+        self.exit_code = exit_code_of(error)
+        self.runner, self.step, self.not_run = runner, step.name, tuple(not_run)
+        self.consequence = getattr(error, "consequence", False)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """The steps that a profile ran, in order."""
+
+    steps: tuple[str, ...]
+
+
+def run_steps(context: StepContext, not_run: Sequence[str] = ()) -> Ran:
+    """Run the steps from `setup` on. Raises StepFailedError, naming `not_run`, for what a step raises."""
+    status, ran = STEPS[0].name, list[str]()
+    while status != END:
+        step = step_named(status)
+        context.pop("status", None)
+        try:
+            _call(step, context)
+        except Exception as error:
+            raise StepFailedError(context.runner_name, step, error, not_run) from error
+        ran.append(step.name)
+        status = context.get("status") or after(step.name)
+    return Ran(tuple(ran))
+
+
+def _call(step: StepName, context: StepContext) -> None:
+    kind = context.classes.steps.get(step.name) or getattr(steps, step.class_name)
+    one = made(kind, context)
+    own = getattr(one, step.older, None)
+    (own if callable(own) else getattr(one, step.name))(context)
+
+
+def _reason(error: BaseException) -> str:
+    """One line of our own errors, which say what to do; else the traceback from the user's code on."""
+    if isinstance(error, TaskFailedError):
+        return f"{error}\n{error.details}".rstrip()
+    if isinstance(error, RelayError):
+        return str(error)
+    return f"\n{''.join(traceback.format_exception(error)).rstrip()}"

@@ -1,0 +1,147 @@
+"""The five steps of a profile as classes to derive from, with what they do unless they are replaced.
+
+    class Startup(torchrelay.lifecycle.Startup):
+        def start(self, context):
+            super().start(context)
+            context.phases["phase1"].model.reset()
+
+A step takes the context when it is made, or nothing; its method is called once. A step with PaddleRec's name
+of the method (`instance build_network startup run terminal`) is called by that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchrelay.errors import UsageError
+from torchrelay.jobs.config.data_keys import Dataset, Phase
+from torchrelay.jobs.data_parallel import data_parallel
+from torchrelay.jobs.epoch_loader import EpochLoader
+from torchrelay.jobs.seeding import seed
+from torchrelay.runners.distributed.launch_env import read_launch_env
+from torchrelay.runners.job_runner import JobRunner
+from torchrelay.runners.lifecycle.context import StepContext
+from torchrelay.runners.lifecycle.devices import device_of
+from torchrelay.runners.lifecycle.inferring import agreed_epochs, infer_epochs
+from torchrelay.runners.lifecycle.phase_state import PhaseState
+from torchrelay.runners.lifecycle.processes_of_run import session_on
+from torchrelay.runners.lifecycle.scope import PhaseScope
+from torchrelay.runners.lifecycle.selection import optimizer_path, phases_of, reader_path
+from torchrelay.runners.lifecycle.training import train_job
+from torchrelay.runners.lifecycle.user_objects import made, made_dataset, made_model, made_optimizer
+from torchrelay.runners.lifecycle.weights import load_weights
+
+
+class Step:
+    """What all steps are: made with the context of their profile."""
+
+    def __init__(self, context: StepContext | None = None) -> None:
+        self.context = context
+
+
+class Instance(Step):
+    """Environment and processes: sets `session` and `device`, and the seed."""
+
+    def setup(self, context: StepContext) -> None:
+        """Choose the device, meet the other processes, seed. UsageError for demands that contradict."""
+        seed(context.settings.seed)
+        device = device_of(context.runner, read_launch_env().local_rank)
+        context.session = session_on(device)
+        context.device = context.session.device
+
+
+class Network(Step):
+    """Models, data and optimizers: sets `phases`; where a profile trains, `job` too."""
+
+    def build(self, context: StepContext) -> None:
+        """Build each phase in order, then the job."""
+        pairs = phases_of(context.settings, context.runner)
+        if not pairs:
+            raise UsageError(f"runner.{context.runner_name} has no phase: there is nothing to run")
+        prefixed = len(pairs) > 1
+        context.phases = {
+            phase.name: self.build_phase(context, phase, dataset, f"{phase.name}/" if prefixed else "")
+            for phase, dataset in pairs
+        }
+        if not context.is_infer:
+            context.job = train_job(context)
+
+    def build_phase(
+        self, context: StepContext, phase: Phase, dataset: Dataset | None, prefix: str
+    ) -> PhaseState:
+        """One phase: its model on the device, its data, its optimizer; `prefix` is for its metrics."""
+        train = not context.is_infer
+        kind = context.classes.of(phase.model)
+        hyper_parameters = context.config.section("hyper_parameters")
+        model = made_model(kind, hyper_parameters, train=train, what=f"phase.{phase.name}.model")
+        model.to(context.device)
+        return PhaseState(
+            name=phase.name,
+            keys=phase,
+            model=model,
+            trained=data_parallel(model) if train else model,
+            loader=self.build_loader(context, phase, dataset),
+            scope=PhaseScope(context.session.workspace(), phase.name),
+            prefix=prefix,
+            optimizer=self.build_optimizer(context, model) if train else None,
+        )
+
+    def build_loader(self, context: StepContext, phase: Phase, dataset: Dataset | None) -> EpochLoader:
+        """The data of a phase, in the input's order unless `shuffle_filelist` draws another per epoch."""
+        path = None if dataset is None else reader_path(dataset)
+        if dataset is None or path is None:
+            key = "dataset_name" if dataset is None else f"data_converter` of dataset `{dataset.name}"
+            raise UsageError(f"phase.{phase.name}: `{key}` missing, so nobody reads its data")
+        reader = made(context.classes.of(path), dataset)
+        return EpochLoader(
+            made_dataset(reader, dataset),
+            dataset.batch_size,
+            seed=context.settings.seed,
+            shuffle=phase.shuffle_filelist and not context.is_infer,
+            collate=getattr(reader, "collate", None),
+            num_workers=phase.thread_num if phase.thread_num > 1 else 0,
+        )
+
+    def build_optimizer(self, context: StepContext, model: Any) -> Any:
+        """The optimizer of the configuration over all of the model's parameters."""
+        path = optimizer_path(context.settings)
+        own = None if path is None else context.classes.of(path)
+        return made_optimizer(model, context.settings.hyper_parameters.optimizer, own)
+
+
+class Startup(Step):
+    """Initial values; for `infer` it sets `epochs`."""
+
+    def start(self, context: StepContext) -> None:
+        """Train: `init_model_path` is loaded when the run is fresh, never on resume. Infer: choose epochs."""
+        if context.is_infer:
+            context.epochs = agreed_epochs(context)
+            return
+        where = context.runner.init_model_path
+        if where is None:
+            return
+
+        def warm_start() -> None:
+            for phase in context.phases.values():
+                load_weights(phase, context.settings, context.runner, where)
+
+        context.job.init(warm_start)
+
+
+class Runner(Step):
+    """The work: sets `result`."""
+
+    def loop(self, context: StepContext) -> None:
+        """Train the job to its end, or evaluate each epoch."""
+        if context.is_infer:
+            context.result = infer_epochs(context)
+            return
+        runner = JobRunner(context.job, context.run_dir, **context.job_options)
+        context.result = runner.train(context.session)
+
+
+class Terminal(Step):
+    """What comes after the work; by default nothing. Processes and groups are let go of behind it."""
+
+    def finish(self, context: StepContext) -> None:
+        """Do nothing: here is the place to upload or to tell somebody. Called in every process."""

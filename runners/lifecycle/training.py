@@ -1,0 +1,135 @@
+"""The job of a profile that trains: one task per phase and epoch, so that each can be gone on from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchrelay.checkpoint.blob_files import save_blobs
+from torchrelay.jobs.batch import make_batch
+from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
+from torchrelay.jobs.job import Job
+from torchrelay.jobs.stop import early_stopping, max_epochs, max_steps, max_time
+from torchrelay.jobs.task import Task
+from torchrelay.metadata.files import append_line
+from torchrelay.runners.context import Context
+from torchrelay.runners.lifecycle.context import StepContext
+from torchrelay.runners.lifecycle.meter import Meter
+from torchrelay.runners.lifecycle.phase_state import PhaseState
+from torchrelay.runners.lifecycle.selection import keeping
+from torchrelay.runners.lifecycle.tally import Tally
+from torchrelay.runners.lifecycle.user_objects import on_device
+
+
+def train_job(context: StepContext) -> Job:
+    """The job over the phases of the context: their blobs, a task for each, the ends of the configuration."""
+    job = Job(context.runner_name)
+    for phase in context.phases.values():
+        job.blobs.add(phase.blobs())
+        Task(phase_task(context, phase), group=job.epoch_group, name=phase.name)
+    job.stop_when(*_ends(context.runner))
+    return job
+
+
+def _ends(runner: RunnerKeys) -> list[Any]:
+    stop, ends = runner.stop, list[Any]()
+    if runner.max_epochs is not None:
+        ends.append(max_epochs(runner.max_epochs))
+    if stop is None:
+        return ends
+    if stop.max_steps is not None:
+        ends.append(max_steps(stop.max_steps))
+    if stop.max_time is not None:
+        ends.append(max_time(stop.max_time))
+    if (early := stop.early_stopping) is not None:
+        ends.append(
+            early_stopping(early.metric, mode=early.mode, patience=early.patience, min_delta=early.min_delta)  # type: ignore[arg-type]
+        )
+    return ends
+
+
+def runner_options(runner: RunnerKeys) -> dict[str, Any]:
+    """What JobRunner is told of the keys of a profile."""
+    found = keeping(runner)
+    if runner.time_limit is not None:
+        found["time_limit"] = runner.time_limit
+    if (checkpoint := runner.checkpoint) is not None:
+        found |= {"include": checkpoint.include, "exclude": checkpoint.exclude}
+        found |= {"asynchronous": checkpoint.asynchronous, "max_failed_saves": checkpoint.max_failed_saves}
+    return {name: one for name, one in found.items() if one is not None or name == "best"}
+
+
+def phase_task(context: StepContext, phase: PhaseState) -> Callable[[Context], None]:
+    """What a phase does in an epoch: a step for each batch."""
+
+    def train(ctx: Context) -> None:
+        phase.trained.train()
+        meter, tally = Meter(context.runner.print_interval, ctx.world_size), Tally(phase.model)
+        for batch in meter.over(ctx.steps(phase.loader)):
+            values = train_step(phase, ctx, batch, tally)
+            _tell(context, phase, ctx, meter.step(batch.count, values))
+            _keep(context, phase, ctx, values)
+        log_tally(phase, ctx, tally)
+
+    return train
+
+
+def log_tally(phase: PhaseState, ctx: Context, tally: Tally) -> None:
+    """Log what the counts of a loop come to, over all ranks."""
+    for name, value in tally.metrics(ctx.session.peers).items():
+        ctx.log(f"{phase.prefix}{name}", value)
+
+
+def train_step(phase: PhaseState, ctx: Context, batch: Any, tally: Tally) -> dict[str, torch.Tensor]:
+    """Forward, backward, one step of the optimizer; returns what was logged, by the model's own names."""
+    moved = moved_batch(batch, ctx.device)
+    outputs = phase.trained(moved)
+    loss = phase.model.loss(outputs, moved)  # type: ignore[operator]
+    if phase.optimizer is not None:
+        phase.optimizer.zero_grad()
+        (loss * batch.weight).backward()
+        phase.optimizer.step()
+    tally.add(outputs, moved)
+    values = {"loss": loss.detach(), **metrics_of(phase, outputs, moved)}
+    for name, value in values.items():
+        ctx.log(f"{phase.prefix}{name}", value, weight=batch.count)
+    return values
+
+
+def metrics_of(phase: PhaseState, outputs: Any, batch: Any) -> dict[str, Any]:
+    """What the model's `metrics(outputs, batch)` gives: means over the batch, by name; nothing without it."""
+    measure = getattr(phase.model, "metrics", None)
+    if not callable(measure):
+        return {}
+    with torch.no_grad():
+        return dict(measure(outputs, batch))
+
+
+def moved_batch(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on the device."""
+    return make_batch(on_device(batch.data, device), weight=batch.weight, indices=batch.indices)
+
+
+def _tell(context: StepContext, phase: PhaseState, ctx: Context, line: str | None) -> None:
+    if line is not None and ctx.rank == 0:
+        print(f"{context.runner_name} epoch {ctx.epoch} {phase.name} step {ctx.step}: {line}", flush=True)
+
+
+def _keep(context: StepContext, phase: PhaseState, ctx: Context, values: Mapping[str, Any]) -> None:
+    """What rank 0 writes beside the epochs: its own batches' results, and weights at steps."""
+    if ctx.rank != 0:
+        return
+    runner = context.runner
+    if runner.runner_result_dump_path is not None:
+        path = Path(runner.runner_result_dump_path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shown = {name: float(value) for name, value in values.items()}
+        append_line(path, {"epoch": ctx.epoch, "phase": phase.name, "step": ctx.step, **shown})
+    if runner.save_step_interval is not None and ctx.step % runner.save_step_interval == 0:
+        folder = Path(runner.save_step_path or f"{context.run_dir}/steps")
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"epoch_{ctx.epoch}_step_{ctx.step}.safetensors"
+        save_blobs(folder / name, phase.blobs(), overwrite=True)

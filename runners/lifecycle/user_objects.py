@@ -1,0 +1,111 @@
+"""Models, readers and optimizers made of the user's classes and of what the configuration says."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from torchrelay.errors import UsageError
+from torchrelay.jobs.config.data_keys import Dataset, Optimizer
+from torchrelay.jobs.config.nearest import hint
+
+
+def made(kind: type, argument: Any) -> Any:
+    """An object of a class of the user, which takes the argument or nothing."""
+    try:
+        parameters = inspect.signature(kind).parameters.values()
+    except (TypeError, ValueError):
+        return kind()
+    takes = any(
+        one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD, one.VAR_POSITIONAL) for one in parameters
+    )
+    return kind(argument) if takes else kind()
+
+
+def made_model(kind: type, hyper_parameters: Mapping[str, Any], *, train: bool, what: str) -> nn.Module:
+    """A model; raises UsageError where it is no Module, or has no `loss` to be trained by."""
+    model = made(kind, hyper_parameters)
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"{what}: class {kind.__name__} makes {model!r:.60}, which is no torch.nn.Module")
+    if train and not callable(getattr(model, "loss", None)):
+        raise UsageError(
+            f"{what}: class {kind.__name__} has no method loss(self, outputs, batch) to train it by"
+        )
+    return model
+
+
+def made_dataset(reader: Any, dataset: Dataset) -> Any:
+    """The samples: the reader itself where it has `__getitem__`, else what it reads of each file, in order.
+
+    A directory among `data_path` stands for the files in it, by name. Raises UsageError for files that are
+    not there, for no samples, and for a reader with neither.
+    """
+    own = f"dataset.{dataset.name}"
+    if hasattr(reader, "__getitem__") and hasattr(reader, "__len__"):
+        return reader
+    if not callable(getattr(reader, "read", None)):
+        raise UsageError(
+            f"{own}: class {type(reader).__name__} has neither read(self, path), for the samples of a "
+            "file, nor __len__ and __getitem__"
+        )
+    samples = [sample for path in _files(dataset) for sample in reader.read(path)]
+    if not samples:
+        raise UsageError(f"{own}: the reader found no sample in {', '.join(dataset.data_path) or 'no file'}")
+    return samples
+
+
+def _files(dataset: Dataset) -> list[str]:
+    found: list[str] = []
+    for text in dataset.data_path:
+        path = Path(text)
+        if "://" not in text and not path.exists():
+            raise UsageError(f"dataset.{dataset.name}.data_path: {text} is not there")
+        inside = sorted(one for one in path.iterdir() if one.is_file()) if path.is_dir() else []
+        found += [str(one) for one in inside if not one.name.startswith(".")] or [text]
+    return found
+
+
+def made_optimizer(model: nn.Module, keys: Optimizer | None, own: type | None) -> optim.Optimizer:
+    """The optimizer of the configuration, SGD with torch's defaults where it has none.
+
+    `own` is the class where it is none of torch.optim's. Raises UsageError for an unknown class, and for
+    arguments that it does not take.
+    """
+    arguments: dict[str, Any] = {} if keys is None else keys.arguments.plain()
+    arguments.pop("strategy", None)  # PaddleRec's word for how gradients travel, which is not the optimizer's
+    if keys is not None and keys.learning_rate is not None:
+        arguments["lr"] = keys.learning_rate
+    kind = own or _of_torch("SGD" if keys is None else keys.kind)
+    try:
+        return kind(model.parameters(), **arguments)  # type: ignore[no-any-return]
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"hyper_parameters.optimizer: {kind.__name__} refuses {arguments}: {error}"
+        ) from error
+
+
+def _of_torch(name: str) -> Any:
+    known = {one: kind for one, kind in vars(optim).items() if isinstance(kind, type)}
+    by_case = {one.lower(): one for one in known}
+    if name.lower() not in by_case:
+        raise UsageError(f"hyper_parameters.optimizer.class: torch.optim has no {name}; {hint(name, known)}")
+    return known[by_case[name.lower()]]
+
+
+def on_device(data: Any, device: torch.device) -> Any:
+    """The same tensors in the same lists, tuples and mappings, there."""
+    if isinstance(data, torch.Tensor):
+        return data.to(device, non_blocking=True)
+    if isinstance(data, Mapping):
+        return {name: on_device(one, device) for name, one in data.items()}
+    if isinstance(data, Sequence) and not isinstance(data, (str, bytes)):
+        moved = [on_device(one, device) for one in data]
+        if isinstance(data, tuple):
+            return type(data)(*moved) if hasattr(data, "_fields") else tuple(moved)
+        return moved
+    return data

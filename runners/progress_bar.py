@@ -1,0 +1,96 @@
+"""One bar at the foot of rank 0's terminal; what is printed meanwhile goes above it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, TextIO
+
+from torchrelay.runners.pace import duration, per_second
+from torchrelay.runners.sight import Sight
+from torchrelay.runners.wording import plain
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+
+
+_streams: list[tuple[TextIO, TextIO]] = []
+"""stdout and stderr as they were, while a bar has them."""
+
+
+_BAR = 20
+
+
+def _give_back_in_child() -> None:
+    """A forked worker of a loader prints by itself: the bar's lock may be held for ever in its memory."""
+    if _streams:
+        sys.stdout, sys.stderr = _streams.pop()
+
+
+os.register_at_fork(after_in_child=_give_back_in_child)
+
+
+class ProgressBar:
+    """Drawn by `show`, gone after `close`; only for streams of which `wording.draws` says yes.
+
+    rich asks NO_COLOR itself. stdout is written above the bar only where it is a terminal, too: a redirected
+    one stays the program's own.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._rich: RichProgress = Progress(
+            TextColumn("{task.fields[head]}", markup=False),
+            BarColumn(bar_width=_BAR),
+            TextColumn("{task.fields[tail]}", markup=False),
+            console=Console(file=stream, highlight=False),
+            transient=True,
+            auto_refresh=False,
+            redirect_stdout=sys.stdout.isatty(),
+        )
+        self._task = self._rich.add_task("", total=None, head="", tail="")
+        _streams.append((sys.stdout, sys.stderr))
+        self._rich.start()
+
+    def show(self, sight: Sight) -> None:
+        """Draw what is seen now."""
+        total, done = (sight.steps, sight.step) if sight.total_steps else (sight.last_epoch, sight.epoch)
+        self._rich.update(
+            self._task,
+            total=total,
+            completed=done if total is None else min(done, total),
+            head=sight.where,
+            tail=bar_tail(sight, self._rich.console.width - len(sight.where) - _BAR - 3),
+            refresh=True,
+        )
+
+    def print(self, text: str, *, loud: bool = False) -> None:
+        """Print a line above the bar."""
+        self._rich.console.print(plain(text), style="bold" if loud else None, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Take the bar away and give stdout and stderr back; a second call does nothing."""
+        self._rich.stop()
+        _streams.clear()
+
+
+def bar_tail(sight: Sight, room: int) -> str:
+    """What stands behind the bar, in `room` columns: what there is least room for goes first.
+
+    Work that takes long, else metrics; rate, time to the end, newest save. Metrics are told whole or not at
+    all, and never in the place of the time to the end.
+    """
+    pace = per_second(sight.per_sec, sight.unit) if sight.per_sec is not None else ""
+    eta = f"eta {duration(sight.eta_secs)}" if sight.eta_secs is not None else ""
+    first = plain(sight.doing or sight.values)
+    text = ""
+    for parts in ((first, pace, eta, sight.ckpt), (first, pace, eta), (first, eta)):
+        text = " | ".join(part for part in parts if part)
+        if len(text) <= room:
+            return text
+    last = eta or pace
+    left = room - len(last) - len(" | ")
+    shown = sight.doing[: max(left, 0)] or sight.values_within(left)
+    return " | ".join(part for part in (shown, last) if part)[: max(room, 0)]

@@ -1,0 +1,188 @@
+"""What the log of a run says: its epochs and why each is used or not, its branches, what fell back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.log.live import Entry, Key
+from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.log.record import Record
+from torchrelay.checkpoint.log.writer import Right, WriterIdentity, judge
+from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.repair.history import History, read_history
+from torchrelay.checkpoint.repair.why import Start, explain, start_now
+from torchrelay.checkpoint.storage import Storage
+from torchrelay.runners.report.facts import BranchNote, EpochRow, Event, Point, Save
+from torchrelay.runners.report.limits import Limits, Troubles
+
+Json = Any
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The log as it was read, and what its records tell."""
+
+    view: LogView = field(default_factory=LogView)
+    history: History = field(default_factory=History)
+    start: Start | None = None
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """All live entries: abandoned ones first, then those of the current branch, oldest first."""
+        return (*self.view.abandoned(), *self.view.line())
+
+
+def committed_of(storage: Storage, troubles: Troubles) -> Committed:
+    """Read the log and prove, up to the headers, what a start now would choose."""
+    view = troubles.tried(lambda: open_log(storage), LogView())
+    for notice in view.notices:
+        troubles.note(notice)
+    if view.job_uuid is None or view.slot < 0:
+        return Committed(view)
+    uuid = view.job_uuid
+    history = troubles.tried(lambda: read_history(storage, uuid, view.slot), History())
+    start = troubles.tried(lambda: start_now(storage, view), None)
+    return Committed(view, history, start)
+
+
+def not_alive(view: LogView) -> str:
+    """Why the writer of a log cannot be alive; empty where it may be."""
+    verdict = judge(view, WriterIdentity.here(view.job_name or ""), certain=True, live_here=())
+    return verdict.reason if verdict.right is Right.AT_ONCE and view.holder else ""
+
+
+def rewinds_of(history: History) -> dict[int, tuple[int, bool]]:
+    """By generation: the epoch that a start went back to (0: it began anew), and whether damage did it."""
+    found: dict[int, tuple[int, bool]] = {}
+    for record in history.records:
+        if record.kind == "rewind":
+            base, request = record.payload.get("base"), record.payload.get("request")
+            epoch = base.get("epoch") if isinstance(base, Mapping) else 0
+            forced = isinstance(request, Mapping) and request.get("fallback") is True
+            found[record.generation] = (epoch if type(epoch) is int else 0, forced)
+    return found
+
+
+def rows_of(
+    committed: Committed,
+    saves: Mapping[str, Save],
+    points: Mapping[tuple[int, int], Point],
+    current: Mapping[int, Point],
+    limits: Limits,
+) -> tuple[EpochRow, ...]:
+    """The newest rows of the table; metrics come from the metrics files, by (generation, epoch) or epoch."""
+    generations = _generations(committed.history)
+    on_line = {entry.key for entry in committed.view.line()}
+    rows = []
+    for entry in committed.entries[-limits.epoch_rows :]:
+        epoch = entry.position.epoch
+        point = points.get((generations.get(entry.key, -1), epoch))
+        if point is None and entry.key in on_line:
+            point = current.get(epoch)
+        save = saves.get(entry.try_name)
+        rows.append(_row(committed, entry, point, save))
+    return tuple(rows)
+
+
+def branches_of(committed: Committed) -> tuple[BranchNote, ...]:
+    """Every branch that the log still knows."""
+    view = committed.view
+    if view.slot < 0:
+        return ()
+    gone = view.abandoned()
+    return tuple(
+        BranchNote(
+            one.id,
+            one.parent,
+            None if one.base is None else str(one.base),
+            _how(one.request, first=one.parent is None and one.base is None),
+            tuple(entry.position.epoch for entry in view.entries if entry.branch == one.id),
+            frozenset(entry.position.epoch for entry in gone if entry.branch == one.id),
+            one.id == view.current.id,
+        )
+        for one in view.branches
+    )
+
+
+def happened(history: History) -> tuple[Event, ...]:
+    """Records that people ask about: rewinds, quarantines, what retention took, tags and pins."""
+    found = [(record, _told(record)) for record in history.records]
+    return tuple(
+        Event(_seconds(record.written), record.kind, text, record.generation)
+        for record, text in found
+        if text
+    )
+
+
+def _row(committed: Committed, entry: Entry, point: Point | None, save: Save | None) -> EpochRow:
+    start = committed.start or Start(None, "", 0)
+    account = explain(committed.view, committed.history, start, entry.position, entry.branch)
+    marks = (mark for mark in committed.view.marks if mark.target == entry.key)
+    return EpochRow(
+        str(entry.position),
+        entry.branch,
+        entry.position.epoch,
+        entry.position.step,
+        entry.health,
+        account.standing if committed.start else "unknown",
+        account.reason if committed.start else "what a start would choose could not be told",
+        tuple(f"{mark.kind}: {mark.name}" for mark in marks),
+        entry.try_name,
+        point.metrics if point else {},
+        save.nbytes if save else None,
+    )
+
+
+def _generations(history: History) -> dict[Key, int]:
+    """Which start committed a position, as far back as records lie."""
+    found: dict[Key, int] = {}
+    for record in history.records:
+        entry = record.payload.get("entry") if record.kind == "commit" else None
+        if isinstance(entry, Mapping):
+            branch, epoch, step = (entry.get(name) for name in ("branch", "epoch", "step"))
+            if type(branch) is int and type(epoch) is int and type(step) is int:
+                found[Key(branch, Position(epoch, step))] = record.generation
+    return found
+
+
+def _how(request: Mapping[str, Json] | None, *, first: bool) -> str:
+    if request is None:
+        return "the first branch" if first else "a rewind"
+    if request.get("fallback") is True:
+        return "fell back after damage"
+    epoch = request.get("epoch")
+    return f"asked for: epoch {epoch}" if type(epoch) is int else "asked for"
+
+
+def _told(record: Record) -> str:
+    payload = record.payload
+    if record.kind == "quarantine":
+        position = f"{payload.get('epoch')}, branch {payload.get('branch')}"
+        return f"epoch {position} was found damaged: {payload.get('reason') or 'no reason was noted'}"
+    if record.kind == "rewind":
+        base, request = payload.get("base"), payload.get("request")
+        where = f"epoch {base.get('epoch')}" if isinstance(base, Mapping) else "the start"
+        forced = isinstance(request, Mapping) and request.get("fallback") is True
+        return (
+            f"branch {payload.get('branch')} began at {where}, {'after damage' if forced else 'as asked for'}"
+        )
+    if record.kind == "takeover":
+        return f"the log was taken over: {payload.get('reason')}"
+    if record.kind in ("tag", "pin", "unpin"):
+        return f"{record.kind} {payload.get('name')!r}"
+    if record.kind == "retire":
+        retired, rule = payload.get("retired"), payload.get("rule")
+        amount = len(retired) if isinstance(retired, list) else 0
+        return f"retired {amount} by {rule if isinstance(rule, str) else 'retention'}"
+    return ""
+
+
+def _seconds(written: str) -> float | None:
+    try:
+        return datetime.fromisoformat(written.replace("Z", "+00:00")).timestamp()
+    except ValueError:
+        return None

@@ -1,0 +1,190 @@
+"""The section of metric curves: one small chart per metric, all runs in it, titled by what it shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torchrelay.runners.report.facts import Joint, Point, RunFacts
+from torchrelay.runners.report.line_chart import Mark, Series, line_chart
+from torchrelay.runners.report.markup import Markup, el
+from torchrelay.runners.report.parts import legend, scrolling, section, table
+from torchrelay.runners.report.wording import count, number
+
+_MOST_CHARTS = 60
+_TABLE_ROWS = 400
+_GONE_ON = {"resume": "went on from", "rewind": "went back to", "fallback": "fell back, after damage, to"}
+
+
+def curves(runs: Sequence[RunFacts]) -> Markup:
+    """All metrics of all runs."""
+    names = metric_names(runs)
+    if not names:
+        return section(
+            "metrics",
+            "No metric was logged yet",
+            el("p", "Metrics appear after the first epoch.", class_="quiet"),
+        )
+    charts = [_figure(index, name, runs) for index, name in enumerate(names[:_MOST_CHARTS])]
+    more = len(names) - _MOST_CHARTS
+    return section(
+        "metrics",
+        _finding(runs),
+        _legend(runs),
+        el("div", charts, class_="charts"),
+        el("p", f"{count(more, 'metric')} more: in the table below", class_="quiet") if more > 0 else None,
+        [_table(run, names) for run in runs],
+    )
+
+
+def metric_names(runs: Sequence[RunFacts]) -> list[str]:
+    """All metrics: what the runs call best first, then by the part before the slash and by name."""
+    names = {name for run in runs for point in _all_points(run) for name in point.metrics}
+    best = {run.best[0] for run in runs if run.best}
+    return sorted(names, key=lambda name: (name not in best, name.rpartition("/")[0], name))
+
+
+def finding_of(name: str, run: RunFacts) -> str:
+    """What a metric of one run came to, as a title."""
+    points = [(one.epoch, one.metrics[name]) for one in run.course.points if name in one.metrics]
+    if not points:
+        return f"{name} was only measured on abandoned epochs"
+    odd = next(((epoch, value) for epoch, value in points if not math.isfinite(value)), None)
+    if odd is not None:
+        return f"{name} is {number(odd[1])} at epoch {odd[0]}"
+    (first, began), (last, ended) = points[0], points[-1]
+    if run.best and run.best[0] == name and run.best_point:
+        epoch, value = run.best_point
+        tail = "" if epoch == last else f", {number(ended)} at the end"
+        return f"{name} is best at epoch {epoch}: {number(value)}{tail}"
+    if first == last:
+        return f"{name} is {number(ended)} at epoch {last}"
+    return (
+        f"{name} went from {number(began)} to {number(ended)}"
+        if began != ended
+        else f"{name} stayed at {number(ended)}"
+    )
+
+
+def _compared(name: str, runs: Sequence[RunFacts]) -> str:
+    ends = []
+    for run in runs:
+        values = [one.metrics[name] for one in run.course.points if name in one.metrics]
+        if values:
+            ends.append((values[-1], run.name))
+    if len(ends) < 2:
+        return next(
+            (finding_of(name, run) for run in runs if any(name in one.metrics for one in _all_points(run))),
+            name,
+        )
+    odd = [run for value, run in ends if not math.isfinite(value)]
+    if odd:
+        return f"{name} is not finite at the end of {', '.join(odd)}"
+    low, high = min(ends), max(ends)
+    if low[0] == high[0]:
+        return f"{name} ends at {number(low[0])} in all runs"
+    return f"{name} ends at {number(high[0])} in {high[1]}, {number(low[0])} in {low[1]}"
+
+
+def _figure(index: int, name: str, runs: Sequence[RunFacts]) -> Markup:
+    series = [one for at, run in enumerate(runs) for one in _series(name, run, at % 8 + 1)]
+    marks = [one for at, run in enumerate(runs) for one in _marks(name, run, at % 8 + 1)]
+    title = finding_of(name, runs[0]) if len(runs) == 1 else _compared(name, runs)
+    label = f"{name} over epochs. {title}"
+    values = [value for one in series for _, value in one.points if math.isfinite(value)]
+    linear = line_chart(label, series, marks)
+    log = line_chart(label + ", logarithmic", series, marks, log=True) if values and min(values) > 0 else None
+    switch = f"log-{index}"
+    return el(
+        "figure",
+        el(
+            "figcaption",
+            el("span", name.rpartition("/")[0] or "metric", class_="eyebrow"),
+            el("span", title, class_="finding"),
+        ),
+        [
+            el("input", type="checkbox", id=switch, class_="logswitch"),
+            el("label", "log", for_=switch, class_="switch", title="logarithmic scale"),
+        ]
+        if log
+        else None,
+        linear or el("p", "no finite value yet", class_="quiet"),
+        log,
+        class_="card chartcard",
+    )
+
+
+def _series(name: str, run: RunFacts, colour: int) -> list[Series]:
+    old = [
+        Series(f"{run.name}, abandoned", colour, pairs, stale=True)
+        for stretch in run.course.abandoned
+        if len(pairs := _pairs(name, stretch)) > 0
+    ]
+    pairs = _pairs(name, run.course.points)
+    return [*old, Series(run.name, colour, pairs)] if pairs else old
+
+
+def _pairs(name: str, points: Sequence[Point]) -> tuple[tuple[int, float], ...]:
+    return tuple((one.epoch, one.metrics[name]) for one in points if name in one.metrics)
+
+
+def _marks(name: str, run: RunFacts, colour: int) -> list[Mark]:
+    found = [Mark(one.kind, one.epoch, _joint_text(run, one), colour) for one in run.course.joints]
+    if run.best and run.best[0] == name and run.best_point:
+        epoch, value = run.best_point
+        found.append(
+            Mark("best", epoch, f"{run.name}: best, {number(value)} at epoch {epoch}", colour, value)
+        )
+    return found
+
+
+def _joint_text(run: RunFacts, joint: Joint) -> str:
+    attempt = next((one.number for one in run.attempts if one.generation == joint.generation), None)
+    who = f"attempt {attempt}" if attempt is not None else "a later start"
+    return f"{run.name}: {who} {_GONE_ON.get(joint.kind, 'went on from')} epoch {joint.epoch}"
+
+
+def _finding(runs: Sequence[RunFacts]) -> str:
+    if len(runs) == 1 and runs[0].best and runs[0].best_point:
+        epoch, value = runs[0].best_point
+        return f"Epoch {epoch} is the best: {runs[0].best[0]} {number(value)}"
+    ranked = [(run.best_point[1], run) for run in runs if run.best and run.best_point]
+    same = {run.best for _, run in ranked}
+    if len(ranked) > 1 and len(same) == 1:
+        name, mode = next(iter(same)) or ("", "")
+        value, run = (max if mode == "max" else min)(ranked, key=lambda one: one[0])
+        return f"{run.name} has the best {name}: {number(value)}"
+    longest = max((len(run.course.points) for run in runs), default=0)
+    return f"{count(len(metric_names(runs)), 'metric')} over {count(longest, 'epoch')}"
+
+
+def _legend(runs: Sequence[RunFacts]) -> Markup:
+    kinds = {joint.kind for run in runs for joint in run.course.joints}
+    entries = [(f"line s{at % 8 + 1}", run.name) for at, run in enumerate(runs)]
+    if any(run.course.abandoned for run in runs):
+        entries.append(("line stale", "abandoned by a rewind"))
+    signs = {"resume": "resumed here", "rewind": "rewound to here", "fallback": "fell back to here"}
+    entries += [(f"sign {kind}", text) for kind, text in signs.items() if kind in kinds]
+    if any(run.best_point for run in runs):
+        entries.append(("best", "best epoch"))
+    return legend(entries)
+
+
+def _table(run: RunFacts, names: Sequence[str]) -> Markup:
+    points = run.course.points[-_TABLE_ROWS:]
+    used = [name for name in names if any(name in one.metrics for one in points)]
+    rows = [
+        [str(one.epoch), *(number(one.metrics[name]) if name in one.metrics else "" for name in used)]
+        for one in points
+    ]
+    left = len(run.course.points) - len(points)
+    summary = f"Values of {run.name}" + (
+        f" (the newest {len(points)} of {len(points) + left} epochs)" if left else ""
+    )
+    return el(
+        "details", el("summary", summary), scrolling(summary, table(["epoch", *used], rows, numeric=True))
+    )
+
+
+def _all_points(run: RunFacts) -> list[Point]:
+    return [*run.course.points, *(point for stretch in run.course.abandoned for point in stretch)]

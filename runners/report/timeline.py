@@ -1,0 +1,242 @@
+"""The section of time: a row per start, its epochs and saves, what was waited for, and how it ended."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchrelay.runners.report.facts import Attempt, RunFacts, Save
+from torchrelay.runners.report.markup import Markup, el
+from torchrelay.runners.report.parts import legend, of_run, scrolling, section, table
+from torchrelay.runners.report.scales import Scale, clock_ticks
+from torchrelay.runners.report.wording import count, moment, seconds, share
+
+WIDTH = 920
+_LEFT, _RIGHT, _ROW, _BAR, _TOP, _BOTTOM = 12, 20, 62, 24, 6, 26
+_MOST_BARS = 160
+_MOST_ROWS = 40
+_ENDINGS = {
+    "FINISHED": "finished",
+    "STOPPED": "stopped",
+    "PREEMPTED": "preempted",
+    "FAILED": "failed",
+    "DIED": "ended without a word",
+    "RUNNING": "running",
+}
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A stretch of a row: `kind` is `train`, `save`, `wait`, `behind` or `load`; seconds from the start."""
+
+    kind: str
+    begin: float
+    end: float
+    text: str
+
+
+def timeline(runs: Sequence[RunFacts]) -> Markup:
+    """When each start trained, saved and waited."""
+    known = [run for run in runs if run.attempts]
+    if not known:
+        return section("time", "No start has left a time behind yet")
+    return section(
+        "time",
+        _finding(known),
+        legend(
+            [
+                ("train", "training (shades alternate by epoch)"),
+                ("save", "saving"),
+                ("wait", "waiting for the slowest node"),
+                ("behind", "saving behind the training"),
+                ("load", "loading"),
+            ]
+        ),
+        [of_run(run.name, len(runs) > 1, _chart(run), _table(run)) for run in known],
+    )
+
+
+def bars_of(attempt: Attempt) -> list[Bar]:
+    """The stretches of one start. Of very many epochs neighbours share a bar, their saves added up."""
+    bars = [
+        Bar(
+            "load",
+            one.end - one.slowest_secs - attempt.begin,
+            one.end - attempt.begin,
+            f"loading: {seconds(one.slowest_secs)}",
+        )
+        for one in attempt.saves
+        if one.kind == "load" and one.end is not None
+    ]
+    timed = [one for one in attempt.points if one.time is not None]
+    group = max(1, math.ceil(len(timed) / _MOST_BARS))
+    before = max(
+        [0.0, *(bar.end for bar in bars if not timed or bar.end <= (timed[0].time or 0) - attempt.begin)]
+    )
+    saves = [one for one in attempt.saves if one.kind == "save" and one.end is not None]
+    for index in range(0, len(timed), group):
+        some = timed[index : index + group]
+        end = max(before, (some[-1].time or 0.0) - attempt.begin)
+        within = [one for one in saves if before < (one.end or 0.0) - attempt.begin <= end + 1e-6]
+        name = f"epoch {some[0].epoch}" if len(some) == 1 else f"epochs {some[0].epoch} to {some[-1].epoch}"
+        behind = any(one.saved is None for one in some)
+        bars += _epoch_bars(name, index // group, before, end, within, behind)
+        before = end
+    return bars
+
+
+def _epoch_bars(
+    name: str, number: int, begin: float, end: float, saves: Sequence[Save], behind: bool
+) -> list[Bar]:
+    spent = min(sum(one.slowest_secs for one in saves), end - begin)
+    waited = min(sum(one.waiting_secs for one in saves), spent)
+    if behind:  # the save goes on while the next epoch trains: it takes nothing from the row
+        bars = [Bar(_shade(number), begin, end, f"{name}: {seconds(end - begin)}")]
+        return [
+            *bars,
+            Bar("behind", end - spent, end, f"{name}: saved behind the training, {seconds(spent)}"),
+        ]
+    split, quick = end - spent, end - waited
+    bars = [Bar(_shade(number), begin, split, f"{name}: training, {seconds(split - begin)}")]
+    if spent > 0:
+        bars.append(Bar("save", split, quick, f"{name}: saving, {seconds(quick - split)}"))
+    if waited > 0:
+        bars.append(Bar("wait", quick, end, f"{name}: waiting for the slowest node, {seconds(waited)}"))
+    return bars
+
+
+def _shade(number: int) -> str:
+    return "train odd" if number % 2 else "train"
+
+
+def wall_secs(run: RunFacts) -> float:
+    """Seconds in which the run was going on, pauses between starts left out."""
+    return sum(one.end - one.begin for one in run.attempts)
+
+
+def saving_secs(run: RunFacts) -> float:
+    """Seconds of saves that held the training."""
+    held = (bar for attempt in run.attempts for bar in bars_of(attempt) if bar.kind in ("save", "wait"))
+    return sum(bar.end - bar.begin for bar in held)
+
+
+def _chart(run: RunFacts) -> Markup:
+    attempts = run.attempts[-_MOST_ROWS:]
+    span = max([1e-3, *(one.end - one.begin for one in attempts)])
+    x = Scale(0.0, span, _LEFT, WIDTH - _RIGHT)
+    height = _TOP + _ROW * len(attempts) + _BOTTOM
+    rows = []
+    for index, attempt in enumerate(attempts):
+        pause = attempt.begin - attempts[index - 1].end if index else None
+        rows.append(_row(attempt, _TOP + index * _ROW, x, pause))
+    label = f"Timeline of {run.name}, a row per start"
+    left_out = len(run.attempts) - len(attempts)
+    return el(
+        "div",
+        scrolling(
+            label,
+            el(
+                "svg",
+                _axis(x, height),
+                rows,
+                viewBox=f"0 0 {WIDTH} {height}",
+                class_="wide",
+                role="img",
+                aria_label=label,
+            ),
+        ),
+        el("p", f"{count(left_out, 'earlier start')} not shown", class_="quiet") if left_out else None,
+        class_="card",
+    )
+
+
+def _axis(x: Scale, height: float) -> list[Markup]:
+    found = []
+    for at in clock_ticks(x.high, 7):
+        place = x(at)
+        found.append(el("line", x1=place, x2=place, y1=_TOP, y2=height - _BOTTOM + 4, class_="grid"))
+        found.append(el("text", seconds(at) if at else "0", x=place, y=height - 8, class_="tick middle"))
+    return found
+
+
+def _row(attempt: Attempt, top: float, x: Scale, pause: float | None) -> Markup:
+    y = top + 26
+    bars = [_bar(one, x, y) for one in bars_of(attempt)]
+    end = x(attempt.end - attempt.begin)
+    return el(
+        "g",
+        el("text", _title(attempt, pause), x=_LEFT, y=top + 17, class_="rowtitle"),
+        el("rect", x=_LEFT, y=y, width=max(1.0, end - _LEFT), height=_BAR, class_="idle"),
+        bars,
+        _ending(attempt, end, y),
+    )
+
+
+def _bar(bar: Bar, x: Scale, y: float) -> Markup:
+    left, right = x(bar.begin), x(bar.end)
+    top, height = (y + _BAR - 6, 6) if bar.kind == "behind" else (y, _BAR)
+    return el(
+        "rect",
+        el("title", bar.text),
+        x=round(left, 2),
+        y=top,
+        width=round(max(0.6, right - left), 2),
+        height=height,
+        class_=bar.kind,
+    )
+
+
+def _ending(attempt: Attempt, x: float, y: float) -> Markup | None:
+    middle = y + _BAR / 2
+    shapes = {
+        "FAILED": f"M{x + 4:.1f} {middle - 5}l10 10m0 -10l-10 10",
+        "DIED": f"M{x + 4:.1f} {middle - 5}l10 10m0 -10l-10 10",
+        "PREEMPTED": f"M{x + 9:.1f} {middle - 6}l6 6l-6 6l-6 -6z",
+        "STOPPED": f"M{x + 4:.1f} {middle - 5}h9v10h-9z",
+        "FINISHED": f"M{x + 3:.1f} {middle}l4 5l7 -9",
+    }
+    if attempt.outcome not in shapes:
+        return None
+    text = f"{_ENDINGS[attempt.outcome]}{': ' + attempt.reason if attempt.reason else ''}"
+    return el(
+        "path", el("title", text), d=shapes[attempt.outcome], class_=f"ending {attempt.outcome.lower()}"
+    )
+
+
+def _title(attempt: Attempt, pause: float | None) -> str:
+    number = f"Attempt {attempt.number}" if attempt.number is not None else f"Start {attempt.generation}"
+    words = [_ENDINGS.get(attempt.outcome, attempt.outcome.lower()), seconds(attempt.end - attempt.begin)]
+    if attempt.points:
+        first, last = attempt.points[0].epoch, attempt.points[-1].epoch
+        words.insert(0, f"epoch {first}" if first == last else f"epochs {first} to {last}")
+    if attempt.world_size is not None:
+        words.append(count(attempt.world_size, "rank"))
+    if pause is not None and pause > 0:
+        words.append(f"{seconds(pause)} after the one before")
+    return f"{number}: {', '.join(words)}"
+
+
+def _finding(runs: Sequence[RunFacts]) -> str:
+    wall, saving = sum(map(wall_secs, runs)), sum(map(saving_secs, runs))
+    starts = sum(len(run.attempts) for run in runs)
+    bad = sum(one.outcome in ("FAILED", "DIED") for run in runs for one in run.attempts)
+    text = f"Saving held the training for {share(saving, wall)} of {seconds(wall)}"
+    return text + (f"; {bad} of {count(starts, 'start')} failed" if bad else "")
+
+
+def _table(run: RunFacts) -> Markup:
+    rows = [
+        (
+            "" if one.number is None else str(one.number),
+            moment(one.begin),
+            seconds(one.end - one.begin),
+            "" if one.world_size is None else str(one.world_size),
+            str(len(one.points)),
+            _ENDINGS.get(one.outcome, one.outcome),
+            one.reason,
+        )
+        for one in run.attempts[-_MOST_ROWS:]
+    ]
+    columns = ("attempt", "began", "took", "ranks", "epochs", "ended", "reason")
+    return el("details", el("summary", f"Starts of {run.name}"), scrolling("starts", table(columns, rows)))

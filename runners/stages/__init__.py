@@ -1,0 +1,1 @@
+"""What a run is built on: other runs, whose weights and history it takes along."""

@@ -1,0 +1,119 @@
+"""What a user says of the runs that a run is built on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torchrelay.checkpoint.reading.lookup import nearest
+from torchrelay.checkpoint.reading.patterns import pattern_list
+from torchrelay.errors import UsageError
+from torchrelay.metadata.lineage.record import check_alias
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """A run to build on: `RUN`, `RUN@7`, `RUN@best`, a directory of checkpoints, or the URL of one.
+
+    `keep` names tensors of it (a name with all below it, or a pattern) that every checkpoint of this run is
+    to hold though no object of the job does, such as frozen parts that only deployment needs.
+    """
+
+    run: str | os.PathLike[str]
+    keep: str | Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class InitFrom:
+    """One warm start: leaves of an upstream into registered objects, once, when the run begins.
+
+    Without `into` all registered modules and tensors take what the upstream has under their names, with
+    `include_optimizer` optimizers too, with `include_others` every other object with state (schedulers,
+    loaders). `into` is one of them, or a part of a module (`policy.encoder`): it takes what lies below
+    `prefix` there (the same name, if that is left out), renamed by `rename`, whose names begin below the
+    prefix. Names end at dots: `net_1` never takes `net_10`.
+    Leaves that `exclude` names, as the job calls them, stay as they are. Whatever else is missing,
+    unexpected or of another form is refused, by name; with `strict=False` it is skipped and reported.
+    """
+
+    upstream: str
+    into: str | None = None
+    prefix: str | None = None
+    rename: Mapping[str, str] = field(default_factory=dict)
+    exclude: Sequence[str] | str = ()
+    strict: bool = True
+    include_optimizer: bool = False
+    include_others: bool = False
+
+    def __post_init__(self) -> None:
+        what = f"init_from {self.upstream!r:.80}"
+        pattern_list(self.exclude)
+        if not isinstance(self.rename, Mapping):
+            raise UsageError(f"{what}: rename is {self.rename!r:.60}; give new names by old ones")
+        if self.prefix is not None and self.into is None:
+            raise UsageError(f"{what} has a prefix and does not say into what: give into= as well")
+        if self.into is not None and (self.include_optimizer or self.include_others):
+            raise UsageError(
+                f"{what}: states of optimizers and other objects are taken with all of the job's objects: "
+                "leave into= out, and name what is to stay as it is by exclude="
+            )
+
+    def json(self) -> dict[str, Any]:
+        """How the record of a stage tells it."""
+        found = asdict(self)
+        return {**found, "rename": dict(self.rename), "exclude": pattern_list(self.exclude)}
+
+
+@dataclass(frozen=True)
+class Given:
+    """The upstream runs by alias, and the warm starts in their order."""
+
+    upstream: Mapping[str, Upstream] = field(default_factory=dict)
+    init_from: tuple[InitFrom, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.upstream)
+
+    def json(self) -> list[Any]:
+        """All of it, for processes to compare."""
+        runs = [[alias, os.fspath(one.run), pattern_list(one.keep)] for alias, one in self.upstream.items()]
+        return [runs, [start.json() for start in self.init_from]]
+
+    def asked(self) -> dict[str, str]:
+        """What was written of each, by alias."""
+        return {alias: os.fspath(one.run) for alias, one in self.upstream.items()}
+
+
+def given_of(upstream: Any, init_from: Any) -> Given:
+    """Understand what a user wrote; raises UsageError."""
+    if not isinstance(upstream, Mapping | None):
+        raise UsageError(f'upstream is {upstream!r:.80}; give runs by alias: {{"expert": "runs/a@best"}}')
+    known = {check_alias(alias): _upstream(alias, one) for alias, one in (upstream or {}).items()}
+    wishes = [init_from] if isinstance(init_from, str | InitFrom) else init_from
+    if not isinstance(wishes, Sequence | None):
+        raise UsageError(f"init_from is {init_from!r:.80}; give aliases of upstream=, or InitFrom objects")
+    starts = tuple(_init_from(one) for one in wishes or ())
+    for one in starts:
+        if one.upstream not in known:
+            raise UsageError(
+                f"init_from names no upstream: {one.upstream!r:.80}{nearest(one.upstream, known)}"
+            )
+    return Given(known, starts)
+
+
+def _upstream(alias: str, one: Any) -> Upstream:
+    found = one if isinstance(one, Upstream) else Upstream(one)
+    pattern_list(found.keep)
+    if not isinstance(found.run, str | os.PathLike) or not os.fspath(found.run):
+        raise UsageError(f"upstream {alias!r} is {found.run!r:.80}; give a run: 'runs/expert@best'")
+    return found
+
+
+def _init_from(one: Any) -> InitFrom:
+    if isinstance(one, InitFrom):
+        return one
+    if isinstance(one, str):
+        return InitFrom(one)
+    raise UsageError(f"init_from has {one!r:.80}; give an alias of upstream=, or an InitFrom")

@@ -1,0 +1,101 @@
+"""The sinks of a run: all are told alike, and what one does wrong stays its own."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torchrelay.metadata.run_directory import without_password
+from torchrelay.metadata.sinks.sink import MetricSink, TrackedRun
+from torchrelay.runners.one_thread import LateError, OneThread
+
+FAILURES = 3
+"""So many in a row, and a sink is left alone for the rest of the attempt."""
+PATIENCE_SECS = 120.0
+"""How long a sink may take: the other ranks wait for this one, and give it up after ten minutes."""
+
+
+class Trackers:
+    """Rank 0's sinks in one attempt; nothing here raises. `warn` says what went wrong.
+
+    Each sink has a thread of its own: one that is late is left alone, and nobody waits for it again.
+    """
+
+    def __init__(self, sinks: Sequence[MetricSink], warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._sinks = list(sinks)
+        self._failures: dict[int, int] = {}
+        self._threads = {id(sink): OneThread(f"tracker {type(sink).__name__}") for sink in self._sinks}
+
+    def open(self, run: TrackedRun, attempt: int) -> None:
+        """A sink that cannot be opened gets nothing in this attempt."""
+        for sink in list(self._sinks):
+            if not self._tell(sink, "open", run, attempt):
+                self._sinks.remove(sink)
+                self._threads[id(sink)].end()
+
+    def rewind(self, epoch: int, step: int) -> None:
+        """The run goes on from here; a sink that cannot go back would show two curves and is left alone."""
+        for sink in list(self._sinks):
+            if not self._tell(sink, "rewind", epoch, step):
+                self._leave(sink)
+
+    def log(self, epoch: int, step: int, metrics: Mapping[str, float]) -> None:
+        """An epoch is over."""
+        for sink in list(self._sinks):
+            if self._tell(sink, "log", epoch, step, dict(metrics)):
+                self._failures.pop(id(sink), None)
+            elif self._failures[id(sink)] >= FAILURES:
+                self._leave(sink)
+
+    def close(self) -> None:
+        """The attempt is over; a second call does nothing."""
+        sinks, self._sinks = self._sinks, []
+        for sink in sinks:
+            self._tell(sink, "close")
+            self._threads[id(sink)].end()
+
+    def _tell(self, sink: MetricSink, verb: str, *given: Any) -> bool:
+        error = self._failure(sink, verb, *given)
+        if error is None:
+            return True
+        count = FAILURES if isinstance(error, LateError) else self._failures.get(id(sink), 0) + 1
+        self._failures[id(sink)] = count
+        off = verb in ("open", "rewind") or (verb == "log" and count >= FAILURES)
+        then = "; it gets nothing more in this attempt" if off else ""
+        self._warn(f"the tracker {type(sink).__name__} failed at {verb}: {_reason(error)}{then}")
+        return False
+
+    def _leave(self, sink: MetricSink) -> None:
+        """Close it, unless it is late; it was said that it fails, so nothing is said of that."""
+        self._sinks.remove(sink)
+        self._failure(sink, "close")
+        self._threads[id(sink)].end()
+
+    def _failure(self, sink: MetricSink, verb: str, *given: Any) -> BaseException | None:
+        with _streams_kept():
+            return self._threads[id(sink)].failure(lambda: getattr(sink, verb)(*given), PATIENCE_SECS)
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what a sink raised: some libraries write pages."""
+    text = without_password(str(error)).strip().splitlines()
+    if isinstance(error, LateError):
+        return text[0]
+    return f"{type(error).__name__}: {text[0]:.300}" if text else type(error).__name__
+
+
+@contextmanager
+def _streams_kept() -> Iterator[None]:
+    """What a sink draws at random must not move the streams of the training: a resumed run would differ."""
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    before = numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        if numpy is not None and before is not None:
+            numpy.random.set_state(before)
