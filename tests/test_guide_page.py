@@ -58,7 +58,7 @@ def test_a_program_of_the_page_leaves_and_goes_on(tmp_path: Path) -> None:
     assert step is not None
     assert (
         f"goes on after step {step[1]}\n" in (said := run(tmp_path, LINES[6]))
-        and "epoch 1 | step 200" in said
+        and "epoch 1 step 200/200 done" in said
     )
 
 

@@ -41,7 +41,7 @@ def test_the_commands_run(tmp_path: Path) -> None:
         assert done.returncode == code, done.stdout
         return done.stdout
 
-    assert "4 of 4 epochs proved" in told(0) and "1 of 1 epochs proved" in told(1)
+    assert "4 of 4 epochs proved" in told(0) and "1 of 1 epoch proved" in told(1)
     (shard,) = (run / "checkpoints/data").glob("e00000003-*/*.safetensors")
     data = bytearray(shard.read_bytes())
     data[200] ^= 1

@@ -93,5 +93,6 @@ def test_import_has_no_side_effects() -> None:
 
 def test_metadata_room_needs_no_torch() -> None:
     """Looking at runs must be quick: the metadata room never imports torch."""
-    modules = [f"torchrelay.metadata.{path.stem}" for path in (ROOT / "metadata").glob("*.py")]
+    paths = [path.relative_to(ROOT).with_suffix("") for path in (ROOT / "metadata").rglob("*.py")]
+    modules = [f"torchrelay.{'.'.join(path.parts)}" for path in paths]
     assert run_python(f"import sys, {', '.join(modules)}; print('torch' in sys.modules)") == "False"

@@ -42,7 +42,7 @@ REWOUND_TO = 2
 LEAST_ACCURACY = 0.97
 STEPS_PER_EPOCH = 75
 LAUNCH_SECS = 120.0
-_EPOCH = re.compile(r"torchrelay: (epoch (\d+) \|.*)")
+_EPOCH = re.compile(r".* I r0/\d+ (epoch (\d+) .*done \|.*)")
 _STEP = re.compile(r"epoch (\d+), step (\d+)")
 
 

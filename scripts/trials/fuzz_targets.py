@@ -15,7 +15,8 @@ import fuzz_mutation as mutation
 from torchrelay.checkpoint.disk import manifest_disk, shard_header
 from torchrelay.checkpoint.disk.sealed import seal, unseal
 from torchrelay.checkpoint.log import record
-from torchrelay.jobs.yaml_text import read_yaml
+from torchrelay.jobs.config.reading import read_config
+from torchrelay.jobs.yaml_text import read_findings
 from torchrelay.metadata.zip_members import open_zip
 
 GOLDEN = Path(__file__).resolve().parents[2] / "tests/golden"
@@ -48,11 +49,33 @@ def _config() -> Target:
         b"a: 'x: y'\nb: \"\\u00e9\"\nc: |\n  text\n  more\nd: >-\n  folded\n? e\n: [1, 2.5, true, null, ~]\n",
         b"# comment\ndataset:\n- path: data/x\n  batch_size: 32\n  on: no\n",
     ]
-    return Target("config", seeds, lambda data: _ignore(read_yaml(data, "c.yaml")), mutation.of_bytes)
+    seeds.append(_CONFIGURATION)
+    folder = Path(tempfile.gettempdir())
+
+    def read(data: bytes) -> None:
+        read_findings(data)
+        found = read_config(data, "c.yaml", folder, environ={})
+        again = read_config(found.resolved_text().encode(), "r.yaml", folder, environ={})
+        if (again.id, again.resolved_text()) != (found.id, found.resolved_text()):
+            raise UnlikeError("a configuration that was accepted")
+
+    return Target("config", seeds, read, mutation.of_bytes)
 
 
-def _ignore(_: object) -> None:
-    """Reading it was all."""
+_CONFIGURATION = b"""workspace: .
+mode: [a]
+runner:
+- {name: a, epochs: 3, phases: p, time_limit: 1h, keep_best: {metric: x, mode: max}, selected_gpus: "0,1"}
+- {name: b, class: infer, epoch: 1..3, init_rename: {a.: b.}}
+phase:
+- {name: p, model: "m:M", dataset_name: d}
+dataset:
+- {name: d, batch_size: 2, data_path: "{workspace}/${env:A,x}",
+   more: ["${seed}", {b: "${dataset.d.batch_size}"}]}
+hyper_parameters: {optimizer: {learning_rate: 1e-3, c: "$${x}"},
+  own: "${hyper_parameters.optimizer.c} {{workspace}}"}
+upstream: {e: r@best}
+"""
 
 
 def _log() -> Target:

@@ -42,10 +42,16 @@ def end_like_an_error() -> None:
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment without the traces of an outer launcher, one thread per rank."""
+    """The environment without the traces of an outer launcher, one thread per rank, a line per epoch."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_OTHER_LAUNCHERS)}
     kept = {name: value for name, value in kept.items() if name not in _PLACE}
-    return {"OMP_NUM_THREADS": "1", **kept, "PYTHONUNBUFFERED": "1", **(extra or {})}
+    return {
+        "OMP_NUM_THREADS": "1",
+        "TORCHRELAY_LOG_EVERY_N_SECS": "0",
+        **kept,
+        "PYTHONUNBUFFERED": "1",
+        **(extra or {}),
+    }
 
 
 class Launch:

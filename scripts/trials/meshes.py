@@ -110,7 +110,9 @@ class MemoryStorage:
         return len(self.files[path]) if path in self.files else None
 
     def read_range(self, path: str, start: int, length: int) -> bytes:
-        """Some bytes."""
+        """Some bytes; FileNotFoundError for what is not there."""
+        if path not in self.files:
+            raise FileNotFoundError(path)
         self.bytes_read += length
         return bytes(self.files[path][start : start + length])
 

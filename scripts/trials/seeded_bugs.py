@@ -183,6 +183,30 @@ def _retention() -> Iterator[Bug]:
         ["tests/checkpoint/test_log_retention.py"],
     )
     yield Bug(
+        "a metric of zero is none",
+        "checkpoint/reading/epoch_choice.py",
+        "math.isfinite(metrics.get(entry.try_name, math.nan))",
+        "metrics.get(entry.try_name)",
+        ["tests/checkpoint/test_keeping.py"],
+    )
+    yield Bug(
+        "an epoch whose metrics cannot be read is not the best",
+        retention,
+        "entry.healthy and entry.try_name in self.scores.unread]",
+        "False]",
+        ["tests/checkpoint/test_keeping.py"],
+    )
+    yield Bug(
+        "prune deletes before the log says so",
+        "checkpoint/pruning.py",
+        "    keeping.retire(writer, suspects)\n",
+        "    from torchrelay.checkpoint.log.sweep import _delete_try\n\n"
+        "    for one in tuple(keeping.chosen(before, suspects)):\n"
+        "        _delete_try(writer.storage, one)\n"
+        "    keeping.retire(writer, suspects)\n",
+        ["tests/runners/test_prune.py", "-k", "killed"],
+    )
+    yield Bug(
         "files are deleted before the log says so",
         "checkpoint/retaining.py",
         "        keeping.retire(writer, suspects)\n",

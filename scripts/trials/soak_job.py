@@ -11,6 +11,8 @@ import os
 import resource
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -34,15 +36,18 @@ def measured(run: Path) -> dict[str, int]:
         "rss": pages * resource.getpagesize(),
         "files": len(os.listdir("/proc/self/fd")),
         "threads": threading.active_count(),
-        "disk": sum(path.stat().st_size for path in _there(run / "checkpoints/data")),
+        "disk": sum(_sizes(run / "checkpoints/data")),
         "tries": len(list((run / "checkpoints/data").iterdir())),
         "slots": len(list((run / "checkpoints/log").iterdir())),
     }
 
 
-def _there(folder: Path) -> list[Path]:
-    """The files of tries; one that is being deleted meanwhile is left out."""
-    return [path for path in folder.rglob("*") if path.is_file()]
+def _sizes(folder: Path) -> Iterator[int]:
+    """Of the files of tries; one that is being deleted meanwhile is left out."""
+    for parent, _, names in os.walk(folder):  # unlike rglob it passes over folders that go meanwhile
+        for name in names:
+            with suppress(FileNotFoundError):
+                yield os.stat(os.path.join(parent, name)).st_size
 
 
 def main(run: Path, outside: Path, epochs: int, *, asynchronous: bool) -> None:

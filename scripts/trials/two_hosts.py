@@ -6,6 +6,7 @@ Exits with 1 when anything is not as promised, with 3 where the machine cannot m
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import sys
 import tempfile
@@ -79,10 +80,10 @@ def launch(
 
 def _switch_off(host: Host, running: dict[str, Launch], after: int) -> None:
     """Kill a host once any rank has printed that epoch `after` is done."""
-    mark = f"torchrelay: epoch {after} |"
+    mark = re.compile(rf".* I r0/\d+ epoch {after} .*done \|")
 
     def due() -> bool:
-        return any(line.startswith(mark) for one in running.values() for line in one.lines)
+        return any(mark.match(line) for one in running.values() for line in one.lines)
 
     wait_until(lambda: due() or any(one.ended() for one in running.values()), LAUNCH_SECS, f"epoch {after}")
     if not due():

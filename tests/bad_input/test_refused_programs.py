@@ -140,7 +140,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
     interrupt = f"import os, signal; {heard}; ctx.epoch == 2 and os.kill(os.getpid(), signal.SIGINT)"
     done = run_program(program(epoch=interrupt), cwd=tmp_path)
     assert done.returncode == 130 and "Traceback" not in done.stderr
-    assert "torchrelay: interrupted in epoch 2; the same command resumes" in done.stderr
+    assert "I r0/1 interrupted in epoch 2; the same command resumes" in done.stderr
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert (status["exit_code"], status["error"]) == (130, "KeyboardInterrupt")
     done = run_program(program(), cwd=tmp_path)

@@ -164,7 +164,7 @@ def leaving_files_open(**arguments: Any) -> dict[str, Any]:
     return target.train(**arguments)
 
 
-def look_without_proof(run: str, changes: list[dict[str, Any]]) -> list[list[str]]:
+def look_without_proof(run: str, oracle: str, changes: list[dict[str, Any]]) -> list[list[str]]:
     """Damaged runs as a reader sees them that does not prove tensors."""
     checks.torchrelay.open_checkpoint = functools.partial(torchrelay.open_checkpoint, verify="headers")
-    return damage.look_at_all(run, changes)
+    return damage.look_at_all(run, oracle, changes)

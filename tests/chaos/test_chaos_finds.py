@@ -65,8 +65,12 @@ def test_missing_syncs_are_lost_in_power_cuts(target: BuiltIn) -> None:
 def test_unproved_bytes_are_seen(target: BuiltIn) -> None:
     """A reader that does not prove tensors loads flipped bits, and that counts as undetected."""
     ready = target.prepared(scenarios(["resume"]))[0]
-    changes = [one for one in damage.draw("flip", ready.run, 200, 1) if "main" in one.path]
-    arguments = {"run": str(ready.run), "changes": [asdict(one) for one in changes]}
+    changes = [one for one in damage.draw("flip", ready.files(), 200, 1) if "main" in one.path]
+    arguments = {
+        "run": str(ready.run),
+        "oracle": str(ready.oracle),
+        "changes": [asdict(one) for one in changes],
+    }
     order = Order(f"{programs.HERE}:look_without_proof", arguments)
     told = target.pool.map(lambda worker, one: worker.nursery.run(one).value, [order])[0]
     assert "undetected" in [verdict for verdict, _ in told]

@@ -136,7 +136,7 @@ def test_epochs_load_as_if_each_tensor_were_looked_at(data, atomic, strict, node
     blobs = data.draw(stored())
     make = data.draw(live(blobs))
     kinds = {name: data.draw(st.sampled_from([tensor, parameter])) for name in blobs}
-    with tempfile.TemporaryDirectory() as folder, Writing(folder) as run:
+    with tempfile.TemporaryDirectory() as folder, Writing(Path(folder)) as run:
         leaves = [kinds[name](name, one) for name, one in blobs.items()]
         run.save(1, [*leaves, value("v", 3)], nodes=nodes)
 

@@ -222,3 +222,22 @@ def test_thinning_keeps_a_base_file_beside_a_record_that_cannot_be_read(how):
     assert slot_path(thinned_next) not in storage.files, "it was thinned"
     assert base in storage.files
     assert len(open_log(storage, "job").entries) == 70
+
+
+def test_half_an_answer_is_no_damage():
+    """A record of which a store gave half once is read again: what comes next stands on all of it."""
+    storage = held()
+    whole, halved = storage.read_range, set()
+
+    def half_once(path, offset, length):
+        data = whole(path, offset, length)
+        if not path.endswith(".json") or path in halved:
+            return data
+        halved.add(path)
+        return data[: len(data) // 2]
+
+    storage.read_range = half_once
+    take(storage).close()
+    assert slot_path(3) in halved
+    storage.read_range = whole
+    assert open_log(storage).notices == ()

@@ -14,7 +14,7 @@ from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.guest import append_as_guest, pin_draft
 from torchrelay.checkpoint.log.live import DAMAGED, Key, Mark, Retirement, State
 from torchrelay.checkpoint.log.log_reader import open_log
-from torchrelay.checkpoint.log.retention import keep_all, keep_every, keep_last, to_retire
+from torchrelay.checkpoint.log.retention import every_n_epochs, keep_all, keep_last, to_retire
 from torchrelay.checkpoint.log.sweep import sweep
 from torchrelay.checkpoint.position import Position
 from torchrelay.errors import UsageError
@@ -35,7 +35,7 @@ def test_keep_last_keeps_the_newest():
 
 def test_policies_compose():
     """What either policy wants stays."""
-    assert going(view_of(*map(entry, range(7))), keep_last(1) | keep_every(3)) == [1, 2, 4, 5]
+    assert going(view_of(*map(entry, range(7))), keep_last(1) | every_n_epochs(3)) == [1, 2, 4, 5]
     assert going(view_of(*map(entry, range(7))), keep_all()) == []
 
 
@@ -102,7 +102,7 @@ def test_the_newest_provable_epoch_always_stays(data, count, keep):
     assert not gone & {name for one in left for name in one.tries}
 
 
-@pytest.mark.parametrize("make", [keep_last, keep_every])
+@pytest.mark.parametrize("make", [keep_last, every_n_epochs])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "3"])
 def test_a_policy_that_keeps_nothing_is_refused(make, value):
     """Keeping no epoch at all is a mistake, said at once."""

@@ -12,7 +12,7 @@ from log_helpers import MemoryStorage, entry, take
 from torchrelay.checkpoint.log import log_writer
 from torchrelay.checkpoint.log.log_reader import HINT, open_log
 from torchrelay.checkpoint.log.record import slot_path
-from torchrelay.checkpoint.log.retention import keep_every, keep_last
+from torchrelay.checkpoint.log.retention import every_n_epochs, keep_last
 from torchrelay.checkpoint.log.sweep import sweep
 from torchrelay.checkpoint.log.tail import chain_end, find_tail
 from torchrelay.checkpoint.log.writer import WriterIdentity
@@ -94,7 +94,7 @@ def test_a_log_of_1000_slots_with_base_files_and_thinning_is_found_and_proved():
     """Pinned: 1,000 slots, more than 64 live entries, old slots gone: found, proved, complete."""
     storage = MemoryStorage()
     writer = take(storage)
-    policy = keep_last(3) | keep_every(5)
+    policy = keep_last(3) | every_n_epochs(5)
     epoch = 0
     while writer.view.slot < 999:
         writer.commit(entry(epoch, nonce=f"{epoch:06x}"))

@@ -8,13 +8,16 @@ import random
 import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from log_helpers import entry, kinds_of, take
 from stores import QUICK, Faulty, OverloadedError, Terse, store_of
 
+import torchrelay
 from torchrelay.checkpoint import object_storage
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.live import Retirement
@@ -326,3 +329,29 @@ def test_races_for_a_name(kind):
         assert len({me for _, me in wins}) > 1
         for race, me in wins[:: races // 50]:
             assert storage.read_range(f"{race}", 0, 99) == b"%d of %d" % (me, race)
+
+
+def test_a_bare_manager_that_must_resume_tells_what_the_store_refuses(tmp_path: Path) -> None:
+    """Where the log cannot be taken over, the store's reason is told, and not that the log is not open."""
+    url = f"local://{tmp_path}/place"
+    tensor = torch.zeros(2)
+    job = torchrelay.Job("refused", blobs={"tensor": tensor})
+    job.epoch(lambda ctx: tensor.add_(1))
+    job.stop_when(torchrelay.max_epochs(1))
+
+    def manager() -> torchrelay.MultiNodeCheckpointManager:
+        (tmp_path / "place").mkdir(exist_ok=True)
+        return torchrelay.MultiNodeCheckpointManager(url, single_writer="external")
+
+    torchrelay.JobRunner(job, manager()).train(torchrelay.LocalSession())
+    job.stop_when(torchrelay.max_epochs(2))
+    second = manager()
+    storage = second.engine.storage
+    refusing = PermissionError(errno.EACCES, "denied")
+
+    def pipe_file(*given: object, **more: object) -> None:
+        raise refusing
+
+    storage.system.pipe_file = pipe_file
+    with pytest.raises(StorageError, match="denied"):
+        torchrelay.JobRunner(job, second, resume="must").train(torchrelay.LocalSession())

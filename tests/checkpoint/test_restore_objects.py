@@ -82,6 +82,7 @@ TENSORS = {
     "float8": lambda: torch.rand(4).to(torch.float8_e4m3fn),
     "parameter": lambda: nn.Parameter(torch.rand(2)),
     "int16": lambda: torch.tensor([[1, -2]], dtype=torch.int16),
+    "parameter of truths": lambda: nn.Parameter(torch.tensor([True, False]), requires_grad=False),
 }
 
 

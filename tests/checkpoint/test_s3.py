@@ -21,6 +21,7 @@ from torchrelay.checkpoint.remote.retrying import Patience
 from torchrelay.checkpoint.remote.urls import open_file_system
 from torchrelay.checkpoint.storage_places import storage_of
 from torchrelay.errors import StorageError
+from torchrelay.runners.commands.command_line import main
 
 pytestmark = needs_s3
 
@@ -114,6 +115,18 @@ def test_a_run_on_s3(asynchronous):
     assert {2, 3, 4} <= set(view.epochs()), "others only where these refer to them"
     needed = {name for one in view.entries for name in (one.try_name, *one.needs)}
     assert storage.list("data") == sorted(needed)
+
+
+def test_marks_and_prune_on_s3(capsys):
+    """At a URL, too, what is tagged stays and loads by its tag, and what no rule keeps goes."""
+    url = f"s3://{BUCKET}/runs/pruned"
+    blobs = {"w": torch.arange(30_000.0)}
+    assert Trial(blobs, epochs=2).train(MultiNodeCheckpointManager(url, reuse=False)) == 2
+    assert main(["tag", f"{url}@1", "paper"]) == main(["prune", url, "--keep-last", "1"]) == 0
+    assert "kept: 1 to 2\n" in capsys.readouterr().out
+    storage = storage_of(url, "the place")
+    assert [name[:9] for name in storage.list("data")] == ["e00000001", "e00000002"]
+    assert open_checkpoint(url, "tag=paper").load_tensors("w")["w"].shape == (30_000,)
 
 
 def test_ends_of_files():

@@ -33,6 +33,7 @@ from torchrelay.checkpoint.planning.plan import plan_classes
 from torchrelay.checkpoint.planning.references import with_references
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.state.leaf import Leaf, Role, Value, spec_of
+from torchrelay.checkpoint.storage import Storage
 from torchrelay.jobs.places import NodePlace
 
 Leaves = Sequence[Leaf] | Sequence[Sequence[Leaf]]
@@ -72,8 +73,8 @@ def places(count: int, per_host: int = 1) -> list[NodePlace]:
 class Writing:
     """A job's log, taken over; `save` commits epochs into it."""
 
-    def __init__(self, root: Path, job: str = "test") -> None:
-        self.storage = LocalStorage(root)
+    def __init__(self, root: Path | Storage, job: str = "test") -> None:
+        self.storage: Storage = LocalStorage(root) if isinstance(root, Path) else root
         self.storage.mkdir("")
         self.log = LogWriter.take(self.storage, job)
         self.manifests: dict[Position, Manifest] = {}

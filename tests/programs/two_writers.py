@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -55,7 +56,8 @@ def stop_before_the_record_of(epoch: int) -> None:
         def link(self, path, data, create=create):
             if b'"kind":"commit"' in data and b'"try":"e%08d-' % epoch in data:
                 print("stopping", flush=True)
-                os.kill(os.getpid(), signal.SIGSTOP)
+                # Sent to the process it may reach another thread first, and this one would go on for a while.
+                signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
             return create(self, path, data)
 
         storage.link_exclusive = link

@@ -18,35 +18,42 @@ from torchrelay.runners.distributed.lines import connect_to
 from torchrelay.runners.phase import phase
 
 
+def tell(text: str) -> None:
+    """One line in one write: two threads tell."""
+    os.write(1, f"{text}\n".encode())
+
+
 def main(what: str) -> None:
     """Introduce a thread that looks every 0.1 s, print what the warden tells, and do `what`."""
     port, token, rank = json.loads(sys.stdin.readline())
     line = connect_to("127.0.0.1", port, 5)
-    introduced = threading.Event()
+    introduced, ready = threading.Event(), threading.Event()
 
     def look() -> None:
         hello = {"token": token, "rank": rank, "thread": threading.get_native_id(), "phase": phase.show()}
         line.send(hello)
         introduced.set()
+        ready.wait()  # what the warden has to say comes after it
         while True:
             for message in line.receive():
                 if "failure" in message:
-                    print(json.loads(message["failure"])["traceback"], flush=True)
+                    tell(json.loads(message["failure"])["traceback"])
             if line.closed:
-                print("closed", flush=True)
+                tell("closed")
                 return
             time.sleep(0.1)
 
     threading.Thread(target=look, daemon=True).start()
     introduced.wait()
     with phase.during(f"doing {what}"):
-        print("ready", flush=True)
+        tell("ready")
+        ready.set()
         if what == "hold":
             ctypes.PyDLL(None).usleep(2_500_000)
-            print("held", flush=True)
+            tell("held")
         elif what == "compute":
             sum(range(150_000_000))
-            print("held", flush=True)
+            tell("held")
         elif what == "uninterruptible":
             _wait_uninterruptibly(rank)
         elif what == "leave":

@@ -37,6 +37,7 @@ from torchrelay.checkpoint.log import (
 )
 from torchrelay.checkpoint.log.deletions import Deletions
 from torchrelay.checkpoint.log.guest import append_as_guest, pin_draft, tag_draft, unpin_draft
+from torchrelay.checkpoint.log.keeping import Keeping
 from torchrelay.checkpoint.log.live import Key, Retirement, State
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.sweep import delete_left
@@ -157,13 +158,13 @@ class _AtOnce(Deletions):
 class Run:
     """A job of two emulated nodes that saves with the real engine."""
 
-    def __init__(self, disk: WeakDisk, record: Record, **options: object) -> None:
+    def __init__(self, disk: WeakDisk, record: Record, keep_last: int | None = None) -> None:
         self.record = record
         self.session = LocalSession(NODES)
         with (
             patch.object(engine_module, "storage_of", lambda *where: disk),
         ):
-            self.engine = Engine("job", takeover_secs=0.0, **options)
+            self.engine = Engine("job", takeover_secs=0.0, keeping=Keeping(keep_last))
         self.engine.ledger.deletions = _AtOnce()
         self.engine.bind("job")
 

@@ -349,7 +349,7 @@ def test_a_lost_base_that_nothing_tells_of_is_5(tmp_path: Path, capsys: pytest.C
     assert code == 5 and f"left alone  lost base  log/{base.name}" in out
 
 
-@pytest.mark.parametrize("verb", ["ls", "show"])
+@pytest.mark.parametrize("verb", ["ls", "verify"])
 def test_the_group_has_the_looking_verbs_too(
     run: Path, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:

@@ -73,9 +73,17 @@ def damage(file: Path) -> None:
         ["ls", "--help"],
         ["ls", "RUN"],
         ["verify", "RUN"],
+        ["diff", "RUN", "@2"],
+        ["diff", "--help"],
+        ["find-bad", "--help"],
         ["ckpt", "--help"],
         ["ckpt", "why", "RUN"],
         ["ckpt", "repair", "RUN", "--delete-orphans"],
+        ["ckpt", "show", "RUN@2,branch=0"],
+        ["ckpt", "du", "RUN"],
+        ["stats", "RUN"],
+        ["compare", "RUN"],
+        ["completion", "bash"],
     ],
 )
 def test_no_verb_imports_torch_or_numpy(run: Path, arguments: list[str]) -> None:
@@ -86,7 +94,7 @@ def test_no_verb_imports_torch_or_numpy(run: Path, arguments: list[str]) -> None
         "except SystemExit: pass\n"
         "print([name for name in ('torch', 'numpy', 'rich') if name in sys.modules])"
     )
-    arguments = [str(run) if one == "RUN" else one for one in arguments]
+    arguments = [str(run) + one.removeprefix("RUN") if one.startswith("RUN") else one for one in arguments]
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, check=True
     )
@@ -229,15 +237,29 @@ def test_a_damaged_log_is_said(run: Path, capsys: pytest.CaptureFixture[str]) ->
     ("arguments", "code", "words"),
     [
         (["ls", "{tmp}/nowhere"], 2, "there is no"),
-        (["ls", "{tmp}"], 2, "below it are the runs hello"),
+        (["verify", "{tmp}"], 2, "below it are the runs hello"),
         (["ls", "{tmp}/foreign"], 2, "is no run and holds no checkpoints"),
         (["show", "{tmp}/file"], 2, "is a file"),
+        (["show", "{run}@2"], 2, "this verb takes a run and no epoch of it: give {run}"),
         (["show", "{run}/checkpoints"], 2, "torchrelay ls lists its epochs"),
-        (["ls", "s3://bucket/run"], 2, "URL"),
+        (["ls", "memory://nothing/here"], 2, "holds no checkpoints"),
         (["verify", "{run}", "--epoch", "9"], 2, "there are epochs 0 to 3"),
         (["verify", "{run}", "--epoch", "2,branch=7"], 2, "there is no branch 7"),
         (["verify", "{run}", "--epoch", "nine"], 2, "is no epoch"),
-        (["verify", "{run}", "--epoch", "best"], 2, "by number"),
+        (["verify", "{run}", "--epoch", "best"], 2, "val/acc"),
+        (["verify", "{run}@2", "--epoch", "2"], 2, "both name an epoch"),
+        (["verify", "{run}x"], 2, "did you mean {run}?"),
+        (["lst", "{run}"], 2, "there is no verb 'lst'; did you mean ls?"),
+        (["why", "{run}"], 2, "did you mean ckpt why?"),
+        (["ckpt", "shwo", "{run}"], 2, "there is no verb 'ckpt shwo'; did you mean show?"),
+        (["verify", "{run}", "--epochs", "2"], 2, "verify has no option --epochs; did you mean --epoch?"),
+        (
+            ["verify", "{run}", "2"],
+            2,
+            "verify takes RUN[@EPOCH]: what is '2' for? (torchrelay verify --help)",
+        ),
+        (["ckpt", "verify", "{run}", "--level", "header"], 2, "choose from"),
+        (["ls"], 2, "required: RUN_OR_RUNS (torchrelay ls --help)"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -251,7 +273,7 @@ def test_mistakes_are_one_line(
     assert found[:2] == (code, "")
     assert found[2].startswith("torchrelay: ")
     assert found[2].count("\n") == 1
-    assert words in found[2]
+    assert words.format(run=run, tmp=tmp) in found[2]
 
 
 @pytest.mark.parametrize("name", ["job.json", "log/00000000000000000000.json"])
@@ -308,6 +330,25 @@ def test_tables_and_colour_only_on_a_terminal(run: Path, capsys: pytest.CaptureF
     table = on_a_terminal("ls", str(run), NO_COLOR="1")
     assert "──" in table
     assert "abandoned" in table
+
+
+def test_a_narrow_terminal_cuts_nothing(run: Path) -> None:
+    """Columns that can be spared are left out, words are folded, numbers stay whole."""
+    wide, narrow = (on_a_terminal("ls", str(run), NO_COLOR="1", COLUMNS=width) for width in ("200", "60"))
+    assert "e00000003-" in wide and "e00000003-" not in narrow
+    assert "…" not in narrow and "loss=0.5" in narrow
+
+
+def test_ls_of_runs_says_how_far_one_is_that_has_not_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While a run goes, and after it broke off, its newest saved epoch is that of its own notes."""
+    directory = RunDirectory(tmp_path / "going")
+    directory.create("going", None, 1)
+    directory.write_status("RUNNING", epoch=3, generation=0)
+    for epoch, saved in ((1, True), (2, True), (3, False)):
+        directory.log_metrics(0, {"epoch": epoch, "saved": saved, "metrics": {}})
+    assert json.loads(told(capsys, "ls", tmp_path, "--json")[1])["runs"][0]["epoch"] == 2
 
 
 def test_names_from_files_cannot_steer_the_terminal() -> None:

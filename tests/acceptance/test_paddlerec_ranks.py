@@ -1,0 +1,104 @@
+"""PaddleRec's numbered statements where several processes run: PDR-2, 3, 9, 11, 12 and 14."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lifecycle_cases import CONFIG, ROWS, run, written
+from torchrun import clean_environment, torchrun
+
+from torchrelay import open_checkpoint
+from torchrelay.lifecycle import ConfigResult, StepFailedError
+
+TWO = CONFIG.replace("phases: [a]", "phases: [a, b]").replace("mode: [train1]", "mode: [train1, infer1]")
+TERMINAL = """\
+from torchrelay.lifecycle import Terminal as Base
+
+class Terminal(Base):
+    def finish(self, context):
+        super().finish(context)
+        print("finish of rank", context.session.peers.rank, flush=True)
+        if context.session.peers.rank == {failing}:
+            raise OSError("no uplink")
+"""
+
+
+def assert_alike(ones: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
+    """The same rows; numbers may differ as sums of floats do."""
+    assert [list(one) for one in ones] == [list(one) for one in others]
+    for one, other in zip(ones, others, strict=True):
+        for name, value in one.items():
+            assert value == (
+                other[name] if isinstance(value, str) else pytest.approx(other[name], rel=1e-5, abs=1e-7)
+            )
+
+
+@pytest.mark.ranks
+def test_pdr_9_11_12_two_ranks_train_two_phases_and_infer_with_global_metrics(tmp_path):
+    """PDR-9, 11, 12: both phases on 2 ranks; metrics and predictions are those of one process, in order."""
+    written(tmp_path, TWO)
+    (tmp_path / "mine.py").write_text(TERMINAL.format(failing="None"))
+    words = ["run", "-m", "config.yaml", "-o", "runner.train1.terminal_class_path=mine.py"]
+    done = torchrun(Path("torchrelay"), *words, ranks=2, cwd=tmp_path, options=["-m"])
+    assert done.rc == 0, done
+    assert [done.of_rank(rank).count("finish of rank") for rank in (0, 1)] == [1, 1]
+    rows = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    predictions = (tmp_path / "out/predictions.jsonl").read_text().splitlines()
+    assert [row["epoch"] for row in rows] == [0, 1, 2]
+    assert {(row["a/samples"], row["b/samples"]) for row in rows} == {(ROWS, 7)}
+    saved = open_checkpoint(tmp_path / "run")
+    assert saved.nodes == ("trainer_0", "trainer_1") and {"a.model", "b.model"} <= set(saved.blobs)
+
+    alone = run(tmp_path, mode=["infer1"])["infer1"]
+    again = (tmp_path / "out/predictions.jsonl").read_text().splitlines()
+    assert_alike(rows, alone)
+    assert_alike(list(map(json.loads, predictions)), list(map(json.loads, again)))
+    assert len(again) == 3 * (ROWS + 7)
+
+
+def local(folder: Path, failing: int | None) -> ConfigResult:
+    """One epoch on two local processes, then inference in this one."""
+    written(folder)
+    (folder / "mine.py").write_text(TERMINAL.format(failing=failing))
+    words = ["class=local_cluster_train", "worker_num=2", "terminal_class_path=mine.py", "epochs=1"]
+    return run(folder, *(f"runner.train1.{word}" for word in words), mode=["train1", "infer1"])
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Started processes see the environment of a plain shell, and this very tree."""
+    for name in set(os.environ) - set(clean_environment()):
+        monkeypatch.delenv(name)
+    for name, value in clean_environment().items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.ranks
+def test_pdr_14_local_processes_are_started_and_their_ranks_have_logs(tmp_path, capfd, no_launcher):
+    """PDR-14: `local_cluster_train` starts processes; each rank has a log; the list goes on."""
+    done = local(tmp_path, None)
+    assert [row["epoch"] for row in done["infer1"]] == [0, 1]
+    assert sorted(one.name for one in (tmp_path / "run/logs/attempt_0").iterdir()) == [
+        "rank_0.log",
+        "rank_1.log",
+    ]
+    assert open_checkpoint(tmp_path / "run").nodes == ("trainer_0", "trainer_1")
+    assert sorted(re.findall("finish of rank (.)", capfd.readouterr().out)) == ["0", "1"]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_pdr_14_the_first_rank_that_fails_is_shown_and_ends_the_list(tmp_path, capfd, no_launcher):
+    """PDR-14, PDR-2: of local processes the one that failed is shown with its traceback; the list ends."""
+    with pytest.raises(
+        StepFailedError, match=r"runner train1 failed in step loop .Runner.; not run: infer1"
+    ) as caught:
+        local(tmp_path, 1)
+    said = capfd.readouterr().err
+    assert caught.value.exit_code == 1
+    assert "rank 1" in said and "OSError: no uplink" in said and "failed in step finish (Terminal)" in said

@@ -1,0 +1,60 @@
+"""docs/tracking.md is true: its programs and commands run in their order, as they stand."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torchrun import clean_environment
+
+from torchrelay.metadata.sinks.naming import _BUILT_IN, GROUP
+from torchrelay.runners.sight import Sight
+from torchrelay.runners.wording import stamped
+
+PAGE = (Path(__file__).resolve().parent.parent / "docs/tracking.md").read_text()
+PROGRAMS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+LINES = re.findall(r"^\$ (.*)$", PAGE, re.MULTILINE)
+
+
+def run(folder: Path, line: str) -> str:
+    """Run a command of the page; returns what it printed."""
+    name, *words = shlex.split(line)
+    command = [sys.executable, *(["-m", "torchrelay"] if name == "torchrelay" else []), *words]
+    done = subprocess.run(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=90,
+        check=False, env=clean_environment(),
+    )  # fmt: skip
+    assert done.returncode == 0, f"{line}\n{done.stdout}"
+    return done.stdout
+
+
+def test_the_page_runs(tmp_path: Path) -> None:
+    """The job is tracked, a user's own sink is told, and top shows both runs."""
+    pytest.importorskip("tensorboard", reason="pip install tensorboard")
+    assert len(PROGRAMS) == 2 and len(LINES) == 4
+    (tmp_path / "train.py").write_text(PROGRAMS[0])
+    (tmp_path / "own.py").write_text(PROGRAMS[1])
+    assert "epoch 5/5 done | train/loss" in run(tmp_path, LINES[0])
+    assert list((tmp_path / "runs/tracked/trackers/tensorboard").glob("events.*"))
+    assert (tmp_path / "runs/tracked/trackers/metrics.csv").read_text().count("\n") == 6
+    assert "epochs [1, 2, 3] last {'square': 9.0}" in run(tmp_path, LINES[1])
+    out = run(tmp_path, LINES[2])
+    assert re.search(r"^own +FINISHED +3", out, re.MULTILINE) and re.search(
+        r"^tracked +FIN", out, re.MULTILINE
+    )
+    assert json.loads(run(tmp_path, LINES[3]))["runs"][0]["state"] == "FINISHED"
+
+
+def test_the_lines_of_the_page_are_the_form() -> None:
+    """The example line is what is printed; every built-in tracker and the entry point are told."""
+    sight = Sight(3, None, 1200, 3900, 9000, {"train/loss": 0.1234}, 41.0, 753.0, "ckpt e2 ok 4.1s")
+    shown = stamped(sight.line, level="I", who="r0/16", when=1795212444)
+    assert shown in PAGE
+    table = PAGE.split("| tracker |")[1].split("\n\n")[0]
+    assert all(f"`{name}`" in table for name in _BUILT_IN)
+    assert f'entry-points."{GROUP}"' in PAGE
