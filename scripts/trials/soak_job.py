@@ -47,7 +47,7 @@ def _sizes(folder: Path) -> Iterator[int]:
     for parent, _, names in os.walk(folder):  # unlike rglob it passes over folders that go meanwhile
         for name in names:
             with suppress(FileNotFoundError):
-                yield os.stat(os.path.join(parent, name)).st_size
+                yield (Path(parent) / name).stat().st_size
 
 
 def main(run: Path, outside: Path, epochs: int, *, asynchronous: bool) -> None:
