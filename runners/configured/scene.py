@@ -1,9 +1,9 @@
 """What the verbs begin with where a configuration is all there is: its profile that trains, and its runs.
 
-Runs lie where that profile keeps its run with `torchrelay run`, a directory each: `runs/<name>/<runner>/<id>`,
-or in `save_checkpoint_path`. What a run is *of* is the source in the workspace and the part of the configuration
-that the profile uses. The file of the configuration is no source, since its id says what of it counts; nor
-are data and what is written there.
+Runs lie where that profile keeps its run with `torchrelay run`, a directory each, `runs/<name>/<runner>/<id>`
+or below `save_checkpoint_path`. What a run is *of* is the source in the workspace and the part of the
+configuration that the profile uses. The file of the configuration is no source, since its id says what of it
+counts; nor are data, nor what is written beside it.
 """
 
 from __future__ import annotations
