@@ -1,4 +1,4 @@
-"""`torchrelay runs ls` and `runs show`: the runs of all experiments, and one of them beside its predecessor."""
+"""`torchrelay runs ls` and `runs show`: the runs of all experiments, and one beside its predecessor."""
 
 from __future__ import annotations
 
@@ -62,10 +62,8 @@ def show(chosen: argparse.Namespace, output: Output) -> int:
     """What a run is of and how it stands; then source and configuration against those of another."""
     root, path = library(chosen.runs), find_run(chosen.path, chosen.runs).path
     line = library_line(path, root)
-    if chosen.against is not None:
-        before = str(find_run(chosen.against, chosen.runs).path)
-    else:
-        before = _predecessor(line)
+    asked = chosen.against
+    before = _predecessor(line) if asked is None else str(find_run(asked, chosen.runs).path)
     with ExitStack() as stack:
         found, why = _difference(before, line, stack)
         if output.json:

@@ -1,4 +1,4 @@
-"""What a run is to its library: id, state, comment, key metric, code and configuration. Reads no checkpoint."""
+"""What a run is to its library: id, state, comment, key metric, code, configuration. Reads no checkpoint."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def library(asked: str | None) -> Path:
 
 
 def runs_in(root: Path) -> list[Path]:
-    """The run directories below a directory, or itself; hidden ones, and what lies in runs, are passed over."""
+    """The run directories below a directory, or itself; not hidden ones, nor what lies in runs."""
     return sorted(_runs(existing_directory(str(root)), _DEPTH))
 
 

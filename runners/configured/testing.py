@@ -75,10 +75,14 @@ def _stored(scene: ConfiguredScene, used: Used, profiles: Sequence[RunnerKeys]) 
     if scene.request.retest or writes or several:
         return None
     found = read_result(Path(used.path), used.epoch, used.code_id)
-    same = (
-        found is not None and found.get("config_id") == scene.config.id and found.get("branch") == used.branch
-    )
-    return found if same else None
+    if found is None or found.get("profiles") != _ids(scene, profiles) or found.get("branch") != used.branch:
+        return None
+    return found
+
+
+def _ids(scene: ConfiguredScene, profiles: Sequence[RunnerKeys]) -> dict[str, str]:
+    """What each profile is, its data included, which are no part of the run that it tests."""
+    return {one.name: scene.config.id_of(one.name) for one in profiles}
 
 
 def _rows(done: ConfigResult, profiles: Sequence[RunnerKeys]) -> Rows:
@@ -100,6 +104,7 @@ def _result(scene: ConfiguredScene, used: Used, epoch: int, metrics: Mapping[str
         "branch": used.branch,
         "code_id": used.code_id,
         "config_id": scene.config.id,
+        "profiles": _ids(scene, scene.inferring()),
         "time": round(time.time(), 3),
         "metrics": dict(metrics),
         "values": {},
