@@ -21,7 +21,6 @@ from torchrelay.jobs.config.config import Config
 from torchrelay.jobs.config.reading import load_config
 from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
 from torchrelay.jobs.peers import Peers, Solo
-from torchrelay.metadata.code.sources import Sources
 from torchrelay.metadata.experiment.run_store import RunStore
 from torchrelay.runners.distributed.launch_env import read_launch_env
 from torchrelay.runners.experiment.origin import RUNS, Origin
@@ -30,10 +29,8 @@ from torchrelay.runners.experiment.scene import BaseScene
 from torchrelay.runners.lifecycle.devices import device_of
 from torchrelay.runners.lifecycle.packages import config_file
 from torchrelay.runners.lifecycle.processes_of_run import let_go, session_on
+from torchrelay.runners.lifecycle.recording import source_of
 from torchrelay.runners.lifecycle.selection import run_directory_of
-
-_WRITTEN = ("save_checkpoint_path", "save_step_path", "save_inference_path", "runner_result_dump_path",
-            "predictions_path", "metrics_path", "init_model_path")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -77,8 +74,8 @@ class ConfiguredScene(BaseScene):
     def origin(self) -> Origin:
         """The workspace is the source."""
         place = self._place
-        roots = Sources([self.config.workspace], exclude=self._no_source())
-        return Origin(place.name, Path(self.file).resolve(), roots, None, place.parent)
+        source = source_of(self.config)
+        return Origin(place.name, Path(self.file).resolve(), source, None, place.parent)
 
     @cached_property
     def store(self) -> RunStore:
@@ -115,14 +112,6 @@ class ConfiguredScene(BaseScene):
             asked["stop.max_epochs"] = asked.pop("epochs")
         return [f"runner.{runner.name}.{key}={value}" for key, value in asked.items() if value is not None]
 
-    def _no_source(self) -> list[str]:
-        settings, workspace = self.config.settings, self.config.workspace
-        paths = [self.file, settings.run_dir]
-        paths += [path for one in settings.dataset for path in one.data_path]
-        paths += [path for one in settings.runner for key in _WRITTEN if (path := getattr(one, key))]
-        inside = [Path(os.path.abspath(path)) for path in paths if not is_url(path)]  # noqa: PTH100
-        return [f"/{_escaped(one.relative_to(workspace))}" for one in inside if workspace in one.parents]
-
 
 @contextmanager
 def processes(runner: RunnerKeys) -> Iterator[Peers]:
@@ -150,8 +139,3 @@ def _the_one(file: str, config: Config) -> RunnerKeys:
         f"{file}: the verbs are for one runner that trains, here there is {names}: {remedy}"
         f"torchrelay run -m {file} runs all of its mode"
     )
-
-
-def _escaped(path: Path) -> str:
-    """As .gitignore takes a name literally."""
-    return "".join(f"\\{one}" if one in "*?[]!# \\" else one for one in path.as_posix())

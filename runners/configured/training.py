@@ -41,8 +41,7 @@ def train(scene: ConfiguredScene) -> int:
         say(f"run {chosen.run}: finished already ({chosen.reason})")
         return 0
     place = _Place(scene, start, chosen)
-    options: dict[str, Any] = {"code": scene.origin.code_option}
-    options |= {} if epoch is None else {"resume_from_epoch": epoch}
+    options: dict[str, Any] = {} if epoch is None else {"resume_from_epoch": epoch}
     try:
         done = run_config(
             scene.config,

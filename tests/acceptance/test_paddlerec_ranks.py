@@ -18,6 +18,7 @@ from torchrun import clean_environment, torchrun
 
 from torchrelay import open_checkpoint
 from torchrelay.lifecycle import ConfigResult, StepFailedError
+from torchrelay.metadata.experiment.results import results
 from torchrelay.metadata.experiment.run_store import RunStore
 from torchrelay.metadata.experiment.standing import standing
 from torchrelay.metadata.run_directory import RunDirectory
@@ -175,7 +176,9 @@ VERBS = """\
 import os
 from torchrelay.jobs.config.reading import load_config
 from torchrelay.lifecycle import StepFailedError, run_config
-from torchrelay.runners.commands.command_line import main
+from torchrelay.runners.configured.entry import perform
+from torchrelay.runners.experiment.request import Request
+from torchrelay.runners.leaving import run_and_leave
 
 unlike = load_config("config.yaml", ["+hyper_parameters.tag=" + os.environ["RANK"]])
 try:
@@ -183,20 +186,30 @@ try:
 except StepFailedError as error:
     print(error.exit_code, error, flush=True)
 assert not os.path.exists("unlike")
-main(["train", "-m", "config.yaml"])
+told = dict(config="config.yaml", overrides=("mode=[train1,infer1]", "runner.infer1.init_model_path=null"))
+for request in (
+    Request("train", **told),
+    Request("test", **told),
+    Request("eval", paths=("data", "out/eval"), **told),
+    Request("status", **told),
+):
+    assert perform(request) == 0
+run_and_leave(lambda: perform(Request("amend", **told)))
 """
 
 
 @pytest.mark.ranks
-def test_flm_13_ranks_whose_configuration_differs_are_named_and_verbs_make_one_run(tmp_path):
-    """FLM-13: a rank of another configuration is refused by name before anything is made; else one run is."""
+def test_flm_13_ranks_whose_configuration_differs_are_named_and_all_verbs_run_on_ranks(tmp_path):
+    """FLM-13: a rank of another configuration is named before anything is made; the verbs make one run."""
     written(tmp_path, CONFIG.replace("  save_checkpoint_path: run\n", "", 1))
     done = torchrun(VERBS, ranks=2, cwd=tmp_path)
-    assert done.rc == 0, done
+    assert "nothing to amend" in done.err and "1 evaluated" not in done.out, done
     for rank in (0, 1):
         told = done.of_rank(rank)
         assert re.search(r"^2 runner train1 .*rank 1: the configuration differs", told, re.MULTILINE), done
     (made,) = RunStore(tmp_path / "runs/train1").runs()
-    assert standing(made.path).word == "finished" and made.note.launch.startswith("torchrun ")
+    assert standing(made.path).word == "tested" and made.note.launch.startswith("torchrun ")
     assert open_checkpoint(made.path).nodes == ("trainer_0", "trainer_1")
     assert (done.out + done.err).count(f"run {made.id} in ") == 1
+    rows = [len((tmp_path / f"out/eval/{one}.txt.jsonl").read_text().splitlines()) for one in (1, 2)]
+    assert rows == [7, 4] and sorted(one["epoch"] for one in results(made.path)) == [2]

@@ -209,6 +209,20 @@ def test_pdr_13_init_model_path_is_a_warm_start_once(trained, tmp_path):
     assert all(torch.equal(one, after[name]) for name, one in before.items())  # committed epochs stay
 
 
+def test_pdr_13_the_optimizers_state_comes_along_if_asked_for(tmp_path):
+    """PDR-13: with `init_optimizer` epoch 0 has the momentum of the other run, without it none."""
+    words = ["+hyper_parameters.optimizer.momentum=0.9", "runner.train1.epochs=1"]
+    run(tmp_path, *words)
+    momentum = "a.optimizer.state.a.model.line.weight.momentum_buffer"
+    old = open_checkpoint(tmp_path / "run").load_tensors(momentum)[momentum]
+    words.append(f"runner.train1.init_model_path={tmp_path / 'run'}")
+    for where, more in (("with", ["runner.train1.init_optimizer=true"]), ("without", [])):
+        run(tmp_path, *words, *more, f"runner.train1.save_checkpoint_path={where}")
+    first = open_checkpoint(tmp_path / "with", 0).load_tensors(momentum)
+    assert torch.equal(first[momentum], old)
+    assert not open_checkpoint(tmp_path / "without", 0).load_tensors(momentum, strict=False)
+
+
 def test_pdr_13_weights_by_prefix_rename_and_strictness(tmp_path):
     """PDR-13: init_prefix and init_rename say which weights are meant; a misfit ends the profile."""
     weight, bias = torch.tensor([[5.0, 6.0]]), torch.tensor([7.0])
