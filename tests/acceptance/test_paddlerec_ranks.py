@@ -186,7 +186,8 @@ try:
 except StepFailedError as error:
     print(error.exit_code, error, flush=True)
 assert not os.path.exists("unlike")
-told = dict(config="config.yaml", overrides=("mode=[train1,infer1]", "runner.infer1.init_model_path=null"))
+overrides = ("mode=[train1,infer1]", "runner.infer1.init_model_path=null", "runner.train1.epochs=null")
+told = dict(config="config.yaml", overrides=(*overrides, "runner.train1.epochs_per_partition=1"))
 for request in (
     Request("train", **told),
     Request("test", **told),
@@ -200,7 +201,10 @@ run_and_leave(lambda: perform(Request("amend", **told)))
 
 @pytest.mark.ranks
 def test_flm_13_ranks_whose_configuration_differs_are_named_and_all_verbs_run_on_ranks(tmp_path):
-    """FLM-13: a rank of another configuration is named before anything is made; the verbs make one run."""
+    """FLM-13: a rank of another configuration is named before anything is made; the verbs make one run.
+
+    PDR-19: it goes over two partitions of data, one epoch each.
+    """
     written(tmp_path, CONFIG.replace("  save_checkpoint_path: run\n", "", 1))
     done = torchrun(VERBS, ranks=2, cwd=tmp_path)
     assert "nothing to amend" in done.err and "1 evaluated" not in done.out, done

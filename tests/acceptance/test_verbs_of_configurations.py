@@ -88,6 +88,9 @@ def test_flm_1_and_3_train_of_a_configuration_refuses_continues_and_begins_anew(
     assert project("train", "--max-epochs", "2", "--epoch", "0").rc == 0
     newest = open_checkpoint(project.folder / "increment" / project.runs[-1])
     assert (newest.epoch, newest.branch) == (2, 1)
+    strict = project("train", *SHORT, "-o", "+hyper_parameters.hiden=1", "--strict-config")
+    assert strict.rc == 2 and "hyper_parameters.hiden: was never read" in strict.err
+    assert len(project.runs) == 4
     project.change("model.py", "super()", "broken()")
     assert project("train", *SHORT).rc == 1 and len(project.runs) == 4  # what cannot be built leaves no run
 
