@@ -23,6 +23,7 @@ from torchrelay.checkpoint.load_blobs import load_some
 from torchrelay.checkpoint.log.keeping import KEEP_ALL, Keeping
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.members import Member, members_of, newcomers
+from torchrelay.checkpoint.planning.compare import WHOLE_EVERY
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.reading.lookup import nearest
 from torchrelay.checkpoint.replicas import ReplicaCheck
@@ -55,6 +56,7 @@ class Engine:
     `selection` says which leaves are saved.
     `reuse`: leaves with the bytes of the epoch before are referenced instead of written again; None: without
     a `background` alone, because looking for them holds the training up.
+    `compare_every`: epochs between comparisons of all bytes of the replicas (10).
     `share_reads`: what all nodes load is read by one host each and sent to the others.
     """
 
@@ -68,6 +70,7 @@ class Engine:
         reuse: bool | None = None,
         selection: Selection = EVERYTHING,
         share_reads: bool | None = None,
+        compare_every: int | None = None,
         single_writer: SingleWriter = None,
     ) -> None:
         self.selection = selection
@@ -87,7 +90,8 @@ class Engine:
         self._demoted: set[str] = set()
         self._structures = Structures()
         self._exchange = SpecExchange()
-        self._replicas = ReplicaCheck()
+        self._compare_every = _check_every(compare_every)
+        self._replicas = ReplicaCheck(self._compare_every)
         self._reuse = Reuse(self.storage, self.ledger.view) if looking else None
         self._streams: dict[str, RandomStreams] = {}
         self._stats: dict[str, NodeStats] = {}
@@ -99,7 +103,7 @@ class Engine:
     def bind(self, job_name: str | None) -> None:
         """Serve the job of this name; None stands for the name of the directory."""
         self.ledger.job_name = job_name
-        self._replicas = ReplicaCheck()
+        self._replicas = ReplicaCheck(self._compare_every)
         if self._reuse is not None:
             self._reuse.forget()
 
@@ -388,3 +392,11 @@ def _stored_blobs(manifest: Manifest, node: str) -> list[str]:
         if mine and leaf.role != "rng":
             found[leaf.blob] = None
     return list(found)
+
+
+def _check_every(epochs: int | None) -> int:
+    if epochs is None:
+        return WHOLE_EVERY
+    if type(epochs) is int and epochs >= 1:
+        return epochs
+    raise UsageError(f"compare_every is {epochs!r:.80}; it is a whole number of epochs from 1")

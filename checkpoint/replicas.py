@@ -15,6 +15,7 @@ from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.disk.boxes import describe
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.planning.compare import (
+    WHOLE_EVERY,
     Lone,
     Mode,
     compare_replicas,
@@ -33,9 +34,10 @@ from torchrelay.jobs.peers import Peers, together
 
 
 class ReplicaCheck:
-    """Compares replicas save after save; remembers which modules DDP keeps alike itself."""
+    """Compares replicas save after save, whole every `every` epochs; knows which modules DDP keeps alike."""
 
-    def __init__(self) -> None:
+    def __init__(self, every: int = WHOLE_EVERY) -> None:
+        self._every = every
         self._first = True
         self._broadcasts: dict[int, tuple[weakref.ref[nn.Module], bool]] = {}
 
@@ -62,7 +64,7 @@ class ReplicaCheck:
         if len(job.places) == 1:
             together(job.peers, "save: boundary", check)
             return frozenset(), None
-        mode = mode_at(job.position.epoch, first=self._first)
+        mode = mode_at(job.position.epoch, first=self._first, every=self._every)
         behind = behind and mode is Mode.WHOLE
         shards = {state.rank: _parts(state) for state in job.states}
         strict = {

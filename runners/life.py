@@ -11,8 +11,10 @@ phases all are asked whether somebody wants to end early (`ending.boundaries`).
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from signal import Signals
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.facts import Facts
@@ -29,6 +31,8 @@ from torchrelay.runners.binding import bind_blobs
 from torchrelay.runners.choosing import Choice, Resume
 from torchrelay.runners.ending.boundaries import go_on
 from torchrelay.runners.ending.interruption import Interrupted
+from torchrelay.runners.ending.on_crash import OnCrash, save_at_crash
+from torchrelay.runners.ending.on_demand import save_now
 from torchrelay.runners.ending.place import places_for
 from torchrelay.runners.ending.preemption import leave_for_now
 from torchrelay.runners.ending.put_back import PutBack
@@ -65,6 +69,8 @@ class Plan:
     time_limit_secs: float | None = None
     max_attempts: int | None = None
     log_every_n_secs: float = EVERY_SECS
+    save_signal: Signals | None = None
+    on_crash: OnCrash = "none"
 
     def with_options(self, options: Options) -> Plan:
         """The same with what the command line overrides."""
@@ -125,7 +131,7 @@ class Life:
         self.session.begin(self.state)
         self.state.requests = self.requests
         self.onlookers.begin()
-        with signals_ask(self.requests):
+        with signals_ask(self.requests, self.plan.save_signal):
             try:
                 return self._run()
             except BaseException as error:
@@ -332,8 +338,16 @@ class Life:
             self.state.begin_epoch(epoch)
         self.state.check()
         self.state.tracked = self.job.epoch_group
+        self.state.save_now = self._save_now()
+        self.state.crashed = partial(save_at_crash, self) if self.plan.on_crash == "save" else None
         self.session.run(self.job.epoch_group)
         self.state.tracked, self.state.put_back = None, None
+        self.state.save_now, self.state.crashed = None, None
+
+    def _save_now(self) -> Callable[[], None] | None:
+        """How to save at a step; emulated nodes come to their steps one after another, so none is alike."""
+        alone = len(self.session.local_nodes) == 1
+        return partial(save_now, self) if alone and self.run_directory is not None else None
 
     def _load_again(self) -> None:
         """Load the position that the run goes on from once more; the random states are known."""
@@ -344,6 +358,7 @@ class Life:
     def _save(self, epoch: int, verdict: Verdict) -> bool | None:
         if self.manager is None:
             return None
+        self.requests.take_save()
         return self.saver.save(self.session, Position(epoch), self._facts(verdict))
 
     def facts_now(self) -> Facts:

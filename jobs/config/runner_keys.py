@@ -72,6 +72,9 @@ class CheckpointKeys:
     )
     asynchronous: bool = key(Truth(), "write behind the training", default=False, identity=False)
     max_failed_saves: int | None = key(Whole(0), "so many saves may fail in a row", identity=False)
+    compare_every: int | None = key(
+        Whole(1), "all bytes of the replicas are compared every so many epochs; 10 if missing", identity=False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +160,16 @@ class Runner:
         PathAt(), "the results of all batches go there, as JSON", identity=False
     )
     on_crash: str = key(
-        OneOf(("none", "save")), "`save`: an error saves where it can", default="none", identity=False
+        OneOf(("none", "save")),
+        "`save`: where a task fails, what its process holds goes to `crash/` of the run",
+        default="none",
+        identity=False,
+    )
+    save_signal: str = key(
+        Text("the name of a signal, or `none`"),
+        "this signal makes a checkpoint at the next step that can be saved, and training goes on",
+        default="SIGUSR2",
+        identity=False,
     )
     epoch: EpochChoice | None = key(
         EpochsChosen(),

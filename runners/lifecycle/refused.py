@@ -15,8 +15,6 @@ def check_heeded(settings: Settings, runner: RunnerKeys) -> None:
     for name in ("interval", "path", "feed_varnames", "fetch_varnames"):
         if getattr(runner, f"save_inference_{name}") is not None:
             raise _refusal(runner, f"save_inference_{name}", _EXPORT)
-    if runner.on_crash != "none":
-        raise _refusal(runner, "on_crash", "the newest epoch, or preempted step, is where the run goes on")
 
 
 def check_launch(runner: RunnerKeys, *, launched: bool, world_size: int) -> None:

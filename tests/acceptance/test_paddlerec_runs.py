@@ -263,7 +263,7 @@ def test_pdr_14_and_15_a_way_of_starting_that_contradicts_is_refused(tmp_path, w
         check_launch(keys, launched=launched, world_size=world)
 
 
-@pytest.mark.parametrize("key", ["on_crash=save", "save_inference_path=x", "save_inference_interval=1"])
+@pytest.mark.parametrize("key", ["save_inference_path=x", "save_inference_interval=1"])
 def test_keys_that_nobody_heeds_are_refused(tmp_path, key):
     """A key that the schema knows and the default steps do not heed is refused, never ignored."""
     written(tmp_path)
