@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from torchrelay.runners.ending.time_limits import TimeLimit, seconds_of
 from torchrelay.runners.leaving import code_of_result, run_and_leave
 from torchrelay.runners.life import Life, Plan
 from torchrelay.runners.options import parse_options
+from torchrelay.runners.replay.recipe import Recipe, recipes_of
 from torchrelay.runners.result import RunResult
 from torchrelay.runners.saving import report_stats
 from torchrelay.runners.session_base import SessionBase
@@ -79,6 +80,9 @@ class JobRunner:
     `on_crash="save"`: a process in which a task of an epoch fails writes what it holds to `crash/` in the run
     directory, to be looked at; the next start goes on from the newest saved position all the same.
 
+    `replay={"model": make_model}` records a call of that module at every epoch, which `torchrelay verify RUN
+    --replay` plays again on what `make_model()` of the archived source makes.
+
     `asynchronous=True` writes and commits epochs behind the training; whether one was saved is known, and
     the metadata handler told, at the next boundary.
 
@@ -117,6 +121,7 @@ class JobRunner:
         log_every_n_secs: float | None = None,
         save_signal: str | None = "SIGUSR2",
         on_crash: OnCrash = "none",
+        replay: Mapping[str, Recipe | Callable[[], Any]] | None = None,
         upstream: Mapping[str, str | Path | Upstream] | None = None,
         init_from: str | InitFrom | Sequence[str | InitFrom] = (),
         code: Code | None = None,
@@ -131,6 +136,7 @@ class JobRunner:
         self.manager = self._manager(where, given)
         self.trackers = self._sinks(trackers)
         self.capturing = Capturing(self.run_directory, code, configuration)
+        self.replay = recipes_of(replay)
         self.built_on = given_of(upstream, init_from)
         if self.built_on and self.run_directory is None:
             raise UsageError("upstream belongs to a run directory: give JobRunner the path of one")

@@ -44,6 +44,7 @@ from torchrelay.runners.journal import Journal
 from torchrelay.runners.onlookers import Onlookers
 from torchrelay.runners.options import Options
 from torchrelay.runners.outset import finished_already, look_and_choose, request_of
+from torchrelay.runners.replay.recorder import Recorder
 from torchrelay.runners.result import RunResult, Status
 from torchrelay.runners.run_state import RunState
 from torchrelay.runners.saving import Saver
@@ -109,6 +110,7 @@ class Life:
         self.saver = Saver(self.manager, self.journal, plan.max_failed_saves)
         self.look = Look()
         """What the log said when the position was chosen."""
+        self.recorder = Recorder(runner.replay, runner.run_directory, self.journal)
         self.stages = Stages(runner.built_on, runner.run_directory, session.peers)
         self.streams: dict[str, RandomStreams] = {}
         self.status: Status = "FINISHED"
@@ -222,6 +224,8 @@ class Life:
         self.session.run(self.job.setup_group)
         bind_blobs(self.job, self.session, before_setup=False)
         self.session.after_setup()
+        first = self.session.local_nodes[0]
+        self.recorder.watch(self.session.workspace(first.name), first.rank)
         if self.manager is not None:
             self.manager.engine.prepare(self.session)
         self._warn_of_bare_ddp()
@@ -315,6 +319,7 @@ class Life:
             metrics = self.session.reduce_metrics()
             self.onlookers.reduced(self.state, metrics)
             self._verdict = verdict = ask_all(self.job, self.session)
+            self.recorder.record(epoch)
             saved = self._save(epoch, verdict)
             self.journal.epoch_done(self.state, metrics, saved, verdict)
             self.onlookers.epoch_done(metrics)
@@ -400,6 +405,7 @@ class Life:
 
     def _close(self) -> None:
         self.guard.close()
+        self.recorder.close()
         self.onlookers.close()
         try:
             drop_wrappers()

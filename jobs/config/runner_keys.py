@@ -171,6 +171,12 @@ class Runner:
         default="SIGUSR2",
         identity=False,
     )
+    replay: bool = key(
+        Truth(),
+        "record a call of each model at every epoch, for `torchrelay verify RUN --replay`",
+        default=False,
+        identity=False,
+    )
     epoch: EpochChoice | None = key(
         EpochsChosen(),
         "which epochs `infer` goes over; all if it is missing",

@@ -31,6 +31,7 @@ def refuse(*_: Any, **__: Any) -> None:
 def alone(run: Path, folder: Path) -> dict[str, Any]:
     assert torchrelay(["runs", "code", str(run), "-o", str(folder / "source")]) == 0
     evaluated = evaluate(run, folder)
+    assert torchrelay(["verify", str(run), "--replay"]) == 0
     assert torchrelay(["lineage", str(run)]) == 0
     went_on = int(stage(run, folder, "train", "runner.train.epochs=7")["train"])
     again = evaluate(run, folder)

@@ -26,7 +26,7 @@ ASKS, DIES = 5, 10
 def main(marks: Path) -> int:
     code = 0
     for stage in STAGES:
-        given = [f"runner.train.network_class_path={__file__}:Network"]
+        given = [f"runner.train.network_class_path={__file__}:Network", "runner.train.replay=true"]
         os.environ["PIPELINE_MARK"] = str(marks / stage)
         code = code or lifecycle.run_config(load_config(f"{stage}.yaml", given)).exit_code
     return code
