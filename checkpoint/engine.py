@@ -23,10 +23,9 @@ from torchrelay.checkpoint.load_blobs import load_some
 from torchrelay.checkpoint.log.keeping import KEEP_ALL, Keeping
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.members import Member, members_of, newcomers
-from torchrelay.checkpoint.planning.compare import WHOLE_EVERY
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.reading.lookup import nearest
-from torchrelay.checkpoint.replicas import ReplicaCheck
+from torchrelay.checkpoint.replicas import ReplicaCheck, checked_every
 from torchrelay.checkpoint.retaining import Retaining
 from torchrelay.checkpoint.reuse import Reuse
 from torchrelay.checkpoint.save import SaveJob, carry_out, make_plan
@@ -90,7 +89,7 @@ class Engine:
         self._demoted: set[str] = set()
         self._structures = Structures()
         self._exchange = SpecExchange()
-        self._compare_every = _check_every(compare_every)
+        self._compare_every = checked_every(compare_every)
         self._replicas = ReplicaCheck(self._compare_every)
         self._reuse = Reuse(self.storage, self.ledger.view) if looking else None
         self._streams: dict[str, RandomStreams] = {}
@@ -392,11 +391,3 @@ def _stored_blobs(manifest: Manifest, node: str) -> list[str]:
         if mine and leaf.role != "rng":
             found[leaf.blob] = None
     return list(found)
-
-
-def _check_every(epochs: int | None) -> int:
-    if epochs is None:
-        return WHOLE_EVERY
-    if type(epochs) is int and epochs >= 1:
-        return epochs
-    raise UsageError(f"compare_every is {epochs!r:.80}; it is a whole number of epochs from 1")

@@ -28,9 +28,18 @@ from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.save import SaveJob
 from torchrelay.checkpoint.state.dtensors import local_of
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value
-from torchrelay.errors import SaveFailedError
+from torchrelay.errors import SaveFailedError, UsageError
 from torchrelay.jobs.data_parallel import wraps
 from torchrelay.jobs.peers import Peers, together
+
+
+def checked_every(epochs: int | None) -> int:
+    """The epochs between comparisons of all bytes; raises UsageError."""
+    if epochs is None:
+        return WHOLE_EVERY
+    if type(epochs) is int and epochs >= 1:
+        return epochs
+    raise UsageError(f"compare_every is {epochs!r:.80}; it is a whole number of epochs from 1")
 
 
 class ReplicaCheck:

@@ -35,10 +35,11 @@ from torchrelay.runners.ending.on_crash import OnCrash, check_on_crash
 from torchrelay.runners.ending.signals import save_signal_of
 from torchrelay.runners.ending.time_limits import TimeLimit, seconds_of
 from torchrelay.runners.leaving import code_of_result, run_and_leave
-from torchrelay.runners.life import Life, Plan
+from torchrelay.runners.life import Life
 from torchrelay.runners.options import parse_options
 from torchrelay.runners.replay.recipe import Recipe, recipes_of
 from torchrelay.runners.result import RunResult
+from torchrelay.runners.run_plan import Plan
 from torchrelay.runners.saving import report_stats
 from torchrelay.runners.session_base import SessionBase
 from torchrelay.runners.stages.given import InitFrom, Upstream, given_of

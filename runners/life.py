@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from signal import Signals
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.facts import Facts
@@ -28,10 +27,10 @@ from torchrelay.jobs.random_streams import RandomStreams
 from torchrelay.jobs.seeding import current_seed
 from torchrelay.runners.attempts import check_attempts
 from torchrelay.runners.binding import bind_blobs
-from torchrelay.runners.choosing import Choice, Resume
+from torchrelay.runners.choosing import Choice
 from torchrelay.runners.ending.boundaries import go_on
 from torchrelay.runners.ending.interruption import Interrupted
-from torchrelay.runners.ending.on_crash import OnCrash, save_at_crash
+from torchrelay.runners.ending.on_crash import save_at_crash
 from torchrelay.runners.ending.on_demand import save_now
 from torchrelay.runners.ending.place import places_for
 from torchrelay.runners.ending.preemption import leave_for_now
@@ -42,43 +41,19 @@ from torchrelay.runners.ending.time_limits import deadlines_of
 from torchrelay.runners.fence import FenceGuard
 from torchrelay.runners.journal import Journal
 from torchrelay.runners.onlookers import Onlookers
-from torchrelay.runners.options import Options
 from torchrelay.runners.outset import finished_already, look_and_choose, request_of
 from torchrelay.runners.replay.recorder import Recorder
 from torchrelay.runners.result import RunResult, Status
+from torchrelay.runners.run_plan import Plan
 from torchrelay.runners.run_state import RunState
 from torchrelay.runners.saving import Saver
 from torchrelay.runners.session_base import SessionBase
 from torchrelay.runners.stages.stages import Stages
 from torchrelay.runners.stopping import Verdict, ask_all, limits_of, only_time_is_up, over_by_facts
 from torchrelay.runners.tail import run_tail
-from torchrelay.runners.wording import EVERY_SECS
 
 if TYPE_CHECKING:
     from torchrelay.runners.job_runner import JobRunner
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What the user fixed about the run as a whole."""
-
-    resume: Resume = "auto"
-    best: tuple[str, str] | None = None
-    save_initial: bool = True
-    max_failed_saves: int | None = None
-    agree_every: int = 1
-    time_limit_secs: float | None = None
-    max_attempts: int | None = None
-    log_every_n_secs: float = EVERY_SECS
-    save_signal: Signals | None = None
-    on_crash: OnCrash = "none"
-
-    def with_options(self, options: Options) -> Plan:
-        """The same with what the command line overrides."""
-        limit = self.time_limit_secs if options.time_limit_secs is None else options.time_limit_secs
-        attempts = self.max_attempts if options.max_attempts is None else options.max_attempts or None
-        resume = options.resume or self.resume
-        return replace(self, resume=resume, time_limit_secs=limit, max_attempts=attempts)
 
 
 class Life:
