@@ -25,7 +25,7 @@ from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.members import Member, members_of, newcomers
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.reading.lookup import nearest
-from torchrelay.checkpoint.replicas import ReplicaCheck
+from torchrelay.checkpoint.replicas import ReplicaCheck, checked_every
 from torchrelay.checkpoint.retaining import Retaining
 from torchrelay.checkpoint.reuse import Reuse
 from torchrelay.checkpoint.save import SaveJob, carry_out, make_plan
@@ -55,6 +55,7 @@ class Engine:
     `selection` says which leaves are saved.
     `reuse`: leaves with the bytes of the epoch before are referenced instead of written again; None: without
     a `background` alone, because looking for them holds the training up.
+    `compare_every`: epochs between comparisons of all bytes of the replicas (10).
     `share_reads`: what all nodes load is read by one host each and sent to the others.
     """
 
@@ -68,6 +69,7 @@ class Engine:
         reuse: bool | None = None,
         selection: Selection = EVERYTHING,
         share_reads: bool | None = None,
+        compare_every: int | None = None,
         single_writer: SingleWriter = None,
     ) -> None:
         self.selection = selection
@@ -87,7 +89,8 @@ class Engine:
         self._demoted: set[str] = set()
         self._structures = Structures()
         self._exchange = SpecExchange()
-        self._replicas = ReplicaCheck()
+        self._compare_every = checked_every(compare_every)
+        self._replicas = ReplicaCheck(self._compare_every)
         self._reuse = Reuse(self.storage, self.ledger.view) if looking else None
         self._streams: dict[str, RandomStreams] = {}
         self._stats: dict[str, NodeStats] = {}
@@ -99,7 +102,7 @@ class Engine:
     def bind(self, job_name: str | None) -> None:
         """Serve the job of this name; None stands for the name of the directory."""
         self.ledger.job_name = job_name
-        self._replicas = ReplicaCheck()
+        self._replicas = ReplicaCheck(self._compare_every)
         if self._reuse is not None:
             self._reuse.forget()
 

@@ -37,6 +37,7 @@ class CheckpointManager(Manager):
         include: Patterns = None,
         exclude: Patterns = None,
         share_reads: bool | None = None,
+        compare_every: int | None = None,
         single_writer: SingleWriter = None,
     ) -> None:
         super().__init__(
@@ -54,6 +55,7 @@ class CheckpointManager(Manager):
             include=include,
             exclude=exclude,
             share_reads=share_reads,
+            compare_every=compare_every,
             single_writer=single_writer,
         )
         self.node_name = check_node_name(node_name)

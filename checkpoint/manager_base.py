@@ -58,6 +58,9 @@ class Manager:
     tensors that all nodes load whole, 8 MiB and more together, each host reads a share and sends it to the
     others, which verify it. All processes need the same setting, else each host reads everything, as without.
 
+    Parameters and optimizer state are compared between their replicas, all bytes at the first save and every
+    `compare_every` epochs (10), samples otherwise; a difference fails the save and names the tensors.
+
     A second job on the same place is kept out by names that cannot be created twice; a start tries that, and
     refuses a place where it does not hold (UsageError). `single_writer="external"` says that something else
     makes sure that never more than one job, or command that tags or pins, writes there; nothing is tried
@@ -81,6 +84,7 @@ class Manager:
         include: Patterns = None,
         exclude: Patterns = None,
         share_reads: bool | None = None,
+        compare_every: int | None = None,
         single_writer: SingleWriter = None,
     ) -> None:
         self.db_prefix = str(db_prefix)
@@ -93,6 +97,7 @@ class Manager:
             reuse=reuse,
             selection=selection_of(include, exclude),
             share_reads=share_reads,
+            compare_every=compare_every,
             single_writer=single_writer,
         )
         self._nodes: tuple[str, ...] | None = None

@@ -16,7 +16,8 @@ class ManagerOptions(TypedDict, total=False):
     `keep_last`, `keep_every`, `keep_best`, `keep_optimizer_last`: what is kept. `asynchronous`,
     `staging_limit` (bytes), `verify_staging`: saves behind the training. `reuse`: whether unchanged
     leaves are referred to. `include`, `exclude`: which leaves are saved. `share_reads`: whether hosts
-    read for each other. `single_writer`: who sees to it that one job writes.
+    read for each other. `compare_every`: epochs between comparisons of all bytes of the replicas.
+    `single_writer`: who sees to it that one job writes.
     """
 
     keep_last: int | None
@@ -30,4 +31,5 @@ class ManagerOptions(TypedDict, total=False):
     include: Patterns
     exclude: Patterns
     share_reads: bool | None
+    compare_every: int | None
     single_writer: SingleWriter

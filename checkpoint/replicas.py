@@ -15,6 +15,7 @@ from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.disk.boxes import describe
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.planning.compare import (
+    WHOLE_EVERY,
     Lone,
     Mode,
     compare_replicas,
@@ -27,15 +28,25 @@ from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.save import SaveJob
 from torchrelay.checkpoint.state.dtensors import local_of
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value
-from torchrelay.errors import SaveFailedError
+from torchrelay.errors import SaveFailedError, UsageError
 from torchrelay.jobs.data_parallel import wraps
 from torchrelay.jobs.peers import Peers, together
 
 
-class ReplicaCheck:
-    """Compares replicas save after save; remembers which modules DDP keeps alike itself."""
+def checked_every(epochs: int | None) -> int:
+    """The epochs between comparisons of all bytes; raises UsageError."""
+    if epochs is None:
+        return WHOLE_EVERY
+    if type(epochs) is int and epochs >= 1:
+        return epochs
+    raise UsageError(f"compare_every is {epochs!r:.80}; it is a whole number of epochs from 1")
 
-    def __init__(self) -> None:
+
+class ReplicaCheck:
+    """Compares replicas save after save, whole every `every` epochs; knows which modules DDP keeps alike."""
+
+    def __init__(self, every: int = WHOLE_EVERY) -> None:
+        self._every = every
         self._first = True
         self._broadcasts: dict[int, tuple[weakref.ref[nn.Module], bool]] = {}
 
@@ -62,7 +73,7 @@ class ReplicaCheck:
         if len(job.places) == 1:
             together(job.peers, "save: boundary", check)
             return frozenset(), None
-        mode = mode_at(job.position.epoch, first=self._first)
+        mode = mode_at(job.position.epoch, first=self._first, every=self._every)
         behind = behind and mode is Mode.WHOLE
         shards = {state.rank: _parts(state) for state in job.states}
         strict = {

@@ -14,6 +14,8 @@
     program.json                 what the run is to the others of its program, where a program made it
     values.jsonl, results/       values kept one by one, and test results, of such a run
     checkpoints/                 the checkpoint room's own directory
+    crash/                       what a process held when a task failed, where that was asked for
+    replay/                      calls of modules, with what they gave, to be played again
     STOP                         whoever makes it ends the run
 
 A generation is one holder of the checkpoint log, so files of different starts never mix.
@@ -133,6 +135,8 @@ class RunDirectory:
             "program.json",
             "results",
             "values.jsonl",
+            "crash",
+            "replay",
             "STOP",
         )
         names = sorted(path.name for path in self.path.iterdir())

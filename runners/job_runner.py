@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -31,11 +31,15 @@ from torchrelay.runners.attempts import MAX_ATTEMPTS
 from torchrelay.runners.by_hand import save_by_hand
 from torchrelay.runners.capturing import Capturing
 from torchrelay.runners.choosing import Resume, check_epoch
+from torchrelay.runners.ending.on_crash import OnCrash, check_on_crash
+from torchrelay.runners.ending.signals import save_signal_of
 from torchrelay.runners.ending.time_limits import TimeLimit, seconds_of
 from torchrelay.runners.leaving import code_of_result, run_and_leave
-from torchrelay.runners.life import Life, Plan
+from torchrelay.runners.life import Life
 from torchrelay.runners.options import parse_options
+from torchrelay.runners.replay.recipe import Recipe, recipes_of
 from torchrelay.runners.result import RunResult
+from torchrelay.runners.run_plan import Plan
 from torchrelay.runners.saving import report_stats
 from torchrelay.runners.session_base import SessionBase
 from torchrelay.runners.stages.given import InitFrom, Upstream, given_of
@@ -60,7 +64,7 @@ class JobRunner:
     only warns). `save_initial=False` leaves epoch 0, the state after `init`, out.
     A run directory also takes the options of its manager, `ManagerOptions`: `keep_last`, `keep_every`,
     `keep_best`, `keep_optimizer_last`, `asynchronous`, `staging_limit`, `verify_staging`, `reuse`,
-    `include`, `exclude`, `share_reads`, `single_writer`.
+    `include`, `exclude`, `share_reads`, `compare_every`, `single_writer`.
     `metadata_handler` hears of epochs beside the run directory's own handler, and decides where a run starts
     only where it says so (`decides = True`); a manager is given its handler itself.
     `upload_task_group_builder` builds the group that sends the last epoch elsewhere; `agree_every` is
@@ -70,6 +74,15 @@ class JobRunner:
     all ranks leave at one step, PREEMPTED, and the same command goes on from there; so they do after SIGTERM,
     SIGUSR1, and before the end that Slurm tells. `max_attempts` starts in a row that got no further end in
     NoProgressError (3 for run directories; 0 for no limit).
+
+    `save_signal`, sent to any rank, asks for a save at the next step that can be saved, on all ranks; then
+    training goes on. None for no signal; where the program handles it, it stays the program's.
+
+    `on_crash="save"`: a process in which a task of an epoch fails writes what it holds to `crash/` in the run
+    directory, to be looked at; the next start goes on from the newest saved position all the same.
+
+    `replay={"model": make_model}` records a call of that module at every epoch, which `torchrelay verify RUN
+    --replay` plays again on what `make_model()` of the archived source makes.
 
     `asynchronous=True` writes and commits epochs behind the training; whether one was saved is known, and
     the metadata handler told, at the next boundary.
@@ -107,6 +120,9 @@ class JobRunner:
         metadata_handler: MetadataHandler | None = None,
         trackers: Sequence[str | MetricSink] = (),
         log_every_n_secs: float | None = None,
+        save_signal: str | None = "SIGUSR2",
+        on_crash: OnCrash = "none",
+        replay: Mapping[str, Recipe | Callable[[], Any]] | None = None,
         upstream: Mapping[str, str | Path | Upstream] | None = None,
         init_from: str | InitFrom | Sequence[str | InitFrom] = (),
         code: Code | None = None,
@@ -121,6 +137,7 @@ class JobRunner:
         self.manager = self._manager(where, given)
         self.trackers = self._sinks(trackers)
         self.capturing = Capturing(self.run_directory, code, configuration)
+        self.replay = recipes_of(replay)
         self.built_on = given_of(upstream, init_from)
         if self.built_on and self.run_directory is None:
             raise UsageError("upstream belongs to a run directory: give JobRunner the path of one")
@@ -133,6 +150,8 @@ class JobRunner:
             time_limit_secs=None if time_limit is None else seconds_of(time_limit),
             max_attempts=_check_attempts(max_attempts),
             log_every_n_secs=interval_secs(log_every_n_secs),
+            save_signal=save_signal_of(save_signal),
+            on_crash=check_on_crash(on_crash),
         )
 
     def _manager(self, where: str | Path | Manager | None, options: dict[str, Any]) -> Manager | None:

@@ -11,8 +11,9 @@ phases all are asked whether somebody wants to end early (`ending.boundaries`).
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.facts import Facts
@@ -26,9 +27,11 @@ from torchrelay.jobs.random_streams import RandomStreams
 from torchrelay.jobs.seeding import current_seed
 from torchrelay.runners.attempts import check_attempts
 from torchrelay.runners.binding import bind_blobs
-from torchrelay.runners.choosing import Choice, Resume
+from torchrelay.runners.choosing import Choice
 from torchrelay.runners.ending.boundaries import go_on
 from torchrelay.runners.ending.interruption import Interrupted
+from torchrelay.runners.ending.on_crash import save_at_crash
+from torchrelay.runners.ending.on_demand import save_now
 from torchrelay.runners.ending.place import places_for
 from torchrelay.runners.ending.preemption import leave_for_now
 from torchrelay.runners.ending.put_back import PutBack
@@ -38,40 +41,19 @@ from torchrelay.runners.ending.time_limits import deadlines_of
 from torchrelay.runners.fence import FenceGuard
 from torchrelay.runners.journal import Journal
 from torchrelay.runners.onlookers import Onlookers
-from torchrelay.runners.options import Options
 from torchrelay.runners.outset import finished_already, look_and_choose, request_of
+from torchrelay.runners.replay.recorder import Recorder
 from torchrelay.runners.result import RunResult, Status
+from torchrelay.runners.run_plan import Plan
 from torchrelay.runners.run_state import RunState
 from torchrelay.runners.saving import Saver
 from torchrelay.runners.session_base import SessionBase
 from torchrelay.runners.stages.stages import Stages
 from torchrelay.runners.stopping import Verdict, ask_all, limits_of, only_time_is_up, over_by_facts
 from torchrelay.runners.tail import run_tail
-from torchrelay.runners.wording import EVERY_SECS
 
 if TYPE_CHECKING:
     from torchrelay.runners.job_runner import JobRunner
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What the user fixed about the run as a whole."""
-
-    resume: Resume = "auto"
-    best: tuple[str, str] | None = None
-    save_initial: bool = True
-    max_failed_saves: int | None = None
-    agree_every: int = 1
-    time_limit_secs: float | None = None
-    max_attempts: int | None = None
-    log_every_n_secs: float = EVERY_SECS
-
-    def with_options(self, options: Options) -> Plan:
-        """The same with what the command line overrides."""
-        limit = self.time_limit_secs if options.time_limit_secs is None else options.time_limit_secs
-        attempts = self.max_attempts if options.max_attempts is None else options.max_attempts or None
-        resume = options.resume or self.resume
-        return replace(self, resume=resume, time_limit_secs=limit, max_attempts=attempts)
 
 
 class Life:
@@ -103,6 +85,7 @@ class Life:
         self.saver = Saver(self.manager, self.journal, plan.max_failed_saves)
         self.look = Look()
         """What the log said when the position was chosen."""
+        self.recorder = Recorder(runner.replay, runner.run_directory, self.journal)
         self.stages = Stages(runner.built_on, runner.run_directory, session.peers)
         self.streams: dict[str, RandomStreams] = {}
         self.status: Status = "FINISHED"
@@ -125,7 +108,7 @@ class Life:
         self.session.begin(self.state)
         self.state.requests = self.requests
         self.onlookers.begin()
-        with signals_ask(self.requests):
+        with signals_ask(self.requests, self.plan.save_signal):
             try:
                 return self._run()
             except BaseException as error:
@@ -216,6 +199,8 @@ class Life:
         self.session.run(self.job.setup_group)
         bind_blobs(self.job, self.session, before_setup=False)
         self.session.after_setup()
+        first = self.session.local_nodes[0]
+        self.recorder.watch(self.session.workspace(first.name), first.rank)
         if self.manager is not None:
             self.manager.engine.prepare(self.session)
         self._warn_of_bare_ddp()
@@ -309,6 +294,7 @@ class Life:
             metrics = self.session.reduce_metrics()
             self.onlookers.reduced(self.state, metrics)
             self._verdict = verdict = ask_all(self.job, self.session)
+            self.recorder.record(epoch)
             saved = self._save(epoch, verdict)
             self.journal.epoch_done(self.state, metrics, saved, verdict)
             self.onlookers.epoch_done(metrics)
@@ -332,8 +318,16 @@ class Life:
             self.state.begin_epoch(epoch)
         self.state.check()
         self.state.tracked = self.job.epoch_group
+        self.state.save_now = self._save_now()
+        self.state.crashed = partial(save_at_crash, self) if self.plan.on_crash == "save" else None
         self.session.run(self.job.epoch_group)
         self.state.tracked, self.state.put_back = None, None
+        self.state.save_now, self.state.crashed = None, None
+
+    def _save_now(self) -> Callable[[], None] | None:
+        """How to save at a step; emulated nodes come to their steps one after another, so none is alike."""
+        alone = len(self.session.local_nodes) == 1
+        return partial(save_now, self) if alone and self.run_directory is not None else None
 
     def _load_again(self) -> None:
         """Load the position that the run goes on from once more; the random states are known."""
@@ -344,6 +338,7 @@ class Life:
     def _save(self, epoch: int, verdict: Verdict) -> bool | None:
         if self.manager is None:
             return None
+        self.requests.take_save()
         return self.saver.save(self.session, Position(epoch), self._facts(verdict))
 
     def facts_now(self) -> Facts:
@@ -385,6 +380,7 @@ class Life:
 
     def _close(self) -> None:
         self.guard.close()
+        self.recorder.close()
         self.onlookers.close()
         try:
             drop_wrappers()

@@ -63,6 +63,10 @@ class RunState:
         """The group whose tasks are followed, to be left and continued in their midst."""
         self.put_back: Callable[[str, Any], None] | None = None
         """Called by a node and its agreement when it comes to the loop that was left."""
+        self.crashed: Callable[[BaseException], None] | None = None
+        """Called in the process in which a task of the running epoch failed, before the others hear of it."""
+        self.save_now: Callable[[], None] | None = None
+        """Saves the step that all processes agreed on; None where a step cannot be saved."""
         self._cursors: dict[str, Cursor] = {}
 
     # Time
@@ -163,6 +167,10 @@ class RunState:
             return max(asked, ASKED)
         late = self.limit_secs is not None and self.elapsed_secs >= self.limit_secs
         return TIME_IS_UP if late else NOT_ASKED
+
+    def save_wanted(self) -> bool:
+        """Whether this process was asked for a save, and one can be made at a step."""
+        return self.save_now is not None and self.requests is not None and self.requests.save_wanted
 
     def end_epoch_at(self, node: str, agreed: int) -> None:
         """All processes agreed that the running epoch ends at the step that `node` is at."""

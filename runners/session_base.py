@@ -230,6 +230,8 @@ class SessionBase(Managed):
             try:
                 return work()
             except BaseException as error:
+                if self.run_state.crashed is not None:
+                    self.run_state.crashed(error)
                 self.task_failed(f"group {name}", error)
                 raise
 

@@ -7,6 +7,7 @@ Who knows what before a step begins:
   other loader each process looks one batch ahead and tells the others whether it has one;
 - stop requests and time limits are known to one process first and are told. A preemption ends the tasks
   at the step, by Interrupted; anything else ends the loop, and the epoch as a short one.
+- so is that somebody wants a save: then all make it at one step, and go on.
 
 What is told travels as one maximum over all processes, posted before a step and awaited after it, so
 that it overlaps with the step's own work: a stop that was asked for during one step ends the next one.
@@ -93,6 +94,7 @@ class Steps:
             yield self._begin(batch, loop)
             if self._ended(self._urgency() if self.polled else NOT_ASKED, loop):
                 return
+            self._save_if(self._save_wanted(), loop)
 
     def _even(self, source: Iterable[Any], loop: Loop | None, agreeing: Agreeing) -> Iterator[Any]:
         """As many batches everywhere: only stop requests are told, every `agree_every` steps."""
@@ -100,25 +102,28 @@ class Steps:
         polled = self.counted or (self.polled and everywhere)
         for index, batch in enumerate(source):
             asking = polled and index % self.state.agree_every == 0
-            handle = agreeing.agree_flags((self._urgency(),)) if asking else None
+            handle = agreeing.agree_flags((self._urgency(), self._save_wanted())) if asking else None
             yield self._begin(batch, loop)
-            if self._ended(handle.wait()[0] if handle else NOT_ASKED, loop):
+            urgency, save = handle.wait() if handle else (NOT_ASKED, 0)
+            if self._ended(urgency, loop):
                 return
+            self._save_if(save, loop)
 
     def _uneven(self, source: Iterable[Any], loop: Loop | None, agreeing: Agreeing) -> Iterator[Any]:
         """Each process looks one batch ahead; the first that runs dry ends the loop for all."""
         batches = iter(source)
         ahead = next(batches, _END)
-        handle = agreeing.agree_flags((int(ahead is _END), NOT_ASKED))
+        handle = agreeing.agree_flags((int(ahead is _END), NOT_ASKED, 0))
         while True:
-            exhausted, urgency = handle.wait()
+            exhausted, urgency, save = handle.wait()
             if exhausted:
                 self._tell_surplus(dropped=ahead is not _END)
                 return
             if self._ended(urgency):
                 return
+            self._save_if(save)
             batch, ahead = ahead, next(batches, _END)
-            handle = agreeing.agree_flags((int(ahead is _END), self._urgency()))
+            handle = agreeing.agree_flags((int(ahead is _END), self._urgency(), self._save_wanted()))
             yield self._begin(batch, loop)
 
     def _urgency(self) -> int:
@@ -130,6 +135,17 @@ class Steps:
             return NOT_ASKED
         patient = self.cursor is not None and self.cursor.costs_the_epoch
         return PREEMPT if requests.level(patient=patient) == PREEMPT else NOT_ASKED
+
+    def _save_wanted(self) -> int:
+        """Whether this process asks for a save in this loop, which all nodes must be in."""
+        alone = self.agreeing is None and self.polled
+        everywhere = self.cursor is not None and self.cursor.everywhere
+        return int(self.counted and (alone or everywhere) and self.state.save_wanted())
+
+    def _save_if(self, wanted: int, loop: Loop | None = None) -> None:
+        """Save here where a process wants it; behind the last batch the end of the epoch does."""
+        if wanted and self.state.save_now is not None and not (loop is not None and loop.exhausted):
+            self.state.save_now()
 
     def _begin(self, batch: Any, loop: Loop | None) -> Any:
         self.siblings.check()

@@ -1,6 +1,6 @@
 """Are replicas still alike? Which leaves are compared when, and what follows from a difference.
 
-    parameters, optimizer tensors     whole at the first save of a process and every 10 epochs, samples
+    parameters, optimizer tensors     whole at the first save of a process and every `every` epochs, samples
                                       between; a difference fails the save
     module buffers that DDP broadcasts     never: they differ by design
     other replicated tensors and values    at every save; a difference makes a leaf `rank` for good,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 WHOLE_EVERY = 10
-"""Epochs between comparisons of all bytes of parameters and optimizer state."""
+"""Epochs between comparisons of all bytes of parameters and optimizer state, unless said otherwise."""
 SAMPLE_BYTES = 64 << 10
 SAMPLES = 4
 """A sampled tensor is compared in this many stretches, the first and the last bytes among them."""
@@ -59,9 +59,9 @@ class Verdict:
     failures: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-def mode_at(epoch: int, *, first: bool) -> Mode:
-    """Whole at the first save of a process (so also after a restart) and every 10 epochs."""
-    return Mode.WHOLE if first or epoch % WHOLE_EVERY == 0 else Mode.SAMPLES
+def mode_at(epoch: int, *, first: bool, every: int = WHOLE_EVERY) -> Mode:
+    """Whole at the first save of a process (so also after a restart) and every `every` epochs."""
+    return Mode.WHOLE if first or epoch % every == 0 else Mode.SAMPLES
 
 
 def is_compared(leaf: Leaf | LeafSpec, scope: str, broadcast: Collection[str] = ()) -> bool:

@@ -1,28 +1,18 @@
-"""First stage: an autoencoder. See README.md."""
+"""First stage: an autoencoder, which learns what digits look like."""
 
-from __future__ import annotations
-
-from typing import Any
-
-import torch
-import torch.nn.functional as F  # noqa: N812
-from common import Autoencoder, digits, train_stage
 from torch import nn
 
-
-def build() -> Any:
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        pixels, _ = batch
-        return F.mse_loss(model(pixels), pixels)
-
-    return {"autoencoder": Autoencoder()}, loss
+from .layers import Coder
 
 
-@torch.no_grad()
-def measure(model: nn.Module) -> tuple[str, float]:
-    pixels, _ = digits()["test"]
-    return "test/mse", F.mse_loss(model(pixels), pixels).item()
+class Model(nn.Module):
+    def __init__(self, hyper_parameters):
+        super().__init__()
+        self.encoder = Coder(64, 32, hyper_parameters["width"])
+        self.decoder = Coder(32, 64, hyper_parameters["width"])
 
+    def forward(self, batch):
+        return self.decoder(self.encoder(batch[0]))
 
-if __name__ == "__main__":
-    train_stage("encoder", build, measure, best=("test/mse", "min"))
+    def loss(self, outputs, batch):
+        return nn.functional.mse_loss(outputs, batch[0])

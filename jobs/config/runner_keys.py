@@ -27,11 +27,6 @@ _NO_VARIABLES = (
     "a module has no named variables: what goes out are the weights of the whole model, and what comes in "
     "and out of it is its forward; leave the key out"
 )
-_NO_CRASH_SAVE = (
-    "after an error no state is left that could be proved: the step that failed has used up a batch and "
-    "random numbers and may have changed buffers, gradients or weights, while the other ranks stand in "
-    "another place of it; the newest epoch, or preempted step, is where the run goes on"
-)
 _SERVER_WORDS = dict.fromkeys(("ps", "pslib", "async", "half_async", "geo"), _NO_SERVERS)
 
 
@@ -81,6 +76,9 @@ class CheckpointKeys:
     )
     asynchronous: bool = key(Truth(), "write behind the training", default=False, identity=False)
     max_failed_saves: int | None = key(Whole(0), "so many saves may fail in a row", identity=False)
+    compare_every: int | None = key(
+        Whole(1), "all bytes of the replicas are compared every so many epochs; 10 if missing", identity=False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +171,22 @@ class Runner:
         PathAt(), "the results of all batches go there, as JSON", identity=False
     )
     on_crash: str = key(
-        OneOf(("none",), {"save": _NO_CRASH_SAVE}), "the only one", default="none", identity=False
+        OneOf(("none", "save")),
+        "`save`: where a task fails, what its process holds goes to `crash/` of the run",
+        default="none",
+        identity=False,
+    )
+    save_signal: str = key(
+        Text("the name of a signal, or `none`"),
+        "this signal makes a checkpoint at the next step that can be saved, and training goes on",
+        default="SIGUSR2",
+        identity=False,
+    )
+    replay: bool = key(
+        Truth(),
+        "record a call of each model at every epoch, for `torchrelay verify RUN --replay`",
+        default=False,
+        identity=False,
     )
     epoch: EpochChoice | None = key(
         EpochsChosen(),

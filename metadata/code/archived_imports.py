@@ -115,6 +115,7 @@ class ArchivedImports:
             module.__path__ = [f"{self.what}/{folder}" for folder in folders]
         linecache.lazycache(module.__file__, module.__dict__)
         self.modules[full] = sys.modules[module.__name__] = module
+        spec._initializing = True  # type: ignore[attr-defined]  # as importlib says of an import that is going on
         try:
             if path in self._contents:  # a folder without __init__.py has nothing to run
                 loader.exec_module(module)
@@ -122,6 +123,8 @@ class ArchivedImports:
             self.modules.pop(full, None)
             sys.modules.pop(module.__name__, None)
             raise
+        finally:
+            spec._initializing = False  # type: ignore[attr-defined]
         setattr(self.modules[parent] if parent else sys.modules[self.prefix], part, module)
 
     def _inside(self, module: ModuleType) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """`torchrelay verify`: prove every byte of committed epochs, as a load would, without loading.
 
-With `--quarantine` what is damaged is said in the log, so that no start tries it again.
+With `--quarantine` what is damaged is said in the log, so that no start tries it again. With `--replay` a
+recorded call is played again instead, on the model rebuilt from the run's archives.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torchrelay.errors import NoProvableEpochError, StorageError
 from torchrelay.runners.commands.command_line_arguments import Add, add_epoch
 from torchrelay.runners.commands.command_line_entries import entry_json
 from torchrelay.runners.commands.command_line_output import Output
-from torchrelay.runners.commands.command_line_place import Place, locate
+from torchrelay.runners.commands.command_line_place import Place, locate, locate_run
 from torchrelay.runners.commands.selector import find_entry, parse_selector
 from torchrelay.runners.workings import shown
 
@@ -40,10 +41,35 @@ def add_verify(add: Add) -> None:
         help="headers: files, sizes and what they hold, not every byte (default: full)",
     )
     parser.add_argument(
+        "--replay",
+        action="store_true",
+        help="rebuild the model from the archived source and configuration (which runs that source), play "
+        "the recorded call, 1 where the bits are others",
+    )
+    parser.add_argument(
         "--quarantine",
         action="store_true",
         help="say in the log what is damaged, so that no start tries it; 4 where a job writes there",
     )
+
+
+def _replay(path: str, output: Output) -> int:
+    """Play the recorded calls again; 0 where all gave the same bits."""
+    from torchrelay.runners.replay.verifying import NOT_SAME, replay
+
+    selector = parse_selector(path)
+    run, wish = locate_run(selector.path).path, None
+    if selector.wish is not None:
+        place = locate(selector.path)
+        wish = find_entry(place, place.log(), selector.wish).position.epoch
+    found = replay(run, wish)
+    if output.json:
+        output.value({"same": all(one.same for one in found), "calls": [one.json() for one in found]})
+    else:
+        for one in found:
+            for line in one.lines():
+                output.line(line)
+    return 0 if all(one.same for one in found) else NOT_SAME
 
 
 @dataclass(frozen=True)
@@ -78,6 +104,8 @@ class Verdict:
 
 def verify(chosen: argparse.Namespace, output: Output) -> int:
     """Prove one epoch or all; 0 if all are proved and the log is whole, else 5, or 3 if none can be used."""
+    if chosen.replay:
+        return _replay(chosen.path, output)
     selector = parse_selector(chosen.path)
     place, whole = locate(selector.path), selector.wish is None
     view = place.log()

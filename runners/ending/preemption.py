@@ -6,15 +6,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.position import Position
-from torchrelay.jobs.peers import decide, together
-from torchrelay.runners.ending.place import Place, places_json
+from torchrelay.jobs.peers import decide
+from torchrelay.runners.ending.inside import NOTHING_NEW, obstacle_here, save_inside, why_not_at
 from torchrelay.runners.result import RunResult
 
 if TYPE_CHECKING:
     from torchrelay.runners.life import Life
-
-
-_NOTHING_NEW = "no step was taken since the newest position"
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ def leave_for_now(life: Life) -> RunResult:
         run_dir=life.run_directory.path if life.run_directory else None,
         committed=life.saver.newest_saved,
     )
-    lost = outlook.why_not if inside and outlook.why_not != _NOTHING_NEW else None
+    lost = outlook.why_not if inside and outlook.why_not != NOTHING_NEW else None
     life.journal.preempted(result, saved, lost)
     return result
 
@@ -62,14 +59,13 @@ def _check_still_ours(life: Life) -> None:
 def _outlook(life: Life, *, inside: bool) -> _Outlook:
     """Every process says who asked it, how far it is, how long it has, and what keeps it from going on."""
     state, requests = life.state, life.requests
-    obstacles = [_obstacle(life, place.name) for place in life.session.local_nodes] if inside else []
     told = life.session.peers.exchange(
         "leave for now",
         [
             requests.reason(),
             requests.secs_left(),
             state.step,
-            next((one for one in obstacles if one is not None), None),
+            obstacle_here(life) if inside else None,
             life.saver.longest_secs,
         ],
     )
@@ -81,40 +77,15 @@ def _outlook(life: Life, *, inside: bool) -> _Outlook:
     return _Outlook(reason, position, _why_not(life, position, next(filter(None, why), None), time_left))
 
 
-def _obstacle(life: Life, node: str) -> str | None:
-    cursor = life.state.cursor_of(node)
-    return None if cursor is None else cursor.obstacle(life.session.workspace(node))
-
-
 def _why_not(life: Life, position: Position, obstacle: str | None, time_left: float) -> str | None:
     """Why the place cannot be saved; None where it can. Alike on all processes."""
-    newest = life.saver.newest
-    if life.manager is None or life.run_directory is None:
-        return "there is no run directory"
-    if position.boundary or (newest is not None and position <= newest):
-        return _NOTHING_NEW
-    if obstacle is not None:
-        return obstacle
-    return "there is no time left for a save" if time_left < 0 else None
+    why_not = why_not_at(life, position, obstacle)
+    return "there is no time left for a save" if why_not is None and time_left < 0 else why_not
 
 
 def _save(life: Life, outlook: _Outlook) -> _Outlook:
     """Save the place; a save that fails has warned, and the run goes on from the position before."""
-    session, state = life.session, life.state
-    own: dict[str, Place] = {}
-    for node in session.local_nodes:
-        cursor = state.cursor_of(node.name)
-        if cursor is not None:
-            streams = cursor.streams_at()
-            own[node.name] = cursor.place(state.step_of(node.name))
-            if streams is not None:
-                session.set_streams(node.name, streams)
-    told = together(
-        session.peers, "places in the epoch", lambda: {name: place.json() for name, place in own.items()}
-    )
-    places = {name: Place.of(json) for part in told for name, json in part.items()}
-    facts = replace(life.facts_now(), places=places_json(places), over=False)
-    life.saver.save(session, outlook.position, facts)
-    life.saver.settle(session)
+    save_inside(life, outlook.position)
+    life.saver.settle(life.session)
     failed = None if life.saver.newest == outlook.position else "the save failed"
     return replace(outlook, why_not=failed)

@@ -1,4 +1,4 @@
-"""Requests to end early, as one process knows them: signals, a time limit, the file STOP.
+"""Requests to end early or to save, as one process knows them: signals, a time limit, the file STOP.
 
 Raising a request is all that a signal handler does. When it counts is agreed by all processes, in
 `ctx.steps` and between the phases of a run (`runners.ending.boundaries`).
@@ -42,6 +42,7 @@ class Requests:
         self._stop_file = stop_file
         self._clock = clock
         self._signal: str | None = None
+        self._save: str | None = None
         self._kill_at: float | None = None
         self._looked = -_LOOK_SECS
         self._stop = False
@@ -50,6 +51,20 @@ class Requests:
         """A signal of this name came: leave, within the grace from now on. Signal handlers call this."""
         if self._signal is None:
             self._signal, self._kill_at = name, self._clock() + GRACE_SECS
+
+    def save(self, name: str) -> None:
+        """A signal of this name came: save at the next safe point. Signal handlers call this."""
+        self._save = name
+
+    @property
+    def save_wanted(self) -> bool:
+        """Whether this process was asked for a save that has not begun."""
+        return self._save is not None
+
+    def take_save(self) -> str | None:
+        """Who asked for the save that begins now, which serves all who asked until now."""
+        name, self._save = self._save, None
+        return name
 
     @property
     def need_secs(self) -> float:

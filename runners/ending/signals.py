@@ -1,4 +1,4 @@
-"""Signals that ask a run to leave: their handlers raise a request and do nothing else.
+"""Signals that ask a run to leave, or to save: their handlers raise a request and do nothing else.
 
 A handler of Python does not run inside a collective; there the other ranks, which come to the next step,
 bring the process out of it.
@@ -12,9 +12,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torchrelay.errors import UsageError
 from torchrelay.runners.ending.requests import Requests
 
 SAME_REQUEST_SECS = 5.0
@@ -22,10 +24,27 @@ SAME_REQUEST_SECS = 5.0
 launcher passes it on. A later one ends the process at once."""
 
 
-@contextmanager
-def signals_ask(requests: Requests) -> Iterator[None]:
-    """While the block runs SIGTERM and SIGUSR1 raise a request; after it they are what they were.
+_NO_SAVE = ("SIGTERM", "SIGUSR1", "SIGKILL", "SIGSTOP", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
+"""Those that mean to leave, and those that mean something else to the system."""
 
+
+def save_signal_of(name: Any) -> signal.Signals | None:
+    """The signal that asks for a save, None for none; raises UsageError for one that cannot."""
+    if name is None:
+        return None
+    if isinstance(name, str) and name in signal.Signals.__members__ and name not in _NO_SAVE:
+        return signal.Signals[name]
+    raise UsageError(
+        f"save_signal is {name!r:.80}; give the name of a signal such as 'SIGUSR2' (SIGTERM and SIGUSR1 "
+        "ask to leave), or None"
+    )
+
+
+@contextmanager
+def signals_ask(requests: Requests, save: signal.Signals | None = None) -> Iterator[None]:
+    """While the block runs SIGTERM and SIGUSR1 ask to leave, `save` for a save; after it all is as before.
+
+    `save` is left alone where it has a handler of the program's own.
     Only in the main thread, where Python has its handlers. A signal that is ignored, or that somebody
     handles outside of Python, is left alone.
     """
@@ -38,10 +57,24 @@ def signals_ask(requests: Requests) -> Iterator[None]:
         for number in (signal.SIGTERM, signal.SIGUSR1):
             if signal.getsignal(number) not in (signal.SIG_IGN, None):
                 before[number] = signal.signal(number, handler)
+        if save is not None and not _handled(save):
+            before[save] = signal.signal(save, lambda *_: requests.save(save.name))
         yield
     finally:
         for number, old in before.items():
             signal.signal(number, old)
+
+
+def _handled(number: signal.Signals) -> bool:
+    """Whether the program handles a signal, in Python or (as faulthandler does) outside of it."""
+    if signal.getsignal(number) not in (signal.SIG_DFL, signal.default_int_handler):
+        return True
+    try:
+        text = Path("/proc/self/status").read_text()
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in text.splitlines() if line.startswith("SigCgt:")), "0")
+    return number != signal.SIGINT and bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def ignore_termination() -> None:

@@ -17,6 +17,7 @@ from torchrelay.runners.context import Context
 from torchrelay.runners.ending.time_limits import TimeLimit
 from torchrelay.runners.experiment.samples import Samples
 from torchrelay.runners.job_runner import JobRunner
+from torchrelay.runners.replay.recipe import Recipe
 from torchrelay.runners.result import RunResult
 from torchrelay.runners.start import current_or_new_session
 
@@ -47,6 +48,8 @@ class Program(Samples):
     """Which epoch `best` means: `("val/accuracy", "max")`. It is kept, whatever `keep_last` says."""
     keep_last: int | None = None
     """Keep so many of the newest epochs; all if None."""
+    replay: bool = False
+    """Whether a call of the model is recorded at every epoch, for `torchrelay verify RUN --replay`."""
 
     def stop_conditions(self) -> Iterable[Any]:
         """Stop conditions beside the limits, such as early stopping."""
@@ -131,6 +134,9 @@ class Program(Samples):
             own |= {"time_limit": self.time_limit, "keep_last": self.keep_last, "code": self.code}
             if self.keep_last is not None and self.best is not None:
                 own["keep_best"] = self.best
+            if self.replay:
+                kind = type(self)
+                own["replay"] = {"model": Recipe("program", kind.__module__, kind.__qualname__)}
         return JobRunner(job, where, **(own | self.runner_options() | options))
 
     def _blobs(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torchrelay.runners.lifecycle.loading import Classes, Loader, load_classes
 from torchrelay.runners.lifecycle.local_ranks import LocalRanksError, command_of, run_local_ranks
 from torchrelay.runners.lifecycle.order import step_named
 from torchrelay.runners.lifecycle.processes_of_run import let_go
-from torchrelay.runners.lifecycle.recording import built_on, recorded, source_of
+from torchrelay.runners.lifecycle.recording import built_on, recorded, replayed, source_of
 from torchrelay.runners.lifecycle.refused import check_launch
 from torchrelay.runners.lifecycle.selection import epochs_place, is_of_training, run_directory_of
 from torchrelay.runners.lifecycle.stepping import StepFailedError, run_steps
@@ -162,7 +162,8 @@ class _Profile:
     def _job_options(self) -> dict[str, Any]:
         config = self.config
         known = {"configuration": recorded(config), "code": source_of(config), **built_on(config)}
-        return {**known, **runner_options(self.runner), **self.job_options}
+        replay = replayed(config.settings, self.runner)
+        return {**known, **runner_options(self.runner), **replay, **self.job_options}
 
     def _on_local_ranks(self, later: Sequence[str]) -> ProfileResult:
         overrides = self.config.overrides.texts

@@ -8,9 +8,13 @@ from typing import Any
 
 from torchrelay.checkpoint.remote.urls import is_url
 from torchrelay.jobs.config.config import Config
+from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
+from torchrelay.jobs.config.schema import Settings
 from torchrelay.jobs.config.schema import Upstream as UpstreamKeys
 from torchrelay.metadata.capture import Given
 from torchrelay.metadata.code.sources import Sources
+from torchrelay.runners.lifecycle.selection import MODEL, phases_of
+from torchrelay.runners.replay.recipe import Recipe
 from torchrelay.runners.stages.given import InitFrom, Upstream
 
 _WRITTEN = (
@@ -50,6 +54,14 @@ def built_on(config: Config) -> dict[str, Any]:
     runs = {alias: Upstream(_run(config, one.run), one.keep or ()) for alias, one in known.items()}
     starts = [_start(alias, one) for alias, one in known.items() if one.into or one.prefix or one.rename]
     return {"upstream": runs, "init_from": starts}
+
+
+def replayed(settings: Settings, runner: RunnerKeys) -> dict[str, Any]:
+    """What JobRunner is told of `replay`: the model of each phase, made by its class again."""
+    if not runner.replay:
+        return {}
+    names = [phase.name for phase, _ in phases_of(settings, runner)]
+    return {"replay": {f"{name}.{MODEL}": Recipe("phase", runner.name, name) for name in names}}
 
 
 def _start(alias: str, keys: UpstreamKeys) -> InitFrom:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.data_keys import Dataset, Phase
 from torchrelay.jobs.data_parallel import data_parallel
@@ -74,9 +76,7 @@ class Network(Step):
     ) -> PhaseState:
         """One phase: its model on the device, its data, its optimizer; `prefix` is for its metrics."""
         train = not context.is_infer
-        kind = context.classes.of(phase.model)
-        hyper_parameters = context.config.section("hyper_parameters")
-        model = made_model(kind, hyper_parameters, train=train, what=f"phase.{phase.name}.model")
+        model = self.build_model(context, phase)
         model.to(context.device)
         return PhaseState(
             name=phase.name,
@@ -88,6 +88,13 @@ class Network(Step):
             prefix=prefix,
             optimizer=self.build_optimizer(context, model) if train else None,
         )
+
+    def build_model(self, context: StepContext, phase: Phase) -> nn.Module:
+        """The model of a phase, by its class alone; `verify --replay` makes it anew by this, too."""
+        kind = context.classes.of(phase.model)
+        hyper_parameters = context.config.section("hyper_parameters")
+        train = not context.is_infer
+        return made_model(kind, hyper_parameters, train=train, what=f"phase.{phase.name}.model")
 
     def build_loader(self, context: StepContext, phase: Phase, dataset: Dataset | None) -> EpochLoader:
         """The data of a phase, in the input's order unless `shuffle_filelist` draws another per epoch."""

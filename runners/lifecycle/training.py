@@ -55,13 +55,16 @@ def _ends(runner: RunnerKeys) -> list[Any]:
 
 def runner_options(runner: RunnerKeys) -> dict[str, Any]:
     """What JobRunner is told of the keys of a profile."""
-    found = keeping(runner)
+    found = keeping(runner) | {"on_crash": runner.on_crash}
+    signal = runner.save_signal
     if runner.time_limit is not None:
         found["time_limit"] = runner.time_limit
     if (checkpoint := runner.checkpoint) is not None:
         found |= {"include": checkpoint.include, "exclude": checkpoint.exclude}
         found |= {"asynchronous": checkpoint.asynchronous, "max_failed_saves": checkpoint.max_failed_saves}
-    return {name: one for name, one in found.items() if one is not None or name == "best"}
+        found["compare_every"] = checkpoint.compare_every
+    kept = {name: one for name, one in found.items() if one is not None or name == "best"}
+    return kept | {"save_signal": None if signal == "none" else signal}
 
 
 def phase_task(context: StepContext, phase: PhaseState) -> Callable[[Context], None]:

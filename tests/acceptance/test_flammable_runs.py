@@ -252,7 +252,9 @@ def test_flm_17_periodic_functions_and_the_best_epoch(script: Script) -> None:
         torchrelay.open_checkpoint(script.run, 4)
 
 
-def test_the_example_has_all_verbs_in_25_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flm_14_the_example_has_all_verbs_in_25_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """FLM-14: examples/classifier.py, 25 lines, gets train, test, eval, status and amend."""
     text = (REPOSITORY / "examples" / "classifier.py").read_text()
     assert len(text.splitlines()) <= 25

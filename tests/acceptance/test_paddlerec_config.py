@@ -139,7 +139,6 @@ def test_pdr_1_each_key_of_the_ancestor_is_known(tmp_path):
         ("trainer_class: a.py", "not supported: replace the steps"),
         ("save_inference_feed_varnames: [C1]", "not supported: a module has no named variables"),
         ("save_inference_fetch_varnames: x", "not supported: a module has no named variables"),
-        ("on_crash: save", "`save` is not supported: after an error no state is left that could be proved"),
         ("server_num: 1", "not supported: there are no parameter servers"),
         ("fleet_mode: ps", "`ps` is not supported: there are no parameter servers"),
         ("distribute_strategy: async", "`async` is not supported"),
