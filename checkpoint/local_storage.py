@@ -196,7 +196,7 @@ class LocalStorage:
             self._beside(full, data, lambda temporary: temporary.replace(full), sync=False)
 
     def _beside(self, full: Path, data: bytes, name: Callable[[Path], object], *, sync: bool) -> None:
-        """Write under a private name, then name it; again where a new writer of the log swept it meanwhile."""
+        """Write under a private name, then name it; once more where a new writer of the log swept it."""
         try:
             self._once_beside(full, data, name, sync=sync)
         except FileNotFoundError:

@@ -28,7 +28,7 @@ def run(folder: Path, line: str, code: int = 0) -> str:
     name, *words = shlex.split(line, comments=True)
     done = subprocess.run(
         [*COMMANDS[name], *words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        timeout=90, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=100, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == code, f"{line}\n{done.stdout}"
     return done.stdout

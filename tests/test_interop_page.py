@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs/interop.md").read_text()
 def run(folder: Path, *command: str) -> str:
     done = subprocess.run(
         [sys.executable, *command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        timeout=60, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=100, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, f"{command}\n{done.stdout}"
     return done.stdout
@@ -59,7 +59,7 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     ):
         done = subprocess.run(
             [sys.executable, "-m", "torchrelay", *words], cwd=tmp_path, capture_output=True, text=True,
-            timeout=60, check=False,
+            timeout=100, check=False,
         )  # fmt: skip
         assert done.returncode == 2
         assert len(done.stderr.splitlines()) == 1

@@ -50,7 +50,7 @@ def test_alf_1_and_2_the_last_stage_of_a_pipeline_is_self_contained(
         [sys.executable, PROGRAMS / "evaluate.py", runs / "agent"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         env=clean_environment(),
         cwd=tmp_path,
     )

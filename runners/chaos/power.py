@@ -22,8 +22,8 @@ from torchrelay.runners.chaos.fault import Fault
 from torchrelay.runners.chaos.images import FileSystem
 from torchrelay.runners.chaos.pool import Worker
 from torchrelay.runners.chaos.scenarios import Copy, Prepared
-from torchrelay.runners.chaos.strikes import LIMIT_SECS, judge_left
 from torchrelay.runners.chaos.stillness import await_stillness
+from torchrelay.runners.chaos.strikes import LIMIT_SECS, judge_left
 from torchrelay.runners.chaos.tally import Outcome, Verdict
 
 _POLL_SECS = 0.0002

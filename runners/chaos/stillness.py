@@ -14,8 +14,8 @@ _POLL_SECS = 0.001
 def await_stillness(pid: int, limit_secs: float) -> None:
     """Wait until no thread of a stopped process runs any more, at most so long.
 
-    A stop reaches a thread that is in a system call when that ends. A save behind the training may be in
-    the middle of a write or a sync; were the device copied meanwhile, the copy would be as after no power cut.
+    A stop reaches a thread that is in a system call when that ends. A save behind the training may be in the
+    middle of a write or a sync; were the device copied meanwhile, the copy would be as after no power cut.
     """
     until = time.monotonic() + limit_secs
     while time.monotonic() < until and _moves(pid):

@@ -230,7 +230,7 @@ def test_signals_end_it_at_once(story: RunDirectory, number: int) -> None:
         assert process.stdout is not None
         line = process.stdout.readline()
         port = int(line.partition("127.0.0.1:")[2].partition("/")[0])
-        with socket.create_connection(("127.0.0.1", port), timeout=60) as silent:
+        with socket.create_connection(("127.0.0.1", port), timeout=100) as silent:
             silent.sendall(b"GET / HT")
             process.send_signal(number)
             assert process.wait(60) == 0

@@ -130,7 +130,7 @@ def test_a_running_job_is_not_disturbed(tmp_path: Path, told: Told) -> None:
                 assert code == 0, err
             assert told("unpin", run, f"p{number}")[0] == 0
         (run / "STOP").touch()
-        _, err = writer.communicate(timeout=60)
+        _, err = writer.communicate(timeout=100)
     finally:
         writer.kill()
     assert writer.returncode == 0 and "Warning" not in err, err

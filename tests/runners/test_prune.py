@@ -178,7 +178,7 @@ def test_a_run_that_is_written_is_left_alone(run: Path, told: Told) -> None:
     writer = LogWriter.take(LocalStorage(run / "checkpoints"), "pruned", period_secs=0.1)
     try:
         command = [sys.executable, "-m", "torchrelay", "prune", str(run), "--keep-last", "1"]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
         assert ended.returncode == 4 and "JobRunner(keep_last=...)" in ended.stderr
         assert told("prune", run, "--keep-last", "1", "--dry-run")[0] == 0
     finally:
@@ -197,7 +197,7 @@ def test_it_needs_no_torch(run: Path) -> None:
         "    assert main(line.replace('RUN', sys.argv[1]).split()) == 0, line\n"
         "assert not {'torch', 'pickle'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", program, str(run)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program, str(run)], check=True, timeout=100)
 
 
 def test_killed_at_any_moment_it_is_repeated(run: Path, chaos: Chaos) -> None:

@@ -116,7 +116,7 @@ def test_a_verb_shows_it_on_a_terminal_and_not_in_a_file(tmp_path: Path) -> None
         env=clean_environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         check=False,
     )
     assert plain.returncode == 0 and plain.stderr == ""
