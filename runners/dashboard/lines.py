@@ -1,4 +1,4 @@
-"""Connections that have only so long: a client that sends or takes a byte now and then holds no place for ever."""
+"""Connections that have only so long: no client holds a place for ever by sending a byte now and then."""
 
 from __future__ import annotations
 

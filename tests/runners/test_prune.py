@@ -25,25 +25,11 @@ from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.chaos.pytest_plugin import Chaos
-from torchrelay.runners.commands.command_line import main
 
 Told = Callable[..., tuple[int, str, str]]
 ACCURACY = [None, 0.5, 0.9, float("nan"), 0.9, 0.0, 0.2]
 TRIALS = 12
 RULES = ("--keep-last", "1", "--keep-best", "val/acc:max", "--keep-optimizer-last", "1")
-
-
-@pytest.fixture
-def told(capsys: pytest.CaptureFixture[str]) -> Told:
-    """Run a verb here; returns its code, stdout and stderr."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main([str(one) for one in arguments])
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return run
 
 
 @pytest.fixture(scope="module")
