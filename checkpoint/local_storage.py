@@ -7,7 +7,7 @@ import errno
 import os
 import secrets
 import stat as stat_module
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -182,27 +182,34 @@ class LocalStorage:
     def link_exclusive(self, path: str, data: bytes) -> None:
         """Write and sync under a private name, then give it the real one, which never replaces."""
         full = self._changed(path)
-        temporary = full.with_name(f"{_PRIVATE}{secrets.token_hex(8)}")
+
+        def name(temporary: Path) -> None:
+            give_name(temporary, full, alone=self.single_writer is not None)
+
         with _named(full, "create", FileExistsError):
-            try:
-                self._write_whole(temporary, data, sync=True)
-                give_name(temporary, full, alone=self.single_writer is not None)
-            finally:
-                with suppress(OSError):
-                    temporary.unlink()
+            self._beside(full, data, name, sync=True)
 
     def replace(self, path: str, data: bytes) -> None:
         """Write beside and rename over; readers see the old or the new, after a crash maybe neither."""
         full = self._changed(path)
-        temporary = full.with_name(f"{_PRIVATE}{secrets.token_hex(8)}")
         with _named(full, "replace"):
-            try:
-                self._write_whole(temporary, data, sync=False)
-                temporary.replace(full)
-            except BaseException:
-                with suppress(OSError):
-                    temporary.unlink()
-                raise
+            self._beside(full, data, lambda temporary: temporary.replace(full), sync=False)
+
+    def _beside(self, full: Path, data: bytes, name: Callable[[Path], object], *, sync: bool) -> None:
+        """Write under a private name, then name it; once more where a new writer of the log swept it."""
+        try:
+            self._once_beside(full, data, name, sync=sync)
+        except FileNotFoundError:
+            self._once_beside(full, data, name, sync=sync)
+
+    def _once_beside(self, full: Path, data: bytes, name: Callable[[Path], object], *, sync: bool) -> None:
+        temporary = full.with_name(f"{_PRIVATE}{secrets.token_hex(8)}")
+        try:
+            self._write_whole(temporary, data, sync=sync)
+            name(temporary)
+        finally:
+            with suppress(OSError):
+                temporary.unlink()
 
     def _write_whole(self, full: Path, data: bytes, *, sync: bool) -> None:
         handle = _create(full)

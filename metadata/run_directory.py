@@ -220,7 +220,7 @@ class RunDirectory:
         """All events in the order of generations."""
         for generation, path in self.generations("events"):
             for line in read_lines(path):
-                yield {"generation": generation, **line}
+                yield {**line, "generation": generation}
 
     def metrics(self) -> list[dict[str, Any]]:
         """One line per epoch: what a later start or a rewind replaced is left out.
@@ -234,7 +234,7 @@ class RunDirectory:
                     continue
                 while kept and kept[-1]["epoch"] >= line["epoch"]:  # they are in ascending order
                     kept.pop()
-                kept.append({"generation": generation, **line})
+                kept.append({**line, "generation": generation})
         return kept
 
     def generations(self, kind: Literal["metrics", "events"]) -> list[tuple[int, Path]]:

@@ -93,7 +93,7 @@ def test_growth_leaves_lines_a_page_and_a_plot(tmp_path):
         env=clean_environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
     lines = (tmp_path / "growth-blobs.jsonl").read_text()

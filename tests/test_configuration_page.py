@@ -20,7 +20,7 @@ PAGE = (Path(__file__).resolve().parent.parent / "docs/configuration.md").read_t
 
 def run(folder: Path, *command: str) -> str:
     done = subprocess.run(
-        [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     return done.stdout
@@ -62,7 +62,7 @@ def test_the_command_prints_schema_and_table() -> None:
         "main(['config', 'schema']); print('torch' in sys.modules or 'pydantic' in sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
     )
     *lines, torch_there = done.stdout.splitlines()
     assert torch_there == "False" and json.loads("\n".join(lines)) == json_schema()

@@ -43,6 +43,6 @@ def test_the_demo_refuses_a_directory_that_holds_something(tmp_path):
     """Nothing is written where something is already."""
     (tmp_path / "mine").write_text("")
     command = [sys.executable, REPOSITORY / "scripts/trials/demo.py", tmp_path]
-    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=100)
     assert done.returncode == 2 and "is not empty" in done.stdout, done
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]

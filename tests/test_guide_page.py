@@ -28,7 +28,7 @@ def run(folder: Path, line: str, code: int = 0) -> str:
     name, *words = shlex.split(line, comments=True)
     done = subprocess.run(
         [*COMMANDS[name], *words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        timeout=90, check=False, env=clean_environment({PLACE: server()}),
+        timeout=100, check=False, env=clean_environment({PLACE: server()}),
     )  # fmt: skip
     assert done.returncode == code, f"{line}\n{done.stdout}"
     return done.stdout

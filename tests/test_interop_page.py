@@ -18,7 +18,7 @@ PAGE = (ROOT / "docs/interop.md").read_text()
 def run(folder: Path, *command: str) -> str:
     done = subprocess.run(
         warmed(command), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        timeout=60, check=False, env=clean_environment({PLACE: server()}),
+        timeout=100, check=False, env=clean_environment({PLACE: server()}),
     )  # fmt: skip
     assert done.returncode == 0, f"{command}\n{done.stdout}"
     return done.stdout
@@ -48,7 +48,7 @@ def test_help_needs_no_torch() -> None:
             "except SystemExit: print('torch' in sys.modules)"
         )
         done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
         )
         assert done.stdout.splitlines()[-1] == "False"
 
@@ -63,7 +63,7 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         ["import", "dcp", "--from", "dcp", "-o", "x"],
     ):
         done = subprocess.run(
-            warmed(["-m", "torchrelay", *words]), cwd=tmp_path, capture_output=True, text=True, timeout=60,
+            warmed(["-m", "torchrelay", *words]), cwd=tmp_path, capture_output=True, text=True, timeout=100,
             check=False, env=clean_environment({PLACE: server()}),
         )  # fmt: skip
         assert done.returncode == 2

@@ -23,7 +23,7 @@ def undisturbed(tmp_path_factory) -> Watched:
     watched = Watched(root / "run", root)
     job = REPOSITORY / "scripts/trials/storm_job.py"
     command = [sys.executable, job, watched.run, watched.outside]
-    subprocess.run(command, env=clean_environment(), check=True, capture_output=True, timeout=60)
+    subprocess.run(command, env=clean_environment(), check=True, capture_output=True, timeout=100)
     return watched
 
 

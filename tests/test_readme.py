@@ -25,7 +25,7 @@ def run(folder: Path, code: str, *arguments: str) -> str:
     script.write_text(code)
     done = subprocess.run(
         [sys.executable, str(script), *arguments],
-        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=False,
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=100, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "TORCHRELAY_LOG_EVERY_N_SECS": "0"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
@@ -35,7 +35,7 @@ def run(folder: Path, code: str, *arguments: str) -> str:
 def cli(folder: Path, *arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "torchrelay", *arguments], cwd=folder, capture_output=True, text=True,
-        timeout=60, check=True,
+        timeout=100, check=True,
     )  # fmt: skip
     return done.stdout
 

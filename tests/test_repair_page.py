@@ -37,7 +37,7 @@ def test_the_commands_run(tmp_path: Path) -> None:
     def told(number: int, code: int = 0) -> str:
         done = subprocess.run(
             warmed(["-m", *lines[number]]), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, timeout=60, check=False, env=clean_environment({PLACE: server()}),
+            text=True, timeout=100, check=False, env=clean_environment({PLACE: server()}),
         )  # fmt: skip
         assert done.returncode == code, done.stdout
         return done.stdout

@@ -75,7 +75,7 @@ def test_public_names() -> None:
 
 def run_python(code: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
     )
     return done.stdout.strip()
 

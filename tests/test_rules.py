@@ -224,4 +224,4 @@ def test_scripts_are_executable_and_valid() -> None:
     for path in [one for one in (ROOT / "scripts").iterdir() if one.suffix == "" and one.is_file()]:
         assert path.stat().st_mode & 0o111, path.name
         if "bash" in path.read_text().splitlines()[0]:
-            subprocess.run(["bash", "-n", str(path)], check=True, timeout=30)
+            subprocess.run(["bash", "-n", str(path)], check=True, timeout=100)

@@ -26,7 +26,7 @@ def run(folder: Path, line: str) -> str:
     name, *words = shlex.split(line)
     program = [*(["-m", "torchrelay"] if name == "torchrelay" else []), *words]
     done = subprocess.run(
-        warmed(program), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=90,
+        warmed(program), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=100,
         check=False, env=clean_environment({PLACE: server()}),
     )  # fmt: skip
     assert done.returncode == 0, f"{line}\n{done.stdout}"

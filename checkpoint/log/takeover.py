@@ -6,6 +6,7 @@ Whoever creates the takeover's slot first has the log; everybody else judges aga
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
@@ -19,8 +20,8 @@ from torchrelay.checkpoint.log.log_append import Draft, OvertakenError, append
 from torchrelay.checkpoint.log.log_reader import Tail, read_tail
 from torchrelay.checkpoint.log.record import LOG
 from torchrelay.checkpoint.log.writer import Right, WriterIdentity, describe, judge
-from torchrelay.checkpoint.storage import Storage
-from torchrelay.errors import DirectoryInUseError
+from torchrelay.checkpoint.storage import Leftovers, Storage
+from torchrelay.errors import DirectoryInUseError, StorageError
 
 Json = Any
 
@@ -63,13 +64,33 @@ def take_over(
         if verdict.right is Right.WATCH and moves(storage, patience_secs):
             raise DirectoryInUseError(f"{storage.url} is in use by {describe(holder, _REMEDY)}")
         older_tries = frozenset(storage.list(DATA))
+        cut_off = _temporaries(storage)
         storage.sync_dir(LOG)  # never act on a name that a power cut could still remove
         try:
             appended = append(storage, tail, _takeover(me, nonce, verdict.reason))
         except OvertakenError:
             continue
+        _delete(storage, cut_off)
         return Taken(appended.tail, older_tries)
     raise DirectoryInUseError(f"{storage.url} is in use by {describe(holder, _REMEDY)}")
+
+
+def _temporaries(storage: Storage) -> list[str]:
+    """Files without a name yet: of a writer that crashed, or of one, or a guest, that writes right now.
+
+    What they are to become is older than the takeover that follows: its slot, at the latest, is filled, so
+    no record of theirs is lost with them; a guest that lives makes its file anew (`LocalStorage`).
+    """
+    if not isinstance(storage, Leftovers):
+        return []
+    return [*storage.leftovers(""), *(f"{LOG}/{name}" for name in storage.leftovers(LOG))]
+
+
+def _delete(storage: Storage, paths: list[str]) -> None:
+    """What cannot go now stays for the next one."""
+    for path in paths:
+        with suppress(StorageError):
+            storage.delete(path)
 
 
 def _takeover(me: WriterIdentity, nonce: str, reason: str) -> Draft:

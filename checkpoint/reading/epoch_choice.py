@@ -16,6 +16,8 @@ from torchrelay.errors import UnknownEpochError, UsageError
 
 _TEXT = re.compile(r"(?:epoch=)?(0|[1-9][0-9]{0,7})(?:,branch=(0|[1-9][0-9]{0,8}))?")
 _WITH_STEP = re.compile(r"[0-9]+\+[0-9]+.*")
+WORDS = ("last", "best")
+"""What stands for an epoch instead of its number; `opening.candidates` says what each means."""
 _FORMS = 'a number from 0 on, "last", "best", "tag=NAME", or "7,branch=0"'
 _TAG = "tag="
 _RANGES = 6  # so many stretches of numbers are told, of more only what is near
@@ -52,7 +54,7 @@ def wanted(epoch: Any, branch: int | None = None) -> Wanted:
 
 
 def _from_text(text: str, branch: int | None) -> Wanted:
-    if text in ("last", "best"):
+    if text in WORDS:
         return Wanted(None, text, branch)
     if text.startswith(_TAG) and text != _TAG:
         if branch is not None:

@@ -83,6 +83,7 @@ def take_inventory(storage: Storage) -> Inventory:
             raise
         return Inventory(tuple(findings), None, history, lost)
     findings += _derived(storage, tail, newest)
+    findings += _gone(storage, tail.view)
     findings += _undeleted(storage, tail.view)
     findings += _unneeded(storage, tail.view, history, job.uuid)
     findings += _foreign(storage, tail.view)
@@ -116,6 +117,19 @@ def _counts(storage: Storage, view: LogView) -> bool:
     except (FileNotFoundError, ValueError, RecursionError):
         return False
     return isinstance(found, dict) and found.get("generation") == view.generation
+
+
+def _gone(storage: Storage, view: LogView) -> Iterator[Finding]:
+    """Directories that are not there, of live epochs that nobody has quarantined yet."""
+    healthy = [one for one in view.entries if one.healthy]
+    needed = {name for one in healthy for name in one.tries}
+    for name in sorted(needed - set(storage.list(DATA))):
+        if storage.stat(f"{try_directory(name)}/{MANIFEST}") is not None:
+            continue  # listings of an object store may lag behind
+        needing = [f"{one.position} (branch {one.branch})" for one in healthy if name in one.tries]
+        text = f"gone, and needed by epoch {', '.join(needing[:8])}{' and others' * (len(needing) > 8)}"
+        remedy = "restore it from a copy, or torchrelay ckpt verify --quarantine"
+        yield Finding("keep", "lost epoch", try_directory(name), f"{text}: {remedy}")
 
 
 def _undeleted(storage: Storage, view: LogView) -> Iterator[Finding]:

@@ -63,7 +63,7 @@ class WandbSink:
         self._start()
 
     def close(self) -> None:
-        """Finish the file."""
+        """Finish the run; W&B's own process, which outlives this one, writes the rest of the file."""
         if self._run is not None:
             self._run.finish()
             self._run = None

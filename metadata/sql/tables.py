@@ -39,12 +39,19 @@ BRANCHES = Table(
     PrimaryKeyConstraint("job", "branch"),
 )
 
+
+def _of_an_epoch() -> tuple[Column[str], Column[int], Column[int]]:
+    return (
+        Column("job", String),
+        Column("epoch", BigInteger, autoincrement=False),
+        Column("generation", BigInteger, autoincrement=False),
+    )
+
+
 EPOCHS = Table(
     "relay_epochs",
     metadata,
-    Column("job", String),
-    Column("epoch", BigInteger, autoincrement=False),
-    Column("generation", BigInteger, autoincrement=False),
+    *_of_an_epoch(),
     Column("branch", BigInteger, nullable=False),
     Column("nodes", BigInteger, nullable=False),
     Column("saved_at", DateTime(timezone=True), nullable=False),
@@ -56,9 +63,7 @@ _OF_A_NODE = ("job", "epoch", "generation", "action", "node")
 MOVED = Table(
     "relay_moved",
     metadata,
-    Column("job", String),
-    Column("epoch", BigInteger, autoincrement=False),
-    Column("generation", BigInteger, autoincrement=False),
+    *_of_an_epoch(),
     Column("action", String),
     Column("node", String),
     Column("bytes", BigInteger, nullable=False),
@@ -68,9 +73,7 @@ MOVED = Table(
 DURATIONS = Table(
     "relay_durations",
     metadata,
-    Column("job", String),
-    Column("epoch", BigInteger, autoincrement=False),
-    Column("generation", BigInteger, autoincrement=False),
+    *_of_an_epoch(),
     Column("action", String),
     Column("node", String),
     Column("phase", String),

@@ -10,6 +10,7 @@ from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.record import slot_path
+from torchrelay.checkpoint.log.tail import STRIDE
 from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.errors import RelayError, UsageError
 from torchrelay.runners.chaos.command_runs import Done
@@ -46,10 +47,15 @@ def end_of(run: Path) -> tuple[int, int]:
 
 
 def kept_at(run: Path, slots: set[int]) -> Kept:
-    """The bytes of durable records as they lie there; one that is gone has none."""
-    root = _storage_of(run).root
-    files = {slot: root / slot_path(slot) for slot in slots}
+    """The bytes of durable records that stay, as they lie there; one that is gone has none."""
+    root, newest = _storage_of(run).root, max(slots, default=0)
+    files = {slot: root / slot_path(slot) for slot in slots if not _may_go(slot, newest)}
     return Kept({slot: file.read_bytes() if file.exists() else b"" for slot, file in files.items()})
+
+
+def _may_go(slot: int, newest: int) -> bool:
+    """Whether a log that goes on to `newest` may have thinned this record away (format.md, section 4)."""
+    return slot % STRIDE != 0 and slot <= newest - STRIDE
 
 
 def judge_struck(fault: Fault, done: Done) -> tuple[Verdict, str]:
@@ -65,11 +71,13 @@ def judge_struck(fault: Fault, done: Done) -> tuple[Verdict, str]:
 
 
 def judge_left(run: Path, before: Kept, newest: int, branch: int) -> tuple[Verdict, str]:
-    """Every durable record is still what it was, every live epoch is proved, and the end is the same."""
+    """Every durable record that stays is what it was, every live epoch is proved, and the end is the same."""
     storage = _storage_of(run)
     view = open_log(storage)
     for slot, data in before.records.items():
         file = storage.root / slot_path(slot)
+        if _may_go(slot, view.slot):
+            continue
         if not data or not file.exists() or file.read_bytes() != data:
             return Verdict.LOST, f"record {slot} of the log was durable and is not there any more"
     proofs = [prove(storage, entry, level="full") for entry in view.entries]

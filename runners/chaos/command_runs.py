@@ -21,6 +21,7 @@ from torchrelay.runners.chaos.calls import Call, read_calls
 from torchrelay.runners.chaos.fault import Fault
 from torchrelay.runners.chaos.library import library
 from torchrelay.runners.chaos.plan import VARIABLE, PlanFile
+from torchrelay.runners.chaos.stillness import await_stillness, members
 
 PLACE = "{run}"
 _RECORD = re.compile(r"(?:checkpoints/)?log/([0-9]{20})\.json")
@@ -95,6 +96,8 @@ def _wait(
             return True
         if standing is not None and plan.paused:
             os.killpg(process.pid, signal.SIGSTOP)
+            for pid in members(process.pid):
+                await_stillness(pid, until - time.monotonic())
             standing()
             return False
         time.sleep(_POLL_SECS)

@@ -22,6 +22,7 @@ from torchrelay.runners.chaos.fault import Fault
 from torchrelay.runners.chaos.images import FileSystem
 from torchrelay.runners.chaos.pool import Worker
 from torchrelay.runners.chaos.scenarios import Copy, Prepared
+from torchrelay.runners.chaos.stillness import await_stillness
 from torchrelay.runners.chaos.strikes import LIMIT_SECS, judge_left
 from torchrelay.runners.chaos.tally import Outcome, Verdict
 
@@ -106,6 +107,7 @@ def _standing_still(worker: Worker, cuts: Cuts, copy: Copy, image: Path, home: P
 
 def _copied(pid: int, number: int, copy: Copy, image: Path, home: Path) -> _Cut:
     os.kill(pid, signal.SIGSTOP)
+    await_stillness(pid, LIMIT_SECS)
     try:
         oracle = copy.oracle.read_bytes() if copy.oracle.exists() else b""
         images.copy(image, home / f"cut{number}")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.log.live import Entry, Key
 from torchrelay.runners.commands.command_line_output import human_number
 
 
@@ -17,6 +18,23 @@ def entry_json(entry: Entry) -> dict[str, Any]:
         "branch": entry.branch,
         "try": entry.try_name,
     }
+
+
+def states_of(entry: Entry, current: Collection[Key]) -> list[str]:
+    """What keeps an epoch from being used, in words; `current` are the keys that the branch of now sees."""
+    states = [] if entry.key in current else ["abandoned"]
+    states += [] if entry.healthy else ["quarantined"]
+    return states + ([] if entry.resumable else ["not resumable"])
+
+
+def current_keys(view: LogView) -> frozenset[Key]:
+    """The keys of the epochs that the current branch sees."""
+    return frozenset(one.key for one in view.line())
+
+
+def marks_of(view: LogView, entry: Entry) -> list[str]:
+    """The tags and pins of an epoch, `tag:paper`."""
+    return [f"{mark.kind}:{mark.name}" for mark in view.marks if mark.target == entry.key]
 
 
 def metrics_text(metrics: Mapping[str, float]) -> str:

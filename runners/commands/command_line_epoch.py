@@ -13,7 +13,13 @@ from torchrelay.checkpoint.wildcards import matches
 from torchrelay.errors import UsageError
 from torchrelay.jobs.collector import undisturbed
 from torchrelay.runners.commands.command_line_arguments import Add, add_blobs, add_epoch
-from torchrelay.runners.commands.command_line_entries import entry_json, metrics_text
+from torchrelay.runners.commands.command_line_entries import (
+    current_keys,
+    entry_json,
+    marks_of,
+    metrics_text,
+    states_of,
+)
 from torchrelay.runners.commands.command_line_output import Output, finite, human_bytes, human_number
 from torchrelay.runners.commands.selector import Selected, select
 
@@ -79,10 +85,7 @@ def _head(selected: Selected, table: EpochTable) -> list[str]:
 
 def _states(selected: Selected) -> list[str]:
     entry, view = selected.entry, selected.view
-    states = [] if entry.key in {one.key for one in view.line()} else ["abandoned"]
-    states += [] if entry.healthy else [entry.health]
-    states += [] if entry.resumable else ["not resumable"]
-    return [*states, *(f"{mark.kind}:{mark.name}" for mark in view.marks if mark.target == entry.key)]
+    return [*states_of(entry, current_keys(view)), *marks_of(view, entry)]
 
 
 def _cells(selected: Selected, line: BlobLine) -> tuple[str, ...]:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torchrelay.checkpoint.disk.manifest_glance import Glance, glance_or_notes
 from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.live import HEALTHY, Entry
+from torchrelay.checkpoint.log.live import Entry, Key
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.jobs.collector import undisturbed
 from torchrelay.runners.commands.command_line_arguments import Add, add_place
-from torchrelay.runners.commands.command_line_entries import entry_json, metrics_text
+from torchrelay.runners.commands.command_line_entries import (
+    current_keys,
+    entry_json,
+    marks_of,
+    metrics_text,
+    states_of,
+)
 from torchrelay.runners.commands.command_line_output import Output, finite, human_bytes
 from torchrelay.runners.commands.command_line_place import locate, runs_below
 from torchrelay.runners.commands.command_line_runs import list_runs
@@ -82,23 +88,19 @@ def ls(chosen: argparse.Namespace, output: Output) -> int:
 
 def _lines(storage: Storage, view: LogView) -> list[EpochLine]:
     """What is abandoned first, then the current line: the newest is the last."""
-    lines = [_line(storage, view, entry, abandoned=True) for entry in view.abandoned()]
-    return [*lines, *(_line(storage, view, entry) for entry in view.line())]
+    current = current_keys(view)
+    return [_line(storage, view, entry, current) for entry in (*view.abandoned(), *view.line())]
 
 
-def _line(storage: Storage, view: LogView, entry: Entry, *, abandoned: bool = False) -> EpochLine:
+def _line(storage: Storage, view: LogView, entry: Entry, current: Collection[Key]) -> EpochLine:
     seen = _seen(storage, entry)
-    states = ["abandoned"] if abandoned else []
-    if entry.health != HEALTHY:
-        states.append(entry.health)
-    elif seen is None:
+    states = states_of(entry, current)
+    if seen is None and entry.healthy:
         states.append("manifest unreadable")
-    if not entry.resumable:
-        states.append("not resumable")
     return EpochLine(
         entry,
         tuple(states),
-        tuple(f"{mark.kind}:{mark.name}" for mark in view.marks if mark.target == entry.key),
+        tuple(marks_of(view, entry)),
         None if seen is None else seen.nodes,
         None if seen is None else seen.own_bytes,
         {} if seen is None else seen.metrics,

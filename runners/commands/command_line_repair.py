@@ -48,7 +48,7 @@ def _tell(
     output: Output, left: Inventory, notes: Sequence[Finding], done: Sequence[Finding], *, delete: bool
 ) -> int:
     findings = (*left.findings, *notes)
-    bad = [one for one in findings if one.kind == "lost base"]
+    bad = [one for one in findings if one.kind in ("lost base", "lost epoch")]
     if output.json:
         output.value({"done": [one.json() for one in done], "left": [one.json() for one in findings]})
         return StorageError.exit_code if bad else 0

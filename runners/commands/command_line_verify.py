@@ -16,7 +16,7 @@ from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.reading.proof import Level, Outcome, Proof, prove
 from torchrelay.errors import NoProvableEpochError, StorageError
 from torchrelay.runners.commands.command_line_arguments import Add, add_epoch
-from torchrelay.runners.commands.command_line_entries import entry_json
+from torchrelay.runners.commands.command_line_entries import current_keys, entry_json, states_of
 from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.commands.command_line_place import Place, locate, locate_run
 from torchrelay.runners.commands.selector import find_entry, parse_selector
@@ -122,14 +122,12 @@ def verify(chosen: argparse.Namespace, output: Output) -> int:
 def _verdicts(
     place: Place, view: LogView, entries: Sequence[Entry], level: Level, output: Output
 ) -> Iterator[Verdict]:
-    seen = {entry.key for entry in view.line()}
+    current = current_keys(view)
     for number, entry in enumerate(entries, 1):
         count = f"{number} of {len(entries)}"
         output.progress(f"epoch {entry.position}, {count}")
-        states = [] if entry.key in seen else ["abandoned"]
-        states += [] if entry.healthy else ["quarantined"]
         with shown(lambda text, count=count: output.progress(f"{text} ({count})" if text else "")):  # type: ignore[misc]
-            verdict = Verdict(prove(place.storage, entry, level=level), tuple(states))
+            verdict = Verdict(prove(place.storage, entry, level=level), tuple(states_of(entry, current)))
         if not output.json:
             output.line(verdict.line(), verdict.proof.outcome.value)
         yield verdict

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from shlex import quote
 
-SELECTORS = ("last", "best", "epoch=", "tag=")
+from torchrelay.checkpoint.reading.epoch_choice import WORDS
+
+SELECTORS = (*WORDS, "epoch=", "tag=")
 """What may follow `RUN@`."""
 
 

@@ -52,8 +52,9 @@ class RunStore:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a directory is one of a run."""
-    return (path / "run.json").is_file() or (path / "checkpoints" / JOB_FILE).is_file()
+    """Whether a directory is one of a run. One whose notes are links is none: they may lead to any file."""
+    begun = (path / "run.json").is_file() or (path / "checkpoints" / JOB_FILE).is_file()
+    return begun and not any(one.is_symlink() for one in _notes(RunDirectory(path)))
 
 
 def signature(run: RunDirectory) -> str:
@@ -78,10 +79,14 @@ def _now_and_then(run: RunDirectory) -> str:
 
 
 def _watched(run: RunDirectory) -> Iterator[Path]:
-    for name in _FILES:
-        yield run.path / name
+    yield from _notes(run)
     for name in _OF_CHECKPOINTS:
         yield run.checkpoints / name
+
+
+def _notes(run: RunDirectory) -> Iterator[Path]:
+    for name in _FILES:
+        yield run.path / name
     for kind in ("metrics", "events"):
         for _, path in run.generations(kind):
             yield path

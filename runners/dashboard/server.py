@@ -15,6 +15,7 @@ from torchrelay.errors import UsageError
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.dashboard.access import COOKIE, checked, token_in
 from torchrelay.runners.dashboard.index_page import glance, index_page
+from torchrelay.runners.dashboard.lines import Lines
 from torchrelay.runners.dashboard.rendered import Page, Rendered
 from torchrelay.runners.dashboard.run_store import RunStore, signature
 from torchrelay.runners.report.facts import RunFacts
@@ -25,6 +26,8 @@ from torchrelay.runners.report.page import policy, report_page
 _AT_ONCE = 32
 """Requests that are answered at a time; more are told to come again."""
 _PATIENCE_SECS = 10.0
+_HEARD_SECS, _SENT_SECS = 20.0, 120.0
+"""How long a request may take to come, and an answer to go, however little of it moves at a time."""
 _LONGEST_PATH = 4096
 _HEADERS = {
     "Content-Security-Policy": f"{policy(live=True)}; frame-ancestors 'none'",
@@ -92,6 +95,7 @@ class DashboardServer(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.pages = Pages(store, limits, rendered or Rendered())
         self._room = threading.BoundedSemaphore(_AT_ONCE)
+        self.lines = Lines()
         try:
             super().__init__((host, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -117,10 +121,16 @@ class DashboardServer(ThreadingHTTPServer):
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """As the base class does, and make room again."""
+        self.lines.hold(request, _HEARD_SECS)
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self.lines.let_go(request)
             self._room.release()
+
+    def service_actions(self) -> None:
+        """Hang up on clients that are too slow; called twice a second."""
+        self.lines.cut()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is no news; anything else is told as the base class does."""
@@ -150,12 +160,17 @@ class _Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """A line of text: nothing that the client sent comes back in it."""
         self._send(
-            HTTPStatus(code), f"{HTTPStatus(code).phrase}\n".encode(), kind="text/plain; charset=utf-8"
-        )
+            HTTPStatus(code), f"{HTTPStatus(code).phrase}\n".encode(), with_body=self.command != "HEAD",
+            kind="text/plain; charset=utf-8",
+        )  # fmt: skip
 
     def _answer(self, *, with_body: bool) -> None:
         access = self.server.access
-        parts = urlsplit(self.path[:_LONGEST_PATH])
+        self.server.lines.let_go(self.connection)  # a page may take long to be made
+        try:
+            parts = urlsplit(self.path[:_LONGEST_PATH])
+        except ValueError:  # an address in brackets that is none
+            return self.send_error(HTTPStatus.BAD_REQUEST)
         if not access.host_fits(self.headers.get("Host")):
             return self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
         if not access.token_fits(parts.query, self.headers):
@@ -197,6 +212,7 @@ class _Handler(BaseHTTPRequestHandler):
         kind: str = "text/html; charset=utf-8",
     ) -> None:
         self.close_connection = True
+        self.server.lines.hold(self.connection, _SENT_SECS)
         self.send_response(status)
         for name, value in {**_HEADERS, **(more or {}), **({"ETag": tag} if tag else {})}.items():
             self.send_header(name, value)

@@ -112,6 +112,8 @@ def _hosts(status: Mapping[str, Json], manifests: Sequence[Manifest]) -> tuple[s
 
 def _upstream(directory: Path) -> tuple[Upstream, ...]:
     """The aliases below `lineage/`, each with the small text files directly in it."""
+    if directory.is_symlink():
+        return ()
     try:
         names = sorted(one.name for one in directory.iterdir() if one.is_dir() and not one.is_symlink())
     except OSError:

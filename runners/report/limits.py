@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,8 @@ from torchrelay.errors import RelayError
 
 T = TypeVar("T")
 TEXT_LIMIT_BYTES = 256 << 10
+MOST_LINES = 200_000
+"""Of metrics, of events and of saves, so that no file of lines takes all memory."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,15 @@ class Troubles:
         except (RelayError, OSError) as error:
             self.note(str(error))
             return otherwise
+
+
+def bounded(lines: Iterable[T], what: str, troubles: Troubles) -> Iterator[T]:
+    """The first lines of a file of lines; that there are more is noted."""
+    for number, line in enumerate(lines):
+        if number == MOST_LINES:
+            troubles.note(f"{what}: only the first {MOST_LINES} lines are shown")
+            return
+        yield line
 
 
 def spread(items: Sequence[T], wanted: int) -> list[T]:

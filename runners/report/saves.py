@@ -16,7 +16,7 @@ from torchrelay.metadata.files import read_lines
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.report.course import moment_of
 from torchrelay.runners.report.facts import Save
-from torchrelay.runners.report.limits import Limits, Troubles, spread
+from torchrelay.runners.report.limits import Limits, Troubles, bounded, spread
 
 Json = Any
 _KINDS = {"checkpoint_save": "save", "checkpoint_load": "load", "checkpoint_partial_load": "load"}
@@ -27,7 +27,7 @@ def saves_told(run: RunDirectory, troubles: Troubles) -> list[Save]:
 
     def read() -> list[Save]:
         found = []
-        for line in read_lines(run.path / FILE_NAME):
+        for line in bounded(read_lines(run.path / FILE_NAME), FILE_NAME, troubles):
             kind, end = _KINDS.get(str(line.get("kind"))), moment_of(line)
             if kind is not None and end is not None and (save := save_of(kind, line, end)) is not None:
                 found.append(save)

@@ -11,7 +11,7 @@ from torchrelay.metadata.files import read_lines
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.report.course import moment_of, point_of
 from torchrelay.runners.report.facts import Attempt, Event, Point, Save
-from torchrelay.runners.report.limits import Troubles
+from torchrelay.runners.report.limits import Troubles, bounded
 
 Json = Any
 _ENDS = {"failure": "FAILED", "preempted": "PREEMPTED"}
@@ -23,7 +23,7 @@ def points_of(run: RunDirectory, troubles: Troubles) -> list[tuple[int, list[Poi
 
     def read(generation: int) -> list[Point]:
         path = run.path / f"metrics.{generation}.jsonl"
-        found = (point_of(generation, line) for line in read_lines(path))
+        found = (point_of(generation, line) for line in bounded(read_lines(path), path.name, troubles))
         return [one for one in found if one is not None]
 
     numbers = [number for number, _ in run.generations("metrics")]
@@ -32,7 +32,7 @@ def points_of(run: RunDirectory, troubles: Troubles) -> list[tuple[int, list[Poi
 
 def events_of(run: RunDirectory, troubles: Troubles) -> list[dict[str, Json]]:
     """All events in the order of generations; files that cannot be read are left out."""
-    return troubles.tried(lambda: list(run.events()), [])
+    return troubles.tried(lambda: list(bounded(run.events(), "events", troubles)), [])
 
 
 def attempts_of(
@@ -76,7 +76,7 @@ def _attempt(
         kind = one.get("kind")
         if kind == "end":
             outcome, reason = str(one.get("state", "FINISHED")), ""
-        elif kind in _ENDS:
+        elif isinstance(kind, str) and kind in _ENDS:
             outcome, reason = _ENDS[kind], str(one.get("error") or one.get("reason") or "")
     return Attempt(
         generation,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import queue
+import random
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -170,10 +172,12 @@ class UnderTorchrun:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on now, below those that the system gives to connections."""
+    for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise TrialError("no port is free")
 
 
 def kill(pids: list[int]) -> bool:

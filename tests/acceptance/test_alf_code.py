@@ -57,7 +57,7 @@ def two_starts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     git(source, "add", "train.py")
     before = held(source)
     running = [start(source, home, "lives", "live", "dies"), start(source, home, "dies", "die", "lives")]
-    assert [one.wait(60) for one in running] == [0, -signal.SIGKILL]
+    assert [one.wait(110) for one in running] == [0, -signal.SIGKILL]
     assert held(source) == before, "the source has changed"
     return home
 

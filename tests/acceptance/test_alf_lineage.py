@@ -89,7 +89,7 @@ def test_alf_2_the_last_stage_alone_is_enough(
         out=str(tmp_path / "out.safetensors"),
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=clean_environment()
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, env=clean_environment()
     )
     assert done.returncode == 0, done.stderr
     last = values(run, "agent")

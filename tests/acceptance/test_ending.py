@@ -125,7 +125,7 @@ def test_a_process_that_dies_in_the_tail_is_continued(tmp_path):
 
     def start(*args: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(script), *args]
-        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
 
     died = start("die")
     assert died.returncode == 9 and died.stdout.split() == ["setup", "epoch", "epoch", "download"], died

@@ -57,7 +57,7 @@ def test_flm_9_and_10_a_run_is_tested_while_it_trains_killed_and_continued(
         assert training.poll() is None
     finally:
         training.kill()
-        training.communicate(timeout=20)
+        training.communicate(timeout=100)
     stands = standing(script.run)
     assert (stands.word, stands.epoch) == ("interrupted", 1) and "killed" in stands.why
     (tmp_path / "go").touch()

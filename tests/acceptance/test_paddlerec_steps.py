@@ -37,7 +37,7 @@ def test_pdr_1_a_directory_in_the_words_of_paddlerec_runs_as_it_stands(tmp_path)
     shutil.copytree(REPOSITORY / "examples/paddlerec_style", tmp_path / "project")
     words = command("run", "-m", "project/config.yaml", "-o", "runner.train1.epochs=2")
     done = subprocess.run(
-        words, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=90
+        words, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "project/metrics.jsonl").read_text().splitlines()]
@@ -60,7 +60,7 @@ def test_pdr_1_check_says_ok_without_torch_and_makes_nothing(tmp_path):
         env=clean_environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
     )
     assert done.returncode == 0 and re.fullmatch(r"ok, id [0-9a-f]{12}\n", done.stdout)
     assert not re.search(r"\| +torch$", done.stderr, re.M)

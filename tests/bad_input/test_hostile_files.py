@@ -396,7 +396,7 @@ def test_a_load_runs_nothing_and_opens_nothing_else(run: Path) -> None:
         [sys.executable, "-c", AUDITED, str(run)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         env=clean_environment(),
     )
     assert done.returncode == 0, done.stderr

@@ -323,7 +323,7 @@ def test_a_second_job_on_one_directory(tmp_path: Path) -> None:
         assert DirectoryInUseError.exit_code == 4, text
         assert trial.ran == []
         assert {name for name in tree(prefix) if "writer" not in name and ".tmp" not in name} == before
-        out, _ = first.communicate("\n", timeout=30)
+        out, _ = first.communicate("\n", timeout=100)
     assert (out, first.returncode) == ("saved\n", 0)
 
 

@@ -52,7 +52,7 @@ def test_an_output_that_is_full(tmp_path: Path) -> None:
     """What cannot be printed ends the command with a code and a line, never with a traceback."""
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [*LS, str(tmp_path)], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+            [*LS, str(tmp_path)], stdout=full, stderr=subprocess.PIPE, text=True, timeout=100, check=False
         )
     assert done.returncode and "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1
 
@@ -63,7 +63,7 @@ def test_a_working_directory_that_is_gone(tmp_path: Path) -> None:
     place.mkdir()
     code = f"import os; os.rmdir(os.getcwd()); os.execv({LS[0]!r}, {[*LS, 'run']!r})"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=place, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], cwd=place, capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 2 and "there is no run" in done.stderr and "Traceback" not in done.stderr
 

@@ -229,7 +229,7 @@ def test_a_write_that_fails_in_any_thread_fails_all(tmp_path, direct_writes, mon
     with pytest.raises(StorageError, match=f"cannot write {tmp_path}.*{os.strerror(number)}") as caught:
         write_shard(LocalStorage(tmp_path), "", IDENTITY, of_sizes([24 * BLOCK + 1]), writers=3)
     assert caught.value.errno == number and calls.fired == 1
-    assert list(tmp_path.iterdir()) == [] and threading.active_count() == before
+    assert list(tmp_path.iterdir()) == [] and threading.active_count() <= before
     assert written(tmp_path, of_sizes([24 * BLOCK + 1]), writers=3)
 
 
@@ -408,7 +408,7 @@ def test_an_interrupt_ends_all_threads():
     before = threading.active_count()
     with pytest.raises(KeyboardInterrupt):
         workers.share(work, range(1000), 2)
-    assert len(done) == 1 and threading.active_count() == before
+    assert len(done) == 1 and threading.active_count() <= before
 
 
 def test_without_more_threads_the_work_is_done_by_one(monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 from log_helpers import MemoryStorage, entry, take
 
 from torchrelay.checkpoint.local_storage import LocalStorage
-from torchrelay.checkpoint.log import log_writer
+from torchrelay.checkpoint.log import log_append, log_writer, takeover
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.live import State
 from torchrelay.checkpoint.log.log_reader import open_log
@@ -162,11 +162,47 @@ def test_the_taker_syncs_the_log_before_it_appends():
     assert open_log(storage.copy(power_cut=True)).newest() == entry(0)
 
 
+def test_a_taker_sweeps_what_killed_writers_left_and_no_later_file(tmp_path, monkeypatch):
+    """Nameless files that lay there before the takeover go; one that is written meanwhile stays."""
+    storage = LocalStorage(tmp_path)
+    take(storage).release()
+    old = [tmp_path / "log" / ".tmp-00", tmp_path / ".tmp-11"]
+    for path in old:
+        path.write_bytes(b"{")
+    later = tmp_path / "log" / ".tmp-22"
+
+    def append(*given):
+        later.write_bytes(b"{")
+        return log_append.append(*given)
+
+    monkeypatch.setattr(takeover, "append", append)
+    take(storage).release()
+    assert not any(path.exists() for path in old) and later.exists()
+
+
+@pytest.mark.parametrize("verb", ["link_exclusive", "replace"])
+def test_a_guest_whose_nameless_file_was_swept_makes_it_anew(tmp_path, monkeypatch, verb):
+    """A takeover between a guest's write and its naming costs the guest nothing."""
+    storage, swept = LocalStorage(tmp_path), []
+    whole = LocalStorage._write_whole
+
+    def write(self, full, data, *, sync):
+        whole(self, full, data, sync=sync)
+        if not swept:
+            swept.append(full)
+            full.unlink()
+
+    monkeypatch.setattr(LocalStorage, "_write_whole", write)
+    getattr(storage, verb)("name", b"content")
+    assert (tmp_path / "name").read_bytes() == b"content" and len(swept) == 1
+    assert os.listdir(tmp_path) == ["name"]
+
+
 def test_a_live_counter_moves_and_a_closed_one_stands():
     """The counter in writer.json moves every period while the writer lives, and not afterwards."""
     storage = MemoryStorage()
     writer = LogWriter.take(storage, "job", period_secs=0.01)
-    first, until = storage.files["writer.json"], time.monotonic() + 10
+    first, until = storage.files["writer.json"], time.monotonic() + 60
     while storage.files["writer.json"] == first and time.monotonic() < until:
         time.sleep(0.005)
     assert storage.files["writer.json"] != first

@@ -28,6 +28,7 @@ from torchrelay.checkpoint.repair.history import History, read_history
 from torchrelay.checkpoint.repair.inventory import take_inventory
 from torchrelay.checkpoint.repair.mend import repair
 from torchrelay.errors import DamagedError, DirectoryInUseError, UnknownEpochError
+from torchrelay.runners.commands.command_line import main
 
 EPOCHS = 18
 INLINE = 8
@@ -164,6 +165,18 @@ def test_a_base_file_comes_back_from_manifests(root: Path) -> None:
     assert lost.data is None, "never any bytes but those that the record states"
 
 
+def test_an_epoch_whose_directory_is_gone_is_told(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is named with the remedy and code 5; once it is quarantined there is nothing left to do for it."""
+    lost = next((root / "data").glob("e00000007-*"))
+    shutil.rmtree(lost)
+    assert kinds(root, "keep") == ["lost epoch"]
+    assert main(["ckpt", "repair", str(root), "--dry-run"]) == 5
+    said = capsys.readouterr().out
+    assert f"lost epoch  data/{lost.name}: gone, and needed by epoch 7 (branch 0)" in said
+    assert main(["ckpt", "verify", str(root), "--quarantine"]) == 5
+    assert kinds(root, "keep") == []
+
+
 def test_orphans_go_only_when_told(root: Path) -> None:
     """Tries, temporary and base files that nothing refers to are listed first; foreign files stay."""
     orphan(root)
@@ -182,7 +195,7 @@ def test_orphans_go_only_when_told(root: Path) -> None:
     listed = kinds(root, "delete")
     assert listed == ["orphan", "temporary", "unused base"]
     repair(LocalStorage(root))
-    assert kinds(root, "delete") == listed
+    assert kinds(root, "delete") == ["orphan", "unused base"], "whoever takes the log sweeps what was cut off"
     repair(LocalStorage(root), delete=True)
     assert kinds(root, "delete") == [] and len(kinds(root, "keep")) == 5
     assert all(path.read_text() == "mine" for path in foreign)

@@ -171,7 +171,7 @@ def test_many_processes_start_at_once(starters, tmp_path):
         [sys.executable, str(STARTERS), str(tmp_path), str(starters)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
     )
     assert ended.returncode == 0, ended.stderr
     told = [json.loads(line) for line in ended.stdout.splitlines()]

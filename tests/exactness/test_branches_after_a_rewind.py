@@ -30,7 +30,7 @@ class Program:
         kills = json.dumps([] if kill is None else [[kill.epoch, kill.step, kill.rank]])
         command = [sys.executable, str(PROGRAM), str(self.folder), label, kills, *arguments]
         env = clean_environment({"PYTHONPATH": str(REPOSITORY / "tests/helpers")})
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
         assert done.returncode == (0 if kill is None else KILLED), done
         assert kill is None or kill.name in fired(self.folder / "kills")
         return done.stderr

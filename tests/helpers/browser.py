@@ -86,7 +86,7 @@ def look(url: str, folder: Path, *, width: int = 1200, height: int = 1400, milli
     done = subprocess.run(
         [CHROMIUM, *_OPTIONS, f"--user-data-dir={folder / 'profile'}", f"--window-size={width},{height}",
          f"--virtual-time-budget={millis}", f"--screenshot={picture}", "--dump-dom", url],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=100, check=False,
         env={**os.environ, "LANG": "C.UTF-8", "HOME": str(folder)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -32,9 +33,7 @@ class Server:
     def __init__(self, home: Path) -> None:
         self.home = home
         self.password = secrets.token_hex(8)
-        with socket.socket() as chosen:
-            chosen.bind(("127.0.0.1", 0))
-            self.port = chosen.getsockname()[1]
+        self.port = _free_port()
 
     @property
     def url(self) -> str:
@@ -55,8 +54,16 @@ class Server:
             *("initdb", "-D", self._data, "-U", "app", "-A", "scram-sha-256", "--no-sync"),
             *(f"--pwfile={self.home / 'password'}", "-E", "UTF8", "--no-locale"),
         )
-        self.start()
+        self._start_first()
         self._run("createdb", "-h", self.home, "-p", self.port, "-U", "app", "app")
+
+    def _start_first(self) -> None:
+        """Somebody else may take a port between the look and the start: then another one is tried."""
+        for _ in range(4):
+            with suppress(subprocess.CalledProcessError):
+                return self.start()
+            self.port = _free_port()
+        return self.start()
 
     def start(self) -> None:
         """Returns when it answers."""
@@ -96,7 +103,16 @@ class Server:
             "PGPASSWORD": self.password,
         }
         with (self.home / "said").open("a") as said:  # no pipe: the server would inherit it and hold it open
-            subprocess.run(words, check=True, cwd=self.home, env=env, stdout=said, stderr=said, timeout=60)
+            subprocess.run(words, check=True, cwd=self.home, env=env, stdout=said, stderr=said, timeout=100)
+
+
+def _free_port() -> int:
+    """A port below those that the system gives to connections, so none takes it while the server is down."""
+    for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
+        with socket.socket() as tried, suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 @contextmanager

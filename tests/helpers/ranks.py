@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
 
 from torchrelay.runners.distributed.store import StoreClient
+from torchrelay.runners.distributed.store_peers import StorePeers
 
 
 def local_store() -> StoreClient:
@@ -17,7 +18,7 @@ def local_store() -> StoreClient:
     return StoreClient(store, f"127.0.0.1:{store.port}")
 
 
-def on_ranks(size: int, work: Callable[[int], Any], timeout_secs: float = 30) -> list[Any]:
+def on_ranks(size: int, work: Callable[[int], Any], timeout_secs: float = 100) -> list[Any]:
     """Run `work(rank)` in a thread per rank; return its results, or what it raised, in rank order."""
     results: list[Any] = [None] * size
 
@@ -34,3 +35,9 @@ def on_ranks(size: int, work: Callable[[int], Any], timeout_secs: float = 30) ->
         thread.join(timeout_secs)
         assert not thread.is_alive(), "a rank hangs"
     return results
+
+
+def posted(peers: StorePeers, ranks: Iterable[int]) -> bool:
+    """Wait until these ranks have posted their first value: then they are not late, however busy we are."""
+    keys = [f"round/1/{rank}" for rank in ranks]
+    return any(peers._store.wait(keys) for _ in range(60))  # a second at most each

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import pytest
 
@@ -19,17 +17,24 @@ needs_s3 = pytest.mark.skipif(
 )
 
 
+_SERVE = """
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import make_server
+server = make_server("127.0.0.1", 0, DomainDispatcherApplication(create_backend_app), threaded=True)
+print(server.port, flush=True)
+server.serve_forever()
+"""
+
+
 @contextmanager
 def s3_server() -> Iterator[dict[str, str]]:
     """Serve S3 with one bucket; yields the environment variables for its clients."""
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        port = chosen.getsockname()[1]
-    serve = "from moto.server import main; main()"
-    command = [sys.executable, "-c", serve, "-H", "127.0.0.1", "-p", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        [sys.executable, "-c", _SERVE], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     try:
-        _await(port, server)
+        assert server.stdout is not None
+        port = int(server.stdout.readline())  # which it has bound itself, so nobody can be faster
         url = f"http://127.0.0.1:{port}"
         environment = {
             "AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any",
@@ -39,17 +44,7 @@ def s3_server() -> Iterator[dict[str, str]]:
         yield environment
     finally:
         server.kill()
-        server.wait()
-
-
-def _await(port: int, server: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + 60
-    while time.monotonic() < end and server.poll() is None:
-        with suppress(OSError):
-            socket.create_connection(("127.0.0.1", port), 0.5).close()
-            return
-        time.sleep(0.05)
-    raise AssertionError("the S3 server did not start")
+        server.communicate()
 
 
 def _make_bucket(url: str) -> None:

@@ -36,7 +36,7 @@ def git(directory: Path, *words: str, identity: bool = True) -> str:
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     env |= {"GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_NOSYSTEM": "1", **(IDENTITY if identity else {})}
     done = subprocess.run(
-        ["git", *words], cwd=directory, env=env, capture_output=True, text=True, timeout=30, check=True
+        ["git", *words], cwd=directory, env=env, capture_output=True, text=True, timeout=100, check=True
     )
     return done.stdout
 

@@ -39,7 +39,7 @@ class Terminal:
 
     def __exit__(self, *_: object) -> None:
         self._over = True
-        self._reader.join(5)
+        self._reader.join(60)
         os.close(self._main)
         os.close(self.side)
 
@@ -53,7 +53,7 @@ class Terminal:
         return os.fdopen(os.dup(self.side), "w", buffering=1)
 
     def run(
-        self, command: Sequence[str], cwd: Path, env: Mapping[str, str], timeout_secs: float = 60
+        self, command: Sequence[str], cwd: Path, env: Mapping[str, str], timeout_secs: float = 100
     ) -> tuple[int, str]:
         """Run a program whose stderr is the terminal; its code, and what it wrote to stdout, a pipe."""
         done = subprocess.run(
@@ -62,7 +62,7 @@ class Terminal:
         )  # fmt: skip
         return done.returncode, done.stdout
 
-    def wait_for(self, text: str, timeout_secs: float = 20) -> None:
+    def wait_for(self, text: str, timeout_secs: float = 60) -> None:
         """Wait until a text was drawn."""
         end = time.monotonic() + timeout_secs
         while text not in self.drawn:

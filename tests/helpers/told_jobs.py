@@ -29,7 +29,7 @@ def train(
 def contents(url: str) -> dict[str, list[Row]]:
     """The rows of all tables, sorted by their keys; times are texts in UTC."""
     found = {}
-    database = Database(parse_url(url), 5.0)
+    database = Database(parse_url(url), 60.0)
     for name in MERGES:
         table = metadata.tables[name]
         rows = database._read(table.select().order_by(*table.primary_key))
@@ -45,7 +45,7 @@ def query(url: str, text: str) -> list[tuple[Any, ...]]:
     """What a person gets who asks the database."""
     from sqlalchemy import text as text_of
 
-    return Database(parse_url(url), 5.0)._read(text_of(text))
+    return Database(parse_url(url), 60.0)._read(text_of(text))
 
 
 def saved(url: str) -> list[int]:

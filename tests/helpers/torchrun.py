@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,7 +81,7 @@ class Job:
         """What was printed until now."""
         return self._out.read_text() + self._err.read_text()
 
-    def wait_for(self, text: str, timeout_secs: float = 60, times: int = 1) -> None:
+    def wait_for(self, text: str, timeout_secs: float = 100, times: int = 1) -> None:
         """Wait until the job has printed `text`; raises AssertionError when it ends or is late."""
         end = time.monotonic() + timeout_secs
         while self.printed().count(text) < times:
@@ -95,7 +96,7 @@ class Job:
         """The pids of the ranks that live now, in order of their start."""
         return children_of(self.process.pid)
 
-    def wait(self, timeout_secs: float = 60) -> Finished:
+    def wait(self, timeout_secs: float = 100) -> Finished:
         """Wait for the end; raises AssertionError, having killed the job, when it takes longer."""
         try:
             rc = self.process.wait(timeout_secs)
@@ -110,11 +111,11 @@ class Job:
         """End the launcher and its ranks, which have sessions of their own."""
         for pid in [*children_of(self.process.pid), self.process.pid]:
             kill(pid)
-        self.process.wait(10)
+        self.process.wait(60)
 
 
 def torchrun(
-    script: str | Path, *args: str, ranks: int, cwd: Path, timeout_secs: float = 90, **options: object
+    script: str | Path, *args: str, ranks: int, cwd: Path, timeout_secs: float = 100, **options: object
 ) -> Finished:
     """Run a script on `ranks` ranks of this machine to its end. `script` may be source text."""
     with Job(script_file(script, cwd), *args, ranks=ranks, cwd=cwd, **options) as job:  # type: ignore[arg-type]
@@ -142,6 +143,16 @@ def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     # This very tree is tested, whatever is installed.
     paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
     return env | {"PYTHONPATH": os.pathsep.join([*paths, str(REPOSITORY / "src")])}
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Processes started in the block hear of SIGINT, also where these tests run behind a shell's `&`."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def children_of(pid: int) -> list[int]:

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 _HEAD, _BLOCK = 7, 32768
+
+
+def awaited(path: Path, rows: int, timeout_secs: float = 60) -> list[dict[str, Any]]:
+    """The histories once there are so many, or all that came in time.
+
+    W&B's own process writes the file, a moment after `finish` has returned.
+    """
+    end = time.monotonic() + timeout_secs
+    while len(found := histories(path)) < rows and time.monotonic() < end:
+        time.sleep(0.05)
+    return found
 
 
 def histories(path: Path) -> list[dict[str, Any]]:

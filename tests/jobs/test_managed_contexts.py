@@ -22,7 +22,7 @@ class Other(Managed):
 
 def test_s1_each_thread_sees_only_what_it_entered_itself():
     """In 8 threads with 100 nested entries, `current()` is always the one that the thread entered last."""
-    wrong, started = [], threading.Barrier(8, timeout=20)
+    wrong, started = [], threading.Barrier(8, timeout=100)
 
     def nest(depth):
         mine = Base()

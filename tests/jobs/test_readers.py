@@ -36,7 +36,7 @@ class Pipe:
                 self._queue.put(None)
 
     def __iter__(self):
-        while (item := self._queue.get(timeout=30)) is not None:
+        while (item := self._queue.get(timeout=100)) is not None:
             yield item
         self._queue.put(None)  # for the next reader
 
@@ -140,7 +140,7 @@ def test_s7_time_limit_on_a_fake_clock():
 
     class Slow:
         def read(self, ws: Workspace):
-            everybody_reads.wait(timeout=30)
+            everybody_reads.wait(timeout=100)
             return source.read(ws)
 
     reader = ReaderWithLimit(Slow(), seconds=1, clock=lambda: now[0])
@@ -174,7 +174,7 @@ def test_s8_a_pipeline_behind_a_limit():
     ]
     with ThreadPoolExecutor(len(stages)) as pool:
         for stage in [pool.submit(stage) for stage in stages]:
-            stage.result(timeout=30)
+            stage.result(timeout=100)
     assert sorted(processed) == [[number] for number in range(25)]
     assert len(ended) == 6
 

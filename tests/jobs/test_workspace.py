@@ -213,7 +213,7 @@ def test_bad_names_are_refused_when_written():
 def test_threads_may_write_at_the_same_time():
     """Names of many threads all arrive, while another thread walks over the workspace."""
     ws = Workspace()
-    start = threading.Barrier(9, timeout=20)
+    start = threading.Barrier(9, timeout=100)
 
     def write(index):
         start.wait()

@@ -105,11 +105,11 @@ def test_mlflow_shows_one_curve(
 def test_wandb_shows_one_curve(run: TrackedRun, close: bool, capfd: Any) -> None:
     """Offline there is one file to send, whose steps increase; nothing complains of a step."""
     pytest.importorskip("wandb", reason="pip install 'torchrelay[test-trackers]'")
-    from wandb_files import histories
+    from wandb_files import awaited
 
     tell("wandb", run, close=close)
     (file,) = (run.trackers / "wandb").glob("wandb/offline-run-*/*.wandb")
-    rows = histories(file)
+    rows = awaited(file, len(CURVE))
     assert {row["_step"]: row["train/loss"] for row in rows} == CURVE
     assert [row["_step"] for row in rows] == sorted(CURVE)
     assert [row["epoch"] for row in rows] == list(STORY)

@@ -60,9 +60,10 @@ def test_the_server_is_stopped_and_started_between_epochs(
         elif epoch == 4:
             server.start()
 
-    monkeypatch.setattr(sql_handler, "_IMPATIENT_SECS", 30)  # this machine may be busy
+    monkeypatch.setattr(sql_handler, "_IMPATIENT_SECS", 60)  # this machine may be busy
+    monkeypatch.setattr(sql_handler, "_SHARE_OF_RETRIES", 0.02)
     with warned() as said:
-        assert train(tmp_path / "run", url, 5, outage, deadline_secs=2) == 5
+        assert train(tmp_path / "run", url, 5, outage, deadline_secs=60) == 5
     failed = [text for text in said if "the metadata handler failed at write of epoch" in text]
     assert [text.split("epoch ")[1][0] for text in failed] == ["2", "3"] and len(said) == 2
     assert "Connection refused" in failed[0] and "1 note waits" in failed[0] and "3 notes wait" in failed[1]
@@ -76,8 +77,9 @@ def test_the_server_is_stopped_and_started_between_epochs(
     assert without_times(contents(url)) == without_times(told)
 
 
-def test_the_server_is_gone_for_good(tmp_path: Path) -> None:
+def test_the_server_is_gone_for_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every epoch is saved and warned of once; the first failure costs the deadline, later ones little."""
+    monkeypatch.setattr(sql_handler, "_SHARE_OF_RETRIES", 0.05)  # a live server may take its time
     with postgresql() as lost:
         url = lost.url
         began: list[float] = []
@@ -88,29 +90,30 @@ def test_the_server_is_gone_for_good(tmp_path: Path) -> None:
                 lost.stop()
 
         with warned() as said:
-            assert train(tmp_path / "run", url, 6, gone, deadline_secs=1) == 6
+            assert train(tmp_path / "run", url, 6, gone, deadline_secs=60) == 6
     assert len(said) == 5 and all("Training goes on" in text for text in said)
     took = [after - before for before, after in pairwise(began)]
-    assert took[1] >= 0.7, "the first failure is tried again until the deadline"
-    assert max(took[2:]) < took[1] + 0.5
+    assert took[1] >= 2.5, "the first failure is tried again for its share of the deadline, 3 s"
+    assert min(took[2:]) < 2.5, "later ones are not"
 
 
 def test_a_frozen_server_holds_training_for_the_deadline_only(
     server: Server, url: str, tmp_path: Path
 ) -> None:
     """It accepts connections and never answers: the epoch goes on after the deadline, no row is lost."""
-    handler = SqlHandler(url, deadline_secs=0.5)
+    handler = SqlHandler(url, deadline_secs=60)
     handler.set_params("/runs/x", "torchrelay", ["a"])
     handler.opened(Holder("job", "job", 1))
     handler.write(0)
+    handler.deadline_secs = 0.5
     with server.frozen():
         began = time.monotonic()
         with pytest.raises(StorageError, match=r"did not answer within 0.5 s.*1 note waits"):
             handler.write(1)
         with pytest.raises(StorageError, match=r"has not answered for"):
             handler.write(2)
-        assert time.monotonic() - began < 5
-    end = time.monotonic() + 30
+        assert time.monotonic() - began < 30
+    end = time.monotonic() + 60
     while saved(url) != [0, 1, 2, 3] and time.monotonic() < end:
         with suppress(StorageError):
             handler.write(3)
@@ -127,7 +130,7 @@ def test_a_wrong_password_is_told_at_once_and_not_shown(server: Server, tmp_path
     assert said and all("password authentication failed" in text for text in said)
     done = subprocess.run(
         [sys.executable, "-m", "torchrelay", "index", str(tmp_path / "run"), "--database", wrong],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert done.returncode == 5 and done.stderr.count("\n") == 1 and not done.stdout
     assert "open-sesame" not in "".join(said) + done.stderr

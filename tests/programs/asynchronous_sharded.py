@@ -126,7 +126,9 @@ def main() -> None:
         train(session, folder / "torn", kind, asynchronous=True, reuse=False)
     Stage.pass_gate = pass_gate  # type: ignore[method-assign]
     torn = [name for epoch in (1, 2) for name in different(folder / "torn", folder / "sync", epoch)]
-    assert {"model.down.weight", "optimizer.state.model.down.weight.exp_avg"} <= set(torn), torn
+    # Which of them a step reaches before their copy is a matter of speed.
+    assert any(name.startswith("model.") for name in torn), torn
+    assert any(name.endswith("exp_avg") for name in torn), torn
     told = hidden_write(session, folder / "hidden", kind)
     assert (rank == 0) == ("'model.down.weight' changed" in told), told
     assert [_saved(folder / "hidden", epoch) for epoch in range(EPOCHS + 1)] == [True, False, True, True]

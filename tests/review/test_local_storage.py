@@ -77,7 +77,7 @@ def test_a_refused_mode_leaks_no_descriptor(tmp_path: Path, monkeypatch: pytest.
     for name in ("a", "b", "c"):
         with pytest.raises(StorageError):
             storage.open_exclusive(name)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_temporary_files_of_a_killed_writer_keep_no_directory(tmp_path: Path) -> None:
@@ -113,4 +113,4 @@ def test_a_failed_close_of_a_read_file_is_named_and_closes_all(
         handle.close()
     monkeypatch.undo()
     handle.close()
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before

@@ -161,13 +161,13 @@ def test_ranks_at_different_places_hear_so_whatever_they_post() -> None:
 
     began = time.monotonic()
     errors = on_ranks(2, work)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60, "the deadline is ten minutes"
     for error in errors:
         assert isinstance(error, PeerError) and "different places" in str(error)
 
 
 def in_child(work: Any) -> int:
-    """The exit status of a forked child that does this; it is killed after 20 s."""
+    """The exit status of a forked child that does this; it is killed after 60 s."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
@@ -177,7 +177,7 @@ def in_child(work: Any) -> int:
             status = int(work())
         finally:
             os._exit(status)
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:

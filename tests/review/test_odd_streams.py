@@ -28,7 +28,7 @@ def shell(line: str, where: Path, **environment: str) -> tuple[int, str]:
     """The exit code of a line of sh, in which $0 is Python, and what it printed."""
     done = subprocess.run(
         ["sh", "-c", line, sys.executable],
-        cwd=where, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60,
+        cwd=where, env={**os.environ, **environment}, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
 

@@ -203,7 +203,7 @@ def test_a_run_goes_on_after_its_newest_epoch_was_quarantined(
 def test_what_is_no_epoch(run: Path, capsys: pytest.CaptureFixture[str], epoch: str) -> None:
     """One line and exit code 2."""
     code = subprocess.run(
-        [*COMMAND, "why", str(run), "--", epoch], capture_output=True, text=True, timeout=60, check=False
+        [*COMMAND, "why", str(run), "--", epoch], capture_output=True, text=True, timeout=100, check=False
     ) if epoch.startswith("-") else None  # fmt: skip
     if code is None:
         assert told(capsys, "why", run, epoch)[0] == 2
@@ -274,7 +274,7 @@ def test_progress_is_shown_to_people_only(run: Path) -> None:
     master, slave = pty.openpty()
     with subprocess.Popen([*COMMAND, "verify", str(run)], stdout=subprocess.PIPE, stderr=slave) as process:
         os.close(slave)
-        out = process.communicate(timeout=60)[0].decode()
+        out = process.communicate(timeout=100)[0].decode()
     shown = os.read(master, 65536).decode()
     os.close(master)
     assert "epoch 6+12, 7 of 7" in shown and shown.endswith("\r\x1b[K")

@@ -96,16 +96,16 @@ def test_no_verb_imports_torch_or_numpy(run: Path, arguments: list[str]) -> None
     )
     arguments = [str(run) + one.removeprefix("RUN") if one.startswith("RUN") else one for one in arguments]
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=100, check=True
     )
     assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_help_of_the_module_names_every_verb() -> None:
     """`python -m torchrelay --help` succeeds and names the verbs; without a verb it is a usage error."""
-    done = subprocess.run([*COMMAND, "--help"], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([*COMMAND, "--help"], capture_output=True, text=True, timeout=100, check=True)
     assert all(verb in done.stdout for verb in ("ls", "show", "verify"))
-    none = subprocess.run(COMMAND, capture_output=True, text=True, timeout=60, check=False)
+    none = subprocess.run(COMMAND, capture_output=True, text=True, timeout=100, check=False)
     assert (none.returncode, none.stdout) == (2, "")
 
 
@@ -294,7 +294,7 @@ def test_a_reader_that_goes_away_is_no_error(run: Path, verb: str) -> None:
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
-        [*COMMAND, verb, str(run)], stdout=write, stderr=subprocess.PIPE, timeout=60, check=False
+        [*COMMAND, verb, str(run)], stdout=write, stderr=subprocess.PIPE, timeout=100, check=False
     )
     os.close(write)
     assert (done.returncode, done.stderr) == (5 if verb == "verify" else 0, b"")
@@ -317,7 +317,7 @@ def on_a_terminal(*arguments: str, **environment: str) -> str:
             if not more:
                 break
             said += more
-        process.wait(timeout=60)
+        process.wait(timeout=100)
     os.close(master)
     return said.decode()
 

@@ -36,7 +36,7 @@ def completed(folder: Path, *words: str) -> list[str]:
     quoted = " ".join(f"'{word}'" for word in words)
     script = ASK.format(words=quoted, at=len(words) - 1)
     done = subprocess.run(
-        ["bash", "--norc", "-c", script], cwd=folder, capture_output=True, text=True, timeout=30, check=True
+        ["bash", "--norc", "-c", script], cwd=folder, capture_output=True, text=True, timeout=100, check=True
     )
     return [line for line in done.stdout.splitlines() if line]
 
@@ -80,7 +80,7 @@ def test_the_scripts_parse(folder: Path, shell: str, capsys: pytest.CaptureFixtu
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed here: apt-get install {shell}")
     done = subprocess.run(
-        [shell, "-n", str(folder / shell)], capture_output=True, text=True, timeout=30, check=False
+        [shell, "-n", str(folder / shell)], capture_output=True, text=True, timeout=100, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -111,7 +111,7 @@ def test_zsh_runs_its_function(folder: Path, words: list[str], some: list[str]) 
     quoted = " ".join(f"'{word}'" for word in words)
     script = STUBS.format(words=quoted, at=len(words), last=f"'{words[-1]}'")
     done = subprocess.run(
-        ["zsh", "-f", "-c", script], cwd=folder, capture_output=True, text=True, timeout=30, check=True
+        ["zsh", "-f", "-c", script], cwd=folder, capture_output=True, text=True, timeout=100, check=True
     )
     assert set(some) <= set(done.stdout.splitlines()), done
 
@@ -131,6 +131,6 @@ def test_fish_completes(folder: Path, line: str, some: set[str]) -> None:
     done = subprocess.run(
         ["fish", "--no-config", "-c", f"source ./fish; complete -C '{line}'"],
         cwd=folder, env={"PATH": "/usr/bin:/bin", "HOME": str(folder)}, capture_output=True, text=True,
-        timeout=30, check=True,
+        timeout=100, check=True,
     )  # fmt: skip
     assert some <= {one.split("\t")[0] for one in done.stdout.splitlines()}, done

@@ -261,7 +261,7 @@ def test_a_failure_in_a_thread_ends_the_siblings_and_no_exit_hook_runs():
     with pytest.raises(TaskFailedError, match="boom"):
         run(group)
     assert seen == ["told"]
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads  # others' threads may end meanwhile
 
 
 def test_a_failing_instance_ends_the_others():
@@ -313,7 +313,7 @@ def test_an_interrupt_passes_and_ends_the_threads():
         Task(interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(group)
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads  # others' threads may end meanwhile
 
 
 def test_errors_of_torchrelay_stay_what_they_are():

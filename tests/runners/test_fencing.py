@@ -145,7 +145,7 @@ def test_all_ranks_of_a_fenced_job_end(tmp_path: Path) -> None:
         begun = time.monotonic()
         for pid in ranks:
             os.kill(pid, signal.SIGCONT)
-        ended = job.wait(40)
+        ended = job.wait(100)
         # The launcher takes a moment of its own to gather and to leave.
         assert time.monotonic() - begun < ENDS_WITHIN_SECS + 10
         assert ended.rc != 0
@@ -162,7 +162,7 @@ def test_the_guard_waits_for_a_clean_end() -> None:
     state = RunState()
     guard = FenceGuard(state, grace_secs=0.05, end=lambda code: (ended.append(code), told.set()))
     guard.fenced(FencedError("taken over"))
-    assert told.wait(10)
+    assert told.wait(60)
     assert ended == [DirectoryInUseError.exit_code]
     with pytest.raises(FencedError):
         state.check()
@@ -171,7 +171,7 @@ def test_the_guard_waits_for_a_clean_end() -> None:
     left.close()
     for thread in threading.enumerate():
         if thread.name == "torchrelay-fence":
-            thread.join(10)
+            thread.join(60)
     assert ended == [4]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import local_store, on_ranks
+from ranks import local_store, on_ranks, posted
 
 from torchrelay.errors import DeadlineError, PeerError, StorageError
 from torchrelay.jobs.peers import decide, together
@@ -134,7 +134,7 @@ def test_different_topics_are_told_at_once(peers_of, apart):
     """Whichever rank is at another place: all hear where it is, without waiting for a deadline."""
     began = time.monotonic()
     errors = on_ranks(SIZE, lambda rank: peers_of(rank).exchange("save" if rank == apart else "stop", None))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60, "the deadline is ten minutes"
     for error in errors:
         assert isinstance(error, PeerError) and f"rank {apart} at 'save'" in str(error)
 
@@ -144,12 +144,15 @@ def test_the_late_rank_is_named_and_not_its_leader(peers_of, late):
     """When a rank does not come, all others name it alone, soon after the deadline."""
 
     def work(rank: int) -> None:
+        peers = peers_of(rank, name_of=lambda at: f"rank-{at}")
+        if rank == 0 != late:
+            assert posted(peers, set(range(1, SIZE)) - {late})
         if rank != late:
-            peers_of(rank, name_of=lambda at: f"rank-{at}").exchange("save", 1, deadline_secs=0.5)
+            peers.exchange("save", 1, deadline_secs=0.5)
 
     began = time.monotonic()
     errors = [error for rank, error in enumerate(on_ranks(SIZE, work)) if rank != late]
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     for error in errors:
         assert isinstance(error, DeadlineError) and "'save'" in str(error)
         assert [rank for rank in range(SIZE) if f"rank-{rank}" in str(error)] == [late]
@@ -163,6 +166,8 @@ def test_a_leader_that_dies_before_it_reports_holds_nobody_up(peers_of):
         if rank == 2:
             peers._round = 1
             return peers._post("save", rank)
+        if rank == 0:
+            assert posted(peers, range(1, SIZE))
         return peers.exchange("save", rank, deadline_secs=0.5)
 
     results = on_ranks(SIZE, work)
@@ -174,8 +179,10 @@ def test_only_the_clock_of_rank_0_says_who_is_late(peers_of):
 
     def work(rank: int) -> Any:
         peers = peers_of(rank)
-        if rank in (0, 4):  # rank 4 is led by rank 2, which waits longer than its deadline here
+        if rank == 4:  # it is led by rank 2, which waits longer than its deadline here
             time.sleep(1.0)
+        if rank == 0:
+            assert posted(peers, range(1, SIZE))
         return peers.exchange("save", rank, deadline_secs=0.5)
 
     assert on_ranks(SIZE, work) == [list(range(SIZE))] * SIZE
@@ -192,7 +199,7 @@ def test_a_rank_that_left_is_not_waited_for(peers_of, leaver):
 
     began = time.monotonic()
     others = [one for rank, one in enumerate(on_ranks(SIZE, work)) if rank != leaver]
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 60
     assert all(isinstance(one, PeerError) and f"rank {leaver} left" in str(one) for one in others)
 
 
@@ -202,5 +209,5 @@ def test_a_leader_stops_waiting_for_a_known_failure(peers_of):
     errors = on_ranks(
         SIZE, lambda rank: rank == 5 or peers_of(rank, failure=lambda: "rank 5 failed").exchange("x", 1)
     )
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60, "the deadline is ten minutes"
     assert all(isinstance(one, PeerError) and "rank 5 failed" in str(one) for one in errors[:5])

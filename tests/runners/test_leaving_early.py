@@ -284,27 +284,33 @@ def test_a_second_sigterm_ends_the_process_at_once(tmp_path):
     """Within seconds it is the first one, passed on by a launcher; later it ends the process."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import time\n"
+        "import sys, time\n"
         "from torchrelay.runners.ending import signals\n"
         "from torchrelay.runners.ending.requests import Requests\n"
-        "signals.SAME_REQUEST_SECS = 0.5\n"
+        "signals.SAME_REQUEST_SECS = 600\n"
         "with signals.signals_ask(Requests()):\n"
         "    print('ready', flush=True)\n"
+        "    sys.stdin.readline()\n"
+        "    signals.SAME_REQUEST_SECS = -1\n"  # whatever comes now comes later
+        "    print('later', flush=True)\n"
         "    for _ in range(600): time.sleep(0.1)\n"
     )
-    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     try:
         assert process.stdout.readline() == "ready\n"
         for _ in range(2):
             process.send_signal(signal.SIGTERM)
             time.sleep(0.1)
-        assert process.poll() is None
-        time.sleep(0.6)
+        process.stdin.write("go on\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "later\n"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 128 + signal.SIGTERM
+        assert process.wait(60) == 128 + signal.SIGTERM
     finally:
         process.kill()
-        process.stdout.close()
+        process.communicate()
 
 
 def test_where_torchrun_restarts_a_preempted_run_ends_with_0(monkeypatch):

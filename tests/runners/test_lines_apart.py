@@ -31,7 +31,7 @@ def test_lines_do_not_hear_each_other() -> None:
         for thread in threads if rank % 2 else reversed(threads):
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(90)
         return heard
 
     expected = [

@@ -35,7 +35,7 @@ def test_s2_two_piped_processors_in_one_group_see_the_workspace_of_an_earlier_ru
 
     def subtract(ws):
         ws["uids"], ws["values"] = [], []
-        while (record := pipe.get(timeout=20)) is not None:
+        while (record := pipe.get(timeout=100)) is not None:
             ws["uids"].append(record[0])
             ws["values"].append(record[1] - record[1])
 

@@ -18,22 +18,8 @@ from torchrelay import open_checkpoint
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.reading.proof import prove
-from torchrelay.runners.commands.command_line import main
 
 Told = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def told(capsys: pytest.CaptureFixture[str]) -> Told:
-    """Run a verb here; returns its code, stdout and stderr."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main([str(one) for one in arguments])
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +116,7 @@ def test_a_running_job_is_not_disturbed(tmp_path: Path, told: Told) -> None:
                 assert code == 0, err
             assert told("unpin", run, f"p{number}")[0] == 0
         (run / "STOP").touch()
-        _, err = writer.communicate(timeout=60)
+        _, err = writer.communicate(timeout=100)
     finally:
         writer.kill()
     assert writer.returncode == 0 and "Warning" not in err, err

@@ -22,7 +22,7 @@ def test_phases_are_nested_and_of_every_thread():
             other = threading.Thread(target=lambda: seen.append(_inside(phase, place)))
             seen: list[str] = []
             other.start()
-            other.join(10)
+            other.join(60)
             assert seen == ["epoch 3, waiting at 'save'; copying"]
         assert read(place) == "epoch 3"
     assert read(place) == "nothing that it told of"
@@ -46,6 +46,6 @@ def test_the_main_threads_stack_names_files_and_lines():
     seen: list[str] = []
     thread = threading.Thread(target=lambda: seen.append(stack_of_main_thread(most=50)))
     thread.start()
-    thread.join(10)
+    thread.join(60)
     assert "test_phase.py" in seen[0] and "test_the_main_threads_stack_names_files_and_lines" in seen[0]
     assert stack_of_main_thread(most=2).count(" < ") == 1

@@ -95,5 +95,5 @@ def test_the_verbs_need_no_torch(run: Path) -> None:
         "assert main(['runs', 'diff', 'run', 'run', '--json']) == main(['runs', 'code', 'run']) == 0\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'pickle')))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr.decode()

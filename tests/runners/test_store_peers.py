@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from ranks import local_store, on_ranks
+from ranks import local_store, on_ranks, posted
 
 from torchrelay.errors import DeadlineError, PeerError, StorageError, TaskFailedError
 from torchrelay.jobs.peers import decide, together
@@ -77,7 +77,7 @@ def test_different_topics_are_told_at_once(peers_of):
     """Ranks at different places all hear which ranks are where, without waiting for a deadline."""
     began = time.monotonic()
     errors = on_ranks(3, lambda rank: peers_of(rank, 3).exchange("save" if rank == 2 else "stop", None))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60, "the deadline is ten minutes"
     for error in errors:
         assert isinstance(error, PeerError)
         assert "ranks 0, 1 at 'stop'" in str(error) and "rank 2 at 'save'" in str(error)
@@ -103,8 +103,11 @@ def test_late_ranks_are_named(peers_of, late):
     """When a rank does not come, all others name it and the topic after the deadline."""
 
     def work(rank):
+        peers = peers_of(rank, 3, name_of=lambda r: f"rank {r} on host{r}")
+        if rank == 0 != late:
+            assert posted(peers, {1, 2} - {late})
         if rank != late:
-            peers_of(rank, 3, name_of=lambda r: f"rank {r} on host{r}").exchange("save", 1, deadline_secs=0.5)
+            peers.exchange("save", 1, deadline_secs=0.5)
 
     errors = [error for rank, error in enumerate(on_ranks(3, work)) if rank != late]
     for error in errors:
@@ -122,7 +125,7 @@ def test_a_known_failure_ends_the_wait(peers_of):
             peers_of(rank, 2, failure=lambda: "rank 1 on gpu7 failed").exchange("x", 1) if rank == 0 else None
         ),
     )
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60, "the deadline is ten minutes"
     assert isinstance(errors[0], PeerError) and "rank 1 on gpu7 failed" in str(errors[0])
 
 

@@ -110,7 +110,7 @@ def test_a_killed_program_has_one_curve(tmp_path: Path) -> None:
             cwd=tmp_path,
             env=clean_environment(),
             capture_output=True,
-            timeout=90,
+            timeout=100,
             check=False,
         ).returncode
 

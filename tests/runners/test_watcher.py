@@ -16,7 +16,9 @@ from torchrelay.runners.distributed.processes import LifeLines, own_process
 from torchrelay.runners.distributed.watcher import Patience, Watcher, patience_of
 from torchrelay.runners.phase import phase
 
-FAST = Patience(look=0.05, silence=0.6, own_grace=0.3, peer_grace=0.1, blame=0.2, shown=0.3)
+FAST = Patience(look=0.05, silence=60, own_grace=0.3, peer_grace=0.1, blame=0.2, shown=0.3)
+HASTY = replace(FAST, silence=2)
+"""Only for a store that is lost: one that answers late on a busy machine must not count as such."""
 
 
 class Ended(threading.Event):
@@ -43,9 +45,9 @@ def store():
     return local_store()
 
 
-def watch(store, rank, processes, **options):
+def watch(store, rank, processes, patience=FAST, **options):
     ended = Ended()
-    return Watcher(store, rank, processes, patience=FAST, end=ended, **options).start(), ended
+    return Watcher(store, rank, processes, patience=patience, end=ended, **options).start(), ended
 
 
 def apart(rank):
@@ -60,7 +62,7 @@ def test_the_first_failure_ends_all_ranks_with_its_code(store, capfd):
     watched[1][0].report_failure("group epoch", "ValueError: bad", 1)
     watched[2][0].report_failure("group epoch", "RuntimeError: later", 6)
     for watcher, ended in watched:
-        assert ended.wait(5) and ended.code == 1
+        assert ended.wait(60) and ended.code == 1
         assert watcher.failure.rank == 1
     printed = capfd.readouterr().err
     assert printed.count("rank 1 on host1 failed in group epoch: ValueError: bad") == 3
@@ -72,7 +74,8 @@ def test_the_first_failure_ends_all_ranks_with_its_code(store, capfd):
 def test_a_consequence_waits_for_its_cause(store):
     """A broken connection is not reported as the failure when its cause comes within a moment."""
     processes = [apart(rank) for rank in range(2)]
-    (zero, _), (one, _) = (watch(store, rank, processes) for rank in range(2))
+    patient = replace(FAST, blame=60)
+    (zero, _), (one, _) = (watch(store, rank, processes, patient) for rank in range(2))
     threading.Timer(0.05, one.report_failure, ("epoch", "ValueError: cause", 1)).start()
     first = zero.report_failure("epoch", "RuntimeError: Connection closed by peer", 6, consequence=True)
     assert first is not None and first.rank == 1 and first.exit_code == 1
@@ -84,7 +87,7 @@ def test_a_process_that_ends_without_a_word_is_a_failure(store, sleeper):
     processes = [own_process(0), replace(own_process(1), pid=sleeper.pid)]
     watcher, ended = watch(store, 0, processes)
     sleeper.kill()
-    assert ended.wait(5) and ended.code == 6
+    assert ended.wait(60) and ended.code == 6
     assert f"rank 1 (pid {sleeper.pid}" in watcher.failure.traceback
     watcher.stop()
 
@@ -106,17 +109,17 @@ def test_a_lost_launcher_ends_the_process(store, sleeper):
     watcher, ended = watch(store, 0, [own_process(0)], parent=sleeper.pid)
     assert not ended.wait(0.3)
     sleeper.kill()
-    assert ended.wait(5) and ended.code == 6
+    assert ended.wait(60) and ended.code == 6
     watcher.stop()
 
 
 def test_a_lost_store_ends_the_process(capfd):
     """When the store is silent for longer than it may be, the process ends with 6 and says why."""
     served = local_store()
-    watcher, ended = watch(served, 0, [own_process(0)])
+    watcher, ended = watch(served, 0, [own_process(0)], HASTY)
     assert not ended.wait(0.3)
     served._store = None  # the server ends with its last owner
-    assert ended.wait(5) and ended.code == 6
+    assert ended.wait(60) and ended.code == 6
     assert "the store was not heard of" in capfd.readouterr().err
     watcher.stop()
 
@@ -144,7 +147,7 @@ def test_what_the_warden_tells_becomes_the_first_failure_of_all(store):
     zero, one = watch(store, 0, processes, warden=line), watch(store, 1, processes)
     line.failure = Failure(1, "host1", "the job", "PeerError: rank 1 has been frozen", 6)
     for watcher, ended in (zero, one):
-        assert ended.wait(5) and ended.code == 6
+        assert ended.wait(60) and ended.code == 6
         assert watcher.failure == line.failure
         watcher.stop()
     assert line.left
@@ -158,17 +161,17 @@ def test_a_failure_that_a_rank_reported_comes_before_what_the_warden_makes_of_it
         Failure(1, "host1", "epoch", "ValueError: cause", 1)
     )
     line.failure = Failure(1, "host1", "the job", "PeerError: rank 1 ended without a word", 6)
-    assert ended.wait(5) and ended.code == 1
+    assert ended.wait(60) and ended.code == 1
     zero.stop()
 
 
 def test_the_wardens_word_counts_when_the_store_does_not_answer(capfd):
     """A rank whose store is lost leaves with what the warden told, not with a word of its own."""
     served, line = local_store(), Told()
-    watcher, ended = watch(served, 0, [apart(rank) for rank in range(2)], warden=line)
+    watcher, ended = watch(served, 0, [apart(rank) for rank in range(2)], HASTY, warden=line)
     served._store = None  # the server ends with its last owner
     line.failure = Failure(1, "host1", "the job", "PeerError: rank 1 on host1 was not heard of", 6)
-    assert ended.wait(5) and ended.code == 6
+    assert ended.wait(60) and ended.code == 6
     assert "rank 1 on host1 was not heard of" in capfd.readouterr().err
     watcher.stop()
 
@@ -176,7 +179,8 @@ def test_the_wardens_word_counts_when_the_store_does_not_answer(capfd):
 def test_a_late_rank_says_where_it_is(store):
     """Asked by another rank, a rank that is late tells its phase and the line its main thread is at."""
     processes = [apart(rank) for rank in range(2)]
-    (zero, _), (one, _) = (watch(store, rank, processes) for rank in range(2))
+    patient = replace(FAST, answer=60)
+    (zero, _), (one, _) = (watch(store, rank, processes, patient) for rank in range(2))
     with phase.during("group epoch of epoch 3"):
         told = zero.ask([1])
     assert "group epoch of epoch 3" in told[1] and "test_watcher.py:" in told[1], told
@@ -187,7 +191,8 @@ def test_a_late_rank_says_where_it_is(store):
 def test_a_connection_that_broke_without_a_known_cause_tells_where_the_others_are(store):
     """Whoever looks for the cause sees in which phase and at which line each other rank was."""
     processes = [apart(rank) for rank in range(2)]
-    (zero, _), (one, _) = (watch(store, rank, processes) for rank in range(2))
+    patient = replace(FAST, answer=60)
+    (zero, _), (one, _) = (watch(store, rank, processes, patient) for rank in range(2))
     first = zero.report_failure("epoch", "RuntimeError: Timed out waiting 30 ms", 6, consequence=True)
     assert first.traceback.startswith("rank 1 is in ") and "test_watcher.py:" in first.traceback
     assert first.traceback.endswith("RuntimeError: Timed out waiting 30 ms")

@@ -89,8 +89,10 @@ def test_only_what_takes_long_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     come = threading.Event()
     with workings.shown(lambda text: (shown.append(text), come.set())), headway("long", 4000):
         moved(1000)
-        assert come.wait(5)
-    assert shown[1].startswith("long, 1 kB of 4 kB, 00:00:0") and shown[-1] == ""
+        for _ in range(2):  # a text that came before the bytes moved may still be underway
+            come.clear()
+            assert come.wait(60)
+    assert any(text.startswith("long, 1 kB of 4 kB, 00:") for text in shown) and shown[-1] == ""
 
 
 def test_a_verb_shows_it_on_a_terminal_and_not_in_a_file(tmp_path: Path) -> None:
@@ -114,7 +116,7 @@ def test_a_verb_shows_it_on_a_terminal_and_not_in_a_file(tmp_path: Path) -> None
         env=clean_environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         check=False,
     )
     assert plain.returncode == 0 and plain.stderr == ""
@@ -137,7 +139,7 @@ def test_a_forked_worker_prints_by_itself(monkeypatch: pytest.MonkeyPatch) -> No
                 pid = os.fork()
                 if pid == 0:
                     os._exit(0 if (sys.stdout, sys.stderr) == before else 1)
-            end = time.monotonic() + 10
+            end = time.monotonic() + 60
             while (found := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
                 time.sleep(0.01)
             assert found == (pid, 0)

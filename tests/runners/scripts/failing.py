@@ -32,7 +32,7 @@ def epoch(ctx):
 def main():
     session = torchrelay.init()
     if what == "late" and session.env.rank == who:
-        time.sleep(30)
+        time.sleep(300)
     if what == "late":
         session.peers.exchange("a save", 1, deadline_secs=1)
     session.run(epoch)
