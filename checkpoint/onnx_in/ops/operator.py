@@ -1,0 +1,20 @@
+"""What the table of a family holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Operator:
+    """`run(call, *inputs)` gives the output, or a tuple of them; an input that is left out is None.
+
+    Inputs at the positions `ints` mean sizes, axes or places: they are given as lists of numbers. With `raw` all
+    inputs come as they are, integers that are known without a tensor included.
+    """
+
+    run: Callable[..., Any]
+    ints: tuple[int, ...] = ()
+    raw: bool = False
