@@ -24,7 +24,7 @@ from torchrelay.jobs.signature import Signature, Size, TensorSpec
 
 
 def content_of(model: Any, folder: Path | None, supported: Callable[[str, str], bool]) -> Content:
-    """What a ModelProto says. Raises UsageError and DamagedError; allocates no more than the file has bytes."""
+    """What a ModelProto says, in no more memory than the file has bytes; UsageError, DamagedError."""
     versions = opsets(model)
     _check_supported(model.graph, versions, supported)
     return _Builder(versions, folder).content(model.graph)
@@ -54,14 +54,16 @@ def _check_supported(graph: Any, versions: dict[str, int], supported: Callable[[
             for (domain, name), count in sorted(missing.items())
         )
         raise UsageError(
-            f"{len(missing)} operator{'s' * (len(missing) > 1)} of this model cannot be imported: {told}. Cut the model"
+            f"{len(missing)} operator{'s' * (len(missing) > 1)} of this model cannot be imported: {told}. "
+            f"Cut the model"
             " before them with outputs=, or export it without them"
         )
     used = {_domain(node) for node in _all_nodes(graph)}
     for domain in used & KNOWN_DOMAINS.keys():
         if domain and versions.get(domain, 1) > KNOWN_DOMAINS[domain]:
             raise UsageError(
-                f"the file uses version {versions[domain]} of {domain}, and {KNOWN_DOMAINS[domain]} is the newest known"
+                f"the file uses version {versions[domain]} of {domain}, and {KNOWN_DOMAINS[domain]} is the "
+                f"newest known"
             )
 
 
@@ -133,8 +135,7 @@ class _Builder:
             "value_string" in made
             or "value_strings" in made
             or value is None
-            or (isinstance(value, tuple)
-            and (value and isinstance(value[0], str)))
+            or (isinstance(value, tuple) and (value and isinstance(value[0], str)))
         ):
             return False
         if not isinstance(value, torch.Tensor):
@@ -150,8 +151,8 @@ class _Builder:
             if name in keys:
                 self._uses.setdefault(keys[name], set()).add((proto.op_type, at))
         return Node(
-            proto.op_type, domain, self._versions.get(domain, 1), proto.name, tuple(proto.input), tuple(proto.output),
-            self._attributes(proto, visible, keys),
+            proto.op_type, domain, self._versions.get(domain, 1), proto.name, tuple(proto.input),
+            tuple(proto.output), self._attributes(proto, visible, keys),
             {at: self._narrow[name] for at, name in enumerate(proto.input) if name in self._narrow},
         )  # fmt: skip
 

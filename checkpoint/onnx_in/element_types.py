@@ -1,7 +1,8 @@
 """Element types of ONNX and those of torch.
 
 Numbers of less than 8 bits have no arithmetic in torch: two- and four-bit integers live in 8 bits, four-bit
-and six-bit floats in float32, both with only the values that the narrow type has. Texts have no tensor at all.
+and six-bit floats in float32, both with only the values that the narrow type has. Texts have no tensor at
+all.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ FLOAT4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def dtype_of(number: int, what: str) -> torch.dtype:
-    """The type that a tensor of this element type has here; UsageError, naming `what`, for texts and the unknown."""
+    """The type that tensors of this element type have here; UsageError, naming `what`, without one."""
     if number in NARROW_INTS:
         return torch.int8 if NARROW_INTS[number][0] < 0 else torch.uint8
     if number == FLOAT4:

@@ -1,7 +1,7 @@
 """Tensors that lie in a file beside the model: found inside of its folder only.
 
-The format lets a model name any file. Here the name must be a relative path that stays, links resolved, in the
-folder of the model, and the bytes asked for must lie in a regular file.
+The format lets a model name any file. Here the name must be a relative path that stays, links resolved, in
+the folder of the model, and the bytes asked for must lie in a regular file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def external_bytes(proto: Any, folder: Path | None, nbytes: int) -> torch.Tensor
     said = {entry.key: entry.value for entry in proto.external_data}
     if folder is None:
         raise UsageError(
-            f"{what} lies in a file of its own, {said.get('location')!r}: say where with folder=, or give a path"
+            f"{what} lies in a file of its own, {said.get('location')!r}: say where with folder=, or give "
+            f"a path"
         )
     path = _inside(folder, said.get("location", ""), what)
     offset, length = _number(said, "offset", what, 0), _number(said, "length", what, nbytes)
@@ -72,7 +73,7 @@ def _read(path: Path, offset: int, nbytes: int, what: str) -> torch.Tensor:
                 f"{what} needs bytes {offset} to {offset + nbytes} of {path}, which has {found.st_size}"
             )
         content = torch.empty(nbytes, dtype=torch.uint8)
-        view = memoryview(content.numpy())
+        view = memoryview(content.numpy())  # type: ignore[arg-type]
         opened.seek(offset)
         done = 0
         while done < nbytes:

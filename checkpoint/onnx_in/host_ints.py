@@ -1,7 +1,8 @@
 """Integers that are known without looking into a tensor: sizes, and what is computed from them.
 
-Shape gives such integers, and arithmetic on them stays here, so that neither running nor exporting again has to
-read shapes out of tensors: under torch.export they are symbols, and a batch that may vary stays one that may.
+Shape gives such integers, and arithmetic on them stays here, so that neither running nor exporting again has
+to read shapes out of tensors: under torch.export they are symbols, and a batch that may vary stays one that
+may.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ _ON_INTS: dict[str, Callable[..., Ints | None]] = {
 
 
 def on_ints(operator: str, attributes: dict[str, Any], inputs: Sequence[Any]) -> Ints | None:
-    """The result of an operator all of whose inputs are known; None where it has to be computed on tensors."""
+    """The result of an operator whose inputs are known; None where it has to be computed on tensors."""
     compute = _ON_INTS.get(operator)
     if compute is None or not all(isinstance(one, Ints) for one in inputs):
         return None

@@ -28,8 +28,10 @@ def check_made(what: str, shape: Sequence[Any]) -> None:
         raise UsageError(f"{what} asks for a tensor of the shape {tuple(shape)}, with a negative size")
     if math.prod(known) > MAX_ELEMENTS:
         raise UsageError(
-            f"{what} asks for a tensor of the shape {tuple(shape)}, more than the {MAX_ELEMENTS} elements that an"
-            " operator may make: if the file is trustworthy, raise torchrelay.checkpoint.onnx_in.limits.MAX_ELEMENTS"
+            f"{what} asks for a tensor of the shape {tuple(shape)}, more than the {MAX_ELEMENTS} elements "
+            f"that an"
+            " operator may make: if the file is trustworthy, raise "
+            "torchrelay.checkpoint.onnx_in.limits.MAX_ELEMENTS"
         )
 
 

@@ -52,7 +52,7 @@ def read_model(source: Any) -> tuple[Any, Path | None]:
 
 
 def _parsed(onnx: Any, content: bytes, what: str) -> Any:
-    from google.protobuf.message import DecodeError
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
     try:
         model = onnx.ModelProto.FromString(content)
@@ -96,11 +96,13 @@ def known_model(model: Any) -> Any:
 
 
 def _newer_than_known(onnx: Any, model: Any, version: int) -> bool:
-    """Whether any operator of the model changed after the newest set that we know; UsageError if nobody can say."""
+    """Whether any operator changed after the newest set that we know; UsageError if nobody can say."""
     if version > onnx.defs.onnx_opset_version():
         raise UsageError(
-            f"the file uses operator set {version}; torchrelay knows up to {KNOWN_OPSET}, and the installed onnx"
-            f" {onnx.__version__} up to {onnx.defs.onnx_opset_version()}, so that it cannot be converted: export the"
+            f"the file uses operator set {version}; torchrelay knows up to {KNOWN_OPSET}, and the "
+            f"installed onnx"
+            f" {onnx.__version__} up to {onnx.defs.onnx_opset_version()}, so that it cannot be converted: "
+            f"export the"
             f" model with opset_version={KNOWN_OPSET} or less"
         )
     kinds = {node.op_type for node in model.graph.node if _domain(node.domain) == ""}
@@ -117,7 +119,8 @@ def _converted(onnx: Any, model: Any, version: int, target: int) -> Any:
         return version_converter.convert_version(model, target)
     except Exception as error:
         raise UsageError(
-            f"the file uses operator set {version}, and onnx cannot convert it to {target}: {_first_line(error)}"
+            f"the file uses operator set {version}, and onnx cannot convert it to {target}: "
+            f"{_first_line(error)}"
         ) from error
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, Signature
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -28,9 +29,10 @@ _Ends = tuple[tuple[str, ...] | None, tuple[str, ...], int]
 class OnnxModule(nn.Module):
     """The model of an ONNX file. Its state dict has the names that the initializers have in the file.
 
-    Call it as the file says: inputs in order, or by name; one output comes back as it is, several as a tuple. Made
-    by `from_onnx`, whose arguments it takes, or subclassed: `super().forward(x, aux=("v1",))` has intermediate values.
-    Batch normalization and dropout follow `train()` and `eval()`; a file made for training begins in train mode.
+    Call it as the file says: inputs in order, or by name; one output comes back as it is, several as a
+    tuple. Made by `from_onnx`, whose arguments it takes, or subclassed: `super().forward(x, aux=("v1",))` has
+    intermediate values. Batch normalization and dropout follow `train()` and `eval()`; a file made for
+    training begins in train mode.
     """
 
     def __init__(
@@ -64,9 +66,10 @@ class OnnxModule(nn.Module):
     def forward(self) -> Callable[..., Any]:  # type: ignore[override]
         """`forward(*inputs, outputs=None, aux=(), drop_last=None)`.
 
-        `aux`: values by name that follow the outputs, in a tuple. `outputs`: values by name in place of the file's
-        outputs. `drop_last`: without the last so many operators, with what is left open as outputs. Operators that
-        none of these needs are not run. A property, so that each model shows the names of its own inputs.
+        `aux`: values by name that follow the outputs, in a tuple. `outputs`: values by name in place of the
+        file's outputs. `drop_last`: without the last so many operators, with what is left open as outputs.
+        Operators that none of these needs are not run. A property, so that each model shows the names of its
+        own inputs.
         """
         return _Forward(self)
 
@@ -107,15 +110,16 @@ class OnnxModule(nn.Module):
         held = self.__dict__.get("_modules", {}).get(name)
         if isinstance(held, stored_state.Container) and not isinstance(value, stored_state.Container):
             raise UsageError(
-                f"the file has initializers below {name!r}, so nothing else can have this name: choose another, or"
-                " hold the imported model in an attribute of your module"
+                f"the file has initializers below {name!r}, so nothing else can have this name: choose "
+                "another, or hold the imported model in an attribute of your module"
             )
         super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
         """What the model takes and gives."""
         taken = ", ".join(f"{one.name}{list(one.shape)}" for one in self.signature.inputs)
-        return f"{taken} -> {', '.join(one.name for one in self.signature.outputs)}; {len(self._graph.nodes)} operators"
+        given = ", ".join(one.name for one in self.signature.outputs)
+        return f"{taken} -> {given}; {len(self._graph.nodes)} operators"
 
     def _named(self) -> Any:
         for name, path in self._paths.items():
@@ -144,9 +148,8 @@ class OnnxModule(nn.Module):
         return stored_state.kept(self, self._paths[key])
 
     def _known_ints(self, graph: Graph, name: str) -> Ints | None:
-        """Small integers of the module, read again only when they were changed; while tracing as they were."""
-        key = graph.initializers.get(name, graph.constants.get(name))
-        assert key is not None
+        """Small integers of the module, read again only when they changed; while tracing as they were."""
+        key = graph.initializers[name] if name in graph.initializers else graph.constants[name]
         tensor = self._stored(graph, name)
         if tensor.is_floating_point() or tensor.dim() > 1:
             return None
@@ -167,6 +170,11 @@ class _Forward:
 
     def __init__(self, module: OnnxModule) -> None:
         self._module = module
+
+    @property
+    def __code__(self) -> CodeType:
+        """Where it stands, which torch.export asks of a forward."""
+        return type(self).__call__.__code__
 
     @property
     def __signature__(self) -> Signature:
@@ -224,15 +232,16 @@ def from_onnx(
 ) -> OnnxModule:
     """A model of an ONNX file as an nn.Module with the names of the file, ready to be trained.
 
-    `source`: a path, the bytes of a file, a ModelProto, or what torch.onnx.export returned. `folder`: where the
-    external data of a ModelProto lies; a path has its own. `outputs` or `drop_last` cut the model for good: weights
-    that are needed no more are left out. Float initializers are parameters, integer ones buffers; so are running
-    statistics, and what no gradient reaches. `freeze`: patterns (`conv1.*`) of parameters without gradient;
-    `trainable`: of one-element constants of exporters (`val_7`) that are parameters nevertheless.
+    `source`: a path, the bytes of a file, a ModelProto, or what torch.onnx.export returned. `folder`: where
+    the external data of a ModelProto lies; a path has its own. `outputs` or `drop_last` cut the model for
+    good: weights that are needed no more are left out. Float initializers are parameters, integer ones
+    buffers; so are running statistics, and what no gradient reaches. `freeze`: patterns (`conv1.*`) of
+    parameters without gradient; `trainable`: of one-element constants of exporters (`val_7`) that are
+    parameters nevertheless.
 
-    Nothing in the file is executed but its operators, and no file outside of its folder is read. Raises UsageError
-    that lists all operators that cannot be imported, or says what else cannot be; DamagedError, StorageError.
-    Source: the ONNX standard, operator sets 7 to 28; the ancestor's SONNXModel (SINGA).
+    Nothing in the file is executed but its operators, and no file outside of its folder is read. Raises
+    UsageError that lists all operators that cannot be imported, or says what else cannot be; DamagedError,
+    StorageError. Source: the ONNX standard, operator sets 7 to 28; the ancestor's SONNXModel (SINGA).
     """
     return OnnxModule(
         source, folder=folder, outputs=outputs, drop_last=drop_last, freeze=freeze, trainable=trainable

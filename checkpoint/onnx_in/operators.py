@@ -18,7 +18,6 @@ def operators() -> Mapping[tuple[str, str], Operator]:
     for domain, tables in _families().items():
         for table in tables:
             for name, run in table.items():
-                assert (domain, name) not in found, name
                 found[domain, name] = run if isinstance(run, Operator) else Operator(run)
     return found
 

@@ -10,19 +10,18 @@ from torchrelay.errors import UsageError
 
 
 def in_order(graph: Any, stored: frozenset[str], outer: frozenset[str]) -> tuple[list[Any], set[str]]:
-    """The nodes of a GraphProto, each after what it needs, else as they stand; and what it takes from `outer`.
+    """The nodes of a GraphProto, each after what it needs; and what it takes from `outer`.
 
-    `stored` are its inputs and initializers. Raises UsageError for a value that nobody makes, one that is made
-    twice, and for circles.
+    `stored` are its inputs and initializers. Raises UsageError for a value that nobody makes, one that is
+    made twice, and for circles.
     """
     makers = _makers(graph, stored)
     needs = [_needed(node) for node in graph.node]
     missing = sorted({name for need in needs for name in need} - makers.keys() - stored - outer)
     unmade = [one.name for one in graph.output if one.name not in makers.keys() | stored | outer]
     if missing or unmade:
-        raise UsageError(
-            f"graph {graph.name!r} needs values that nothing makes: {', '.join(map(repr, [*missing, *unmade][:20]))}"
-        )
+        told = ", ".join(map(repr, [*missing, *unmade][:20]))
+        raise UsageError(f"graph {graph.name!r} needs values that nothing makes: {told}")
     captured = {name for need in needs for name in need} & outer - makers.keys() - stored
     return [graph.node[at] for at in _sorted(graph, makers, needs)], captured
 
@@ -82,7 +81,8 @@ def _sorted(graph: Any, makers: dict[str, int], needs: list[set[str]]) -> Iterab
     if len(done) < len(needs):
         node = graph.node[next(at for at in left if at not in seen)]
         raise UsageError(
-            f"graph {graph.name!r} has a circle: {len(needs) - len(done)} operators wait for each other, among them"
+            f"graph {graph.name!r} has a circle: {len(needs) - len(done)} operators wait for each other, "
+            f"among them"
             f" {node.op_type} {node.name!r}, which makes {list(node.output)[:3]}"
         )
     return done

@@ -25,9 +25,10 @@ class Plan:
 def plan_of(
     graph: Graph, outputs: Sequence[str] | None = None, aux: Sequence[str] = (), drop_last: int = 0
 ) -> Plan:
-    """The plan for `outputs` (the graph's own, or what is left of them without the last operators), then `aux`.
+    """The plan for `outputs` and then `aux`; by default the graph's own, as far as `drop_last` leaves them.
 
-    Raises UsageError for a name that no value of the graph has, and where fewer operators are there than dropped.
+    Raises UsageError for a name that no value of the graph has, and where fewer operators are there than
+    dropped.
     """
     if drop_last and outputs is not None:
         raise UsageError("outputs= and drop_last= both say where the model ends: give one of them")
@@ -52,8 +53,8 @@ def inputs_of(node: Node) -> set[str]:
 def ends_without(graph: Graph, drop_last: int) -> tuple[str, ...]:
     """What the graph gives without its last `drop_last` operators.
 
-    Those of its outputs that are still made, then the values that only dropped operators took and that depend on
-    what an input holds: neither weights that were merely transposed nor sizes count.
+    Those of its outputs that are still made, then the values that only dropped operators took and that
+    depend on what an input holds: neither weights that were merely transposed nor sizes count.
     """
     if drop_last < 0 or drop_last >= len(graph.nodes) + (drop_last == 0):
         raise UsageError(f"drop_last is {drop_last}, and the model has {len(graph.nodes)} operators")

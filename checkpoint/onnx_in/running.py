@@ -64,9 +64,8 @@ def _on_host(node: Node, inputs: list[Any], known: Mapping[str, Ints]) -> Ints |
     """The result of arithmetic on sizes; None where tensors take part."""
     if node.domain or not any(isinstance(one, Ints) for one in inputs):
         return None
-    return on_ints(
-        node.operator, dict(node.attributes), [known.get(n, v) for n, v in zip(node.inputs, inputs)]
-    )
+    given = [known.get(name, one) for name, one in zip(node.inputs, inputs, strict=True)]
+    return on_ints(node.operator, dict(node.attributes), given)
 
 
 def _on_tensors(

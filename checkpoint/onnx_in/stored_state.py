@@ -1,13 +1,15 @@
 """Tensors of a file as state of a module whose state dict keys are the very names that they have in the file.
 
 A dot in a name leads into a nested container, as it does for torch's own modules, so `layers.0.weight` is a
-parameter `weight` in `0` in `layers`. Names that torch cannot have there (an empty part, the name of a method,
-a name that is also the beginning of another) are kept under a number, and hooks put the real ones into the state dict.
+parameter `weight` in `0` in `layers`. Names that torch cannot have there (an empty part, the name of a
+method, a name that is also the beginning of another) are kept under another, and hooks put the real ones
+into the state dict.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,8 +18,10 @@ from torch import nn
 Path = tuple[tuple[str, ...], str]
 """The containers that lead to a tensor, and its name in the last of them."""
 
-_ODD = "odd_names"
+_ODD = "of_file"
 _CONSTANTS = "file_constants"
+_EXPORTERS = re.compile(r"val_\d+")
+"""Names that torch's exporter gives to values of its own; it fails on a module that has them already."""
 
 
 class Container(nn.Module):
@@ -28,14 +32,27 @@ def paths_of(names: Iterable[str], taken: object) -> dict[str, Path]:
     """Where each name is kept below a root with the attributes of `taken`."""
     names = list(names)
     prefixes = {name[:at] for name in names for at, one in enumerate(name) if one == "."}
-    shadowing = frozenset(dir(nn.Module)) | frozenset(dir(taken)) | {"_paths"}
+    shadowing = frozenset(dir(nn.Module)) | frozenset(dir(taken)) | {"_paths", _ODD, _CONSTANTS}
     found: dict[str, Path] = {}
+    plain: set[str] = set()
     for name in names:
         *inside, last = name.split(".")
-        odd = name in prefixes or any(not part or part in shadowing for part in (*inside, last))
-        odd = odd or (inside or [last])[0] in (_ODD, _CONSTANTS) or "\0" in name
-        found[name] = ((_ODD,), f"n{len(found)}") if odd else (tuple(inside), last)
+        odd = name in prefixes or any(not one or one in shadowing for one in (*inside, last))
+        if odd or _EXPORTERS.fullmatch(name):
+            short = _short(name, plain)
+            plain.add(short)
+            found[name] = ((_ODD,), short)
+        else:
+            found[name] = (tuple(inside), last)
     return found
+
+
+def _short(name: str, taken: Collection[str]) -> str:
+    """A name for an attribute that is like `name` and none of those taken."""
+    short = re.sub(r"\W", "_", name, flags=re.ASCII)
+    return (
+        short if short and short not in taken and short not in dir(nn.Module) else f"{short}_of_{len(taken)}"
+    )
 
 
 def keep(
@@ -47,9 +64,7 @@ def keep(
         for part in inside:
             if part not in holder._modules:
                 holder.add_module(part, Container())
-            child = holder._modules[part]
-            assert child is not None
-            holder = child
+            holder = holder._modules[part]  # type: ignore[assignment]
         if name in trained:
             holder.register_parameter(last, nn.Parameter(tensors[name]))
         else:

@@ -32,8 +32,8 @@ _TYPED = {1: "float_data", 11: "double_data", 7: "int64_data", 12: "uint64_data"
 def stored_tensor(proto: Any, folder: Path | None = None) -> torch.Tensor:
     """The tensor of a TensorProto, on the CPU, in memory of its own.
 
-    Raises UsageError for what cannot be (texts, negative sizes), DamagedError where the shape that is declared and
-    the data that is there do not fit.
+    Raises UsageError for what cannot be (texts, negative sizes), DamagedError where the shape that is
+    declared and the data that is there do not fit.
     """
     what = f"tensor {proto.name!r}"
     dtype_of(proto.data_type, what)

@@ -75,8 +75,8 @@ def to_float4(x: Tensor) -> Tensor:
     up = torch.bucketize(size, middles, right=True)  # a tie goes up here ...
     tie = (size.unsqueeze(-1) == middles).any(-1)
     code = torch.where(tie & (up % 2 == 1), up - 1, up)  # ... and down again where up is odd
-    value = torch.where(torch.isnan(x), table[-1], table[code])
-    return torch.copysign(value, torch.where(torch.isnan(x), torch.ones_like(x), x))
+    value = torch.where(torch.isnan(x), torch.zeros_like(x), table[code])  # it has no NaN
+    return torch.copysign(value, x)
 
 
 def _to_float8(x: Tensor, dtype: torch.dtype, saturate: bool) -> Tensor:

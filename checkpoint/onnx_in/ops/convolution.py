@@ -6,19 +6,23 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from torchrelay.checkpoint.onnx_in.call import Call
 from torchrelay.checkpoint.onnx_in.ops.operator import Operator
 from torchrelay.checkpoint.onnx_in.ops.sampled import bilinear
 from torchrelay.checkpoint.onnx_in.ops.windows import padded, windows_of
 
-_FORWARD: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_FORWARD: dict[int, Callable[..., Tensor]] = {
+    1: functional.conv1d,
+    2: functional.conv2d,
+    3: functional.conv3d,
+}
 _BACKWARD: dict[int, Callable[..., Tensor]] = {
-    1: F.conv_transpose1d,
-    2: F.conv_transpose2d,
-    3: F.conv_transpose3d,
+    1: functional.conv_transpose1d,
+    2: functional.conv_transpose2d,
+    3: functional.conv_transpose3d,
 }
 
 
@@ -86,7 +90,7 @@ def _deform_conv(
     bias: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Windows whose places are moved by `offset`, weighted by `mask` (Dai and others, 2017; Zhu and others, 2019)."""
+    """Windows whose places are moved by `offset`, weighted by `mask` (Zhu and others, 2019)."""
     if x.dim() != 4:
         raise call.fail("only two spatial dimensions are implemented")
     n, channels = x.shape[:2]

@@ -15,7 +15,8 @@ def _extract(call: Call, x: Tensor, places: Tensor) -> Tensor:
 
 
 def _binarize(call: Call, x: Tensor) -> Tensor:
-    return (x > call.get("threshold", 0.0)).to(x.dtype)
+    above: Tensor = x > call.get("threshold", 0.0)
+    return above.to(x.dtype)
 
 
 OPERATORS: dict[str, Any] = {"ArrayFeatureExtractor": _extract, "Binarizer": _binarize}

@@ -37,7 +37,7 @@ def _gather_elements(call: Call, x: Tensor, places: Tensor) -> Tensor:
 
 
 def _places_nd(x: Tensor, places: Tensor, batch: int) -> tuple[Tensor, ...]:
-    """Index tensors for the leading dimensions of `x`: `batch` of them by counting, the others by `places`."""
+    """Index tensors for the leading dimensions of `x`: `batch` by counting, the others by `places`."""
     depth = places.shape[-1]
     rest = places.shape[:-1]
     counted = [
@@ -47,7 +47,7 @@ def _places_nd(x: Tensor, places: Tensor, batch: int) -> tuple[Tensor, ...]:
         for at in range(batch)
     ]
     given = [_positive(places[..., at], x.shape[batch + at]) for at in range(depth)]
-    return tuple([*counted, *given])
+    return (*counted, *given)
 
 
 def _gather_nd(call: Call, x: Tensor, places: Tensor) -> Tensor:

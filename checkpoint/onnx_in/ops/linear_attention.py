@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from torchrelay.checkpoint.onnx_in.call import Call
 
@@ -54,8 +54,8 @@ def _causal_conv(
     length = weight.shape[2] - 1
     before = x.new_zeros(x.shape[0], x.shape[1], length) if past is None else past
     wide = torch.cat([before, x], 2)
-    found = F.conv1d(wide, weight, bias, groups=x.shape[1])
-    found = F.silu(found) if call.get("activation", "none") in ("silu", "swish") else found
+    found = functional.conv1d(wide, weight, bias, groups=x.shape[1])
+    found = functional.silu(found) if call.get("activation", "none") in ("silu", "swish") else found
     return found, wide[:, :, wide.shape[2] - length :]
 
 

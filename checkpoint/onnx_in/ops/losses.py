@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from torchrelay.checkpoint.onnx_in.call import Call
 
@@ -29,7 +29,7 @@ def _likelihood(call: Call, logs: Tensor, target: Tensor, weight: Tensor | None 
 
 
 def _cross_entropy(call: Call, scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> Any:
-    logs = F.log_softmax(scores, 1)
+    logs = functional.log_softmax(scores, 1)
     return _likelihood(call, logs, labels, weights), logs
 
 

@@ -45,7 +45,8 @@ def _eye_like(call: Call, x: Tensor) -> Tensor:
     rows, columns = x.shape
     down = torch.arange(rows, device=x.device)[:, None]
     right = torch.arange(columns, device=x.device)[None]
-    return (right - down == call.get("k", 0)).to(dtype)
+    hit: Tensor = right - down == call.get("k", 0)
+    return hit.to(dtype)
 
 
 def _one_hot(call: Call, places: Tensor, depth: list[Any], values: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from typing import Any
 class Operator:
     """`run(call, *inputs)` gives the output, or a tuple of them; an input that is left out is None.
 
-    Inputs at the positions `ints` mean sizes, axes or places: they are given as lists of numbers. With `raw` all
-    inputs come as they are, integers that are known without a tensor included.
+    Inputs at the positions `ints` mean sizes, axes or places: they are given as lists of numbers. With `raw`
+    all inputs come as they are, integers that are known without a tensor included.
     """
 
     run: Callable[..., Any]

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from torchrelay.checkpoint.onnx_in.call import Call
 from torchrelay.checkpoint.onnx_in.ops.unsigned import widened
@@ -58,20 +58,21 @@ def _prelu(call: Call, x: Tensor, slope: Tensor) -> Tensor:
 
 
 def _leaky_relu(call: Call, x: Tensor) -> Tensor:
-    return F.leaky_relu(x, call.get("alpha", 0.01))
+    return functional.leaky_relu(x, call.get("alpha", 0.01))
 
 
 def _elu(call: Call, x: Tensor) -> Tensor:
-    return F.elu(x, call.get("alpha", 1.0))
+    return functional.elu(x, call.get("alpha", 1.0))
 
 
 def _celu(call: Call, x: Tensor) -> Tensor:
-    return F.celu(x, call.get("alpha", 1.0))
+    return functional.celu(x, call.get("alpha", 1.0))
 
 
 def _selu(call: Call, x: Tensor) -> Tensor:
     alpha, gamma = call.get("alpha", 1.6732632423543772), call.get("gamma", 1.0507009873554805)
-    return gamma * torch.where(x > 0, x, alpha * torch.expm1(torch.minimum(x, torch.zeros_like(x))))
+    found: Tensor = gamma * torch.where(x > 0, x, alpha * torch.expm1(torch.minimum(x, torch.zeros_like(x))))
+    return found
 
 
 def _hard_sigmoid(call: Call, x: Tensor) -> Tensor:
@@ -92,7 +93,7 @@ def _shrink(call: Call, x: Tensor) -> Tensor:
 
 
 def _gelu(call: Call, x: Tensor) -> Tensor:
-    return F.gelu(x, approximate=call.get("approximate", "none"))
+    return functional.gelu(x, approximate=call.get("approximate", "none"))
 
 
 def _swish(call: Call, x: Tensor) -> Tensor:
@@ -129,11 +130,11 @@ def _flattened(call: Call, x: Tensor, compute: Callable[[Tensor, int], Tensor]) 
 
 
 def _softmax(call: Call, x: Tensor) -> Tensor:
-    return _flattened(call, x, lambda one, axis: F.softmax(one, axis))
+    return _flattened(call, x, functional.softmax)
 
 
 def _log_softmax(call: Call, x: Tensor) -> Tensor:
-    return _flattened(call, x, lambda one, axis: F.log_softmax(one, axis))
+    return _flattened(call, x, functional.log_softmax)
 
 
 def _hardmax(call: Call, x: Tensor) -> Tensor:
@@ -154,7 +155,7 @@ def _dropout(call: Call, x: Tensor, ratio: Any = None, training: Any = None) -> 
     if not on or share == 0:
         return x, torch.ones_like(x, dtype=torch.bool)
     if not call.gives(1):
-        return F.dropout(x, share, training=True)
+        return functional.dropout(x, share, training=True)
     mask = torch.rand_like(x) >= share
     return x * mask / (1 - share), mask
 
@@ -169,7 +170,8 @@ _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "Erf": torch.erf, "Exp": torch.exp, "Floor": torch.floor, "Log": torch.log, "Neg": torch.neg,
     "Not": torch.logical_not, "Reciprocal": torch.reciprocal, "Relu": torch.relu, "Round": torch.round,
     "Sigmoid": torch.sigmoid, "Sign": _sign, "Sin": torch.sin, "Sinh": torch.sinh, "Sqrt": torch.sqrt,
-    "Tan": torch.tan, "Tanh": torch.tanh, "Softplus": _softplus, "Softsign": F.softsign, "Mish": F.mish,
+    "Tan": torch.tan, "Tanh": torch.tanh, "Softplus": _softplus, "Softsign": functional.softsign,
+    "Mish": functional.mish,
     "Identity": lambda x: x,
 }  # fmt: skip
 _BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

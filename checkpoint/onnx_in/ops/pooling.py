@@ -7,16 +7,24 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from torchrelay.checkpoint.onnx_in.call import Call
 from torchrelay.checkpoint.onnx_in.limits import check_made
 from torchrelay.checkpoint.onnx_in.ops.operator import Operator
 from torchrelay.checkpoint.onnx_in.ops.windows import Windows, padded, windows_of
 
-_MAX: dict[int, Callable[..., Any]] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
-_AVERAGE: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+_MAX: dict[int, Callable[..., Any]] = {
+    1: functional.max_pool1d,
+    2: functional.max_pool2d,
+    3: functional.max_pool3d,
+}
+_AVERAGE: dict[int, Callable[..., Tensor]] = {
+    1: functional.avg_pool1d,
+    2: functional.avg_pool2d,
+    3: functional.avg_pool3d,
+}
 
 
 def _counts(call: Call, sizes: Any, windows: Windows) -> tuple[int, ...]:
@@ -49,7 +57,8 @@ def _views(x: Tensor, windows: Windows, counts: tuple[int, ...]) -> Tensor:
         x = x.unfold(at + 2, span, stride).narrow(at + 2, 0, counts[at])
     rank = len(counts)
     for at, dilation in enumerate(windows.dilations):
-        x = x[(..., *(slice(None, None, dilation if one == at else 1) for one in range(rank)))]
+        inner = [slice(None, None, dilation if one == at else 1) for one in range(rank)]
+        x = x[(slice(None),) * (2 + rank) + tuple(inner)]
     return x.reshape(*x.shape[: 2 + rank], -1)
 
 
@@ -115,7 +124,8 @@ def _global_average(call: Call, x: Tensor) -> Tensor:
 
 
 def _global_lp(call: Call, x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, call.get("p", 2), list(range(2, x.dim())), keepdim=True)
+    found: Tensor = torch.linalg.vector_norm(x, call.get("p", 2), list(range(2, x.dim())), keepdim=True)
+    return found
 
 
 def _max_unpool(call: Call, x: Tensor, places: Tensor, shape: list[Any] | None = None) -> Tensor:

@@ -13,13 +13,15 @@ from torchrelay.checkpoint.onnx_in.call import Call
 from torchrelay.errors import UsageError
 
 Activation = Callable[[Tensor], Tensor]
-_DEFAULTS = {"LeakyRelu": (0.01, 0.0), "ThresholdedRelu": (1.0, 0.0), "HardSigmoid": (0.2, 0.5), "Elu": (1.0, 0.0),
+_DEFAULTS = {"LeakyRelu": (0.01, 0.0), "ThresholdedRelu": (1.0, 0.0), "HardSigmoid": (0.2, 0.5), "Elu": (1.0,
+0.0),
              "Affine": (1.0, 0.0), "ScaledTanh": (1.0, 1.0)}  # fmt: skip
 
 
 def _activation(name: str, alpha: float, beta: float) -> Activation:
     table: dict[str, Activation] = {
-        "Relu": torch.relu, "Tanh": torch.tanh, "Sigmoid": torch.sigmoid, "Softplus": torch.nn.functional.softplus,
+        "Relu": torch.relu, "Tanh": torch.tanh, "Sigmoid": torch.sigmoid,
+        "Softplus": torch.nn.functional.softplus,
         "Softsign": torch.nn.functional.softsign,
         "Affine": lambda x: alpha * x + beta,
         "LeakyRelu": lambda x: torch.where(x >= 0, x, alpha * x),
@@ -173,10 +175,9 @@ def _recurrent(gates: int, each: int, default: tuple[str, ...]) -> Callable[...,
         h, c = (zeros if one is None else one for one in (h, c))
         activations = _activations(call, each, default, directions)
         parts = [
-            _Direction(
-                w[at], r[at], *b[at].chunk(2), h[at], c[at], None if p is None else p[at], activations[at]
-            )
+            _Direction(w[at], r[at], wb, rb, h[at], c[at], None if p is None else p[at], activations[at])
             for at in range(directions)
+            for wb, rb in [b[at].chunk(2)]
         ]
         if _is_plain(call, lengths, p, default):
             y, last, cell = _by_kernel(call, x, parts)

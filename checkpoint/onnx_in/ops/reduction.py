@@ -115,8 +115,8 @@ def _extreme(name: str) -> Callable[..., Tensor]:
         axis, keep = call.get("axis", 0), bool(call.get("keepdims", 1))
         find = torch.argmax if name == "ArgMax" else torch.argmin
         if not call.get("select_last_index", 0):
-            return find(x, axis, keepdim=keep)
-        return x.shape[axis] - 1 - find(x.flip(axis), axis, keepdim=keep)
+            return torch.as_tensor(find(x, axis, keepdim=keep))
+        return torch.as_tensor(x.shape[axis] - 1 - find(x.flip(axis), axis, keepdim=keep))
 
     return run
 

@@ -9,14 +9,12 @@ from torch import Tensor
 def bilinear(image: Tensor, ys: Tensor, xs: Tensor) -> Tensor:
     """`image` (n, c, h, w) at the places `ys`, `xs` (n, a, b), as (n, c, a, b); outside of it lies 0."""
     y0, x0 = torch.floor(ys), torch.floor(xs)
-    total: Tensor | None = None
+    parts = []
     for dy in (0, 1):
         for dx in (0, 1):
             weight = (1 - (ys - (y0 + dy)).abs()) * (1 - (xs - (x0 + dx)).abs())
-            part = pixels(image, (y0 + dy).long(), (x0 + dx).long()) * weight.unsqueeze(1)
-            total = part if total is None else total + part
-    assert total is not None
-    return total
+            parts.append(pixels(image, (y0 + dy).long(), (x0 + dx).long()) * weight.unsqueeze(1))
+    return parts[0] + parts[1] + parts[2] + parts[3]
 
 
 def pixels(image: Tensor, ys: Tensor, xs: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from torchrelay.checkpoint.onnx_in.call import Call
 from torchrelay.checkpoint.onnx_in.limits import check_made
@@ -26,12 +26,12 @@ def _grid_sample(call: Call, x: Tensor, grid: Tensor) -> Tensor:
     mode, padding = _MODES[call.get("mode", "bilinear")], call.get("padding_mode", "zeros")
     if x.dim() == 5 and mode == "bicubic":
         raise call.fail("torch has no cubic samples of volumes")
-    return F.grid_sample(x, grid.to(x.dtype), mode, padding, bool(call.get("align_corners", 0)))
+    return functional.grid_sample(x, grid.to(x.dtype), mode, padding, bool(call.get("align_corners", 0)))
 
 
 def _affine_grid(call: Call, theta: Tensor, size: list[int]) -> Tensor:
     check_made(str(call.node), [*size, 3])
-    return F.affine_grid(theta, size, bool(call.get("align_corners", 0)))
+    return functional.affine_grid(theta, size, bool(call.get("align_corners", 0)))
 
 
 def _roi_align(call: Call, x: Tensor, rois: Tensor, batches: Tensor) -> Tensor:

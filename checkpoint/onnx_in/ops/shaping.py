@@ -126,7 +126,7 @@ def _pad(
     fill = call.get("value", 0.0) if value is None else value
     axes = [at % x.dim() for at in (axes or range(x.dim()))]
     before, after = widths[: len(axes)], widths[len(axes) :]
-    sizes = [size for size in x.shape]
+    sizes = list(x.shape)
     for at, one, other in zip(axes, before, after, strict=True):
         sizes[at] = sizes[at] + one + other
     check_made(str(call.node), sizes)

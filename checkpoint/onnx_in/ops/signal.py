@@ -27,7 +27,8 @@ def _dft(call: Call, x: Tensor, length: list[int] | None = None, axis: list[int]
     count = length[0] if length else None
     wave = _complex(x)
     if onesided and inverse:
-        return torch.fft.irfft(wave, count, at).unsqueeze(-1)
+        real: Tensor = torch.fft.irfft(wave, count, at)
+        return real.unsqueeze(-1)
     if inverse:
         return torch.view_as_real(torch.fft.ifft(wave, count, at))
     return torch.view_as_real(torch.fft.rfft(wave, count, at) if onesided else torch.fft.fft(wave, count, at))

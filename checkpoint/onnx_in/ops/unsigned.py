@@ -1,4 +1,4 @@
-"""Arithmetic of unsigned integers of more than 8 bits, which torch has hardly any of: done in 64 bits with sign."""
+"""Arithmetic of unsigned integers of more than 8 bits, done in 64 bits with sign: torch has hardly any."""
 
 from __future__ import annotations
 

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from torchrelay.checkpoint.onnx_in.call import Call
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Per spatial dimension: size of the window, step, distance inside of it, elements added before and after."""
+    """Per spatial dimension: size of the window, step, distance inside of it, what is added around."""
 
     kernel: tuple[int, ...]
     strides: tuple[int, ...]
@@ -64,4 +64,4 @@ def _same(plain: Windows, sizes: Sequence[Any], upper: bool) -> Windows:
 def padded(x: Tensor, before: Sequence[Any], after: Sequence[Any], value: float = 0.0) -> Tensor:
     """`x` with elements added around its spatial dimensions."""
     widths = [one for pair in zip(reversed(before), reversed(after), strict=True) for one in pair]
-    return F.pad(x, widths, value=value) if any(type(one) is not int or one for one in widths) else x
+    return functional.pad(x, widths, value=value) if any(type(one) is not int or one for one in widths) else x
