@@ -62,9 +62,9 @@ def ends_without(graph: Graph, drop_last: int) -> tuple[str, ...]:
         return graph.outputs
     kept, dropped = graph.nodes[:-drop_last], graph.nodes[-drop_last:]
     made = [name for node in kept for name in node.outputs if name]
-    taken = {name for node in kept for name in inputs_of(node)}
-    wanted = {name for node in dropped for name in inputs_of(node)}
     living = _depending(graph, kept)
+    taken = {name for node in kept if living & set(node.outputs) for name in inputs_of(node)}
+    wanted = {name for node in dropped for name in inputs_of(node)}
     left = [name for name in graph.outputs if name in {*made, *graph.inputs}]
     loose = [name for name in made if name in wanted - taken and name in living and name not in left]
     if not (left or loose):

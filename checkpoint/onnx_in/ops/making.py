@@ -1,4 +1,8 @@
-"""Tensors out of shapes, ranges and random numbers."""
+"""Tensors out of shapes, ranges and random numbers.
+
+Random numbers are torch's, whose state a checkpoint keeps, so that a resumed run goes on exactly. Seeds that a
+file gives to single operators are not used: with them every step would draw the same numbers.
+"""
 
 from __future__ import annotations
 
@@ -64,14 +68,6 @@ def _one_hot(call: Call, places: Tensor, depth: list[Any], values: Tensor) -> Te
     return torch.where(hit, on, off)
 
 
-def _generator(call: Call) -> torch.Generator | None:
-    """Of its own where the file has a seed; else torch's, which checkpoints keep."""
-    if not call.has("seed"):
-        return None
-    seed = int.from_bytes(torch.tensor(call.get("seed"), dtype=torch.float32).numpy().tobytes(), "little")
-    return torch.Generator(call.device).manual_seed(seed)
-
-
 def _dtype(call: Call, like: Tensor | None = None) -> torch.dtype:
     if call.has("dtype") or like is None:
         return dtype_of(call.get("dtype", 1), str(call.node))
@@ -84,20 +80,20 @@ def _random(kind: str, like: bool) -> Any:
         check_made(str(call.node), shape)
         made = torch.empty(shape, dtype=_dtype(call, x), device=call.device)
         if kind == "normal":
-            return made.normal_(call.get("mean", 0.0), call.get("scale", 1.0), generator=_generator(call))
-        return made.uniform_(call.get("low", 0.0), call.get("high", 1.0), generator=_generator(call))
+            return made.normal_(call.get("mean", 0.0), call.get("scale", 1.0))
+        return made.uniform_(call.get("low", 0.0), call.get("high", 1.0))
 
     return run
 
 
 def _bernoulli(call: Call, x: Tensor) -> Tensor:
-    return torch.bernoulli(x.float(), generator=_generator(call)).to(_dtype(call, x))
+    return torch.bernoulli(x.float()).to(_dtype(call, x))
 
 
 def _multinomial(call: Call, x: Tensor) -> Tensor:
     count = call.get("sample_size", 1)
     check_made(str(call.node), [x.shape[0], count])
-    found = torch.multinomial(torch.softmax(x, -1), count, replacement=True, generator=_generator(call))
+    found = torch.multinomial(torch.softmax(x, -1), count, replacement=True)
     return found.to(dtype_of(call.get("dtype", 6), str(call.node)))
 
 

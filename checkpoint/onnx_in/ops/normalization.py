@@ -27,7 +27,8 @@ def _batch_norm(call: Call, x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor
     own = {3, 4} <= call.own
     if call.outputs == 1:
         held = (mean, variance) if own else (mean.clone(), variance.clone())
-        return functional.batch_norm(x, *held, scale, bias, True, 1 - momentum, eps)
+        share = round(1 - momentum, 6)  # what torch had before it was stored as a float32
+        return functional.batch_norm(x, *held, scale, bias, True, share, eps)
     axes = [at for at in range(x.dim()) if at != 1]
     now, spread = x.mean(axes), x.var(axes, correction=0)
     moved = mean * momentum + now.to(mean.dtype) * (1 - momentum)

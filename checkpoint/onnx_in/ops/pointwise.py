@@ -33,6 +33,12 @@ def _div(call: Call, one: Tensor, other: Tensor) -> Tensor:
     return torch.div(one, other, rounding_mode="trunc")
 
 
+def _equal(call: Call, one: Any, other: Any) -> Tensor:
+    if isinstance(one, Tensor):
+        return torch.eq(one, other)
+    return torch.from_numpy(one == other)  # texts, which come as arrays of numpy
+
+
 def _mod(call: Call, one: Tensor, other: Tensor) -> Tensor:
     return torch.fmod(one, other) if call.get("fmod", 0) else torch.remainder(one, other)
 
@@ -176,7 +182,7 @@ _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 _BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "Add": torch.add, "Sub": torch.sub, "Mul": torch.mul, "And": torch.logical_and, "Or": torch.logical_or,
-    "Xor": torch.logical_xor, "Equal": torch.eq, "Greater": torch.gt, "GreaterOrEqual": torch.ge,
+    "Xor": torch.logical_xor, "Greater": torch.gt, "GreaterOrEqual": torch.ge,
     "Less": torch.lt, "LessOrEqual": torch.le,
 }  # fmt: skip
 _FOLDED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -188,6 +194,7 @@ OPERATORS: dict[str, Any] = {
     **{name: _binary(function) for name, function in _BINARY.items()},
     **{name: _folded(function) for name, function in _FOLDED.items()},
     "Identity": lambda call, x: x,
+    "Equal": widened(_equal),
     "Div": widened(_div),
     "Mod": widened(_mod),
     "Pow": widened(_pow),
