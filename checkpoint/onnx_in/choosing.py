@@ -17,6 +17,7 @@ _WITHOUT_GRADIENT = {
     "BatchNormalization": (3, 4),
     "Resize": (1, 2, 3),
     "Upsample": (1,),
+    "Pad": (2,),
     "Dropout": (1, 2),
     "Range": (0, 1, 2),
     "OneHot": (0, 1),

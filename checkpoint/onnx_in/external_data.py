@@ -64,10 +64,11 @@ def _read(path: Path, offset: int, nbytes: int, what: str) -> torch.Tensor:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise StorageError(f"{what} lies in {path}, which cannot be opened: {error.strerror}") from error
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(file)
+        raise UsageError(f"{what} is said to lie in {path}, which is no regular file")
     with open(file, "rb", buffering=0) as opened:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode):
-            raise UsageError(f"{what} is said to lie in {path}, which is no regular file")
         if offset + nbytes > found.st_size:
             raise DamagedError(
                 f"{what} needs bytes {offset} to {offset + nbytes} of {path}, which has {found.st_size}"

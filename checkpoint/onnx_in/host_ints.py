@@ -35,10 +35,21 @@ class Ints:
 
 
 def known_ints(tensor: torch.Tensor) -> Ints | None:
-    """The content of a small integer tensor of at most one dimension, read from the device; else None."""
-    if tensor.dim() > 1 or tensor.numel() > MAX_KNOWN or tensor.dtype not in (torch.int64, torch.int32):
+    """The content of a small tensor of at most one dimension, read from the device; else None."""
+    if (
+        tensor.dim() > 1
+        or tensor.numel() > MAX_KNOWN
+        or tensor.dtype in (torch.int8, torch.uint8, torch.bool)
+    ):
         return None
     return Ints(tuple(tensor.reshape(-1).tolist()), tensor.dim() == 0)
+
+
+def as_numbers(value: Any) -> list[Any] | None:
+    """What an input that means factors or shares says, as a flat list."""
+    if value is None or isinstance(value, Ints):
+        return None if value is None else list(value.values)
+    return list(value.reshape(-1).tolist())
 
 
 def as_ints(value: Any) -> list[Any] | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.checkpoint.onnx_in.limits import MAX_DEPTH
+from torchrelay.checkpoint.onnx_in.readable import check_readable
 from torchrelay.errors import DamagedError, StorageError, UsageError
 
 KNOWN_OPSET = 28
@@ -80,6 +81,7 @@ def known_model(model: Any) -> Any:
     onnx = need_onnx()
     if not model.HasField("graph"):
         raise DamagedError("the model has no graph")
+    check_readable(model)
     if model.ir_version > onnx.IR_VERSION:
         raise UsageError(
             f"the file has IR version {model.ir_version}; the installed onnx {onnx.__version__} knows up to"

@@ -148,11 +148,9 @@ class OnnxModule(nn.Module):
         return stored_state.kept(self, self._paths[key])
 
     def _known_ints(self, graph: Graph, name: str) -> Ints | None:
-        """Small integers of the module, read again only when they changed; while tracing as they were."""
+        """Small tensors as numbers, read again only when they changed; while tracing as they were."""
         key = graph.initializers[name] if name in graph.initializers else graph.constants[name]
         tensor = self._stored(graph, name)
-        if tensor.is_floating_point() or tensor.dim() > 1:
-            return None
         held = self._known.get(key)
         if type(tensor) is not torch.Tensor or tensor.is_meta:
             return None if held is None else held[2]

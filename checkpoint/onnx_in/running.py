@@ -10,8 +10,9 @@ import torch
 
 from torchrelay.checkpoint.onnx_in.call import Call
 from torchrelay.checkpoint.onnx_in.graph import Graph, Node
-from torchrelay.checkpoint.onnx_in.host_ints import Ints, as_ints, on_ints
+from torchrelay.checkpoint.onnx_in.host_ints import Ints, as_ints, as_numbers, on_ints
 from torchrelay.checkpoint.onnx_in.operators import operators
+from torchrelay.checkpoint.onnx_in.ops.operator import Operator
 from torchrelay.checkpoint.onnx_in.plan import Plan, plan_of
 from torchrelay.errors import RelayError, UsageError
 
@@ -37,7 +38,7 @@ def run_plan(graph: Graph, plan: Plan, given: Mapping[str, Any], around: Surroun
     for name in plan.needed:
         if name in graph.initializers or name in graph.constants:
             values[name] = around.stored(graph, name)
-            ints = around.known(graph, name)
+            ints = None if values[name].is_floating_point() else around.known(graph, name)
             if ints is not None:
                 known[name] = ints
     for node, done in plan.steps:
@@ -82,7 +83,15 @@ def _on_tensors(
     call = Call(node, around.training, _device(inputs, around), own, fixed, _entering(values, known, around))
     if not operator.raw:
         inputs = [
-            as_ints(known.get(name, value)) if at in operator.ints else call.tensor(value)
+            _input(
+                graph,
+                operator,
+                at,
+                name,
+                known.get(name, value) if at in operator.ints else value,
+                call,
+                around,
+            )
             for at, (name, value) in enumerate(zip(node.inputs, inputs, strict=True))
         ]
     try:
@@ -101,6 +110,18 @@ def _on_tensors(
         if type(error).__module__.startswith("torch."):
             raise  # what tracing raises is meant for whoever traces
         raise UsageError(f"{node} failed on {_told(inputs)}: {error}") from error
+
+
+def _input(
+    graph: Graph, operator: Operator, at: int, name: str, value: Any, call: Call, around: Surroundings
+) -> Any:
+    """An input in the form in which the operator wants it."""
+    if at in operator.ints:
+        return as_ints(value)
+    if at not in operator.numbers:
+        return call.tensor(value)
+    stored = name in graph.initializers or name in graph.constants
+    return as_numbers((around.known(graph, name) if stored else None) or value)
 
 
 def _device(inputs: list[Any], around: Surroundings) -> torch.device:

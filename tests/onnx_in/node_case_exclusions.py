@@ -1,6 +1,4 @@
-"""The official node cases that are not run, or run with another tolerance, each with its reason. The one
-place.
-"""
+"""The official node cases that are not run, or with another tolerance, each with its reason."""
 
 from __future__ import annotations
 

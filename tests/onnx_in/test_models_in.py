@@ -88,9 +88,7 @@ def test_sng_10_train_and_eval_are_those_of_torch() -> None:
 
 
 def test_sng_10_all_unsupported_operators_at_once() -> None:
-    """One error names every operator that cannot be imported, how often it occurs, and one in a graph
-    inside.
-    """
+    """One error names every operator that cannot be imported and how often, inner graphs included."""
     inner = onnx.helper.make_graph(
         [made.node("Nonsense", "x", "z")], "inner", [], [onnx.helper.make_tensor_value_info("z", 1, None)]
     )

@@ -38,9 +38,7 @@ def tensors(value: Any) -> Any:
 
 
 def same(found: Any, wanted: Any, rtol: float, atol: float) -> bool:
-    """Types and shapes equal, values within the tolerance of the case; 16-bit floats within one step of
-    theirs.
-    """
+    """Types and shapes equal, values within the tolerance; 16-bit floats within two steps of theirs."""
     if not isinstance(wanted, torch.Tensor):
         several = isinstance(wanted, list) and isinstance(found, list) and len(found) == len(wanted)
         return found is wanted or (

@@ -1,7 +1,7 @@
 """Tensors out of shapes, ranges and random numbers.
 
-Random numbers are torch's, whose state a checkpoint keeps, so that a resumed run goes on exactly. Seeds that a
-file gives to single operators are not used: with them every step would draw the same numbers.
+Random numbers are torch's, whose state a checkpoint keeps, so that a resumed run goes on exactly. Seeds that
+a file gives to single operators are not used: with them every step would draw the same numbers.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchrelay.checkpoint.onnx_in.call import Call
+from torchrelay.checkpoint.onnx_in.ops.operator import Operator
 from torchrelay.checkpoint.onnx_in.ops.unsigned import widened
 
 
@@ -156,7 +157,7 @@ def _softplus(x: Tensor) -> Tensor:
 
 def _dropout(call: Call, x: Tensor, ratio: Any = None, training: Any = None) -> Any:
     """Follows the mode of the module; an input of the model that says otherwise is obeyed."""
-    share = call.get("ratio", 0.5) if ratio is None else float(ratio)
+    share = call.get("ratio", 0.5) if ratio is None else ratio[0]
     on = call.training if training is None or 2 in call.fixed else bool(training)
     if not on or share == 0:
         return x, torch.ones_like(x, dtype=torch.bool)
@@ -217,6 +218,6 @@ OPERATORS: dict[str, Any] = {
     "Softmax": _softmax,
     "LogSoftmax": _log_softmax,
     "Hardmax": _hardmax,
-    "Dropout": _dropout,
+    "Dropout": Operator(_dropout, numbers=(1,)),
     "Where": widened(_where),
 }

@@ -9,18 +9,17 @@ import torch
 from torch import Tensor
 
 from torchrelay.checkpoint.onnx_in.call import Call
-from torchrelay.checkpoint.onnx_in.host_ints import as_ints
 from torchrelay.checkpoint.onnx_in.limits import check_made
 from torchrelay.checkpoint.onnx_in.ops.operator import Operator
 
+Numbers = list[Any] | None
 
-def _resize(call: Call, x: Tensor, roi: Any = None, scales: Any = None, sizes: Any = None) -> Tensor:
+
+def _resize(call: Call, x: Tensor, roi: Numbers = None, scales: Numbers = None, sizes: Any = None) -> Tensor:
     if call.version < 11:  # scales were the second input, and places went without half pixels
-        return _resized(call, x, list(range(x.dim())), _floats(call, roi), None, None, "asymmetric", "floor")
+        return _resized(call, x, list(range(x.dim())), roi or [], None, None, "asymmetric", "floor")
     axes = [at % x.dim() for at in call.get("axes", range(x.dim()))]
-    factors = _floats(call, scales) if scales is not None and _count(scales) else None
-    wanted = as_ints(sizes) if sizes is not None and _count(sizes) else None
-    bounds = _floats(call, roi) if roi is not None and _count(roi) else None
+    factors, wanted, bounds = scales or None, sizes or None, roi or None
     places = call.get("coordinate_transformation_mode", "half_pixel")
     if factors is None and wanted is None:
         raise call.fail("neither scales nor sizes are given")
@@ -40,16 +39,8 @@ def _by_policy(call: Call, x: Tensor, axes: list[int], sizes: list[Any]) -> tupl
     return [one] * len(axes), [math.floor(one * x.shape[at] + 0.5) for at in axes]
 
 
-def _count(value: Any) -> int:
-    return value.numel() if isinstance(value, Tensor) else len(value.values)
-
-
-def _floats(call: Call, value: Any) -> list[float]:
-    return [float(one) for one in call.tensor(value).reshape(-1).tolist()]
-
-
-def _upsample(call: Call, x: Tensor, scales: Any = None) -> Tensor:
-    factors = list(call.get("scales", ())) if scales is None else _floats(call, scales)
+def _upsample(call: Call, x: Tensor, scales: Numbers = None) -> Tensor:
+    factors = scales or list(call.get("scales", ()))
     return _resized(call, x, list(range(x.dim())), factors, None, None, "asymmetric", "floor")
 
 
@@ -153,6 +144,6 @@ def _cubic(x: Tensor, a: float) -> Tensor:
 
 
 OPERATORS: dict[str, Any] = {
-    "Resize": Operator(_resize, raw=True),
-    "Upsample": Operator(_upsample, raw=True),
+    "Resize": Operator(_resize, ints=(3,), numbers=(1, 2)),
+    "Upsample": Operator(_upsample, numbers=(1,)),
 }

@@ -123,7 +123,7 @@ def _pad(
     call: Call, x: Tensor, pads: List | None = None, value: Any = None, axes: List | None = None
 ) -> Tensor:
     widths = list(call.get("pads", pads))
-    fill = call.get("value", 0.0) if value is None else value
+    fill = value[0] if value else call.get("value", 0.0)
     axes = [at % x.dim() for at in (axes or range(x.dim()))]
     before, after = widths[: len(axes)], widths[len(axes) :]
     sizes = list(x.shape)
@@ -139,8 +139,7 @@ def _pad(
 def _padded(call: Call, x: Tensor, axis: int, before: Any, after: Any, mode: str, fill: Any) -> Tensor:
     if mode == "constant":
         widths = [0, 0] * (x.dim() - 1 - axis) + [before, after]
-        number = fill.item() if isinstance(fill, Tensor) else fill
-        return torch.nn.functional.pad(x, widths, value=number)
+        return torch.nn.functional.pad(x, widths, value=fill)
     size = x.shape[axis]
     places = torch.arange(-before, size + after, device=x.device)
     if mode == "edge":
@@ -216,7 +215,7 @@ OPERATORS: dict[str, Any] = {
     "Concat": _concat,
     "Split": Operator(_split, ints=(1,)),
     "Slice": Operator(_slice, ints=(1, 2, 3, 4)),
-    "Pad": Operator(_pad, ints=(1, 3)),
+    "Pad": Operator(_pad, ints=(1, 3), numbers=(2,)),
     "DepthToSpace": _depth_to_space,
     "SpaceToDepth": _space_to_depth,
     "CenterCropPad": Operator(_center_crop_pad, ints=(1,)),
