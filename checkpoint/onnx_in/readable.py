@@ -10,7 +10,7 @@ from torchrelay.errors import DamagedError, UsageError
 
 
 def check_readable(model: Any) -> None:
-    """Refuse, by DamagedError, a model with a name that is no text; UsageError for graphs nested too deeply."""
+    """Refuse a model with a name that is no text (DamagedError), or graphs nested too deeply (UsageError)."""
     found = [one.domain for one in model.opset_import]
     for function in model.functions:
         found += [function.name, function.domain, *function.input, *function.output]
