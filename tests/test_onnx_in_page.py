@@ -21,7 +21,8 @@ def test_the_page_runs(tmp_path: Path) -> None:
     assert len(blocks) == 3
     (tmp_path / "page.py").write_text("\n".join(blocks))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "page.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, timeout=110, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-W", "ignore", "page.py"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=110, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torchrelay.checkpoint.onnx_in import choosing, stored_state
 from torchrelay.checkpoint.onnx_in.building import content_of
@@ -59,6 +60,7 @@ class OnnxModule(nn.Module):
         self._paths = stored_state.paths_of(kept, self)
         stored_state.keep(self, self._paths, content.initializers, trained)
         stored_state.keep_constants(self, content.constants)
+        self._read_small()
         self.freeze(*freeze)
         self.train(choosing.begins_in_training(content.graph))
 
@@ -148,16 +150,33 @@ class OnnxModule(nn.Module):
         return stored_state.kept(self, self._paths[key])
 
     def _known_ints(self, graph: Graph, name: str) -> Ints | None:
-        """Small tensors as numbers, read again only when they changed; while tracing as they were."""
+        """Small tensors as numbers, read again only when they changed."""
         key = graph.initializers[name] if name in graph.initializers else graph.constants[name]
-        tensor = self._stored(graph, name)
+        return self._read_again(key, self._stored(graph, name))
+
+    def _read_again(self, key: int | str, tensor: torch.Tensor) -> Ints | None:
         held = self._known.get(key)
-        if type(tensor) is not torch.Tensor or tensor.is_meta:
-            return None if held is None else held[2]
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta:  # it is being traced
+            if held is None:
+                return None
+            tensor = held[0]
         version = -1 if tensor.is_inference() else tensor._version
         if held is None or held[0] is not tensor or held[1] != version or version < 0:
-            held = self._known[key] = (tensor, version, known_ints(tensor))
+            with _disable_current_modes():  # while the model is traced, the real tensor is read
+                held = self._known[key] = (tensor, version, known_ints(tensor))
         return held[2]
+
+    def _read_small(self) -> None:
+        """Read what may mean sizes, so that a model can be traced that never ran."""
+        small: dict[int | str, torch.Tensor] = {
+            key: stored_state.kept(self, path) for key, path in self._paths.items()
+        }
+        small.update(enumerate(self.get_submodule(stored_state.CONSTANTS).buffers()))
+        for key, tensor in small.items():
+            if not isinstance(tensor, nn.Parameter) and (
+                not tensor.is_floating_point() or tensor.numel() <= 16
+            ):
+                self._read_again(key, tensor)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_plans": {}, "_inner_plans": {}, "_known": {}}

@@ -19,7 +19,7 @@ Path = tuple[tuple[str, ...], str]
 """The containers that lead to a tensor, and its name in the last of them."""
 
 _ODD = "of_file"
-_CONSTANTS = "file_constants"
+CONSTANTS = "file_constants"
 _EXPORTERS = re.compile(r"val_\d+")
 """Names that torch's exporter gives to values of its own; it fails on a module that has them already."""
 
@@ -32,7 +32,7 @@ def paths_of(names: Iterable[str], taken: object) -> dict[str, Path]:
     """Where each name is kept below a root with the attributes of `taken`."""
     names = list(names)
     prefixes = {name[:at] for name in names for at, one in enumerate(name) if one == "."}
-    shadowing = frozenset(dir(nn.Module)) | frozenset(dir(taken)) | {"_paths", _ODD, _CONSTANTS}
+    shadowing = frozenset(dir(nn.Module)) | frozenset(dir(taken)) | {"_paths", _ODD, CONSTANTS}
     found: dict[str, Path] = {}
     plain: set[str] = set()
     for name in names:
@@ -93,7 +93,7 @@ def keep_constants(root: nn.Module, tensors: Iterable[torch.Tensor]) -> None:
     holder = Container()
     for at, tensor in enumerate(tensors):
         holder.register_buffer(f"c{at}", tensor, persistent=False)
-    root.add_module(_CONSTANTS, holder)
+    root.add_module(CONSTANTS, holder)
 
 
 def kept(root: nn.Module, path: Path) -> torch.Tensor:
@@ -107,4 +107,4 @@ def kept(root: nn.Module, path: Path) -> torch.Tensor:
 
 def constant(root: nn.Module, at: int) -> torch.Tensor:
     """The constant of this number."""
-    return root._modules[_CONSTANTS]._buffers[f"c{at}"]  # type: ignore[union-attr, return-value]
+    return root._modules[CONSTANTS]._buffers[f"c{at}"]  # type: ignore[union-attr, return-value]

@@ -303,6 +303,17 @@ def test_sizes_follow_integer_buffers() -> None:
     assert model(X).shape == (2, 6)
 
 
+def test_sizes_are_known_without_a_run() -> None:
+    """A model that never ran can be traced, also after its sizes have changed."""
+    proto = made.model(
+        [made.node("Reshape", "x shape", "y")], {"shape": np.array([4, 3])}, {"x": [3, 4]}, ["y"]
+    )
+    model = from_onnx(proto)
+    assert torch.export.export(model, (X,)).module()(X).shape == (4, 3)
+    model.load_state_dict({"shape": torch.tensor([2, 6])})
+    assert torch.export.export(model, (X,)).module()(X).shape == (2, 6)
+
+
 def test_functions_of_a_model_are_inlined() -> None:
     """Functions that a file defines itself are run as what they consist of."""
     function = onnx.helper.make_function(
