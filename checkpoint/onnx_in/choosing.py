@@ -87,13 +87,17 @@ def matching(named: Mapping[str, T], patterns: Sequence[str]) -> list[T]:
     return list(found.values())
 
 
-def begins_in_training(graph: Graph) -> bool:
-    """Whether the file was made for training: a batch normalization that says so."""
+def begins_in_training(content: Content) -> bool:
+    """Whether the file was made for training: a batch normalization or a dropout that says so."""
     return any(
-        node.operator == "BatchNormalization"
-        and (
-            node.attributes.get("training_mode") == 1
-            or (node.version < 7 and not node.attributes.get("is_test"))
-        )
-        for node in graph.nodes
+        (node.operator == "BatchNormalization" and node.attributes.get("training_mode") == 1)
+        or (node.operator == "Dropout" and len(node.inputs) > 2 and _is_true(content, node.inputs[2]))
+        for node in content.graph.nodes
     )
+
+
+def _is_true(content: Content, name: str) -> bool:
+    graph = content.graph
+    if name in graph.initializers:
+        return bool(content.initializers[graph.initializers[name]].any())
+    return name in graph.constants and bool(content.constants[graph.constants[name]].any())

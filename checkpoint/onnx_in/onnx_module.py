@@ -62,7 +62,7 @@ class OnnxModule(nn.Module):
         stored_state.keep_constants(self, content.constants)
         self._read_small()
         self.freeze(*freeze)
-        self.train(choosing.begins_in_training(content.graph))
+        self.train(choosing.begins_in_training(content))
 
     @property
     def forward(self) -> Callable[..., Any]:  # type: ignore[override]
@@ -179,7 +179,7 @@ class OnnxModule(nn.Module):
                 self._read_again(key, tensor)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_plans": {}, "_inner_plans": {}, "_known": {}}
+        return {**self.__dict__, "_plans": {}, "_inner_plans": {}}
 
 
 class _Forward:

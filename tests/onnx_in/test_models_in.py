@@ -303,13 +303,23 @@ def test_sizes_follow_integer_buffers() -> None:
     assert model(X).shape == (2, 6)
 
 
+def test_a_file_made_for_training_begins_so() -> None:
+    """A dropout that the file switches on has the module begin in train mode; eval switches it off."""
+    nodes = [made.node("Dropout", "x share on", "y")]
+    stored = {"share": np.float32(0.9), "on": np.array(True)}
+    model = from_onnx(made.model(nodes, stored, {"x": [3, 4]}, ["y"]))
+    assert model.training
+    assert (model(torch.ones(100)) == 0).any()
+    assert torch.equal(model.eval()(X), X)
+
+
 def test_sizes_are_known_without_a_run() -> None:
     """A model that never ran can be traced, also after its sizes have changed."""
     proto = made.model(
         [made.node("Reshape", "x shape", "y")], {"shape": np.array([4, 3])}, {"x": [3, 4]}, ["y"]
     )
     model = from_onnx(proto)
-    assert torch.export.export(model, (X,)).module()(X).shape == (4, 3)
+    assert torch.export.export(copy.deepcopy(model), (X,)).module()(X).shape == (4, 3)
     model.load_state_dict({"shape": torch.tensor([2, 6])})
     assert torch.export.export(model, (X,)).module()(X).shape == (2, 6)
 
