@@ -29,7 +29,6 @@ def supported(domain: str, name: str) -> bool:
 
 def _families() -> dict[str, tuple[Mapping[str, Operator | Callable[..., Any]], ...]]:
     # Imported when the first model is read, because together they are not small.
-    from torchrelay.checkpoint.onnx_in import ops  # noqa: F401
     from torchrelay.checkpoint.onnx_in.ops import (
         attention,
         bits,
