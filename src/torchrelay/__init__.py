@@ -36,6 +36,7 @@ _HOMES = {
     "MetricSink": "metadata.sinks.sink",
     "MultiNodeCheckpointManager": "checkpoint.multi_node",
     "Node": "jobs.cluster",
+    "OnnxModule": "checkpoint.onnx_in.onnx_module",
     "Program": "runners.experiment.program",
     "ReaderWithLimit": "jobs.readers",
     "RelayError": "errors",
@@ -59,6 +60,7 @@ _HOMES = {
     "estimate_bytes": "checkpoint.blob_files",
     "export_checkpoint": "checkpoint.interop.export",
     "final_output": "jobs.output",
+    "from_onnx": "checkpoint.onnx_in.onnx_module",
     "fsdp_state": "checkpoint.state.fsdp_state",
     "import_checkpoint": "checkpoint.interop.importing",
     "init": "runners.start",
@@ -87,6 +89,7 @@ if TYPE_CHECKING:
     from torchrelay.checkpoint.load_into import load_into as load_into
     from torchrelay.checkpoint.manager import CheckpointManager as CheckpointManager
     from torchrelay.checkpoint.multi_node import MultiNodeCheckpointManager as MultiNodeCheckpointManager
+    from torchrelay.checkpoint.onnx_in.onnx_module import OnnxModule as OnnxModule, from_onnx as from_onnx
     from torchrelay.checkpoint.reader import open_checkpoint as open_checkpoint
     from torchrelay.checkpoint.state.fsdp_state import fsdp_state as fsdp_state
     from torchrelay.checkpoint.upload import UploadTaskGroupBuilder as UploadTaskGroupBuilder

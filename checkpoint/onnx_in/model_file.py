@@ -1,0 +1,157 @@
+"""From what users give to a ModelProto whose operator sets we know; converted where that is possible."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from torchrelay.checkpoint.onnx_in.limits import MAX_DEPTH
+from torchrelay.checkpoint.onnx_in.readable import check_readable
+from torchrelay.errors import DamagedError, StorageError, UsageError
+
+KNOWN_OPSET = 28
+"""The newest operator set whose operators were implemented."""
+OLDEST_OPSET = 7
+"""Older ones are converted to this one: they broadcast in ways that no operator has today."""
+KNOWN_DOMAINS = {"": KNOWN_OPSET, "ai.onnx.ml": 6, "ai.onnx.preview": 1, "ai.onnx.preview.training": 1}
+
+
+def need_onnx() -> Any:
+    """The package onnx; UsageError with the remedy where it is not installed."""
+    try:
+        import onnx
+        import onnx.external_data_helper
+    except ImportError as error:
+        raise UsageError(
+            "reading ONNX files needs the package onnx: pip install 'torchrelay[onnx]'"
+        ) from error
+    return onnx
+
+
+def read_model(source: Any) -> tuple[Any, Path | None]:
+    """The ModelProto of a path, of bytes or of itself, with the folder in which its external data may lie.
+
+    Tensors that lie outside of the file are not read. Raises StorageError for a file that cannot be read,
+    DamagedError for what is no ONNX model, UsageError for what cannot be read by this version.
+    """
+    onnx = need_onnx()
+    if isinstance(source, onnx.ModelProto):
+        return source, None
+    if hasattr(source, "model_proto"):  # torch.onnx.ONNXProgram
+        return source.model_proto, None
+    if isinstance(source, bytes | bytearray | memoryview):
+        return _parsed(onnx, bytes(source), "these bytes"), None
+    if not isinstance(source, str | os.PathLike):
+        raise UsageError(f"a model is a path, bytes or a ModelProto, not {type(source).__name__}")
+    path = Path(source)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror}") from error
+    return _parsed(onnx, content, str(path)), path.absolute().parent
+
+
+def _parsed(onnx: Any, content: bytes, what: str) -> Any:
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+    try:
+        model = onnx.ModelProto.FromString(content)
+    except (DecodeError, RecursionError, ValueError) as error:
+        raise DamagedError(f"{what}: this is no ONNX model ({error})") from error
+    if not model.HasField("graph"):
+        raise DamagedError(f"{what}: this is no ONNX model (it has no graph)")
+    return model
+
+
+def opsets(model: Any) -> dict[str, int]:
+    """The version of each domain; the main one is "" here, also where it is written out."""
+    return {_domain(one.domain): one.version for one in model.opset_import} or {"": 1}
+
+
+def _domain(name: str) -> str:
+    return "" if name == "ai.onnx" else name
+
+
+def known_model(model: Any) -> Any:
+    """The same model in operator sets that we know: as it is, with functions inlined, or converted.
+
+    Raises UsageError that says what is too new or too old; nothing is run as if it were another version.
+    """
+    onnx = need_onnx()
+    if not model.HasField("graph"):
+        raise DamagedError("the model has no graph")
+    check_readable(model)
+    if model.ir_version > onnx.IR_VERSION:
+        raise UsageError(
+            f"the file has IR version {model.ir_version}; the installed onnx {onnx.__version__} knows up to"
+            f" {onnx.IR_VERSION}: install a newer onnx"
+        )
+    if len(model.functions):
+        model = _inlined(onnx, model)
+    version = opsets(model).get("", KNOWN_OPSET)
+    if version < OLDEST_OPSET:
+        return _converted(onnx, model, version, OLDEST_OPSET)
+    if version > KNOWN_OPSET and _newer_than_known(onnx, model, version):
+        return _converted(onnx, model, version, KNOWN_OPSET)
+    return model
+
+
+def _newer_than_known(onnx: Any, model: Any, version: int) -> bool:
+    """Whether any operator changed after the newest set that we know; UsageError if nobody can say."""
+    if version > onnx.defs.onnx_opset_version():
+        raise UsageError(
+            f"the file uses operator set {version}; torchrelay knows up to {KNOWN_OPSET}, and the "
+            f"installed onnx"
+            f" {onnx.__version__} up to {onnx.defs.onnx_opset_version()}, so that it cannot be converted: "
+            f"export the"
+            f" model with opset_version={KNOWN_OPSET} or less"
+        )
+    kinds = {node.op_type for node in model.graph.node if _domain(node.domain) == ""}
+    return any(
+        onnx.defs.has(kind) and onnx.defs.get_schema(kind, version, "").since_version > KNOWN_OPSET
+        for kind in kinds
+    )
+
+
+def _converted(onnx: Any, model: Any, version: int, target: int) -> Any:
+    from onnx import version_converter
+
+    try:
+        return version_converter.convert_version(model, target)
+    except Exception as error:
+        raise UsageError(
+            f"the file uses operator set {version}, and onnx cannot convert it to {target}: "
+            f"{_first_line(error)}"
+        ) from error
+
+
+def _inlined(onnx: Any, model: Any) -> Any:
+    from onnx import inliner
+
+    _check_functions(model)
+    try:
+        return inliner.inline_local_functions(model)
+    except Exception as error:
+        raise UsageError(f"the functions of the model cannot be inlined: {_first_line(error)}") from error
+
+
+def _check_functions(model: Any) -> None:
+    """Refuse functions that call each other in a circle, or too deeply, before anything unfolds them."""
+    calls = {
+        (one.domain, one.name): {(node.domain, node.op_type) for node in one.node} for one in model.functions
+    }
+    depth: dict[tuple[str, str], int] = {}
+    pending = dict(calls)
+    while pending:
+        ready = [name for name, called in pending.items() if not called & pending.keys()]
+        if not ready:
+            raise UsageError(f"functions of the model call each other in a circle: {sorted(pending)[:3]}")
+        for name in ready:
+            depth[name] = 1 + max((depth[one] for one in pending.pop(name) & depth.keys()), default=0)
+            if depth[name] > MAX_DEPTH:
+                raise UsageError(f"function {name[1]!r} of the model calls others more than {MAX_DEPTH} deep")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]

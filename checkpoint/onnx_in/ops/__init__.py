@@ -1,0 +1,1 @@
+"""What the operators of ONNX compute, a file per family: each has a table from names to functions."""
