@@ -13,6 +13,7 @@
     config/                      texts of the configuration, where there was one
     program.json                 what the run is to the others of its program, where a program made it
     values.jsonl, results/       values kept one by one, and test results, of such a run
+    exports/                     ONNX files that the run made of its epochs
     checkpoints/                 the checkpoint room's own directory
     STOP                         whoever makes it ends the run
 
@@ -129,6 +130,7 @@ class RunDirectory:
             "logs",
             "config",
             "code",
+            "exports",
             "lineage",
             "program.json",
             "results",

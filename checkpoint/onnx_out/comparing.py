@@ -46,10 +46,11 @@ def cases_of(model: torch.nn.Module, example: Example, output_names: Sequence[st
 def compare(path: Path, cases: Sequence[Case], tolerance: Tolerance) -> float:
     """The greatest difference; raises UsageError where one is beyond the tolerance, or nothing can be run."""
     session = _session(path)
+    taken = [one.name for one in session.get_inputs()]
     worst = 0.0
     for case in cases:
         try:
-            found = session.run(None, {name: one.numpy() for name, one in case.inputs.items()})
+            found = session.run(None, {name: case.inputs[name].numpy() for name in taken})
         except Exception as error:
             raise UsageError(_not_run(error)) from error
         for (name, wanted), answer in zip(case.outputs.items(), found, strict=True):

@@ -76,9 +76,7 @@ class Example:
         return args, kwargs
 
 
-def example_of(
-    model: torch.nn.Module, inputs: Any, names: Sequence[str] | None, dynamic: Dynamic
-) -> Example:
+def example_of(model: torch.nn.Module, inputs: Any, names: Sequence[str] | None, dynamic: Dynamic) -> Example:
     """Take apart what the user gave: a tensor, a sequence of arguments, or a mapping of them by name.
 
     Raises UsageError for what `forward` does not take, for names that do not fit, for empty dimensions.

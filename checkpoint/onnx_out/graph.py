@@ -28,8 +28,6 @@ def graph_of(model: torch.nn.Module, example: Example, opset: int | None) -> tup
 
     Raises UsageError, one line, for whatever torch cannot export.
     """
-    from onnxscript.optimizer import optimize_ir
-
     extents = example.extents()
     grown = example.resized({size: max(extent, 2) for size, extent in extents.items()})
     dims = {size: torch.export.Dim(size, min=1) for size in extents}
@@ -42,16 +40,15 @@ def graph_of(model: torch.nn.Module, example: Example, opset: int | None) -> tup
         if made is None:
             raise RuntimeError("the exporter made nothing")
         graph = made.model
-        states = {*program.state_dict, *(name for name, _ in program.named_buffers())}
-        optimize_ir(graph, should_fold=lambda node: _folds(node, states))
+        states = _states(graph, program)
+        _simplify(graph, states)
+        _name_states(states)
     except Exception as error:
         raise refusal(error, type(model).__name__) from error
     return graph, _symbols(graph, grown)
 
 
-def named(
-    graph: Model, inputs: Sequence[str], outputs: Sequence[str], symbols: Mapping[str, str]
-) -> Model:
+def named(graph: Model, inputs: Sequence[str], outputs: Sequence[str], symbols: Mapping[str, str]) -> Model:
     """Give inputs, outputs and sizes their names, in place; raises UsageError where names collide."""
     import onnx_ir as ir
 
@@ -77,6 +74,12 @@ def named(
     return graph
 
 
+def without_unused(graph: Model) -> None:
+    """Take inputs out, in place, that no node reads."""
+    for value in [one for one in graph.graph.inputs if not one.uses()]:
+        graph.graph.inputs.remove(value)
+
+
 def _by_parameter(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """`torch.export` takes specifications by position, or all of them by the name of the parameter."""
     if not kwargs:
@@ -87,8 +90,45 @@ def _by_parameter(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _folds(node: Any, states: set[str]) -> bool | None:
-    return False if any(one is not None and one.name in states for one in node.inputs) else None
+def _states(graph: Model, program: torch.export.ExportedProgram) -> dict[int, tuple[Value, str]]:
+    """The initializers that are parameters and buffers, with their names there; by the identity of the value."""
+    tensors = {**dict(program.named_buffers()), **program.state_dict}
+    places = {tensor.data_ptr(): name for name, tensor in tensors.items() if tensor.numel()}
+    found = {}
+    for value in graph.graph.initializers.values():
+        raw = getattr(value.const_value, "raw", None)
+        if isinstance(raw, torch.Tensor) and (name := places.get(raw.data_ptr())) is not None:
+            found[id(value)] = (value, name)
+    return found
+
+
+def _simplify(graph: Model, states: Mapping[int, Any]) -> None:
+    """Compute what follows from constants alone and drop what nobody uses.
+
+    onnxscript's own `optimize` would also make one initializer of two states that have equal values.
+    """
+    from onnx_ir.passes import common
+    from onnxscript import optimizer
+
+    optimizer.inline(graph)
+    for _ in range(2):
+        optimizer.fold_constants(
+            graph, onnx_shape_inference=True, should_fold=lambda node: _folds(node, states)
+        )
+        optimizer.remove_unused_nodes(graph)
+    common.CommonSubexpressionEliminationPass()(graph)
+    common.RemoveUnusedOpsetsPass()(graph)
+
+
+def _folds(node: Any, states: Mapping[int, Any]) -> bool | None:
+    return False if any(id(one) in states for one in node.inputs) else None
+
+
+def _name_states(states: Mapping[int, tuple[Value, str]]) -> None:
+    """The exporter gives a state another name where an input has that; inputs are named later."""
+    for value, name in states.values():
+        if value.name != name and value.is_initializer():
+            value.name = name
 
 
 def _symbols(graph: Model, example: Example) -> dict[str, str]:

@@ -14,7 +14,7 @@ import torch
 import torchrelay
 from torchrelay.checkpoint.onnx_out.comparing import Case, Tolerance, cases_of, compare
 from torchrelay.checkpoint.onnx_out.example import Dynamic, Example, example_of
-from torchrelay.checkpoint.onnx_out.graph import graph_of, named
+from torchrelay.checkpoint.onnx_out.graph import graph_of, named, without_unused
 from torchrelay.checkpoint.onnx_out.needed import check_packages
 from torchrelay.checkpoint.onnx_out.own_copy import bare_module, kept_buffers, own_copy
 from torchrelay.checkpoint.onnx_out.quiet import undisturbing
@@ -55,6 +55,7 @@ def to_onnx(
     rtol: float = RTOL,
     atol: float = ATOL,
     compare: bool = True,
+    drop_unused: bool = False,
     metadata: Mapping[str, str] | None = None,
     overwrite: bool = False,
 ) -> OnnxFile:
@@ -68,7 +69,7 @@ def to_onnx(
     The file passes ONNX's checker, and onnxruntime answers as torch on the CPU for the sizes of the example and
     for other ones, where |onnx - torch| <= atol + rtol * |torch| (whole numbers: equal); with `compare=False`
     the checker alone looks. Initializers have the names and values of the module's states. Above 1.9 GB they
-    lie in a file beside it. `metadata` goes into the file, as do its Signature and torchrelay's version.
+    lie in a file beside it. `drop_unused` leaves inputs out that the answers do not depend on. `metadata` goes into the file, as do its Signature and torchrelay's version.
 
     It works on a copy on the CPU: the model, its mode, device and buffers, and all random streams stay as they
     are. Raises UsageError for a taken name, a model that torch cannot export, answers that differ, and where
@@ -83,7 +84,7 @@ def to_onnx(
         copied = own_copy(model)
         with kept_buffers(copied):
             cases = cases_of(copied, example, output_names)
-        graph, signature = _graph(copied, example, cases, opset)
+        graph, signature = _graph(copied, example, cases, opset, drop_unused=drop_unused)
         _describe(graph, signature, metadata or {})
         return _written(graph, signature, target, cases if compare else (), tolerance)
 
@@ -95,11 +96,12 @@ def _checked(rtol: float, atol: float) -> Tolerance:
 
 
 def _graph(
-    model: torch.nn.Module, example: Example, cases: Sequence[Case], opset: int | None
+    model: torch.nn.Module, example: Example, cases: Sequence[Case], opset: int | None, *, drop_unused: bool
 ) -> tuple[ir.Model, Signature]:
     graph, symbols = graph_of(model, example, opset)
-    outputs = cases[0].outputs
-    named(graph, example.names, tuple(outputs), symbols)
+    named(graph, example.names, tuple(cases[0].outputs), symbols)
+    if drop_unused:
+        without_unused(graph)
     return graph, Signature(
         _specs(graph.graph.inputs, cases[0].inputs), _specs(graph.graph.outputs, cases[0].outputs)
     )
@@ -107,7 +109,8 @@ def _graph(
 
 def _specs(values: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> tuple[TensorSpec, ...]:
     found = []
-    for value, (name, tensor) in zip(values, tensors.items(), strict=True):
+    for value in values:
+        name, tensor = value.name, tensors[value.name]
         dims = value.shape if value.shape is not None else tensor.shape
         shape = tuple(dim if isinstance(dim, int) else str(dim.value or f"{name}_{at}")
                       for at, dim in enumerate(dims))  # fmt: skip
@@ -160,4 +163,6 @@ def _check(path: Path) -> None:
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except Exception as error:
-        raise UsageError(f"ONNX's checker refuses the exported model: {' '.join(str(error).split()):.300}") from error
+        raise UsageError(
+            f"ONNX's checker refuses the exported model: {' '.join(str(error).split()):.300}"
+        ) from error

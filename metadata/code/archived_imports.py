@@ -117,11 +117,14 @@ class ArchivedImports:
         self.modules[full] = sys.modules[module.__name__] = module
         try:
             if path in self._contents:  # a folder without __init__.py has nothing to run
+                spec._initializing = True  # type: ignore[attr-defined]  # as importlib says it: an import is going on
                 loader.exec_module(module)
         except BaseException:
             self.modules.pop(full, None)
             sys.modules.pop(module.__name__, None)
             raise
+        finally:
+            spec._initializing = False  # type: ignore[attr-defined]
         setattr(self.modules[parent] if parent else sys.modules[self.prefix], part, module)
 
     def _inside(self, module: ModuleType) -> tuple[str, ...]:
