@@ -1,4 +1,4 @@
-"""Whether a file answers as the model does: onnxruntime and torch on the same inputs, for two sizes of the batch."""
+"""Whether a file answers as the model does: onnxruntime and torch on the same inputs, in two sizes."""
 
 from __future__ import annotations
 

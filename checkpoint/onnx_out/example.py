@@ -1,4 +1,4 @@
-"""Example inputs: the tensors that `forward` is called with, their names, and which of their sizes may differ."""
+"""Example inputs: the tensors that `forward` is called with, their names, their sizes that may differ."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Example:
         return Example(args, kwargs, self.names, self.sizes)
 
     def shapes(self, dims: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What `torch.export` wants to know of every leaf: its named dimensions, None for what is no tensor."""
+        """What `torch.export` wants to know of every leaf: named dimensions; None for what is no tensor."""
         sizes = iter(self.sizes)
 
         def one(leaf: Any) -> Any:
@@ -98,19 +98,15 @@ def example_of(model: torch.nn.Module, inputs: Any, names: Sequence[str] | None,
 
 def _bound(model: torch.nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and named arguments, in the order of `forward`."""
-    if isinstance(inputs, Mapping):
-        args, kwargs = (), dict(inputs)
-    elif isinstance(inputs, (list, tuple)):
-        args, kwargs = tuple(inputs), {}
-    else:
-        args, kwargs = (inputs,), {}
+    kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
+    args = () if kwargs else tuple(inputs) if isinstance(inputs, (list, tuple)) else (inputs,)
     signature = inspect.signature(model.forward)
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
         raise UsageError(
-            f"inputs do not fit {type(model).__name__}.forward{signature}: {error}; give a tensor, a sequence "
-            "of arguments, or a mapping of them by name (one dict as the only argument: a tuple with it)"
+            f"inputs do not fit {type(model).__name__}.forward{signature}: {error}; give a tensor, a "
+            "sequence of arguments, or a mapping of them by name (one dict as the only argument: a tuple with it)"
         ) from None
     return bound.args, bound.kwargs
 
@@ -122,10 +118,7 @@ def _on_cpu(leaf: Any) -> Any:
 def _name(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], path: Any) -> str:
     """The parameter's name, and behind it what leads to the tensor; of an only dict its keys alone."""
     which, first, *rest = path
-    if which.idx == 1:
-        head = str(first.key)
-    else:
-        head = _parameter(model, first.idx)
+    head = str(first.key) if which.idx == 1 else _parameter(model, first.idx)
     if rest and len(args) + len(kwargs) == 1 and isinstance((*args, *kwargs.values())[0], Mapping):
         return name_of_path(rest)
     return name_of_path(rest, head)
@@ -152,7 +145,7 @@ def _checked_names(given: Sequence[str] | None, own: Sequence[str]) -> tuple[str
 
 
 def _sizes(tensors: Mapping[str, torch.Tensor], dynamic: Dynamic) -> tuple[Sizes, ...]:
-    """The named dimensions of every tensor; the first dimension is the batch where it is as long as the first's."""
+    """The named dimensions of every tensor: the first is the batch where it is as long as the first's."""
     said = {} if isinstance(dynamic, bool) else dict(dynamic)
     for name in said:
         if name not in tensors:

@@ -65,7 +65,8 @@ def named(graph: Model, inputs: Sequence[str], outputs: Sequence[str], symbols: 
         raise UsageError(f"{both}: an input and an output of one name; give input_names= or output_names=")
     for name in sorted(wanted.keys() & graph.graph.initializers.keys()):
         raise UsageError(
-            f"{name!r} is an input or output and a parameter or buffer, too; give input_names= or output_names="
+            f"{name!r} is an input or output and also a parameter or buffer: give input_names= or "
+            "output_names="
         )
     _rename(graph, wanted)
     for value in _values(graph):
@@ -91,7 +92,7 @@ def _by_parameter(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping
 
 
 def _states(graph: Model, program: torch.export.ExportedProgram) -> dict[int, tuple[Value, str]]:
-    """The initializers that are parameters and buffers, with their names there; by the identity of the value."""
+    """The initializers that are parameters and buffers, with their names there; by `id` of the value."""
     tensors = {**dict(program.named_buffers()), **program.state_dict}
     places = {tensor.data_ptr(): name for name, tensor in tensors.items() if tensor.numel()}
     found = {}
@@ -136,8 +137,9 @@ def _symbols(graph: Model, example: Example) -> dict[str, str]:
     found = {}
     for value, sizes in zip(graph.graph.inputs, example.sizes, strict=True):
         for dim, size in sizes.items():
-            if value.shape is not None and not isinstance(value.shape[dim], int):
-                found[str(value.shape[dim].value)] = size
+            symbol = None if value.shape is None else value.shape[dim]
+            if symbol is not None and not isinstance(symbol, int):
+                found[str(symbol.value)] = size
     return found
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from torchrelay.errors import UsageError
 
@@ -29,7 +30,7 @@ def own_copy(model: nn.Module) -> nn.Module:
             f"{type(bare).__name__} cannot be copied, and the export works on a copy ({error}): "
             "give a model that copy.deepcopy takes"
         ) from error
-    return copied.to("cpu").eval()
+    return copied.eval()
 
 
 @contextmanager
@@ -51,12 +52,13 @@ def bare_module(model: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise UsageError(f"{model!r:.80} is no torch.nn.Module: give the model itself")
     wrapping = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    while isinstance(model, wrapping) or hasattr(model, "_orig_mod"):
-        inner = model.module if isinstance(model, wrapping) else model._orig_mod
+    found: nn.Module = model
+    while isinstance(found, wrapping) or hasattr(found, "_orig_mod"):
+        inner = found.module if isinstance(found, wrapping) else found._orig_mod
         if not isinstance(inner, nn.Module):
             break
-        model = inner
-    return model
+        found = inner
+    return found
 
 
 def _check_whole(model: nn.Module) -> None:
@@ -66,7 +68,7 @@ def _check_whole(model: nn.Module) -> None:
                 f"{name} is sharded over ranks (DTensor): export a plain model that has loaded "
                 "ctx.full_state_dict(module), or give OnnxExport build=, which makes one"
             )
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin) or tensor.is_meta:
+        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)) or tensor.is_meta:
             raise UsageError(f"{name} has no values yet (lazy or meta): call the model once, or load it")
 
 

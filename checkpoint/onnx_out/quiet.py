@@ -1,4 +1,4 @@
-"""While a model is exported: nothing is printed, no random stream moves, nothing is recorded for gradients."""
+"""While a model is exported nothing is printed, no random stream moves, no gradient is recorded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from torchrelay.jobs.random_streams import RandomStreams
 
-_LOGGERS = ("torch", "torch.onnx", "torch.export", "torch.fx", "torch._dynamo", "onnxscript", "onnx_ir")
+_LOGGERS = ("torch", "torch.__trace", "torch.onnx", "torch.export", "torch.fx", "torch._dynamo", "onnxscript", "onnx_ir")
 
 
 @contextmanager

@@ -33,7 +33,7 @@ EXTERNAL_FROM_BYTES = 1_900_000_000
 
 @dataclass(frozen=True)
 class OnnxFile:
-    """What was written; `compared` are the sizes for which onnxruntime and torch agreed up to `difference`."""
+    """What was written; `compared`: the sizes in which onnxruntime and torch agreed up to `difference`."""
 
     path: str
     signature: Signature
@@ -63,16 +63,17 @@ def to_onnx(
 
     `inputs` are an example: a tensor, a sequence of the arguments of `forward`, or a mapping of them by name;
     nested, too. Names are those of the parameters of `forward` and of the keys of what it returns. The first
-    dimension is the `batch`, of any size, where it is as long as that of the first input; `dynamic=False` fixes
-    all sizes, `dynamic={"tokens": {0: "batch", 1: "time"}}` names those of an input (one name, one size).
+    dimension is the `batch`, of any size, where it is as long as that of the first input; `dynamic=False`
+    fixes all sizes, `dynamic={"tokens": {0: "batch", 1: "time"}}` names those of an input (one name, one
+    size). `drop_unused` leaves inputs out that no answer depends on.
 
-    The file passes ONNX's checker, and onnxruntime answers as torch on the CPU for the sizes of the example and
-    for other ones, where |onnx - torch| <= atol + rtol * |torch| (whole numbers: equal); with `compare=False`
-    the checker alone looks. Initializers have the names and values of the module's states. Above 1.9 GB they
-    lie in a file beside it. `drop_unused` leaves inputs out that the answers do not depend on. `metadata` goes into the file, as do its Signature and torchrelay's version.
+    The file passes ONNX's checker, and onnxruntime answers as torch on the CPU in the sizes of the example
+    and in others, where |onnx - torch| <= atol + rtol * |torch| (whole numbers: equal); with `compare=False` the
+    checker alone looks. Initializers have the names and values of the module's states. Above 1.9 GB they lie
+    in a file beside it. `metadata` goes into the file, as do its Signature and torchrelay's version.
 
-    It works on a copy on the CPU: the model, its mode, device and buffers, and all random streams stay as they
-    are. Raises UsageError for a taken name, a model that torch cannot export, answers that differ, and where
+    It works on a copy on the CPU: the model, its mode, device and buffers, and all random streams stay as
+    they are. Raises UsageError for a taken name, a model that torch cannot export, answers that differ, and where
     the extra is missing; StorageError.
     """
     check_packages()
@@ -127,8 +128,8 @@ def _describe(graph: ir.Model, signature: Signature, metadata: Mapping[str, str]
     graph.producer_name, graph.producer_version = "torchrelay", torchrelay.__version__
     for node in graph.graph.all_nodes():
         node.metadata_props.clear()  # stack traces, with paths of this machine
-    for value in graph.graph.initializers.values():
-        value.metadata_props.clear()
+    for initializer in graph.graph.initializers.values():
+        initializer.metadata_props.clear()
 
 
 def _written(

@@ -20,7 +20,7 @@ def add_onnx_options(parser: argparse.ArgumentParser) -> None:
     only.add_argument(
         "--model",
         metavar="MODULE:FUNCTION",
-        help="makes the model; runs of programs and configurations have it in their archived code, which is run",
+        help="makes the model (runs of programs and configurations: their archived code does)",
     )
     only.add_argument(
         "--input",

@@ -44,7 +44,7 @@ class Samples(Steps):
         path.write_text(json.dumps(_plain(result), indent=1) + "\n", encoding="utf-8")
 
     def example_inputs(self) -> Any:
-        """What the model is called with, as `to_onnx` takes it: the inputs of the first batch of a dataset."""
+        """What the model is called with, for `to_onnx`: the inputs of the first batch of a dataset."""
         name = next((one for one in ("test", "val", "train") if one in self.data), "train")
         batch = next(iter(self.make_loader(self.dataset(name), training=False)))
         return (self.prepare(batch)[0],)

@@ -40,12 +40,12 @@ class Exporting:
         self._ones = [_One(life, one) for one in wanted]
 
     def begin(self) -> None:
-        """The state stands, new or loaded: know what the best epoch was, mend what is of epochs that are gone."""
+        """The state stands, new or loaded: the best epoch is looked up, files of lost epochs mended."""
         for one in self._ones:
             one.begin()
 
     def epoch_done(self, metrics: Mapping[str, float], saved: bool | None) -> None:
-        """An epoch is over and saved (`saved` None: or about to be); one that was not saved is not exported."""
+        """An epoch is over and saved (None: or about to be); one that was not saved is not exported."""
         for one in self._ones:
             one.epoch_done(metrics, saved)
 

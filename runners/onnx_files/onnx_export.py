@@ -28,10 +28,10 @@ class OnnxExport:
     that returns them when they are first needed. `every=10` means epochs 10, 20, ...; `best=True` the epoch
     that the runner's `best` names. `options` go to `to_onnx` (`dynamic`, `rtol`, `opset`, ...).
 
-    Rank 0 writes, from a copy of the model, behind the save of the epoch; the other ranks wait for it at their
-    next collective. What cannot be exported is a warning, and the training goes on. A model that is sharded
-    over ranks (FSDP2) needs `build`, which returns a plain one: it gets the gathered state, and all ranks take
-    part. Raises UsageError for arguments that cannot be, and where the extra `onnx` is missing.
+    Rank 0 writes, from a copy of the model, behind the save of the epoch; the other ranks wait for it at
+    their next collective. What cannot be exported is a warning, and the training goes on. A model that is
+    sharded over ranks (FSDP2) needs `build`, which returns a plain one: it gets the gathered state, and all
+    ranks take part. Raises UsageError for arguments that cannot be, and where the extra `onnx` is missing.
     """
 
     model: torch.nn.Module | str

@@ -32,14 +32,14 @@ def run_to_onnx(
     overwrite: bool = False,
     **options: Any,
 ) -> OnnxFile:
-    """Write the model of an epoch of a run directory or checkpoint as an ONNX file; returns what `to_onnx` does.
+    """Write the model of an epoch of a run directory, or of checkpoints, as an ONNX file, as `to_onnx` does.
 
-    The model is made again **by running the archived source** of the run where that is of a `Program`, or of a
-    configuration (of several phases `blob="<phase>.model"` says which); `inputs` are then, unless given, taken
-    from its data (`Program.example_inputs`). Of any other run `model` makes it: a callable that returns it, or
-    (module, example inputs), or a module, which gets the epoch's weights; these are those of the blob `blob`
-    (`model` by default). `options` are those of `to_onnx`. The file's metadata have run, epoch, code id and
-    metrics. Raises what `open_checkpoint`, its `load` and `to_onnx` raise.
+    The model is made again **by running the archived source** of the run where that is of a `Program` or of
+    a configuration (of several phases `blob="<phase>.model"` says which); `inputs` are then, unless given,
+    taken from its data (`Program.example_inputs`). Of any other run `model` makes it: a callable that returns
+    it, or (module, example inputs), or a module, which gets the epoch's weights. These are those of the blob
+    `blob` (`model` by default). `options` are those of `to_onnx`. The file's metadata have run, epoch, code
+    id and metrics. Raises what `open_checkpoint`, its `load` and `to_onnx` raise.
     """
     check_packages()
     target_of(path, overwrite=overwrite).check()
