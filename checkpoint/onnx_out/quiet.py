@@ -14,7 +14,16 @@ import torch
 
 from torchrelay.jobs.random_streams import RandomStreams
 
-_LOGGERS = ("torch", "torch.__trace", "torch.onnx", "torch.export", "torch.fx", "torch._dynamo", "onnxscript", "onnx_ir")
+_LOGGERS = (
+    "torch",
+    "torch.__trace",
+    "torch.onnx",
+    "torch.export",
+    "torch.fx",
+    "torch._dynamo",
+    "onnxscript",
+    "onnx_ir",
+)
 
 
 @contextmanager

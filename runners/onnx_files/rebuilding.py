@@ -8,14 +8,14 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.config.config import Config
+from torchrelay.jobs.config.data_keys import Dataset
 from torchrelay.jobs.config.reading import read_config
 from torchrelay.metadata.capture import capture_with_code, config_texts
 from torchrelay.metadata.code.archive import open_archive
@@ -149,9 +149,8 @@ def _of_configuration(
     """The model of a phase by the archived classes; data are where the run had them."""
     with open_archive(run / "code" / f"{captured['code']['id']}.zip") as archive:
         unpack_source(archive, folder)
-    config = read_config(text, RESOLVED, folder)
+    config = read_config(text, RESOLVED, folder, [f"workspace={folder}"])
     workspace = next(iter(_roots(captured).values()), str(folder))
-    original = read_config(text, RESOLVED, Path(workspace))
     loader = Loader()
     stack.callback(loader.forget)
     runner = next((one for one in config.settings.runner if not one.infers), config.settings.runner[0])
@@ -163,22 +162,27 @@ def _of_configuration(
     kind = loader.load(phase.model, f"phase.{phase.name}.model")
     hyper_parameters = config.section("hyper_parameters")
     model = made_model(kind, hyper_parameters, train=False, what=f"phase.{phase.name}.model")
-    return Rebuilt(model, chosen, lambda: _first_batch(config, original, phase.name, loader), of_batches=True)
+    dataset = next(found for one, found in phases_of(config.settings, runner) if one is phase)
+    there = None if dataset is None else _where_it_was(dataset, folder, Path(workspace))
+    return Rebuilt(model, chosen, lambda: _first_batch(phase.name, there, loader), of_batches=True)
 
 
-def _first_batch(config: Config, original: Config, phase: str, loader: Loader) -> Any:
+def _where_it_was(dataset: Dataset, archived: Path, workspace: Path) -> Dataset:
+    """The same data, which no archive has, in the directory where the run found them."""
+    paths = [Path(one) for one in dataset.data_path]
+    moved = [workspace / one.relative_to(archived) if one.is_relative_to(archived) else one for one in paths]
+    return replace(dataset, data_path=type(dataset.data_path)(map(str, moved)))
+
+
+def _first_batch(phase: str, dataset: Dataset | None, loader: Loader) -> Any:
     """The first samples of a phase's data, as its model is called with them."""
     from torchrelay.jobs.epoch_loader import EpochLoader
 
-    by_runner = phases_of(config.settings, config.settings.runner[0])
-    dataset = next((found for one, found in by_runner if one.name == phase), None)
-    known = {one.name: one for one in original.settings.dataset}
     path = None if dataset is None else reader_path(dataset)
     if dataset is None or path is None:
         raise UsageError(f"phase.{phase} has no data to take example inputs from: give --input")
-    there = known[dataset.name]
-    reader = made(loader.load(path, f"dataset.{dataset.name}.data_converter"), there)
-    samples = made_dataset(reader, there)
+    reader = made(loader.load(path, f"dataset.{dataset.name}.data_converter"), dataset)
+    samples = made_dataset(reader, dataset)
     batches = EpochLoader(
         samples, dataset.batch_size, shuffle=False, collate=getattr(reader, "collate", None)
     )

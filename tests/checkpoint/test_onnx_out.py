@@ -1,4 +1,4 @@
-"""Modules as ONNX files: same answers in every size of the batch, nothing of the module touched, or one error."""
+"""Modules as ONNX files: same answers in any size, nothing of the module touched, or one error."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def perceptron():
 
 WORDS = torch.randint(0, 20, (3, 5))
 STANDARD = {
-    "mlp": (perceptron, torch.randn(1, 4), True, ["output"], [7]),
+    "mlp": (perceptron, torch.randn(1, 4), True, ["output"], [7, 4]),
     "convolutions": (Convolutions, torch.randn(3, 3, 6, 6), True, ["output"], [5, 3, 6, 6]),
     "transformer": (Transformer, WORDS, {"tokens": {0: "batch", 1: "time"}}, ["logits", "first"], [2, 9]),
     "lstm": (Recurrent, torch.randn(2, 5, 3), True, ["output_0", "output_1_0", "output_1_1"], [6, 5, 3]),
