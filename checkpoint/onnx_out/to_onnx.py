@@ -68,13 +68,13 @@ def to_onnx(
     size). `drop_unused` leaves inputs out that no answer depends on.
 
     The file passes ONNX's checker, and onnxruntime answers as torch on the CPU in the sizes of the example
-    and in others, where |onnx - torch| <= atol + rtol * |torch| (whole numbers: equal); with `compare=False` the
-    checker alone looks. Initializers have the names and values of the module's states. Above 1.9 GB they lie
-    in a file beside it. `metadata` goes into the file, as do its Signature and torchrelay's version.
+    and in others, where |onnx - torch| <= atol + rtol * |torch| (whole numbers: equal); with `compare=False`
+    the checker alone looks. Initializers have the names and values of the module's states. Above 1.9 GB they
+    lie in a file beside it. `metadata` goes into the file, as do its Signature and torchrelay's version.
 
     It works on a copy on the CPU: the model, its mode, device and buffers, and all random streams stay as
-    they are. Raises UsageError for a taken name, a model that torch cannot export, answers that differ, and where
-    the extra is missing; StorageError.
+    they are. Raises UsageError for a taken name, a model that torch cannot export, answers that differ, and
+    where the extra is missing; StorageError.
     """
     check_packages()
     target = target_of(path, overwrite=overwrite)

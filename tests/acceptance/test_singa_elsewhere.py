@@ -35,7 +35,13 @@ def test_sng_15_sharded_over_two_ranks_and_answered_without_torch(tmp_path: Path
     file = tmp_path / "run/exports/model-epoch-2.onnx"
     command = [sys.executable, "-I", "-c", ELSEWHERE, str(file)]
     told = subprocess.run(
-        command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, check=True, timeout=120
+        command,
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
     )
     model = nn.ModuleDict({"up": nn.Linear(5, 7), "norm": nn.LayerNorm(7), "down": nn.Linear(7, 3)})
     open_checkpoint(tmp_path / "run", 2).load({"model": model})
