@@ -106,7 +106,7 @@ def _bound(model: torch.nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[s
     except TypeError as error:
         raise UsageError(
             f"inputs do not fit {type(model).__name__}.forward{signature}: {error}; give a tensor, a "
-            "sequence of arguments, or a mapping of them by name (a dict that is an argument itself: in a tuple)"
+            "sequence of arguments, or a mapping of them by name (a dict as an argument: in a tuple)"
         ) from None
     return bound.args, bound.kwargs
 

@@ -22,7 +22,6 @@ from torchrelay.checkpoint.remote.urls import is_url
 from torchrelay.checkpoint.storage_places import FILE
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.jobs.directories import local_directory
-from torchrelay.metadata.files import sync_directory
 
 _WHAT = "the ONNX file"
 _PIECE_BYTES = 8 << 20
@@ -87,7 +86,7 @@ class Target:
         except FileExistsError:
             path.with_name(weights).unlink() if weights is not None else None
             raise UsageError(_taken(self.where)) from None
-        sync_directory(path.parent)
+        _sync(path.parent)
         for one in old:
             one.unlink(missing_ok=True)
 
@@ -130,8 +129,11 @@ def _weights_beside(path: Path) -> list[Path]:
 
 
 def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _taken(where: str) -> str:

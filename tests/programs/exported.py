@@ -1,4 +1,4 @@
-"""Trains a module that is sharded over the ranks (FSDP2) and exports its epochs; one folder is the argument."""
+"""Trains a module that is sharded over the ranks (FSDP2) and exports its epochs into the folder given."""
 
 from __future__ import annotations
 
