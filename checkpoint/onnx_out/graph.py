@@ -48,6 +48,14 @@ def graph_of(model: torch.nn.Module, example: Example, opset: int | None) -> tup
     return graph, _symbols(graph, grown)
 
 
+def check_apart(inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    """Raise UsageError where an input and an output have one name."""
+    if both := sorted(set(inputs) & set(outputs)):
+        raise UsageError(
+            f"{', '.join(both)}: an input and an output of one name; give input_names= or output_names="
+        )
+
+
 def named(graph: Model, inputs: Sequence[str], outputs: Sequence[str], symbols: Mapping[str, str]) -> Model:
     """Give inputs, outputs and sizes their names, in place; raises UsageError where names collide."""
     import onnx_ir as ir
@@ -60,9 +68,6 @@ def named(graph: Model, inputs: Sequence[str], outputs: Sequence[str], symbols: 
             graph.graph.append(node)
             graph.graph.outputs[index] = node.outputs[0]
     wanted = dict(zip([*inputs, *outputs], [*graph.graph.inputs, *graph.graph.outputs], strict=True))
-    if len(wanted) < len(inputs) + len(outputs):
-        both = ", ".join(sorted(set(inputs) & set(outputs)))
-        raise UsageError(f"{both}: an input and an output of one name; give input_names= or output_names=")
     for name in sorted(wanted.keys() & graph.graph.initializers.keys()):
         raise UsageError(
             f"{name!r} is an input or output and also a parameter or buffer: give input_names= or "

@@ -14,7 +14,7 @@ import torch
 import torchrelay
 from torchrelay.checkpoint.onnx_out.comparing import Case, Tolerance, cases_of, compare
 from torchrelay.checkpoint.onnx_out.example import Dynamic, Example, example_of
-from torchrelay.checkpoint.onnx_out.graph import graph_of, named, without_unused
+from torchrelay.checkpoint.onnx_out.graph import check_apart, graph_of, named, without_unused
 from torchrelay.checkpoint.onnx_out.needed import check_packages
 from torchrelay.checkpoint.onnx_out.own_copy import bare_module, kept_buffers, own_copy
 from torchrelay.checkpoint.onnx_out.quiet import undisturbing
@@ -81,10 +81,12 @@ def to_onnx(
     target.check()
     example = example_of(bare_module(model), inputs, input_names, dynamic)
     tolerance = _checked(rtol, atol)
+    _check_texts(metadata or {})
     with undisturbing():
         copied = own_copy(model)
         with kept_buffers(copied):
             cases = cases_of(copied, example, output_names)
+        check_apart(example.names, tuple(cases[0].outputs))
         graph, signature = _graph(copied, example, cases, opset, drop_unused=drop_unused)
         _describe(graph, signature, metadata or {})
         return _written(graph, signature, target, cases if compare else (), tolerance)
@@ -119,10 +121,13 @@ def _specs(values: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> tuple[
     return tuple(found)
 
 
-def _describe(graph: ir.Model, signature: Signature, metadata: Mapping[str, str]) -> None:
+def _check_texts(metadata: Mapping[str, str]) -> None:
     for name, value in metadata.items():
         if not (isinstance(name, str) and isinstance(value, str)):
             raise UsageError(f"metadata has {name!r}: {value!r:.60}: names and values are texts")
+
+
+def _describe(graph: ir.Model, signature: Signature, metadata: Mapping[str, str]) -> None:
     own = {"torchrelay.version": torchrelay.__version__, SIGNATURE: json.dumps(signature.to_json())}
     graph.metadata_props.update({**own, **metadata})
     graph.producer_name, graph.producer_version = "torchrelay", torchrelay.__version__
