@@ -13,6 +13,7 @@
     config/                      texts of the configuration, where there was one
     program.json                 what the run is to the others of its program, where a program made it
     values.jsonl, results/       values kept one by one, and test results, of such a run
+    exports/                     ONNX files that the run made of its epochs
     checkpoints/                 the checkpoint room's own directory
     crash/                       what a process held when a task failed, where that was asked for
     replay/                      calls of modules, with what they gave, to be played again
@@ -131,6 +132,7 @@ class RunDirectory:
             "logs",
             "config",
             "code",
+            "exports",
             "lineage",
             "program.json",
             "results",

@@ -36,6 +36,7 @@ from torchrelay.runners.ending.signals import save_signal_of
 from torchrelay.runners.ending.time_limits import TimeLimit, seconds_of
 from torchrelay.runners.leaving import code_of_result, run_and_leave
 from torchrelay.runners.life import Life
+from torchrelay.runners.onnx_files.onnx_export import OnnxExport
 from torchrelay.runners.options import parse_options
 from torchrelay.runners.replay.recipe import Recipe, recipes_of
 from torchrelay.runners.result import RunResult
@@ -100,6 +101,8 @@ class JobRunner:
     archived, nothing in a notebook), False nothing, else directories or `Sources`. `configuration` is what
     was read of one.
 
+    `exports` are ONNX files that the run makes of epochs in its `exports/`, see `OnnxExport`.
+
     Jobs, managers and sessions may be used again; one train runs at a time in a process.
     """
 
@@ -127,6 +130,7 @@ class JobRunner:
         init_from: str | InitFrom | Sequence[str | InitFrom] = (),
         code: Code | None = None,
         configuration: Given | None = None,
+        exports: Sequence[OnnxExport] = (),
         **of_manager: Unpack[ManagerOptions],
     ) -> None:
         self.job = _check_job(job, resume)
@@ -136,6 +140,7 @@ class JobRunner:
         given = {**_check_names(of_manager), "metadata_handler": _check_handler(metadata_handler)}
         self.manager = self._manager(where, given)
         self.trackers = self._sinks(trackers)
+        self.exports = self._exports(exports, best)
         self.capturing = Capturing(self.run_directory, code, configuration)
         self.replay = recipes_of(replay)
         self.built_on = given_of(upstream, init_from)
@@ -173,6 +178,19 @@ class JobRunner:
         if sinks and self.run_directory is None:
             raise UsageError("trackers belong to a run directory: give JobRunner the path of one")
         return sinks
+
+    def _exports(self, exports: Sequence[OnnxExport], best: Any) -> tuple[OnnxExport, ...]:
+        found = tuple(exports) if isinstance(exports, Sequence) else (exports,)
+        for one in found:
+            if not isinstance(one, OnnxExport):
+                raise UsageError(f"exports has {one!r:.80}; give torchrelay.OnnxExport objects")
+            if one.best and best is None:
+                raise UsageError("OnnxExport(best=True) needs JobRunner(best=(metric, 'max' or 'min'))")
+        if found and self.run_directory is None:
+            raise UsageError("exports belong to a run directory: give JobRunner the path of one")
+        if len({one.name for one in found}) < len(found):
+            raise UsageError("two exports would write the same files: give each a name=")
+        return found
 
     def _max_failed_saves(self, wanted: int | None) -> int | None:
         if wanted is None:

@@ -41,6 +41,7 @@ from torchrelay.runners.ending.time_limits import deadlines_of
 from torchrelay.runners.fence import FenceGuard
 from torchrelay.runners.journal import Journal
 from torchrelay.runners.onlookers import Onlookers
+from torchrelay.runners.onnx_files.exporting import Exporting
 from torchrelay.runners.outset import finished_already, look_and_choose, request_of
 from torchrelay.runners.replay.recorder import Recorder
 from torchrelay.runners.result import RunResult, Status
@@ -86,6 +87,7 @@ class Life:
         self.look = Look()
         """What the log said when the position was chosen."""
         self.recorder = Recorder(runner.replay, runner.run_directory, self.journal)
+        self.exporting = Exporting(self, runner.exports)
         self.stages = Stages(runner.built_on, runner.run_directory, session.peers)
         self.streams: dict[str, RandomStreams] = {}
         self.status: Status = "FINISHED"
@@ -148,6 +150,7 @@ class Life:
         go_on(self.session.peers, self.requests)
         verdict = self._resume(choice, target) if target else self._start_fresh(choice)
         self.onlookers.goes_on(self.state.epoch, self.state.total_steps)
+        self.exporting.begin()
         self._restore_streams()
         if not verdict.stop:
             verdict = self._loop(verdict)
@@ -298,6 +301,7 @@ class Life:
             saved = self._save(epoch, verdict)
             self.journal.epoch_done(self.state, metrics, saved, verdict)
             self.onlookers.epoch_done(metrics)
+            self.exporting.epoch_done(metrics, saved)
         if only_time_is_up(self.job, verdict):
             self.status = "STOPPED"
         return verdict

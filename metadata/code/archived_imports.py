@@ -118,6 +118,7 @@ class ArchivedImports:
         spec._initializing = True  # type: ignore[attr-defined]  # as importlib says of an import that is going on
         try:
             if path in self._contents:  # a folder without __init__.py has nothing to run
+                spec._initializing = True  # type: ignore[attr-defined]  # as importlib says it: an import is going on
                 loader.exec_module(module)
         except BaseException:
             self.modules.pop(full, None)

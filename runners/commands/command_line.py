@@ -49,6 +49,8 @@ _VERBS = {
     "ckpt du": "du:add_du",
     "ckpt why": "why:add_why",
     "ckpt repair": "repair:add_repair",
+    "ckpt export": "interop:add_export",
+    "ckpt import": "interop:add_import",
     "lineage": "lineage:add_lineage",
     "config check": "config:add_check",
     "config print": "config:add_print",

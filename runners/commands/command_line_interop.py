@@ -10,9 +10,11 @@ from typing import Any
 
 from torchrelay.errors import UsageError
 from torchrelay.runners.commands.command_line_arguments import Add, add_blobs, add_epoch
+from torchrelay.runners.commands.command_line_onnx import add_onnx_options, export_onnx
 from torchrelay.runners.commands.command_line_output import Output, human_bytes
 
 FORMATS = ("safetensors", "hf", "torch", "dcp")
+ONNX = "onnx"
 _NAMED = 5
 
 
@@ -20,7 +22,8 @@ def add_export(add: Add) -> None:
     """Define `export`."""
     parser = add("export", "write an epoch in another format, verified on the way", export)
     add_epoch(parser)
-    parser.add_argument("--to", choices=FORMATS, required=True, help="the format; hf and dcp are directories")
+    formats = (*FORMATS, ONNX)
+    parser.add_argument("--to", choices=formats, required=True, help="the format; hf and dcp are directories")
     parser.add_argument("-o", "--output", metavar="PATH", required=True, help="what to write; must be new")
     add_blobs(parser)
     parser.add_argument("--prefix", metavar="TEXT", default="", help="take this off names, such as model.")
@@ -29,6 +32,7 @@ def add_export(add: Add) -> None:
         "--shard-bytes", metavar="N", type=int, default=5_000_000_000, help="of each file of hf"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a file; directories never are")
+    add_onnx_options(parser)
 
 
 def add_import(add: Add) -> None:
@@ -47,6 +51,9 @@ def add_import(add: Add) -> None:
 
 def export(chosen: argparse.Namespace, output: Output) -> int:
     """Write one epoch and say what was written and what was left out."""
+    if chosen.to == ONNX:
+        return export_onnx(chosen, output)
+    _refuse_onnx_options(chosen)
     from torchrelay.checkpoint.interop.export import export_checkpoint
     from torchrelay.runners.commands.selector import parse_selector
 
@@ -71,6 +78,12 @@ def export(chosen: argparse.Namespace, output: Output) -> int:
         more = ", ..." if len(done.left_out) > _NAMED else ""
         output.notice(f"left out: {', '.join(done.left_out[:_NAMED])}{more} ({len(done.left_out)} in all)")
     return 0
+
+
+def _refuse_onnx_options(chosen: argparse.Namespace) -> None:
+    for name in ("model", "input", "blob", "opset"):
+        if getattr(chosen, name) is not None:
+            raise UsageError(f"--{name} is for --to {ONNX}; --to {chosen.to} takes what the epoch has")
 
 
 def import_(chosen: argparse.Namespace, output: Output) -> int:

@@ -43,6 +43,12 @@ class Samples(Steps):
         """Write a result to a file, as JSON; tensors as lists. The file takes its place when it is whole."""
         path.write_text(json.dumps(_plain(result), indent=1) + "\n", encoding="utf-8")
 
+    def example_inputs(self) -> Any:
+        """What the model is called with, for `to_onnx`: the inputs of the first batch of a dataset."""
+        name = next((one for one in ("test", "val", "train") if one in self.data), "train")
+        batch = next(iter(self.make_loader(self.dataset(name), training=False)))
+        return (self.prepare(batch)[0],)
+
     def eval(self, sample: Any) -> Any:
         """The result for a sample, or for the file of a path: evaluation mode, no gradients."""
         if isinstance(sample, (str, Path)):

@@ -36,6 +36,7 @@ _HOMES = {
     "MetricSink": "metadata.sinks.sink",
     "MultiNodeCheckpointManager": "checkpoint.multi_node",
     "Node": "jobs.cluster",
+    "OnnxExport": "runners.onnx_files.onnx_export",
     "OnnxModule": "checkpoint.onnx_in.onnx_module",
     "Program": "runners.experiment.program",
     "ReaderWithLimit": "jobs.readers",
@@ -73,8 +74,10 @@ _HOMES = {
     "max_time": "jobs.stop",
     "metric_rows": "metadata.experiment.rows",
     "open_checkpoint": "checkpoint.reader",
+    "run_to_onnx": "runners.onnx_files.run_to_onnx",
     "save_blobs": "checkpoint.blob_files",
     "seed": "jobs.seeding",
+    "to_onnx": "checkpoint.onnx_out.to_onnx",
 }
 
 if TYPE_CHECKING:
@@ -90,6 +93,7 @@ if TYPE_CHECKING:
     from torchrelay.checkpoint.manager import CheckpointManager as CheckpointManager
     from torchrelay.checkpoint.multi_node import MultiNodeCheckpointManager as MultiNodeCheckpointManager
     from torchrelay.checkpoint.onnx_in.onnx_module import OnnxModule as OnnxModule, from_onnx as from_onnx
+    from torchrelay.checkpoint.onnx_out.to_onnx import to_onnx as to_onnx
     from torchrelay.checkpoint.reader import open_checkpoint as open_checkpoint
     from torchrelay.checkpoint.state.fsdp_state import fsdp_state as fsdp_state
     from torchrelay.checkpoint.upload import UploadTaskGroupBuilder as UploadTaskGroupBuilder
@@ -128,6 +132,8 @@ if TYPE_CHECKING:
     from torchrelay.runners.experiment.program import Program as Program
     from torchrelay.runners.job_runner import JobRunner as JobRunner
     from torchrelay.runners.local_session import LocalSession as LocalSession
+    from torchrelay.runners.onnx_files.onnx_export import OnnxExport as OnnxExport
+    from torchrelay.runners.onnx_files.run_to_onnx import run_to_onnx as run_to_onnx
     from torchrelay.runners.result import RunResult as RunResult
     from torchrelay.runners.stages.given import InitFrom as InitFrom, Upstream as Upstream
     from torchrelay.runners.start import init as init

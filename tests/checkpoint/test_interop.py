@@ -343,7 +343,7 @@ def test_odd_arguments_are_refused(run, tmp_path):
     """Formats, names, prefixes, sizes and places that cannot be, before anything is written."""
     out = tmp_path / "out"
     for options in (
-        {"to": "onnx"},
+        {"to": "pickle"},
         {"blobs": "nothing"},
         {"shard_bytes": 0},
         {"dtype": torch.int8},
@@ -376,3 +376,25 @@ def test_a_full_disk_leaves_nothing(run, tmp_path, monkeypatch):
     with pytest.raises(StorageError, match="No space left"):
         export_checkpoint(run, tmp_path / "out", to="torch")
     assert sorted(one.name for one in tmp_path.iterdir()) == ["run"]
+
+
+@pytest.mark.parametrize("form", ["safetensors", "hf"])
+def test_exports_take_constant_memory(tmp_path, form, tell):
+    """Tensors go out as ranges of bytes: 192 MiB of them need a tenth of that in memory at most."""
+    wide = torch.zeros(48 << 20)
+    with Writing(tmp_path / "run/checkpoints") as writing:
+        writing.save(1, [parameter("model.wide", wide)])
+    nbytes = wide.nbytes
+    del wide
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = resident("VmHWM")
+    export_checkpoint(tmp_path / "run", tmp_path / "out", to=form)
+    grown = resident("VmHWM") - before
+    tell(f"export of {nbytes >> 20} MiB to {form}: {grown >> 20} MiB more memory at most")
+    assert grown < nbytes // 10
+
+
+def resident(kind):
+    """Bytes of memory of this process, as Linux counts them."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(kind))

@@ -1,0 +1,221 @@
+"""The exports of one run: what is due after an epoch, done on rank 0, noted, never a failure of the training.
+
+exports/<name>-epoch-<k>.onnx    every k-th epoch
+exports/<name>-best.onnx         the best epoch so far
+exports/<name>.json              of which epochs they are
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchrelay.checkpoint.headway import headway
+from torchrelay.checkpoint.onnx_out.own_copy import bare_module, own_copy
+from torchrelay.checkpoint.onnx_out.to_onnx import to_onnx
+from torchrelay.checkpoint.reader import open_checkpoint
+from torchrelay.errors import RelayError, UsageError
+from torchrelay.jobs.peers import decide
+from torchrelay.jobs.random_streams import RandomStreams
+from torchrelay.metadata.files import read_json, write_json
+from torchrelay.runners.full_state import full_state_dict
+from torchrelay.runners.onnx_files.describing import run_facts
+from torchrelay.runners.onnx_files.onnx_export import OnnxExport
+
+if TYPE_CHECKING:
+    from torchrelay.runners.life import Life
+
+FOLDER = "exports"
+FORMAT = {"major": 1, "minor": 0, "features": []}
+
+
+class Exporting:
+    """All exports of one train call; all ranks call the same methods, rank 0 writes."""
+
+    def __init__(self, life: Life, wanted: Sequence[OnnxExport]) -> None:
+        self._ones = [_One(life, one) for one in wanted]
+
+    def begin(self) -> None:
+        """The state stands, new or loaded: the best epoch is looked up, files of lost epochs mended."""
+        for one in self._ones:
+            one.begin()
+
+    def epoch_done(self, metrics: Mapping[str, float], saved: bool | None) -> None:
+        """An epoch is over and saved (None: or about to be); one that was not saved is not exported."""
+        for one in self._ones:
+            one.epoch_done(metrics, saved)
+
+
+@contextmanager
+def _same_streams() -> Iterator[None]:
+    """A training that exports draws the same random numbers as one that does not."""
+    streams = RandomStreams.capture()
+    try:
+        yield
+    finally:
+        streams.restore()
+
+
+class _One:
+    """One `OnnxExport` in one run."""
+
+    def __init__(self, life: Life, wanted: OnnxExport) -> None:
+        self._life, self._wanted = life, wanted
+        self._best: float | None = None
+        self._inputs: Any = None
+
+    # Of the run
+
+    def begin(self) -> None:
+        """As `Exporting.begin`."""
+        if not self._wanted.best:
+            return
+        found = decide(self._life.session.peers, "best export", self._stands)
+        self._best = found["value"]
+        if found["epoch"] is not None:
+            self._export(f"{self._wanted.name}-best.onnx", {}, epoch=found["epoch"])
+
+    def epoch_done(self, metrics: Mapping[str, float], saved: bool | None) -> None:
+        """As `Exporting.epoch_done`."""
+        epoch, name = self._life.state.epoch, self._wanted.name
+        better = self._is_best(metrics)
+        if saved is False:
+            return
+        if better:
+            self._best = metrics[self._measure[0]]
+            self._export(f"{name}-best.onnx", metrics)
+        if self._wanted.every is not None and epoch % self._wanted.every == 0:
+            self._export(f"{name}-epoch-{epoch}.onnx", metrics)
+
+    @property
+    def _measure(self) -> tuple[str, str]:
+        best = self._life.plan.best
+        if best is None:
+            raise UsageError("OnnxExport(best=True) needs JobRunner(best=(metric, 'max' or 'min'))")
+        return best
+
+    def _is_best(self, metrics: Mapping[str, float]) -> bool:
+        if not self._wanted.best:
+            return False
+        name, mode = self._measure
+        value = metrics.get(name, math.nan)
+        if math.isnan(value) or self._best is None:
+            return not math.isnan(value)
+        return value > self._best if mode == "max" else value < self._best
+
+    # On disk
+
+    def _stands(self) -> dict[str, Any]:
+        """Rank 0: the best value so far, and the epoch whose file has to be made again, if there is one."""
+        epoch, value = self._best_epoch()
+        noted = self._notes().get(f"{self._wanted.name}-best.onnx", {})
+        path = self._folder / f"{self._wanted.name}-best.onnx"
+        there = path.exists() and noted.get("epoch") == epoch
+        if not there and epoch is None:
+            path.unlink(missing_ok=True)  # of an epoch that this run does not go on from
+        return {"value": value, "epoch": None if there else epoch}
+
+    def _best_epoch(self) -> tuple[int | None, float | None]:
+        """The best of the epochs that the run goes on from, by what their checkpoints say."""
+        if self._life.state.epoch == 0 or self._life.run_directory is None:
+            return None, None
+        metric, mode = self._measure
+        try:
+            opened = open_checkpoint(self._life.run_directory.path, "best", best=(metric, mode))
+            return opened.epoch, opened.metrics[metric]
+        except (RelayError, KeyError):  # nothing has that metric yet
+            return None, None
+
+    @property
+    def _folder(self) -> Any:
+        if self._life.run_directory is None:
+            raise UsageError("exports belong to a run directory: give JobRunner the path of one")
+        return self._life.run_directory.path / FOLDER
+
+    def _notes(self) -> dict[str, Any]:
+        found = (read_json(self._folder / f"{self._wanted.name}.json") or {}).get("files")
+        return found if isinstance(found, dict) else {}
+
+    # One file
+
+    def _export(self, file: str, metrics: Mapping[str, float], epoch: int | None = None) -> None:
+        """Write a file from the live model, or from a saved `epoch`; what fails is a warning."""
+        first = self._life.session.peers.rank == 0
+        at = self._life.state.epoch if epoch is None else epoch
+        try:
+            with headway(f"exporting epoch {at} as ONNX"), _same_streams():
+                model = self._gathered() if epoch is None else None
+                if first:
+                    self._write(file, at, model, metrics)
+        except Exception as error:
+            if first:
+                self._life.journal.warn(
+                    f"epoch {at} was not exported, exports/{file} is "
+                    f"{'still the one of before' if (self._folder / file).exists() else 'not there'}: {error}"
+                )
+
+    def _write(self, file: str, at: int, model: Any, metrics: Mapping[str, float]) -> None:
+        self._folder.mkdir(exist_ok=True)
+        if model is None:
+            model, metrics = self._saved(at)
+        facts = run_facts(self._life.run_directory.path, str(at), metrics)  # type: ignore[union-attr]
+        done = to_onnx(
+            model,
+            self._example(),
+            self._folder / file,
+            overwrite=True,
+            metadata=facts,
+            **self._wanted.options,
+        )
+        notes = {**self._notes(), file: {"epoch": at, "difference": done.difference, "bytes": done.bytes}}
+        write_json(self._folder / f"{self._wanted.name}.json", {"format": FORMAT, "files": notes})
+        self._life.journal.tell("export", f"epoch {at} exported: {FOLDER}/{file} ({done.bytes} bytes)")
+
+    def _example(self) -> Any:
+        """The inputs; a callable is asked once."""
+        if self._inputs is None:
+            given = self._wanted.inputs
+            asks = callable(given) and not isinstance(given, torch.Tensor)
+            self._inputs = (given() if asks else given,)
+        return self._inputs[0]
+
+    # The model
+
+    def _module(self) -> torch.nn.Module:
+        found = self._wanted.model
+        if isinstance(found, str):
+            node = self._life.session.local_nodes[0].name
+            found = self._life.session.workspace(node).get(found)
+        return bare_module(found)
+
+    def _gathered(self) -> torch.nn.Module | None:
+        """The module; where it is sharded, a plain one with its whole state. All ranks come here."""
+        module = self._module()
+        if self._wanted.build is None:
+            return module
+        state = full_state_dict(module)
+        if self._life.session.peers.rank != 0:
+            return None
+        plain = bare_module(self._wanted.build())
+        plain.load_state_dict(state)
+        return plain
+
+    def _saved(self, epoch: int) -> tuple[torch.nn.Module, Mapping[str, float]]:
+        """A copy with the weights of a saved epoch."""
+        module = self._module()
+        copied = own_copy(module) if self._wanted.build is None else bare_module(self._wanted.build())
+        opened = open_checkpoint(self._life.run_directory.path, epoch)  # type: ignore[union-attr]
+        opened.load({self._blob(module): copied})
+        return copied, opened.metrics
+
+    def _blob(self, module: torch.nn.Module) -> str:
+        """The name under which the run saves the module."""
+        node = self._life.session.local_nodes[0].name
+        for name, entry in self._life.session.workspace(node).entries().items():
+            if isinstance(entry.value, torch.nn.Module) and bare_module(entry.value) is module:
+                return name
+        raise UsageError("the model is no blob of the job, so no saved epoch has it")
