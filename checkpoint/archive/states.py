@@ -38,7 +38,10 @@ def get_states(module: nn.Module) -> dict[str, torch.Tensor]:
     found: dict[int, str] = {}
     states: dict[str, torch.Tensor] = {}
     for entry in entries_of(module):
-        if isinstance(entry.value, torch.Tensor) and found.setdefault(id(entry.value), entry.name) == entry.name:
+        if (
+            isinstance(entry.value, torch.Tensor)
+            and found.setdefault(id(entry.value), entry.name) == entry.name
+        ):
             states[entry.name] = entry.value
     return states
 
@@ -71,13 +74,16 @@ def unready(module: nn.Module) -> list[str]:
     return [
         entry.name
         for entry in entries_of(module)
-        if nn.parameter.is_lazy(entry.value) or (isinstance(entry.value, torch.Tensor) and entry.value.is_meta)
+        if nn.parameter.is_lazy(entry.value)
+        or (isinstance(entry.value, torch.Tensor) and entry.value.is_meta)
     ]
 
 
 def states_of(module: nn.Module) -> States:
-    """The states of a model. Raises UsageError where some have no content yet, BlobError for what cannot
-    be stored: sharded tensors, extra state that is no plain value.
+    """The states of a model.
+
+    Raises UsageError where some have no content yet, BlobError for what cannot be stored: sharded tensors,
+    extra state that is no plain value.
     """
     if names := unready(module):
         raise UsageError(

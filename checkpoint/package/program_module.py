@@ -65,7 +65,9 @@ class ProgramModule(nn.Module):
             else:
                 owner.register_buffer(leaf, tensor, persistent=persistent)
         except (KeyError, TypeError) as error:
-            raise DamagedError(f"the package has a tensor {name[:100]!r}, which no module can have") from error
+            raise DamagedError(
+                f"the package has a tensor {name[:100]!r}, which no module can have"
+            ) from error
         self._held[name] = (path, leaf)
 
     def _tensor(self, name: str) -> torch.Tensor:
@@ -144,11 +146,12 @@ def _check_inputs(inputs: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
                     raise UsageError(_unlike(value, spec))
             elif named.setdefault(wanted, (size, spec.name))[0] != size:
                 first, where = named[wanted]
-                raise UsageError(f"{wanted} is {first} in {where} and {size} in {spec.name}: it must be one size")
+                raise UsageError(
+                    f"{wanted} is {first} in {where} and {size} in {spec.name}: it must be one size"
+                )
 
 
 def _unlike(value: torch.Tensor, spec: TensorSpec) -> str:
     dtype = str(value.dtype).removeprefix("torch.")
-    return (
-        f"{spec.name} is {dtype}{list(value.shape)}; the model takes {spec.dtype}[{', '.join(map(str, spec.shape))}]"
-    )
+    wanted = ", ".join(map(str, spec.shape))
+    return f"{spec.name} is {dtype}{list(value.shape)}; the model takes {spec.dtype}[{wanted}]"

@@ -23,9 +23,11 @@ from torchrelay.checkpoint.archive.states import States, checked, states_of
 from torchrelay.checkpoint.disk import canonical, values
 from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.package import opening
-from torchrelay.checkpoint.package.exporting import Dynamic, Exported, export
+from torchrelay.checkpoint.package.calls import Dynamic
+from torchrelay.checkpoint.package.exporting import export
 from torchrelay.checkpoint.package.opening import Package, open_package
 from torchrelay.checkpoint.package.recorded import recorded_call
+from torchrelay.checkpoint.package.rewriting import Exported
 from torchrelay.checkpoint.package.sources import sources_of
 from torchrelay.errors import BlobError, UsageError
 
@@ -80,7 +82,9 @@ def save(
     return open_package(path)
 
 
-def _contents(states: States, exported: Exported | None, files: Mapping[str, bytes], package: Json) -> Contents:
+def _contents(
+    states: States, exported: Exported | None, files: Mapping[str, bytes], package: Json
+) -> Contents:
     constants = {} if exported is None else dict(exported.constants)
     members = {opening.SOURCE + name: data for name, data in files.items()}
     if exported is not None:
@@ -90,7 +94,7 @@ def _contents(states: States, exported: Exported | None, files: Mapping[str, byt
         AUX: dict[str, Outgoing](),
         CONSTANTS: {name: Outgoing(tensor) for name, tensor in constants.items()},
     }
-    return Contents(PACKAGE, groups, states.ties, states.extra, {}, package, members)
+    return Contents(PACKAGE, groups, states.ties, states.extra, package=package, members=members)
 
 
 def _exported(model: nn.Module, inputs: Any, dynamic: Dynamic | None, without: list[str]) -> Exported | None:
@@ -122,7 +126,8 @@ def _constructor(model: nn.Module, given: Constructor | None, without: list[str]
             inspect.signature(type(model)).bind()
         except TypeError:
             without.append(
-                f"no constructor arguments: {type(model).__name__} needs some; give constructor=(args, kwargs)"
+                f"no constructor arguments: {type(model).__name__} needs some; "
+                "give constructor=(args, kwargs)"
             )
             return None
         given = ((), {})
@@ -138,4 +143,3 @@ def _labels(labels: Sequence[str] | None) -> list[str] | None:
     if isinstance(labels, str) or not all(isinstance(one, str) for one in labels):
         raise UsageError("labels are a sequence of texts, one for each class")
     return list(labels)
-
