@@ -47,6 +47,8 @@ class Contents:
     extra: Mapping[str, Json] = field(default_factory=dict)
     """States that are no tensors, as typed values."""
     aux: Json = field(default_factory=lambda: {"names": [], "values": {}})
+    order: tuple[str, ...] = ()
+    """The names of all states as the model has them."""
     package: Json = None
     members: Mapping[str, bytes] = field(default_factory=dict)
 
@@ -74,6 +76,7 @@ def _manifest(contents: Contents, said: Json) -> Json:
         "tensors": said,
         "ties": dict(contents.ties),
         "extra": dict(contents.extra),
+        "order": list(contents.order),
         "aux": contents.aux,
     }
     return found if contents.package is None else {**found, "package": contents.package}
@@ -108,6 +111,9 @@ class ArchiveFile:
         states = self.tensors(MODEL).entries
         if wrong := [name for name, first in self.ties.items() if first not in states or name in states]:
             raise DamagedError(f"{self.fields.what}: {wrong[0]!r} is tied to no state")
+        self.order = self.fields.texts("order")
+        if sorted(self.order) != sorted([*states, *self.ties, *self.extra]):
+            raise self.fields.wrong("order")
 
     def tensors(self, group: str) -> StoredTensors:
         """The tensors of a member; raises DamagedError."""
@@ -126,10 +132,11 @@ class ArchiveFile:
         return tuple(self._members.members)
 
     def states(self) -> dict[str, torch.Tensor]:
-        """All states by name, tied names with one tensor; what is no tensor is in `extra`."""
+        """All states in the model's order, tied names with one tensor; what is no tensor is in `extra`."""
         stored = self.tensors(MODEL)
         found = {name: stored.read(name) for name in stored.entries}
-        return {**found, **{name: found[first] for name, first in self.ties.items()}}
+        names = [name for name in self.order if name not in self.extra]
+        return {name: found[self.ties.get(name, name)] for name in names}
 
     def aux(self) -> dict[str, Json]:
         """The plain values by name in their order, with their tensors."""

@@ -33,7 +33,9 @@ def save_states(
     states = states_of(checked(model))
     aux, tensors = _aux(aux_states or {}, states)
     groups = {MODEL: states.tensors, AUX: tensors}
-    write_contents(path, Contents(STATES, groups, states.ties, states.extra, aux), overwrite=overwrite)
+    write_contents(
+        path, Contents(STATES, groups, states.ties, states.extra, aux, states.order), overwrite=overwrite
+    )
 
 
 def _aux(given: Mapping[str, Any], states: States) -> tuple[Json, dict[str, Outgoing]]:

@@ -67,6 +67,7 @@ class States:
     tensors: Mapping[str, Outgoing]
     ties: Mapping[str, str]
     extra: Mapping[str, Json]
+    order: tuple[str, ...]
 
 
 def unready(module: nn.Module) -> list[str]:
@@ -94,7 +95,8 @@ def states_of(module: nn.Module) -> States:
     ties: dict[str, str] = {}
     extra: dict[str, Json] = {}
     first: dict[int, str] = {}
-    for entry in entries_of(module):
+    entries = entries_of(module)
+    for entry in entries:
         value = entry.value
         if not isinstance(value, torch.Tensor):
             extra[entry.name] = values.encode(value, entry.name)
@@ -102,7 +104,7 @@ def states_of(module: nn.Module) -> States:
             ties[entry.name] = known
         else:
             tensors[entry.name] = _outgoing(entry)
-    return States(tensors, ties, extra)
+    return States(tensors, ties, extra, tuple(entry.name for entry in entries))
 
 
 def _outgoing(entry: ModuleEntry) -> Outgoing:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torchrelay.checkpoint.package.calls import Call, Dynamic, call_of, dynamic_names, mapped
-from torchrelay.checkpoint.package.rewriting import Exported, rewritten
+from torchrelay.checkpoint.package.rewriting import Exported, fixed_sizes, rewritten
 from torchrelay.errors import BlobError, UsageError
 
 
@@ -39,7 +39,7 @@ def export(model: nn.Module, inputs: Any, dynamic: Dynamic | None = None) -> Exp
     try:
         with evaluating(model), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            traced = _traced(model, call, names, default=dynamic is None)
+            traced = _traced(model, call, names)
     except (UsageError, BlobError):
         raise
     except Exception as error:
@@ -49,23 +49,37 @@ def export(model: nn.Module, inputs: Any, dynamic: Dynamic | None = None) -> Exp
 
 
 def _traced(
-    model: nn.Module, call: Call, names: Mapping[str, Mapping[int, str]], *, default: bool
+    model: nn.Module, call: Call, names: Mapping[str, Mapping[int, str]]
 ) -> torch.export.ExportedProgram:
-    """With the named sizes as one each; where the model fixes them and nobody asked, as it can be."""
-    dims = {text: torch.export.Dim(text) for sizes in names.values() for text in sizes.values()}
-    grown = _grown(call, names)
+    """With sizes of one name as one, of any length; those that the model, traced, fixes are fixed.
 
-    def attempt(size_of: Mapping[str, Any]) -> torch.export.ExportedProgram:
-        wanted = {name: {at: size_of[text] for at, text in sizes.items()} for name, sizes in names.items()}
-        shapes = _like(call, wanted, model)
-        return torch.export.export(model, grown.args, dict(grown.kwargs), dynamic_shapes=shapes)
-
+    Sizes that torch chose to be free by itself are not taken over: it may have ruled out a length of 1.
+    """
+    every = {text for sizes in names.values() for text in sizes.values()}
     try:
-        return attempt(dims)
+        return _attempt(model, call, names, {text: torch.export.Dim(text) for text in every})
     except Exception:
-        if not default:
-            raise
-    return attempt(dict.fromkeys(dims, torch.export.Dim.AUTO))
+        looked = _attempt(model, call, names, dict.fromkeys(every, torch.export.Dim.AUTO))
+    free = every - fixed_sizes(looked, call, names)
+    try:
+        return _attempt(model, call, names, {text: torch.export.Dim(text) for text in free})
+    except Exception:
+        return _attempt(model, call, names, {})
+
+
+def _attempt(
+    model: nn.Module, call: Call, names: Mapping[str, Mapping[int, str]], size_of: Mapping[str, Any]
+) -> torch.export.ExportedProgram:
+    wanted = {
+        name: {at: size_of[text] for at, text in sizes.items() if text in size_of}
+        for name, sizes in names.items()
+    }
+    free = {
+        name: {at: text for at, text in sizes.items() if text in size_of} for name, sizes in names.items()
+    }
+    grown = _grown(call, free)
+    shapes = _like(call, wanted, model)
+    return torch.export.export(model, grown.args, dict(grown.kwargs), dynamic_shapes=shapes)
 
 
 def _grown(call: Call, names: Mapping[str, Mapping[int, str]]) -> Call:

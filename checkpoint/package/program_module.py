@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch import nn
 
 from torchrelay.checkpoint.package.arguments import resolved
 from torchrelay.checkpoint.package.operators import operator_of
-from torchrelay.checkpoint.package.program import STATE, Program
+from torchrelay.checkpoint.package.program import STATE, Argument, Program
 from torchrelay.checkpoint.package.trees import built, leaves_in
 from torchrelay.errors import DamagedError, UsageError
 from torchrelay.jobs.signature import Signature, TensorSpec
@@ -50,6 +52,7 @@ class ProgramModule(nn.Module):
             self._hold(name, tensor, persistent=False)
         if missing := [name for _, name in program.tensors.values() if name not in self._held]:
             raise DamagedError(f"the program needs {missing[0]!r}, which the package does not have")
+        self.forward = MethodType(_with_names(program.arguments), self)
         self.eval()
 
     def _hold(self, name: str, tensor: torch.Tensor, *, persistent: bool) -> None:
@@ -82,7 +85,7 @@ class ProgramModule(nn.Module):
             return self._tensor(name).device
         return torch.device("cpu")
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
         """What the original gives; raises UsageError for arguments that the program was not made for."""
         return built(self._program.result, self._run(self._inputs(args, kwargs)))
 
@@ -125,6 +128,24 @@ class ProgramModule(nn.Module):
 def states_of(program: Program) -> list[str]:
     """The stored names of the states that a program computes with."""
     return [name for kind, name in program.tensors.values() if kind == STATE]
+
+
+def _with_names(arguments: Sequence[Argument]) -> Callable[..., Any]:
+    """A `forward` that tells the names of the original's arguments to those who ask for its signature."""
+
+    def forward(self: ProgramModule, *args: Any, **kwargs: Any) -> Any:
+        return self._called(*args, **kwargs)
+
+    named = [
+        inspect.Parameter(one.name, _POSITIONAL if one.positional else inspect.Parameter.KEYWORD_ONLY)
+        for one in arguments
+    ]
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    forward.__signature__ = inspect.Signature([own, *named])  # type: ignore[attr-defined]
+    return forward
+
+
+_POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 def _called(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

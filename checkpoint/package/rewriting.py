@@ -16,7 +16,7 @@ from torchrelay.checkpoint.package.operators import name_of
 from torchrelay.checkpoint.package.program import CONSTANT, STATE, Program, Step
 from torchrelay.checkpoint.package.trees import tree_of
 from torchrelay.errors import BlobError
-from torchrelay.jobs.signature import Signature, Size, TensorSpec
+from torchrelay.jobs.signature import Signature, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Exported:
     json: Any
     signature: Signature
     constants: Mapping[str, torch.Tensor]
+    fixed: tuple[str, ...]
+    """Sizes that were to be free and that the model, traced, fixes."""
 
 
 class _Rewriting:
@@ -67,7 +69,7 @@ class _Rewriting:
     def _inlined(self, module: fx.GraphModule, node: fx.Node, prefix: str) -> None:
         """Whether gradients are recorded changes no answer, so the part is taken in as it is."""
         part: Any = module.get_submodule(str(node.args[1].target))  # type: ignore[union-attr]
-        nodes = list(part.graph.nodes)  # type: ignore[union-attr, arg-type]
+        nodes = list(part.graph.nodes)
         given = [self.value(argument) for argument in node.args[2:]]
         inner = (one for one in nodes if one.op == "placeholder")
         self.aliases.update(zip(inner, given, strict=True))
@@ -118,12 +120,9 @@ def rewritten(
     inputs = _inputs(traced)
     result, outputs, output_specs = _result(traced, users, _size_names(traced, call, names))
     program = Program(call.arguments, inputs, tensors, tuple(rewriting.steps), tuple(outputs), result)
-    input_specs = tuple(
-        TensorSpec(name, _sizes(tensor.shape, names.get(name, {})), _dtype(tensor))
-        for name, tensor in call.leaves
-    )
-    fixed = _fixed(traced, call, input_specs, names)
-    return Exported(program, program.to_json(_encoded), Signature(fixed, output_specs), constants)
+    specs, fixed = _input_specs(traced, call, names), tuple(sorted(fixed_sizes(traced, call, names)))
+    json = program.to_json(_encoded)
+    return Exported(program, json, Signature(specs, output_specs), constants, fixed)
 
 
 def _inputs(traced: torch.export.ExportedProgram) -> tuple[str, ...]:
@@ -169,28 +168,40 @@ def _size_names(
     for placeholder, (name, _) in zip(_inputs(traced), call.leaves, strict=True):
         for at, text in names.get(name, {}).items():
             size = nodes[placeholder].meta["val"].shape[at]
-            if not isinstance(size, int):
+            if not is_fixed(size):
                 found[str(size)] = text
     return found
 
 
-def _fixed(
-    traced: torch.export.ExportedProgram,
-    call: Call,
-    specs: Sequence[TensorSpec],
-    names: Mapping[str, Mapping[int, str]],
+def is_fixed(size: Any) -> bool:
+    """Whether a traced size has one value; torch keeps a symbol for some that have."""
+    return isinstance(size, int) or str(size).isdigit()
+
+
+def fixed_sizes(
+    traced: torch.export.ExportedProgram, call: Call, names: Mapping[str, Mapping[int, str]]
+) -> set[str]:
+    """The names of sizes that turned out to be fixed in some input."""
+    nodes = _nodes(traced)
+    return {
+        text
+        for placeholder, (name, _) in zip(_inputs(traced), call.leaves, strict=True)
+        for at, text in names.get(name, {}).items()
+        if is_fixed(nodes[placeholder].meta["val"].shape[at])
+    }
+
+
+def _input_specs(
+    traced: torch.export.ExportedProgram, call: Call, names: Mapping[str, Mapping[int, str]]
 ) -> tuple[TensorSpec, ...]:
-    """The inputs' specs, with the number for each size that the model turned out to fix."""
+    """The inputs, with the number for each size that the model turned out to fix."""
     nodes, found = _nodes(traced), []
-    for placeholder, spec in zip(_inputs(traced), specs, strict=True):
+    for placeholder, (name, tensor) in zip(_inputs(traced), call.leaves, strict=True):
         shape = nodes[placeholder].meta["val"].shape
-        sizes = [int(size) if isinstance(size, int) else spec.shape[at] for at, size in enumerate(shape)]
-        found.append(TensorSpec(spec.name, tuple(sizes), spec.dtype))
+        known = names.get(name, {})
+        sizes = tuple(int(size) if is_fixed(size) else known[at] for at, size in enumerate(shape))
+        found.append(TensorSpec(name, sizes, _dtype(tensor)))
     return tuple(found)
-
-
-def _sizes(shape: Sequence[int], names: Mapping[int, str]) -> tuple[Size, ...]:
-    return tuple(names.get(at, int(size)) for at, size in enumerate(shape))
 
 
 def _dtype(tensor: torch.Tensor) -> str:

@@ -94,7 +94,9 @@ def _contents(
         AUX: dict[str, Outgoing](),
         CONSTANTS: {name: Outgoing(tensor) for name, tensor in constants.items()},
     }
-    return Contents(PACKAGE, groups, states.ties, states.extra, package=package, members=members)
+    return Contents(
+        PACKAGE, groups, states.ties, states.extra, order=states.order, package=package, members=members
+    )
 
 
 def _exported(model: nn.Module, inputs: Any, dynamic: Dynamic | None, without: list[str]) -> Exported | None:
@@ -104,10 +106,12 @@ def _exported(model: nn.Module, inputs: Any, dynamic: Dynamic | None, without: l
         without.append("no program and no signature: no inputs were given, and compile was not called")
         return None
     try:
-        return export(model, inputs, dynamic)
+        exported = export(model, inputs, dynamic)
     except BlobError as error:
         without.append(f"no program: {error}")
         return None
+    without.extend(f"no free size {name!r}: traced, the model fixes it" for name in exported.fixed)
+    return exported
 
 
 def _source(model: nn.Module, *, wanted: bool, without: list[str]) -> tuple[str, dict[str, bytes]]:
