@@ -212,7 +212,7 @@ def _result(
     traced: torch.export.ExportedProgram, users: Sequence[Any], size_names: Mapping[str, str]
 ) -> tuple[Any, list[Any], tuple[TensorSpec, ...]]:
     """How outputs are put together; constants among them stay constants."""
-    slots = traced.call_spec.out_spec.unflatten([_Slot(value) for value in users])  # type: ignore[union-attr]
+    slots = traced.call_spec.out_spec.unflatten([_Slot(value) for value in users])
     tree, leaves = tree_of(plain(slots), _is_slot, "output")
     nodes, specs, outputs = _nodes(traced), [], []
     for name, slot in leaves:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from torchrelay.checkpoint.disk import canonical, values
 from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.package import opening
 from torchrelay.checkpoint.package.calls import Dynamic
+from torchrelay.checkpoint.package.epochs import of_epoch
 from torchrelay.checkpoint.package.exporting import export
 from torchrelay.checkpoint.package.opening import Package, open_package
 from torchrelay.checkpoint.package.recorded import recorded_call
@@ -45,6 +47,9 @@ def save(
     preprocessing: Any = None,
     metadata: Mapping[str, Any] | None = None,
     source: bool = True,
+    run: str | os.PathLike[str] | None = None,
+    epoch: int | str = "last",
+    blob: str = "model",
     overwrite: bool = False,
 ) -> Package:
     """Write a model into one file from which it is rebuilt without its class being there; see `load`.
@@ -54,13 +59,20 @@ def save(
     first size of inputs may differ later; `dynamic={"tokens": {0: "batch", 1: "length"}}` says it otherwise.
     The program is of the model in eval mode. `constructor=(args, kwargs)` is what the class was called
     with, needed for the source form; a class that needs no argument does without. With `source=False` no
-    source is archived. `labels` name the classes of the output, `preprocessing` refers to what makes inputs.
-    The file appears whole and durable or not at all; it replaces another only with `overwrite`.
+    source is archived. With `run`, a run directory or checkpoints, the states are those that the blob `blob`
+    has in its `epoch` (of a copy: `model` stays as it is), and `metadata` tells of both. `labels` name the
+    classes of the output, `preprocessing` refers to what makes inputs. The file appears whole and durable or
+    not at all; it replaces another only with `overwrite`.
 
     What cannot be part of the package (no inputs, an operator that programs may not use, no source) is left
     out, told by the package's `without`; a package that has states only is warned of.
     Raises UsageError, BlobError for a state or value that cannot be stored, StorageError.
     """
+    if inputs is None and (known := recorded_call(checked(model))) is not None:
+        inputs, dynamic = known.inputs, dynamic or known.dynamic
+    if run is not None:
+        model, of_run = of_epoch(checked(model), run, epoch, blob)
+        metadata = {**of_run, **(metadata or {})}
     states = states_of(checked(model))
     without: list[str] = []
     exported = _exported(model, inputs, dynamic, without)
@@ -100,8 +112,6 @@ def _contents(
 
 
 def _exported(model: nn.Module, inputs: Any, dynamic: Dynamic | None, without: list[str]) -> Exported | None:
-    if inputs is None and (known := recorded_call(model)) is not None:
-        inputs, dynamic = known.inputs, dynamic or known.dynamic
     if inputs is None:
         without.append("no program and no signature: no inputs were given, and compile was not called")
         return None

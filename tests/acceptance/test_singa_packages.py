@@ -18,11 +18,14 @@ from typing import Any
 import pytest
 import torch
 from package_models import Tied, inputs, trained
+from program_cases import Script
 from torch import nn
 
 import torchrelay
 from torchrelay.errors import BlobError, DamagedError, FormatError, RelayError, UsageError
 from torchrelay.jobs.signature import Signature, TensorSpec
+from torchrelay.metadata.experiment.note import read_note
+from torchrelay.runners.commands.command_line import main
 
 LABELS = ["cat", "dog", "cow", "owl"]
 
@@ -411,3 +414,37 @@ def test_sng_16_compile_switches_torch_compile_on() -> None:
     assert calls == []
     assert torch.equal(model(torch.ones(3, 2)), torch.full((3, 2), 2.0))
     assert calls == [1]
+
+
+def test_sng_14_a_program_is_packaged_by_its_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`package` writes the epoch that is meant, with labels and preprocessing; so does save(run=...)."""
+    script = Script(tmp_path, capsys)
+    script.more('labels = ["sum"]\n    preprocessing = "two numbers"')
+    assert script("package", "--out", "a.pkg").rc == 2, "there is no run yet"
+    assert script("train").rc == 0
+    done = script("package", "--out", "a.pkg", "--epoch", "1")
+    assert (done.rc, done.err) == (0, "")
+    assert f"epoch 1 of {script.run.name}: " in done.out
+    assert script("package", "--out", "a.pkg").rc == 2
+    assert script("package", "--out", "a.pkg", "--overwrite").rc == 0
+    package = torchrelay.open_package(tmp_path / "a.pkg")
+    assert (package.labels, package.preprocessing) == (("sum",), "two numbers")
+    known = read_note(script.run)
+    assert known is not None
+    assert package.metadata == {
+        "run": script.run.name,
+        "epoch": 2,
+        "code_id": known.code_id,
+        "program": "line",
+    }
+    model = nn.Linear(2, 1)
+    x = torch.rand(3, 2)
+    before = model(x)
+    other = torchrelay.save(tmp_path / "b.pkg", model, x, run=script.run, epoch=2)
+    assert other.metadata == {"run": str(script.run), "epoch": 2, "code_id": known.code_id}
+    assert torch.equal(package.module()(x), other.module()(x))
+    assert torch.equal(model(x), before)
+    torchrelay.open_checkpoint(script.run, 2).load({"model": model})
+    assert torch.equal(model(x), other.module()(x))
+    assert main(["package", str(tmp_path), "--out", "c.pkg"]) == 2
+    assert "no run of a program" in capsys.readouterr().err
