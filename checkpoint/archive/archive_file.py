@@ -11,12 +11,12 @@ every member of a zip has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from torchrelay.checkpoint.archive.members import Outgoing, StoredTensors, nbytes_of, write_tensors
+from torchrelay.checkpoint.archive.members import Outgoing, StoredTensors, write_tensors
 from torchrelay.checkpoint.archive.publishing import Where, fetched, write_archive
 from torchrelay.checkpoint.archive.zip_writing import Chunk, ZipWriter
 from torchrelay.checkpoint.disk import canonical
@@ -65,7 +65,7 @@ def write_contents(where: Where, contents: Contents, *, overwrite: bool) -> str:
             writer.add(name, [Chunk(memoryview(data))])
         writer.add(MANIFEST, [Chunk(memoryview(canonical.dumps(_manifest(contents, said))))])
 
-    return write_archive(where, fill, overwrite=overwrite, suggested=_suggested(contents))
+    return write_archive(where, fill, overwrite=overwrite)
 
 
 def _manifest(contents: Contents, said: Json) -> Json:
@@ -80,12 +80,6 @@ def _manifest(contents: Contents, said: Json) -> Json:
         "aux": contents.aux,
     }
     return found if contents.package is None else {**found, "package": contents.package}
-
-
-def _suggested(contents: Contents) -> Callable[[], int]:
-    return lambda: (
-        sum(map(nbytes_of, contents.tensors.values())) + sum(map(len, contents.members.values())) + 65536
-    )
 
 
 class ArchiveFile:

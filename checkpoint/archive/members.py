@@ -29,11 +29,6 @@ class Outgoing:
     trainable: bool = False
 
 
-def nbytes_of(tensors: Mapping[str, Outgoing]) -> int:
-    """About how many bytes their member has."""
-    return sum(one.tensor.nbytes + 256 for one in tensors.values())
-
-
 def write_tensors(writer: ZipWriter, member: str, tensors: Mapping[str, Outgoing]) -> Json:
     """Write a member; what the manifest says of its tensors. Raises BlobError for what cannot be stored."""
     entries = {name: _entry(name, one) for name, one in tensors.items()}

@@ -21,8 +21,8 @@ Where = str | os.PathLike[str]
 _READ = 32 << 20
 
 
-def write_archive(where: Where, fill: Fill, *, overwrite: bool, suggested: Callable[[], int]) -> str:
-    """Write an archive; returns where it lies. `suggested` is about how many bytes it will have.
+def write_archive(where: Where, fill: Fill, *, overwrite: bool) -> str:
+    """Write an archive; returns where it lies.
 
     The path is taken as it is written: no suffix is added and no `~` expanded. Raises UsageError where the
     name is taken, StorageError.
@@ -33,19 +33,17 @@ def write_archive(where: Where, fill: Fill, *, overwrite: bool, suggested: Calla
 
     def make(temporary: Path) -> None:
         handle = LocalStorage(temporary.parent).open_exclusive(temporary.name)
-        handle.preallocate(suggested())
-        size = _filled(handle, fill)
-        os.truncate(temporary, size)
+        _filled(handle, fill, handle.sync_file)
 
     publish(path, make, overwrite=overwrite)
     return str(path)
 
 
-def _filled(handle: WriteHandle, fill: Fill) -> int:
+def _filled(handle: WriteHandle, fill: Fill, sync_early: Callable[[], None]) -> None:
     try:
-        writer = ZipWriter(handle)
+        writer = ZipWriter(handle, sync_early)
         fill(writer)
-        return writer.finish()
+        writer.finish()
     finally:
         handle.close()
 

@@ -1,7 +1,7 @@
 """A zip archive written through the storage seam: stored members, their data on 64-byte borders.
 
-zipfile would copy what it writes and hash it in one thread. Here blocks of memory are hashed (CRC-32 for the
-zip, xxh3 for us) and written by a few threads, straight from where they lie.
+zipfile would hash what it writes in the same thread. Here one thread writes, straight from where the bytes
+lie, while others hash them (CRC-32 for the zip, xxh3 for us).
 
 Source: PKWARE APPNOTE 6.3.10, sections 4.3.7 (local header), 4.3.12 (directory), 4.3.14 to 16 (its end),
 4.5.3 (zip64). That CRCs of parts can be joined: M. Adler, zlib's crc32_combine.
@@ -20,7 +20,8 @@ from torchrelay.checkpoint.disk.workers import WRITERS, share
 from torchrelay.checkpoint.storage import WriteHandle
 
 ALIGNMENT = 64
-PIECE = 8 * BLOCK
+PIECE = BLOCK
+"""What is hashed twice while it lies in the processor's cache."""
 _LIMIT32 = 0xFFFFFFFF
 _DATE = (1980 - 1980) << 9 | 1 << 5 | 1
 """1980-01-01, the least that a zip can say: archives of the same content are the same bytes."""
@@ -45,6 +46,11 @@ class _Piece:
     crc: int = 0
     digests: bytes = b""
 
+    def hash(self) -> None:
+        self.crc = zlib.crc32(self.memory)
+        if self.chunk.wants_digests:
+            self.digests = block_digests(self.memory)
+
 
 @dataclass(frozen=True)
 class _Written:
@@ -59,6 +65,8 @@ class ZipWriter:
     """Adds members one after another, then the directory. `handle` is a new file."""
 
     handle: WriteHandle
+    sync_early: Callable[[], None] | None = None
+    """Has the device take a large member while it is still being hashed; the file is synced again at its end."""
     at: int = 0
     _members: list[_Written] = field(default_factory=list)
 
@@ -82,14 +90,20 @@ class ZipWriter:
         return self.at + len(entries) + len(end)
 
     def _write(self, pieces: list[_Piece]) -> int:
-        def work(mine: Iterator[_Piece]) -> None:
-            for piece in mine:
-                piece.crc = zlib.crc32(piece.memory)
-                if piece.chunk.wants_digests:
-                    piece.digests = block_digests(piece.memory)
-                self.handle.write_at(piece.at, piece.memory)
+        """Write all pieces in order, so that the device begins early, while others are hashed."""
 
-        share(work, pieces, min(WRITERS, len(pieces) or 1))
+        def write_all() -> None:
+            for piece in pieces:
+                self.handle.write_at(piece.at, piece.memory)
+            if self.sync_early is not None and len(pieces) > 8:
+                self.sync_early()
+
+        def work(mine: Iterator[Callable[[], None]]) -> None:
+            for one in mine:
+                one()
+
+        todo = [write_all, *(piece.hash for piece in pieces)]
+        share(work, todo, min(WRITERS, len(todo)) if len(pieces) > 8 else 1)
         crc = 0
         for piece in pieces:
             crc = combined(crc, piece.crc, len(piece.memory))
