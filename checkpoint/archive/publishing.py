@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,15 +33,15 @@ def write_archive(where: Where, fill: Fill, *, overwrite: bool) -> str:
 
     def make(temporary: Path) -> None:
         handle = LocalStorage(temporary.parent).open_exclusive(temporary.name)
-        _filled(handle, fill, handle.sync_file)
+        _filled(handle, fill)
 
     publish(path, make, overwrite=overwrite)
     return str(path)
 
 
-def _filled(handle: WriteHandle, fill: Fill, sync_early: Callable[[], None]) -> None:
+def _filled(handle: WriteHandle, fill: Fill) -> None:
     try:
-        writer = ZipWriter(handle, sync_early)
+        writer = ZipWriter(handle)
         fill(writer)
         writer.finish()
     finally:

@@ -65,8 +65,6 @@ class ZipWriter:
     """Adds members one after another, then the directory. `handle` is a new file."""
 
     handle: WriteHandle
-    sync_early: Callable[[], None] | None = None
-    """Has the device take a large member while it is still being hashed; the file is synced again at its end."""
     at: int = 0
     _members: list[_Written] = field(default_factory=list)
 
@@ -95,8 +93,6 @@ class ZipWriter:
         def write_all() -> None:
             for piece in pieces:
                 self.handle.write_at(piece.at, piece.memory)
-            if self.sync_early is not None and len(pieces) > 8:
-                self.sync_early()
 
         def work(mine: Iterator[Callable[[], None]]) -> None:
             for one in mine:

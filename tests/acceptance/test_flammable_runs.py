@@ -115,6 +115,7 @@ def test_flm_9_other_ends_are_states_too(script: Script) -> None:
     assert script("train").rc == 0 and len(script.runs) == count
 
 
+@pytest.mark.timeout(300)
 def test_flm_13_and_15_one_run_on_all_ranks_which_a_restart_goes_on_with(tmp_path: Path) -> None:
     """FLM-13, FLM-15: --force makes one run although a rank dies; values of all ranks count."""
     (tmp_path / "source").mkdir()
