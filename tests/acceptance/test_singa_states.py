@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import struct
@@ -19,6 +20,7 @@ from package_models import Tied, inputs, trained
 from torch import nn
 
 import torchrelay
+from torchrelay.checkpoint.archive.singa import read_singa_states
 from torchrelay.checkpoint.local_storage import LocalWriteHandle
 from torchrelay.errors import BlobError, DamagedError, FormatError, RelayError, StorageError, UsageError
 
@@ -501,3 +503,33 @@ def test_sng_7_extra_state_of_modules(tmp_path: Path) -> None:
     torchrelay.save_states(tmp_path / "a.zip", model)
     torchrelay.load_states(tmp_path / "a.zip", other)
     assert other.seen == {"steps": (1, 2.0)}
+
+
+def test_sng_16_archives_of_singa_are_read(tmp_path: Path) -> None:
+    """States and aux tensors of a SINGA 3 archive come by name; objects and other files are refused."""
+    numpy = pytest.importorskip("numpy")
+    arrays = {
+        "fc.W": numpy.arange(6, dtype="float32").reshape(3, 2),
+        "fc.b": numpy.ones(2),
+        "step": numpy.array(4),
+    }
+
+    def archive(name: str, **changes: Any) -> Path:
+        buffer = io.BytesIO()
+        numpy.savez(buffer, **{**arrays, **changes})
+        index = {key: {"state_type": int(key == "step"), "shape": [], "dtype": 0} for key in arrays}
+        members = {"tensor_dict.npz": buffer.getvalue(), "states_attr.json": json.dumps(index).encode()}
+        return _zip(tmp_path / name, members, zipfile.ZIP_DEFLATED)
+
+    model, aux = read_singa_states(archive("a.zip"))
+    linear = nn.Linear(3, 2)
+    linear.load_state_dict({"weight": model["fc.W"].t(), "bias": model["fc.b"]})
+    assert linear.weight[1, 2] == 5 and aux["step"] == 4
+    for bad in (
+        archive("b.zip", step=numpy.array([print], dtype=object)),
+        archive("c.zip", more=numpy.ones(1)),
+    ):
+        with pytest.raises(DamagedError):
+            read_singa_states(bad)
+    with pytest.raises(FormatError, match="no archive of SINGA"):
+        read_singa_states(_zip(tmp_path / "d.zip", {"x": b""}))
