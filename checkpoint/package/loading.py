@@ -23,7 +23,8 @@ def load(path: Where, *, trust_source: bool = False) -> nn.Module:
     """The model of a package, in eval mode on the CPU, without its class being there.
 
     Without more said its program runs: operators of torch, told as data. No code of the package is run and
-    nothing is unpickled, so a package of strangers can cost time and memory, and no more.
+    nothing is unpickled. A package of strangers can still cost time and memory, and meet bugs of torch's
+    operators.
     **With `trust_source=True` the archived source is run** with this process's rights, to make the class
     anew with the archived constructor arguments: trust it as your own scripts. Then it is the real class,
     which trains as ever. Its modules get names of their own, so nothing of yours is replaced.
