@@ -62,18 +62,24 @@ class EpochLoader:
         num_workers: int = 0,
         **loader_options: Any,
     ) -> None:
-        self.dataset = dataset
         self.batch_size = _at_least_one("batch_size", batch_size)
         self.shuffle, self.drop_last = shuffle, drop_last
-        self._fetch = make_fetch(dataset, collate, sample_seeds=sample_seeds)
-        if self._fetch.length == 0:
-            raise UsageError("EpochLoader got an empty dataset: there is nothing to train on")
+        self._order: tuple[int, int, torch.Tensor] | None = None
+        self._collate, self._sample_seeds = collate, sample_seeds
+        self._num_workers, self._loader_options = num_workers, loader_options
+        self._take(dataset)
         self._seed = check_seed((current_seed() or 0) if seed is None else seed)
         self._epoch = self._samples_done = 0
         self._place: tuple[int, int] | None = None
-        self._order: tuple[int, int, torch.Tensor] | None = None
         self._iteration: object = None
-        self._source = batch_source(self._fetch, num_workers, loader_options)
+
+    def _take(self, dataset: Any) -> None:
+        """Batches are made of `dataset` from the next iteration on; raises UsageError for an empty one."""
+        fetch = make_fetch(dataset, self._collate, sample_seeds=self._sample_seeds)
+        if fetch.length == 0:
+            raise UsageError("EpochLoader got an empty dataset: there is nothing to train on")
+        self.dataset, self._fetch, self._order = dataset, fetch, None
+        self._source = batch_source(fetch, self._num_workers, self._loader_options)
 
     @property
     def seed(self) -> int:

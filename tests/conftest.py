@@ -19,6 +19,12 @@ def tell(record_property: Callable[[str, object], None]) -> Callable[[str], None
     return lambda text: record_property("told", text)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first: the one that begins last would otherwise keep one worker busy after the others."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Print what tests have told."""
     reports = (report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, ()))

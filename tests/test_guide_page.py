@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from torchrun import clean_environment
+from warm import PLACE, server, warmed
 
 import torchrelay.errors
 
@@ -17,9 +17,9 @@ PAGE = (Path(__file__).resolve().parent.parent / "docs/guide.md").read_text()
 PROGRAMS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 LINES = re.findall(r"^\$ (.*)$", PAGE, re.MULTILINE)
 COMMANDS = {
-    "python": [sys.executable],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
-    "torchrelay": [sys.executable, "-m", "torchrelay"],
+    "python": warmed([]),
+    "torchrun": warmed(["-m", "torch.distributed.run"]),
+    "torchrelay": warmed(["-m", "torchrelay"]),
 }
 
 
@@ -28,7 +28,7 @@ def run(folder: Path, line: str, code: int = 0) -> str:
     name, *words = shlex.split(line, comments=True)
     done = subprocess.run(
         [*COMMANDS[name], *words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        timeout=90, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=90, check=False, env=clean_environment({PLACE: server()}),
     )  # fmt: skip
     assert done.returncode == code, f"{line}\n{done.stdout}"
     return done.stdout

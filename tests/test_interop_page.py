@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+
+from torchrun import clean_environment
+from warm import PLACE, server, warmed
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/interop.md").read_text()
@@ -15,8 +17,8 @@ PAGE = (ROOT / "docs/interop.md").read_text()
 
 def run(folder: Path, *command: str) -> str:
     done = subprocess.run(
-        [sys.executable, *command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        timeout=60, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        warmed(command), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        timeout=60, check=False, env=clean_environment({PLACE: server()}),
     )  # fmt: skip
     assert done.returncode == 0, f"{command}\n{done.stdout}"
     return done.stdout
@@ -45,7 +47,10 @@ def test_help_needs_no_torch() -> None:
             f"try: main([{verb!r}, '--help'])\n"
             "except SystemExit: print('torch' in sys.modules)"
         )
-        assert run(ROOT, "-c", code).splitlines()[-1] == "False"
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        )
+        assert done.stdout.splitlines()[-1] == "False"
 
 
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
@@ -58,8 +63,8 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         ["import", "dcp", "--from", "dcp", "-o", "x"],
     ):
         done = subprocess.run(
-            [sys.executable, "-m", "torchrelay", *words], cwd=tmp_path, capture_output=True, text=True,
-            timeout=60, check=False,
+            warmed(["-m", "torchrelay", *words]), cwd=tmp_path, capture_output=True, text=True, timeout=60,
+            check=False, env=clean_environment({PLACE: server()}),
         )  # fmt: skip
         assert done.returncode == 2
         assert len(done.stderr.splitlines()) == 1

@@ -6,12 +6,13 @@ import csv
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from postgresql import needs_postgresql, postgresql
 from told_jobs import contents, query
+from torchrun import clean_environment
+from warm import PLACE, server, warmed
 
 from torchrelay.metadata.handler import MetadataHandler
 from torchrelay.metadata.sql.tables import VERSION, metadata
@@ -30,7 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "csv_handler.py").write_text(PROGRAMS[0])
     (folder / "train.py").write_text(PROGRAMS[1])
     assert LINES[0] == ["python", "train.py"]
-    subprocess.run([sys.executable, "train.py"], cwd=folder, check=True, timeout=100)
+    env = clean_environment({PLACE: server()})
+    subprocess.run(warmed(["train.py"]), cwd=folder, env=env, check=True, timeout=100)
     return folder
 
 

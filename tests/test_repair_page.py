@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import torch
 from epochs import Writing, parameter
+from torchrun import clean_environment
+from warm import PLACE, server, warmed
 
 from torchrelay.metadata.run_directory import RunDirectory
 
@@ -35,8 +36,8 @@ def test_the_commands_run(tmp_path: Path) -> None:
 
     def told(number: int, code: int = 0) -> str:
         done = subprocess.run(
-            [sys.executable, "-m", *lines[number]], cwd=tmp_path, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, timeout=60, check=False,
+            warmed(["-m", *lines[number]]), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, timeout=60, check=False, env=clean_environment({PLACE: server()}),
         )  # fmt: skip
         assert done.returncode == code, done.stdout
         return done.stdout

@@ -6,11 +6,11 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from torchrun import clean_environment
+from warm import PLACE, server, warmed
 
 from torchrelay.metadata.sinks.naming import _BUILT_IN, GROUP
 from torchrelay.runners.sight import Sight
@@ -24,10 +24,10 @@ LINES = re.findall(r"^\$ (.*)$", PAGE, re.MULTILINE)
 def run(folder: Path, line: str) -> str:
     """Run a command of the page; returns what it printed."""
     name, *words = shlex.split(line)
-    command = [sys.executable, *(["-m", "torchrelay"] if name == "torchrelay" else []), *words]
+    program = [*(["-m", "torchrelay"] if name == "torchrelay" else []), *words]
     done = subprocess.run(
-        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=90,
-        check=False, env=clean_environment(),
+        warmed(program), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=90,
+        check=False, env=clean_environment({PLACE: server()}),
     )  # fmt: skip
     assert done.returncode == 0, f"{line}\n{done.stdout}"
     return done.stdout

@@ -62,7 +62,9 @@ class ClassAt(Form):
         return {"type": "string", "minLength": 1}
 
     def _file(self, value: str, found: re.Match[str], at: At) -> Any:
-        file = local_path(found["file"], at.reading.workspace)
+        file, source = local_path(found["file"], at.reading.workspace), at.reading.source
+        if source is not None and file.is_relative_to(at.reading.workspace):
+            file = source / file.relative_to(at.reading.workspace)
         if not file.is_file():
             return at.wrong(f"there is no file {file}")
         return ClassPath(value, found["name"] or self.default, file=file)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -79,28 +79,37 @@ class Config:
             raise ConfigError(problems)
         return found
 
-    def unused(self) -> tuple[ConfigProblem, ...]:
+    def unused(self, sections: Sequence[Tracked] | None = None) -> tuple[ConfigProblem, ...]:
         """The user's keys that were written and that nobody has read so far, in the order of the text.
 
-        Keys of the schema are never among them; what became of a whole dict counts as read.
+        `sections` are those that are looked at, all if None. Keys of the schema are never among them; what
+        became of a whole dict counts as read. The nearest name is one that was asked for in vain, else one
+        of the schema.
         """
-        tree = self._reading.tree
-        found = []
-        for part in user_sections(self.settings):
-            for where in part.unread():
-                asked = [str(one[-1]) for one in self._reading.misses if one[:-1] == where[:-1]]
-                near = nearest(str(where[-1]), asked)
-                remedy = f"; `{near}` was asked for and is not there" if near else ""
-                message = f"was never read{remedy}"
-                found.append(ConfigProblem(tree.key_origin(where), tree.path(where), message, near))
+        parts = user_sections(self.settings) if sections is None else sections
+        found = [self._unread(where) for part in parts for where in part.unread()]
         return tuple(sorted(found, key=lambda one: one.origin.place))
 
-    def check_unused(self, *, strict: bool) -> tuple[str, ...]:
+    def check_unused(self, *, strict: bool, sections: Sequence[Tracked] | None = None) -> tuple[str, ...]:
         """A line for each unused key, to be asked when start-up ends. `strict`: raises ConfigError."""
-        found = self.unused()
+        found = self.unused(sections)
         if found and strict:
             raise ConfigError(found)
         return tuple(str(one) for one in found)
+
+    def _unread(self, where: Where) -> ConfigProblem:
+        tree = self._reading.tree
+        asked = [str(one[-1]) for one in self._reading.misses if one[:-1] == where[:-1]]
+        near = nearest(str(where[-1]), asked)
+        remedy = f"; `{near}` was asked for and is not there" if near else ""
+        if near is None and (near := nearest(str(where[-1]), self._of_schema(where[:-1]))) is not None:
+            remedy = f"; did you mean `{near}`?"
+        return ConfigProblem(tree.key_origin(where), tree.path(where), f"was never read{remedy}", near)
+
+    @staticmethod
+    def _of_schema(section: Where) -> list[str]:
+        form = form_at(section)
+        return list(form.spec.keys) if isinstance(form, Section) else []
 
     @cached_property
     def resolved(self) -> dict[str, Any]:

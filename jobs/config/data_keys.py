@@ -45,6 +45,11 @@ class Dataset:
     data_path: tuple[str, ...] = key(
         ListOf(PathAt(), lone=True), "files and directories of data; not looked up before the run", default=[]
     )
+    grows: bool = key(
+        Truth(),
+        "look for new files in `data_path` before each epoch; which ones an epoch had is saved with it",
+        default=False,
+    )
     data_converter: ClassPath | None = key(ClassAt("Reader"), "the class that reads samples")
     reader_class_name: str | None = key(
         Text("a class name"), "the class in `data_converter`, if it is not `Reader`"

@@ -24,13 +24,17 @@ EXPRESSION = {"$ref": "#/$defs/expression"}
 
 @dataclass(frozen=True)
 class Reading:
-    """One reading of a tree: what it found wrong, the workspace of its paths, which free keys were read."""
+    """One reading of a tree: what it found wrong, the workspace of its paths, which free keys were read.
+
+    `source` is where classes lie that the workspace has, if not there: an archive that was unpacked.
+    """
 
     tree: Tree
     workspace: Path
     problems: list[ConfigProblem] = field(default_factory=list)
     reads: set[Where] = field(default_factory=set)
     misses: dict[Where, None] = field(default_factory=dict)
+    source: Path | None = None
 
     def wrong(self, where: Where, message: str, near: str | None = None, *, key: bool = False) -> Any:
         """Complain of a value, or of its key; returns WRONG."""

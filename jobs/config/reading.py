@@ -20,15 +20,19 @@ _MISSING = " missing"
 
 
 def load_config(
-    path: str | os.PathLike[str], overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
+    path: str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    source: Path | None = None,
 ) -> Config:
     """Read a configuration file; a relative workspace begins at its directory.
 
     `overrides` are texts `key.path=value`; `environ` is what `${env:NAME}` sees, the process's own if None.
+    Files with classes in the workspace are taken from `source` instead, where it is given.
     Raises ConfigError with all problems, UsageError where the file cannot be read at all.
     """
     data = yaml_content(path)
-    return read_config(data, os.fspath(path), Path(path).absolute().parent, overrides, environ)
+    return read_config(data, os.fspath(path), Path(path).absolute().parent, overrides, environ, source)
 
 
 def read_config(
@@ -37,6 +41,7 @@ def read_config(
     folder: Path,
     overrides: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
+    source: Path | None = None,
 ) -> Config:
     """Read a text; `name` stands for it in messages, a relative workspace begins at `folder`.
 
@@ -48,7 +53,7 @@ def read_config(
         raise ConfigError(read.problems)
     tree, problems = overridden(read.tree, given)
     done, more = expanded(tree, folder, os.environ if environ is None else environ)
-    reading = Reading(done.tree, done.workspace)
+    reading = Reading(done.tree, done.workspace, source=source)
     settings = TOP.take(done.tree.value, At(reading))
     check_references(reading)
     found = [*problems, *more, *reading.problems]

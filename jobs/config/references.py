@@ -80,6 +80,7 @@ def _consistent(reading: Reading, where: Where, runner: Mapping[str, Any]) -> No
             near = "epochs" if remedy else None
             reading.wrong((*where, name), f"only a runner of class `infer` has it{remedy}", near, key=True)
     ends = isinstance(stop, dict) and any(one is not None for one in stop.values())
+    ends = ends or runner.get("epochs_per_partition") is not None
     if runner.get("epochs") is None and not ends and (*where, "epochs") not in reading.tree.broken:
         reading.wrong(where, "`epochs` missing, and there is no `stop`: training would never end")
     if runner.get("epochs") is not None and isinstance(stop, dict) and stop.get("max_epochs") is not None:

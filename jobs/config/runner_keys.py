@@ -19,10 +19,19 @@ INFER_CLASSES = ("infer", "single_infer")
 CLASSES = (TRAIN, "single_train", LOCAL_TRAIN, CLUSTER_TRAIN, *INFER_CLASSES)
 _NO_SERVERS = "there are no parameter servers: gradients are reduced between the ranks; leave the key out"
 _OTHER_CLASSES = {
-    "online_learning": "write `train`, and start it again when there is more data",
+    "online_learning": "write `train`, and `epochs_per_partition` for so many epochs over each day's data",
     "local_cluster": "write `local_cluster_train`",
     "cluster": "write `cluster_train`",
 }
+_NO_VARIABLES = (
+    "a module has no named variables: what goes out are the weights of the whole model, and what comes in "
+    "and out of it is its forward; leave the key out"
+)
+_NO_CRASH_SAVE = (
+    "after an error no state is left that could be proved: the step that failed has used up a batch and "
+    "random numbers and may have changed buffers, gradients or weights, while the other ranks stand in "
+    "another place of it; the newest epoch, or preempted step, is where the run goes on"
+)
 _SERVER_WORDS = dict.fromkeys(("ps", "pslib", "async", "half_async", "geo"), _NO_SERVERS)
 
 
@@ -80,6 +89,8 @@ class Runner:
 
     REFUSED: ClassVar[Mapping[str, str]] = {
         "server_num": _NO_SERVERS,
+        "save_inference_feed_varnames": _NO_VARIABLES,
+        "save_inference_fetch_varnames": _NO_VARIABLES,
         "trainer_class": "replace the steps that differ instead, by `runner_class_path` and the other four",
     }
     name: str = key(Text("a name"), "what `mode` and overrides call it", required=True)
@@ -107,6 +118,11 @@ class Runner:
     epochs: int | None = key(
         Whole(1), "train until so many epochs are done, in all starts together", identity=False
     )
+    epochs_per_partition: int | None = key(
+        Whole(1),
+        "so many epochs over each file, or directory of files, in `data_path`, one after another; over when "
+        "none is left, and goes on when started with more",
+    )
     stop: Stop | None = key(Section(Stop), "other ends of the run", identity=False)
     time_limit: float | None = key(Seconds(), "leave after so long; the same command goes on", identity=False)
     phases: tuple[str, ...] | None = key(
@@ -133,14 +149,14 @@ class Runner:
     save_step_interval: int | None = key(Whole(1, unset=-1), "also save every so many steps", identity=False)
     save_step_path: str | None = key(PathAt(), "where these go; in the run if it is missing", identity=False)
     save_inference_interval: int | None = key(
-        Whole(1, unset=-1), "export the model for inference every so many epochs", identity=False
+        Whole(1, unset=-1),
+        "write the weights of the models alone every so many epochs, and of the last one",
+        identity=False,
     )
-    save_inference_path: str | None = key(PathAt(), "where exports go", identity=False)
-    save_inference_feed_varnames: tuple[str, ...] | None = key(
-        ListOf(Text("the name of a tensor"), lone=True), "inputs of the exported model", identity=False
-    )
-    save_inference_fetch_varnames: tuple[str, ...] | None = key(
-        ListOf(Text("the name of a tensor"), lone=True), "outputs of the exported model", identity=False
+    save_inference_path: str | None = key(
+        PathAt(),
+        "where these go, `<epoch>/<phase>.safetensors`; `inference/` of the run if it is missing",
+        identity=False,
     )
     keep_last: int | None = key(
         Whole(1), "keep so many of the newest epochs; all if it is missing", identity=False
@@ -157,7 +173,7 @@ class Runner:
         PathAt(), "the results of all batches go there, as JSON", identity=False
     )
     on_crash: str = key(
-        OneOf(("none", "save")), "`save`: an error saves where it can", default="none", identity=False
+        OneOf(("none",), {"save": _NO_CRASH_SAVE}), "the only one", default="none", identity=False
     )
     epoch: EpochChoice | None = key(
         EpochsChosen(),

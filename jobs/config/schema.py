@@ -61,7 +61,12 @@ class Settings:
         "the runners that run, in this order; all if it is missing",
         identity=False,
     )
-    debug: bool = key(Truth(), "say more in the log", default=False, identity=False)
+    debug: bool = key(
+        Truth(),
+        "print what operators and data cost in the first steps",
+        default=False,
+        identity=False,
+    )
     seed: int = key(Whole(0, most=2**64 - 1), "seed of all random streams", default=0)
     upstream: Mapping[str, Upstream] = key(
         Named(Section(Upstream, short="run")),

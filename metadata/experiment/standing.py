@@ -15,7 +15,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torchrelay.errors import RelayError
 from torchrelay.metadata.experiment.results import newest_result
@@ -23,6 +23,7 @@ from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.metadata.run_look import look_at
 
 Word = Literal["created", "running", "interrupted", "failed", "finished", "tested"]
+STATES: tuple[Word, ...] = get_args(Word)
 OVER = ("finished", "tested")
 DEAD_AFTER_SECS = 60.0
 """A process that runs leaves a sign every two seconds; one of another host is taken for dead after this."""

@@ -65,6 +65,8 @@ _VERBS = {
     "completion": "completion:add_completion",
     "export": "interop:add_export",
     "import": "interop:add_import",
+    "runs ls": "library:add_runs_ls",
+    "runs show": "library:add_runs_show",
     "runs code": "runs_code:add_runs_code",
     "runs diff": "runs_diff:add_runs_diff",
     "index": "index:add_index",
@@ -78,7 +80,7 @@ _VERBS = {
 imported: looking at a run takes a tenth of a second, and most of that would be imports of other verbs."""
 _GROUPS = {
     "ckpt": "look into checkpoints: prove them, ask why one is not used, put the directory in order",
-    "runs": "look at the source and the surroundings that runs were started with",
+    "runs": "look through the runs of all experiments, at their source and what they were started with",
     "config": "look at a configuration file: is it right, what does it come to, what may stand in it",
 }
 

@@ -52,6 +52,12 @@ def add_blobs(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_strict(parser: argparse.ArgumentParser) -> None:
+    """`--strict-config`: keys of the configuration that nobody reads are an error."""
+    text = "end with 2, before anything is trained, where a key of the configuration is never read"
+    parser.add_argument("--strict-config", action="store_true", help=text)
+
+
 def whole_number(least: int) -> Callable[[str], int]:
     """A whole number of at most nine digits from `least` on, as the type of an option."""
 

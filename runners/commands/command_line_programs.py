@@ -1,21 +1,20 @@
-"""`torchrelay train|test|eval|status|package|amend PROGRAM`: the verbs of a user's program.
+"""The verbs of a user's program: `torchrelay train|test|eval|status|package|amend PROGRAM`, or `-m FILE`.
 
-Without a program `train` and `test` run the profiles of a configuration that train, or that infer.
+Without a program they are those of a configuration alone.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+import re
 from functools import partial
 
 from torchrelay.errors import UsageError
 from torchrelay.runners.commands.command_line_arguments import Add
 from torchrelay.runners.commands.command_line_output import Output
-from torchrelay.runners.commands.command_line_run import run_profiles
 from torchrelay.runners.experiment.request import VERBS, Request, add_options
 
-_BY_PROFILES = ("train", "test")
+_PROGRAM = re.compile(r".*\.py|[^\W\d][\w.]*:[^\W\d]\w*")
 
 
 def add_train(add: Add) -> None:
@@ -50,19 +49,26 @@ def add_package(add: Add) -> None:
 
 def _add(add: Add, verb: str) -> None:
     parser = add(verb, VERBS[verb], partial(_perform, verb))
-    alone = verb in _BY_PROFILES
-    runs = ", or a run of a script, RUN@best" if verb == "package" else ""
-    text = f"script.py, or package.module:Class{runs}" + ("; without one -m says all" if alone else "")
-    parser.add_argument("program", metavar="PROGRAM", nargs="?" if alone else None, help=text)
+    text = "script.py, or package.module:Class"
+    text += ", or a run of a script, RUN@best" if verb == "package" else "; without one -m says all"
+    nargs = None if verb == "package" else "?"
+    parser.add_argument("program", metavar="PROGRAM", nargs=nargs, help=text)
     add_options(parser, verb)
 
 
 def _perform(verb: str, chosen: argparse.Namespace, output: Output) -> int:
     """Hand over to the program, or to the steps of the configuration, which end the process."""
+    if verb == "eval" and chosen.program is not None and chosen.config is not None:
+        _without_program(chosen)
     request = Request.of(chosen, verb)
+    if chosen.program is None and request.config is None:
+        raise UsageError(f"{verb} what? Give a PROGRAM, or a configuration with -m")
     output.close()
     if chosen.program is None:
-        run_profiles(*_of_configuration(request), infer=verb == "test")
+        from torchrelay.runners.configured.entry import perform
+        from torchrelay.runners.leaving import run_and_leave
+
+        run_and_leave(lambda: perform(request))
     if verb == "package":
         from torchrelay.runners.experiment.packaging_runs import package_run
 
@@ -74,14 +80,8 @@ def _perform(verb: str, chosen: argparse.Namespace, output: Output) -> int:
     raise UsageError(f"{chosen.program} left without an exit code")
 
 
-def _of_configuration(request: Request) -> tuple[str, tuple[str, ...]]:
-    """File and overrides; raises UsageError without one, or for what only programs take."""
-    if request.config is None:
-        raise UsageError(f"{request.verb} what? Give a PROGRAM, or a configuration with -m")
-    plain = Request(request.verb, config=request.config, overrides=request.overrides)
-    if replace(request, json=False) != plain:
-        raise UsageError(
-            "the steps of a configuration take no options but -o, as in -o runner.NAME.epochs=3; "
-            "others are for programs"
-        )
-    return request.config, request.overrides
+def _without_program(chosen: argparse.Namespace) -> None:
+    """`eval -m config.yaml IN OUT`: what is not written like a program is the first file."""
+    if not _PROGRAM.fullmatch(chosen.program):
+        chosen.paths = [chosen.program, *chosen.paths]
+        chosen.program = None

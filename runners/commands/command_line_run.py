@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from typing import NoReturn
 
-from torchrelay.errors import UsageError
 from torchrelay.jobs.config.config import Config
 from torchrelay.jobs.config.reading import load_config
-from torchrelay.runners.commands.command_line_arguments import Add
+from torchrelay.runners.commands.command_line_arguments import Add, add_strict
 from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.lifecycle.packages import config_file
 
@@ -32,6 +30,7 @@ def add_run_config(add: Add) -> None:
     parser.add_argument(
         "--run-dir", metavar="DIR", help="the run directory, in place of what the configuration says"
     )
+    add_strict(parser)
     parser.add_argument("--check", action="store_true", help="only say what is wrong with it, or ok")
 
 
@@ -39,23 +38,13 @@ def run(chosen: argparse.Namespace, output: Output) -> int:
     """Run it and leave with its code; with `--check` no torch is needed."""
     config = load_config(config_file(chosen.path), chosen.overrides)
     if not chosen.check:
-        _run_and_leave(config, chosen.run_dir)
+        _run_and_leave(config, chosen.run_dir, strict=chosen.strict_config)
     output.line(f"ok, id {config.id[:12]}")
     return 0
 
 
-def run_profiles(path: str, overrides: Sequence[str], *, infer: bool) -> NoReturn:
-    """Run those profiles of the mode that infer, or those that train, and leave with their code."""
-    config = load_config(config_file(path), overrides)
-    chosen = [one.name for one in config.settings.runners_of_mode() if one.infers == infer]
-    if not chosen:
-        what = "infers" if infer else "trains"
-        raise UsageError(f"{path}: no runner of its mode {what}; torchrelay run -m {path} runs all of them")
-    _run_and_leave(config, None, chosen)
-
-
-def _run_and_leave(config: Config, run_dir: str | None, mode: Sequence[str] | None = None) -> NoReturn:
+def _run_and_leave(config: Config, run_dir: str | None, *, strict: bool) -> NoReturn:
     from torchrelay.runners.leaving import run_and_leave
     from torchrelay.runners.lifecycle.profiles import run_config
 
-    run_and_leave(lambda: run_config(config, mode, run_dir=run_dir).exit_code)
+    run_and_leave(lambda: run_config(config, run_dir=run_dir, strict=strict).exit_code)

@@ -13,13 +13,14 @@ from torchrelay.metadata.code.extraction import unpack_source
 from torchrelay.metadata.code.manifest import SHORT, Manifest
 from torchrelay.runners.commands.command_line_arguments import Add
 from torchrelay.runners.commands.command_line_output import Output, human_bytes
-from torchrelay.runners.commands.command_line_place import locate_run
+from torchrelay.runners.commands.run_library import add_library, find_run
 
 
 def add_runs_code(add: Add) -> None:
     """Define `runs code`."""
     parser = add("code", "write the archived source of a run to a directory, verified", code)
-    parser.add_argument("path", metavar="RUN", help="a run directory")
+    parser.add_argument("path", metavar="RUN", help="a run directory, or the id of a run")
+    add_library(parser)
     parser.add_argument(
         "-o", "--output", metavar="DIR", help="a new directory; without it the files are listed"
     )
@@ -29,7 +30,7 @@ def add_runs_code(add: Add) -> None:
 
 def code(chosen: argparse.Namespace, output: Output) -> int:
     """Extract, or list, what a start of the run ran."""
-    run = locate_run(chosen.path).path
+    run = find_run(chosen.path, chosen.runs).path
     captured = capture_with_code(run, chosen.attempt)
     with open_archive(run / "code" / f"{captured['code']['id']}.zip") as archive:
         if chosen.output is not None:

@@ -3,135 +3,56 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from torchrelay.errors import UsageError
-from torchrelay.metadata.capture import captures, code_id_of, config_texts
-from torchrelay.metadata.code.archive import Archive, open_archive
-from torchrelay.metadata.code.changes import Changes, FileDiff, changes, file_diffs
+from torchrelay.metadata.capture import code_id_of
+from torchrelay.metadata.code.changes import Changes, FileDiff
 from torchrelay.metadata.code.manifest import SHORT
-from torchrelay.metadata.code.snapshot import of_manifest
 from torchrelay.runners.commands.command_line_arguments import Add
 from torchrelay.runners.commands.command_line_output import Output
-from torchrelay.runners.commands.command_line_place import locate_run
+from torchrelay.runners.commands.run_library import add_library
+from torchrelay.runners.commands.runs_difference import Difference, Start, difference
 
-_COMPARED = ("argv", "python", "torch", "world", "packages", "config_id", "overrides", "platform")
 _STYLES = {"+": "proved", "-": "damaged"}
 
 
 def add_runs_diff(add: Add) -> None:
     """Define `runs diff`."""
     parser = add("diff", "show what differs between two runs: source, configuration, surroundings", diff)
-    parser.add_argument("a", metavar="A", help="a run directory; A#2 is what its start 2 was")
+    parser.add_argument(
+        "a", metavar="A", help="a run directory, or the id of a run; A#2 is what its start 2 was"
+    )
     parser.add_argument("b", metavar="B", help="another one, or another start of the same")
+    add_library(parser)
     parser.add_argument("--stat", action="store_true", help="names and counts of lines only")
-
-
-@dataclass(frozen=True)
-class Start:
-    """One start of a run: what was captured, its archive where there is one, its configuration's texts."""
-
-    text: str
-    captured: Mapping[str, Any]
-    archive: Archive | None
-    config: Mapping[str, bytes]
 
 
 def diff(chosen: argparse.Namespace, output: Output) -> int:
     """Print differences, B's against A's."""
     with ExitStack() as stack:
-        a, b = _start(chosen.a, stack), _start(chosen.b, stack)
-        found = _code_changes(a, b)
-        files = list(_code_diffs(a, b, found)) if found else []
-        configs = list(_config_diffs(a, b))
-    facts = dict(_facts(a.captured, b.captured))
+        found = difference(chosen.a, chosen.b, stack, chosen.runs)
     if output.json:
-        output.value(_json(a, b, found, files, configs, facts, stat=chosen.stat))
-        return 0
-    _say_code(output, a, b, found)
-    for one in (*files, *configs):
-        _say_file(output, one, stat=chosen.stat)
-    for name, (before, after) in facts.items():
-        output.line(f"{name}: {before} -> {after}")
-    if not (found or configs or facts):
-        output.line("nothing else that was recorded differs" if found is None else "nothing recorded differs")
+        output.value(difference_json(found, stat=chosen.stat))
+    else:
+        say_difference(output, found, stat=chosen.stat)
     return 0
 
 
-def _start(text: str, stack: ExitStack) -> Start:
-    path, number = _split(text)
-    run = locate_run(path).path
-    found = captures(run)
-    if not found:
-        raise UsageError(f"{path} has no record of what its starts were: it was made without one")
-    chosen = [one for one in found if number is None or one["number"] == number]
-    if not chosen:
-        raise UsageError(f"{path} has no start {number}; there are {_numbers(found)}")
-    code_id = code_id_of(chosen[-1])
-    archive = None if code_id is None else stack.enter_context(open_archive(run / "code" / f"{code_id}.zip"))
-    return Start(text, chosen[-1], archive, config_texts(run, chosen[-1]))
-
-
-def _split(text: str) -> tuple[str, int | None]:
-    path, mark, number = text.rpartition("#")
-    if mark and number.isdecimal() and number.isascii() and not Path(text).exists():
-        return path, int(number)
-    return text, None
-
-
-def _numbers(found: list[dict[str, Any]]) -> str:
-    return ", ".join(str(one["number"]) for one in found)
-
-
-def _code_changes(a: Start, b: Start) -> Changes | None:
-    """None where one of them has no archive."""
-    if a.archive is None or b.archive is None:
-        return None
-    return changes(of_manifest(a.archive.manifest), of_manifest(b.archive.manifest))
-
-
-def _code_diffs(a: Start, b: Start, found: Changes) -> Iterator[FileDiff]:
-    if a.archive is None or b.archive is None:
-        return iter(())
-    return file_diffs(found, _reader(a.archive), _reader(b.archive))
-
-
-def _reader(archive: Archive) -> Any:
-    links = archive.manifest.links
-    return lambda name: f"link to {links[name]}\n".encode() if name in links else archive.read(name)
-
-
-def _config_diffs(a: Start, b: Start) -> Iterator[FileDiff]:
-    texts = [{f"config/{name}": data for name, data in one.config.items()} for one in (a, b)]
-    found = changes(*({name: data.hex() for name, data in one.items()} for one in texts))
-    return file_diffs(found, texts[0].__getitem__, texts[1].__getitem__)
-
-
-def _facts(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, str]]]:
-    """What was captured otherwise; of dictionaries only the entries that differ."""
-    for name in _COMPARED:
-        before, after = a.get(name), b.get(name)
-        if isinstance(before, dict) and isinstance(after, dict):
-            for key in sorted(before.keys() | after.keys()):
-                if before.get(key) != after.get(key):
-                    yield f"{name} {key}", (_word(before.get(key)), _word(after.get(key)))
-        elif before != after:
-            yield name, (_word(before), _word(after))
-
-
-def _word(value: Any) -> str:
-    if isinstance(value, list):
-        return " ".join(map(str, value)) or "none"
-    if isinstance(value, dict):
-        return f"{len(value)} entries"
-    return "none" if value is None else str(value)
+def say_difference(output: Output, found: Difference, *, stat: bool) -> None:
+    """Source, configuration, surroundings, in this order; `stat` leaves lines of files out."""
+    _say_code(output, found.a, found.b, found.code)
+    for one in (*found.files, *found.configs):
+        _say_file(output, one, stat=stat)
+    for name, (before, after) in found.captured.items():
+        output.line(f"{name}: {before} -> {after}")
+    if not (found.code or found.configs or found.captured):
+        what = "nothing else that was recorded differs" if found.code is None else "nothing recorded differs"
+        output.line(what)
 
 
 def _say_code(output: Output, a: Start, b: Start, found: Changes | None) -> None:
+    """A line on the two codes as a whole."""
     if found is None:
         for one in (a, b):
             if one.archive is None:
@@ -150,6 +71,7 @@ def _short(start: Start) -> str:
 
 
 def _say_file(output: Output, one: FileDiff, *, stat: bool) -> None:
+    """A file: its lines, or with `stat` how many."""
     came, went = one.counts
     if stat or one.lines is None:
         how = "no text" if one.lines is None else f"+{came} -{went}"
@@ -159,28 +81,21 @@ def _say_file(output: Output, one: FileDiff, *, stat: bool) -> None:
         output.line(line, _STYLES.get(line[:1]), tabs=True)
 
 
-def _json(
-    a: Start,
-    b: Start,
-    found: Changes | None,
-    files: list[FileDiff],
-    configs: list[FileDiff],
-    facts: Mapping[str, tuple[str, str]],
-    *,
-    stat: bool,
-) -> dict[str, Any]:
+def difference_json(found: Difference, *, stat: bool) -> dict[str, Any]:
+    """As the object of `runs diff --json`."""
+
     def of(one: FileDiff) -> dict[str, Any]:
         came, went = one.counts
         text = None if stat or one.lines is None else "\n".join(one.lines)
         return {"name": one.name, "added_lines": came, "removed_lines": went, "diff": text}
 
+    a, b, code = found.a, found.b, found.code
+    told = None if code is None else {"added": code.added, "changed": code.changed, "removed": code.removed}
     return {
         "a": {"run": a.text, "attempt": a.captured["number"], "code_id": code_id_of(a.captured)},
         "b": {"run": b.text, "attempt": b.captured["number"], "code_id": code_id_of(b.captured)},
-        "code": None
-        if found is None
-        else {"added": found.added, "changed": found.changed, "removed": found.removed},
-        "files": [of(one) for one in files],
-        "config": [of(one) for one in configs],
-        "captured": {name: {"a": before, "b": after} for name, (before, after) in facts.items()},
+        "code": told,
+        "files": [of(one) for one in found.files],
+        "config": [of(one) for one in found.configs],
+        "captured": {name: {"a": before, "b": after} for name, (before, after) in found.captured.items()},
     }

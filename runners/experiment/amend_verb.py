@@ -16,12 +16,12 @@ from torchrelay.metadata.experiment.run_store import ProgramRun, update_note
 from torchrelay.metadata.experiment.standing import standing
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.capturing import Capturing
-from torchrelay.runners.experiment.scene import Scene, say
+from torchrelay.runners.experiment.scene import BaseScene, say
 
 _OF_THE_CONFIGURATION = ("config", "config_files", "config_id", "overrides")
 
 
-def amend(scene: Scene) -> int:
+def amend(scene: BaseScene) -> int:
     """Record it, and say both ids. Raises UsageError, DirectoryInUseError, StorageError."""
     runs = scene.runs()
     if not runs:
@@ -33,7 +33,7 @@ def amend(scene: Scene) -> int:
     old, new = run.note.code_id, scene.identity.code_id
     snapshot = scene.snapshot
     if snapshot is None or new is None:
-        raise UsageError(f"{scene.program.__name__} says code = False: there is no code to record")
+        raise UsageError(f"{scene.title} has no source to look at (code = False): there is no code to record")
     if scene.identity.config_id != run.note.config_id:
         raise UsageError(
             f"the configuration is not that of {run.id}, and only code can be amended: train makes a new run"
@@ -50,7 +50,7 @@ def amend(scene: Scene) -> int:
     return 0
 
 
-def _record(run: ProgramRun, scene: Scene, snapshot: Snapshot) -> int:
+def _record(run: ProgramRun, scene: BaseScene, snapshot: Snapshot) -> int:
     """Archive the source and note it as one more start's, that trained nothing; returns its number."""
     before = captures(run.path)
     code = Capturing(RunDirectory(run.path), scene.origin.code_option, None).record_code(snapshot, say)

@@ -20,7 +20,7 @@ from torchrelay.runners.experiment.scene import Scene
 
 MARK = "TORCHRELAY_ARCHIVED"
 """Tells the process on the archive whose run it works for; taken out of its environment at once."""
-_RESOLVED = "resolved.yaml"
+RESOLVED = "resolved.yaml"
 
 
 def run_archived(scene: Scene) -> int | None:
@@ -31,7 +31,7 @@ def run_archived(scene: Scene) -> int | None:
     run = scene.store.find(scene.request.run_id or "")
     if scene.request.config is not None:
         raise UsageError("--run has the configuration of its run: leave -m out")
-    captured = _captured(run)
+    captured = captured_of(run)
     if run.note.identity.same(scene.identity):
         return None
     target = f"{scene.program.__module__}:{scene.program.__qualname__}"
@@ -40,7 +40,7 @@ def run_archived(scene: Scene) -> int | None:
 
 def perform_archived(run: ProgramRun, request: Request, epoch: str | None) -> int:
     """The same for a run by its directory alone; raises UsageError where its program was no script."""
-    captured = _captured(run)
+    captured = captured_of(run)
     if not isinstance(captured["code"].get("script"), str):
         raise UsageError(
             f"the program of {run.id} was no script: name it, torchrelay {request.verb} module:Class "
@@ -62,11 +62,11 @@ def _perform(
             *_options(request, epoch, run, captured),
         ]
         return subprocess.run(  # noqa: S603 - the user's own program, as it was
-            command, env=_environment(run, captured["code"], source), check=False
+            command, env=environment_of(run, captured["code"], source), check=False
         ).returncode
 
 
-def _captured(run: ProgramRun) -> dict[str, Any]:
+def captured_of(run: ProgramRun) -> dict[str, Any]:
     """The record of the code that the run is of now."""
     found = [one for one in captures(run.path) if code_id_of(one) == run.note.code_id]
     if run.note.code_id is None or not found:
@@ -90,11 +90,11 @@ def _options(request: Request, epoch: str | None, run: ProgramRun, captured: Map
     words += [option for option, on in (("--retest", request.retest), ("--json", request.json)) if on]
     folder = captured.get("config")
     if isinstance(folder, str) and run.note.config_id is not None:
-        words += ["-m", str(run.path / folder / _RESOLVED)]
+        words += ["-m", str(run.path / folder / RESOLVED)]
     return words
 
 
-def _environment(run: ProgramRun, code: Mapping[str, Any], source: Path) -> dict[str, str]:
+def environment_of(run: ProgramRun, code: Mapping[str, Any], source: Path) -> dict[str, str]:
     """With the archive's own folders before all others in which modules are looked for."""
     folders = code.get("import_path")
     first = [str(source / one) for one in (folders if isinstance(folders, list) else [""])]

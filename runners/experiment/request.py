@@ -46,6 +46,7 @@ class Request:
     max_epochs: int | None = None
     time_limit: float | None = None
     json: bool = False
+    strict_config: bool = False
     out: str | None = None
     overwrite: bool = False
 
@@ -57,9 +58,23 @@ class Request:
         found = cls(**{**known, "verb": verb})
         if found.overrides and found.config is None:
             raise UsageError("-o changes a configuration: name its file with -m")
+        if found.strict_config and found.config is None:
+            raise UsageError("--strict-config is for a configuration: name its file with -m")
         if verb == "eval" and len(found.paths) < 2:
             raise UsageError("eval takes files to read and, last, the file or directory to write: IN... OUT")
         return found
+
+
+def rewind_of(request: Request) -> int | None:
+    """The epoch that `train --epoch` goes back to; raises UsageError for what cannot be meant."""
+    text = request.epoch
+    if text is None:
+        return None
+    if request.force or request.retrain:
+        raise UsageError("--epoch goes back in a run that there is: leave --force and --retrain out")
+    if not (text.isascii() and text.isdigit() and len(text) < 9):
+        raise UsageError(f"train --epoch {text:.40}: give the number of an epoch to go back to")
+    return int(text)
 
 
 def read_request(argv: Sequence[str] | None = None) -> Request:
@@ -88,6 +103,9 @@ def _configuration(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", dest="config", metavar="CONFIG", help="a configuration file, YAML")
     parser.add_argument(
         "-o", dest="overrides", metavar="KEY=VALUE", action="append", default=[], help="change a value of it"
+    )
+    parser.add_argument(
+        "--strict-config", action="store_true", help="end with 2 where a key of it is never read"
     )
 
 

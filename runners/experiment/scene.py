@@ -25,18 +25,26 @@ from torchrelay.runners.experiment.program import Program
 from torchrelay.runners.experiment.request import Request
 
 
-@dataclass(frozen=True)
-class Scene:
-    """A program and a request; `archived` is the run whose archived code this process runs."""
+class BaseScene:
+    """A request and the runs it is about; `archived` is the run whose archived code this process runs."""
 
-    program: type[Program]
     request: Request
-    archived: str | None = None
+    archived: str | None
+
+    @property
+    def title(self) -> str:
+        """What is run, as messages call it."""
+        raise NotImplementedError
+
+    @property
+    def rename(self) -> str:
+        """How it gets another name, so that its runs lie elsewhere."""
+        raise NotImplementedError
 
     @cached_property
     def origin(self) -> Origin:
-        """Where the program comes from."""
-        return origin_of(self.program)
+        """Where its source and its runs lie."""
+        raise NotImplementedError
 
     @cached_property
     def store(self) -> RunStore:
@@ -44,47 +52,30 @@ class Scene:
         return self.origin.store(self.request.runs)
 
     @cached_property
-    def config(self) -> Config | None:
-        """The configuration of `-m`; raises ConfigError with all that is wrong."""
-        if self.request.config is None:
-            return None
-        return load_config(self.request.config, self.request.overrides)
-
-    @cached_property
     def snapshot(self) -> Snapshot | None:
         """The source as it was when this was first asked."""
         return self.origin.snapshot()
 
     @cached_property
+    def config_id(self) -> str | None:
+        """The id of what is configured; None without a configuration."""
+        raise NotImplementedError
+
+    @cached_property
     def identity(self) -> Identity:
         """Of the code and the configuration as they are now."""
         code = self.snapshot.manifest.code_id if self.snapshot is not None else None
-        return Identity(code, self.config.id if self.config is not None else None)
-
-    @cached_property
-    def profile(self) -> Runner | None:
-        """The first profile of the configuration that trains."""
-        runners = self.config.settings.runners_of_mode() if self.config is not None else ()
-        return next((one for one in runners if not one.infers), None)
-
-    def made(self) -> Program:
-        """A new object of the program; its configuration is there before its `__init__` runs."""
-        program = self.program.__new__(self.program)
-        program.config = self.config
-        if self.config is not None:
-            program.seed = self.config.settings.seed
-        program.__init__()  # type: ignore[misc]
-        return program
+        return Identity(code, self.config_id)
 
     def runs(self) -> list[ProgramRun]:
-        """The runs; raises UsageError where they are those of another program of this name."""
+        """The runs; raises UsageError where they are those of something else of this name."""
         found = self.store.runs()
         for run in found[-1:]:
             other = run.note.origin
             if other != str(self.origin.file) and Path(other).exists():
                 raise UsageError(
                     f"the runs in {self.store.directory} are those of {other}, this is {self.origin.file}: "
-                    "give one of them another name (name = ... in the class), or other --runs"
+                    f"give one of them another name ({self.rename}), or other --runs"
                 )
         return found
 
@@ -101,6 +92,53 @@ class Scene:
                 return changes(of_manifest(archive.manifest), of_manifest(self.snapshot.manifest))
         except (DamagedError, StorageError):
             return None
+
+
+@dataclass(frozen=True)
+class Scene(BaseScene):
+    """A program and a request."""
+
+    program: type[Program]
+    request: Request
+    archived: str | None = None
+    rename = "name = ... in the class"
+
+    @property
+    def title(self) -> str:
+        """The name of the class."""
+        return self.program.__name__
+
+    @cached_property
+    def origin(self) -> Origin:
+        """Where the program comes from."""
+        return origin_of(self.program)
+
+    @cached_property
+    def config(self) -> Config | None:
+        """The configuration of `-m`; raises ConfigError with all that is wrong."""
+        if self.request.config is None:
+            return None
+        return load_config(self.request.config, self.request.overrides)
+
+    @cached_property
+    def config_id(self) -> str | None:
+        """The id of the whole configuration."""
+        return self.config.id if self.config is not None else None
+
+    @cached_property
+    def profile(self) -> Runner | None:
+        """The first profile of the configuration that trains."""
+        runners = self.config.settings.runners_of_mode() if self.config is not None else ()
+        return next((one for one in runners if not one.infers), None)
+
+    def made(self) -> Program:
+        """A new object of the program; its configuration is there before its `__init__` runs."""
+        program = self.program.__new__(self.program)
+        program.config = self.config
+        if self.config is not None:
+            program.seed = self.config.settings.seed
+        program.__init__()  # type: ignore[misc]
+        return program
 
 
 def known(run: ProgramRun) -> Known:

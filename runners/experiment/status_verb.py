@@ -13,10 +13,10 @@ from torchrelay.metadata.experiment.results import newest_result
 from torchrelay.metadata.experiment.run_store import ProgramRun
 from torchrelay.metadata.experiment.standing import standing
 from torchrelay.runners.experiment.choosing_runs import Start, choose_to_train
-from torchrelay.runners.experiment.scene import Scene, say
+from torchrelay.runners.experiment.scene import BaseScene, say
 
 
-def status(scene: Scene) -> int:
+def status(scene: BaseScene) -> int:
     """Print it; with `--check` the exit code is 1 where `train` would train, else 0."""
     runs = scene.runs()
     run = scene.store.find(scene.request.run_id) if scene.request.run_id else runs[-1] if runs else None
@@ -52,7 +52,7 @@ def _run(run: ProgramRun) -> dict[str, Any]:
     }
 
 
-def _changed(scene: Scene, run: ProgramRun | None) -> dict[str, Any] | None:
+def _changed(scene: BaseScene, run: ProgramRun | None) -> dict[str, Any] | None:
     """None without a run; `files` is None where the archived source cannot be looked at."""
     if run is None:
         return None
@@ -67,7 +67,7 @@ def _changed(scene: Scene, run: ProgramRun | None) -> dict[str, Any] | None:
     }
 
 
-def _would(scene: Scene) -> dict[str, Any]:
+def _would(scene: BaseScene) -> dict[str, Any]:
     """What `train` would do now, with the limits that the run had."""
     known = scene.known()
     same = [one for one in known if one.identity.same(scene.identity)]
@@ -78,7 +78,7 @@ def _would(scene: Scene) -> dict[str, Any]:
     return {"trains": False, "what": "refused", "run": same[-1].id, "why": "trained already"}
 
 
-def _lines(scene: Scene, found: dict[str, Any]) -> list[str]:
+def _lines(scene: BaseScene, found: dict[str, Any]) -> list[str]:
     run, changed, would = found["run"], found["changed"], found["train"]
     lines = [f"experiment {found['experiment']}: {found['runs']} runs in {scene.store.directory}"]
     if run is not None:

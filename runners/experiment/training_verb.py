@@ -10,13 +10,15 @@ from torchrelay.errors import UsageError
 from torchrelay.jobs.peers import Peers, decide
 from torchrelay.jobs.seeding import seed as set_seed
 from torchrelay.metadata.experiment.note import Identity, Note
-from torchrelay.metadata.experiment.run_store import update_note
 from torchrelay.runners.experiment.choosing_runs import Chosen, Start, choose_to_train
 from torchrelay.runners.experiment.launched import is_restart, launch_of
+from torchrelay.runners.experiment.making_runs import made_run
 from torchrelay.runners.experiment.program import Program
+from torchrelay.runners.experiment.request import rewind_of
 from torchrelay.runners.experiment.scene import Scene, say
 from torchrelay.runners.leaving import code_of_result
 from torchrelay.runners.lifecycle.recording import recorded
+from torchrelay.runners.lifecycle.unread import Unread
 from torchrelay.runners.session_base import SessionBase
 from torchrelay.runners.start import current_or_new_session
 
@@ -25,7 +27,7 @@ _NAMED_RANKS = 8
 
 def train(scene: Scene) -> int:
     """Train, and return the exit code. Raises what choosing and training raise."""
-    epoch = _epoch(scene)
+    epoch = rewind_of(scene.request)
     with current_or_new_session() as session:
         program = scene.made()
         check_alike(scene.identity, session.peers)
@@ -37,6 +39,8 @@ def train(scene: Scene) -> int:
         set_seed(program.seed)
         job = program.job(epochs=_max_epochs(scene, program))
         job.name = program.name or scene.origin.name
+        if scene.config is not None:
+            Unread(scene.config, scene.request.strict_config).tell_all(session.peers)
         # Only now, so that a program that cannot be built leaves no run.
         made = decide(session.peers, "make the run", lambda: _made(scene, program, start, chosen, session))
         say(made["said"])
@@ -88,21 +92,7 @@ def _made(
         launch=start.launch,
         limits=start.limits,
     )
-    more, size = "", len(session.nodes)
-    if chosen.run is None:
-        run = scene.store.create(note, program.best, size)
-    elif chosen.action == "again":
-        run, aside = scene.store.begin_again(scene.store.find(chosen.run), note, program.best, size)
-        more = f"; what it had lies in {aside}"
-    else:
-        run = scene.store.find(chosen.run)
-        message = note.message or run.note.message
-        run = update_note(run, launch=start.launch, limits=start.limits, message=message)
-    said = f"run {run.id} in {run.path.parent}: {_WORDS[chosen.action]} ({chosen.reason}){more}"
-    return {"path": str(run.path), "said": said}
-
-
-_WORDS = {"new": "new", "again": "from the beginning", "continue": "goes on"}
+    return made_run(scene.store, note, chosen, program.best, len(session.nodes))
 
 
 def _limits(scene: Scene, program: Program) -> dict[str, Any]:
@@ -128,14 +118,3 @@ def _options(scene: Scene) -> dict[str, Any]:
     if scene.config is not None:
         options["configuration"] = recorded(scene.config)
     return options
-
-
-def _epoch(scene: Scene) -> int | None:
-    text = scene.request.epoch
-    if text is None:
-        return None
-    if scene.request.force or scene.request.retrain:
-        raise UsageError("--epoch goes back in a run that there is: leave --force and --retrain out")
-    if not (text.isascii() and text.isdigit() and len(text) < 9):
-        raise UsageError(f"train --epoch {text:.40}: give the number of an epoch to go back to")
-    return int(text)

@@ -11,7 +11,7 @@ from torchrelay.metadata.code.manifest import SHORT
 from torchrelay.metadata.experiment.run_store import ProgramRun
 from torchrelay.metadata.experiment.standing import standing
 from torchrelay.runners.experiment.choosing_runs import choose_to_use
-from torchrelay.runners.experiment.scene import Scene
+from torchrelay.runners.experiment.scene import BaseScene
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Used:
         return f"{self.epoch},branch={self.branch}"
 
 
-def chosen_run(scene: Scene) -> ProgramRun:
+def chosen_run(scene: BaseScene) -> ProgramRun:
     """The run of a request; raises UsageError, NotAllowedNowError."""
     wanted = scene.archived or scene.request.run_id
     if wanted is not None:
@@ -43,7 +43,7 @@ def chosen_run(scene: Scene) -> ProgramRun:
         raise NotAllowedNowError(f"{error}{_what(scene, scene.store.find(runs[-1].id))}") from None
 
 
-def use(scene: Scene) -> dict[str, Any]:
+def use(scene: BaseScene) -> dict[str, Any]:
     """Rank 0: choose run and epoch, as a dict for the others. Raises what choosing and opening raise."""
     run = chosen_run(scene)
     said, code = "", run.note.code_id
@@ -56,7 +56,7 @@ def use(scene: Scene) -> dict[str, Any]:
     return vars(Used(run.id, str(run.path), epoch, branch, code, said))
 
 
-def _what(scene: Scene, run: ProgramRun) -> str:
+def _what(scene: BaseScene, run: ProgramRun) -> str:
     found = scene.changed(run)
     return f" (changed: {found})" if found else ""
 

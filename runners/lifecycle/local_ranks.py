@@ -50,7 +50,8 @@ def run_local_ranks(command: Sequence[str]) -> None:
 @contextmanager
 def _signals_to(process: subprocess.Popen[Any]) -> Iterator[None]:
     def pass_on(number: int, _: Any) -> None:
-        process.send_signal(number)
+        # SIGUSR1 asks us to leave as SIGTERM does; torchrun would die of it and take nobody along.
+        process.send_signal(signal.SIGTERM if number == signal.SIGUSR1 else number)
 
     try:
         before = {one: signal.signal(one, pass_on) for one in _PASSED_ON}

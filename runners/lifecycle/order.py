@@ -39,6 +39,7 @@ STEPS = (
     StepName("loop", "Runner", "run", "train_pass"),
     StepName("finish", "Terminal", "terminal", "terminal_pass"),
 )
+LAST_OF_START_UP = "start"
 LEGAL = (*(one.name for one in STEPS), END)
 _ALSO = {one.state: one.name for one in STEPS} | {"infer_pass": "loop"}
 

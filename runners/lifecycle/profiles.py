@@ -13,6 +13,7 @@ from torchrelay.jobs.config.config import Config
 from torchrelay.jobs.config.nearest import hint
 from torchrelay.jobs.config.runner_keys import LOCAL_TRAIN
 from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
+from torchrelay.jobs.peers import Solo
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.distributed.launch_env import LaunchEnv, read_launch_env
 from torchrelay.runners.distributed.world import current_world
@@ -23,11 +24,12 @@ from torchrelay.runners.lifecycle.loading import Classes, Loader, load_classes
 from torchrelay.runners.lifecycle.local_ranks import LocalRanksError, command_of, run_local_ranks
 from torchrelay.runners.lifecycle.order import step_named
 from torchrelay.runners.lifecycle.processes_of_run import let_go
-from torchrelay.runners.lifecycle.recording import built_on, recorded
-from torchrelay.runners.lifecycle.refused import check_heeded, check_launch
-from torchrelay.runners.lifecycle.selection import epochs_place, run_directory_of
+from torchrelay.runners.lifecycle.recording import built_on, recorded, source_of
+from torchrelay.runners.lifecycle.refused import check_launch
+from torchrelay.runners.lifecycle.selection import epochs_place, is_of_training, run_directory_of
 from torchrelay.runners.lifecycle.stepping import StepFailedError, run_steps
 from torchrelay.runners.lifecycle.training import runner_options
+from torchrelay.runners.lifecycle.unread import Unread
 from torchrelay.runners.result import RunResult
 
 JobOptions = Mapping[str, Any]
@@ -61,14 +63,17 @@ def run_config(
     config: Config,
     mode: Sequence[str] | None = None,
     *,
-    run_dir: str | None = None,
+    run_dir: str | Callable[[], str] | None = None,
     job_options: JobOptions | None = None,
+    strict: bool = False,
 ) -> ConfigResult:
     """Run the profiles of `mode` (those of the configuration if it is None), one after another.
 
     `run_dir` takes the place of the run directory of the profiles that train, and of what `infer` profiles
-    without `init_model_path` look at; `job_options` are added to what JobRunner is told (`resume`,
-    `resume_from_epoch`, ...). Everything of the user's is imported before anything is made.
+    look at whose `init_model_path` is missing or names that directory; a function is asked for it when all
+    classes are loaded. `job_options` are added to what JobRunner is told (`resume`,
+    `resume_from_epoch`, ...). Everything of the user's is imported before anything is made. The user's keys
+    that no profile has read when it has started up are told; `strict` makes them an error.
 
     Raises UsageError and ClassLoadError before anything began, StepFailedError for the first profile that
     fails; those behind it do not run. One that was preempted ends the list, too: the same call goes on.
@@ -77,15 +82,14 @@ def run_config(
     chosen = _chosen(config, mode)
     env = read_launch_env()
     for runner in chosen:
-        check_heeded(config.settings, runner)
         check_launch(runner, launched=env.launched, world_size=env.world_size)
     with ExitStack() as stack:
         loaded = [_loaded(config, runner, stack) for runner in chosen]
-        done: list[ProfileResult] = []
+        where = run_dir() if callable(run_dir) else run_dir
+        done, unread = list[ProfileResult](), Unread(config, strict)
         for at, (runner, classes) in enumerate(zip(chosen, loaded, strict=True)):
-            profile = _Profile(config, runner, classes, run_dir, job_options or {})
-            later = [one.name for one in chosen[at + 1 :]]
-            done.append(profile.run(env, later))
+            profile = _Profile(config, runner, classes, where, job_options or {}, unread)
+            done.append(profile.run(env, [one.name for one in chosen[at + 1 :]]))
             if code := _code(done[-1].result):
                 return ConfigResult(tuple(done), code)
     return ConfigResult(tuple(done))
@@ -120,6 +124,7 @@ class _Profile:
     classes: Classes
     run_dir: str | None
     job_options: JobOptions
+    unread: Unread
 
     def run(self, env: LaunchEnv, later: Sequence[str]) -> ProfileResult:
         """Run it here, or on processes of its own."""
@@ -129,13 +134,17 @@ class _Profile:
         with apart(), ExitStack() as stack:
             world_stays = env.launched or current_world() is not None
             stack.callback(_close(context, world_stays=world_stays))
-            ran = run_steps(context, later)
+            ran = run_steps(context, later, self._tell_unread)
             return ProfileResult(self.runner.name, context.get("result"), ran.steps)
+
+    def _tell_unread(self, context: StepContext) -> None:
+        session = context.get("session")
+        self.unread.tell(self.runner, Solo() if session is None else session.peers)
 
     def _context(self) -> StepContext:
         settings, runner = self.config.settings, self.runner
         place = epochs_place if runner.infers else run_directory_of
-        own = self.run_dir if not runner.infers or runner.init_model_path is None else None
+        own = self.run_dir if not runner.infers or is_of_training(settings, runner) else None
         return StepContext(
             config=self.config,
             settings=settings,
@@ -152,7 +161,7 @@ class _Profile:
 
     def _job_options(self) -> dict[str, Any]:
         config = self.config
-        known = {"configuration": recorded(config), "code": [config.workspace], **built_on(config)}
+        known = {"configuration": recorded(config), "code": source_of(config), **built_on(config)}
         return {**known, **runner_options(self.runner), **self.job_options}
 
     def _on_local_ranks(self, later: Sequence[str]) -> ProfileResult:
@@ -160,6 +169,7 @@ class _Profile:
         command = command_of(
             self.config.name, overrides, self.runner.name, self.runner.worker_num, self.run_dir
         )
+        command += ["--strict-config"] if self.unread.strict else []
         try:
             run_local_ranks(command)
         except Exception as error:

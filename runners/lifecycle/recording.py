@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,25 @@ from torchrelay.checkpoint.remote.urls import is_url
 from torchrelay.jobs.config.config import Config
 from torchrelay.jobs.config.schema import Upstream as UpstreamKeys
 from torchrelay.metadata.capture import Given
+from torchrelay.metadata.code.sources import Sources
 from torchrelay.runners.stages.given import InitFrom, Upstream
+
+_WRITTEN = (
+    "save_checkpoint_path", "save_step_path", "save_inference_path", "runner_result_dump_path",
+    "predictions_path", "metrics_path", "init_model_path",
+)  # fmt: skip
+"""Keys of runners that name what is written, or read of what was."""
+
+
+def source_of(config: Config) -> Sources:
+    """What lies in the workspace, without the file of the configuration, data, and what runners write."""
+    settings, workspace = config.settings, config.workspace
+    paths = [config.name, settings.run_dir]
+    paths += [path for one in settings.dataset for path in one.data_path]
+    paths += [path for one in settings.runner for key in _WRITTEN if (path := getattr(one, key))]
+    inside = [Path(os.path.abspath(path)) for path in paths if not is_url(path)]  # noqa: PTH100
+    left_out = [f"/{_literally(one.relative_to(workspace))}" for one in inside if workspace in one.parents]
+    return Sources([workspace], exclude=left_out)
 
 
 def recorded(config: Config) -> Given:
@@ -40,6 +59,11 @@ def _start(alias: str, keys: UpstreamKeys) -> InitFrom:
 def _run(config: Config, text: str) -> str:
     """Relative runs begin at the workspace, as all paths of a configuration do."""
     return text if is_url(text) or Path(text).is_absolute() else str(config.workspace / text)
+
+
+def _literally(path: Path) -> str:
+    """As .gitignore takes a name."""
+    return "".join(f"\\{one}" if one in "*?[]!# \\" else one for one in path.as_posix())
 
 
 def _quoted(text: str) -> str:

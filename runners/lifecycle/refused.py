@@ -1,22 +1,10 @@
-"""Keys that the schema knows and that no step heeds yet: refused with the way out, never ignored. Pure."""
+"""Ways of starting a profile that contradict what it says: refused with the way out. Pure."""
 
 from __future__ import annotations
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.runner_keys import CLUSTER_TRAIN, LOCAL_TRAIN
 from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
-from torchrelay.jobs.config.schema import Settings
-
-_EXPORT = "weights of an epoch go out by `torchrelay export RUN@7`"
-
-
-def check_heeded(settings: Settings, runner: RunnerKeys) -> None:
-    """Raise UsageError for a key whose meaning would get lost."""
-    for name in ("interval", "path", "feed_varnames", "fetch_varnames"):
-        if getattr(runner, f"save_inference_{name}") is not None:
-            raise _refusal(runner, f"save_inference_{name}", _EXPORT)
-    if runner.on_crash != "none":
-        raise _refusal(runner, "on_crash", "the newest epoch, or preempted step, is where the run goes on")
 
 
 def check_launch(runner: RunnerKeys, *, launched: bool, world_size: int) -> None:
@@ -34,7 +22,3 @@ def check_launch(runner: RunnerKeys, *, launched: bool, world_size: int) -> None
         )
     if runner.device == "cpu" and runner.selected_gpus is not None:
         raise UsageError(f"{own}: `selected_gpus` and `device: cpu` contradict each other: keep one of them")
-
-
-def _refusal(runner: RunnerKeys, key: str, remedy: str) -> UsageError:
-    return UsageError(f"runner.{runner.name}.{key} is not heeded by the default steps: {remedy}")

@@ -59,6 +59,14 @@ def epochs_place(settings: Settings, runner: RunnerKeys) -> str:
     )
 
 
+def is_of_training(settings: Settings, runner: RunnerKeys) -> bool:
+    """Whether `infer` looks at what a profile of this configuration trains, by name or for want of one."""
+    where = runner.init_model_path
+    return where is None or where in [
+        run_directory_of(settings, one) for one in settings.runner if not one.infers
+    ]
+
+
 def stored_phase(settings: Settings, phase: Phase, stored: Collection[str]) -> str | None:
     """The phase whose stored model a phase takes; `stored` are the names of blobs that are there.
 

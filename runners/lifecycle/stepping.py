@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torchrelay.errors import RelayError, TaskFailedError, exit_code_of
 from torchrelay.runners.lifecycle import steps
 from torchrelay.runners.lifecycle.context import StepContext
-from torchrelay.runners.lifecycle.order import END, STEPS, StepName, after, step_named
+from torchrelay.runners.lifecycle.order import END, LAST_OF_START_UP, STEPS, StepName, after, step_named
 from torchrelay.runners.lifecycle.user_objects import made
 
 
@@ -33,14 +33,23 @@ class Ran:
     steps: tuple[str, ...]
 
 
-def run_steps(context: StepContext, not_run: Sequence[str] = ()) -> Ran:
-    """Run the steps from `setup` on. Raises StepFailedError, naming `not_run`, for what a step raises."""
+def run_steps(
+    context: StepContext,
+    not_run: Sequence[str] = (),
+    started: Callable[[StepContext], None] = lambda _: None,
+) -> Ran:
+    """Run the steps from `setup` on; `started` is called when start-up is over, behind the step `start`.
+
+    Raises StepFailedError, naming `not_run`, for what a step, or `started`, raises.
+    """
     status, ran = STEPS[0].name, list[str]()
     while status != END:
         step = step_named(status)
         context.pop("status", None)
         try:
-            _call(step, context)
+            call_step(step, context)
+            if step.name == LAST_OF_START_UP:
+                started(context)
         except Exception as error:
             raise StepFailedError(context.runner_name, step, error, not_run) from error
         ran.append(step.name)
@@ -48,7 +57,8 @@ def run_steps(context: StepContext, not_run: Sequence[str] = ()) -> Ran:
     return Ran(tuple(ran))
 
 
-def _call(step: StepName, context: StepContext) -> None:
+def call_step(step: StepName, context: StepContext) -> None:
+    """Make the class of a step, the user's or ours, and call its method. Raises what that raises."""
     kind = context.classes.steps.get(step.name) or getattr(steps, step.class_name)
     one = made(kind, context)
     own = getattr(one, step.older, None)

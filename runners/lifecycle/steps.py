@@ -17,11 +17,14 @@ from torchrelay.errors import UsageError
 from torchrelay.jobs.config.data_keys import Dataset, Phase
 from torchrelay.jobs.data_parallel import data_parallel
 from torchrelay.jobs.epoch_loader import EpochLoader
+from torchrelay.jobs.peers import decide
 from torchrelay.jobs.seeding import seed
 from torchrelay.runners.distributed.launch_env import read_launch_env
 from torchrelay.runners.job_runner import JobRunner
 from torchrelay.runners.lifecycle.context import StepContext
 from torchrelay.runners.lifecycle.devices import device_of
+from torchrelay.runners.lifecycle.growing_data import growing_loader, grows
+from torchrelay.runners.lifecycle.inference_export import inference_export, with_export
 from torchrelay.runners.lifecycle.inferring import agreed_epochs, infer_epochs
 from torchrelay.runners.lifecycle.phase_state import PhaseState
 from torchrelay.runners.lifecycle.processes_of_run import session_on
@@ -92,15 +95,17 @@ class Network(Step):
         if dataset is None or path is None:
             key = "dataset_name" if dataset is None else f"data_converter` of dataset `{dataset.name}"
             raise UsageError(f"phase.{phase.name}: `{key}` missing, so nobody reads its data")
-        reader = made(context.classes.of(path), dataset)
-        return EpochLoader(
-            made_dataset(reader, dataset),
-            dataset.batch_size,
-            seed=context.settings.seed,
-            shuffle=phase.shuffle_filelist and not context.is_infer,
-            collate=getattr(reader, "collate", None),
-            num_workers=phase.thread_num if phase.thread_num > 1 else 0,
-        )
+        kind = context.classes.of(path)
+        reader = made(kind, dataset)
+        options: dict[str, Any] = {
+            "seed": context.settings.seed,
+            "shuffle": phase.shuffle_filelist and not context.is_infer,
+            "collate": getattr(reader, "collate", None),
+            "num_workers": phase.thread_num if phase.thread_num > 1 else 0,
+        }
+        if grows(context.runner, dataset) and not context.is_infer:
+            return growing_loader(kind, dataset, context.workspace, context.runner, options)
+        return EpochLoader(made_dataset(reader, dataset), dataset.batch_size, **options)
 
     def build_optimizer(self, context: StepContext, model: Any) -> Any:
         """The optimizer of the configuration over all of the model's parameters."""
@@ -136,8 +141,11 @@ class Runner(Step):
         if context.is_infer:
             context.result = infer_epochs(context)
             return
-        runner = JobRunner(context.job, context.run_dir, **context.job_options)
-        context.result = runner.train(context.session)
+        export = inference_export(context.runner, context.run_dir, list(context.phases))
+        runner = JobRunner(context.job, context.run_dir, **with_export(context.job_options, export))
+        context.result = result = runner.train(context.session)
+        if export is not None and result.status == "FINISHED":
+            decide(context.session.peers, "inference export", lambda: export.finish(int(result)))
 
 
 class Terminal(Step):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from torchrelay.jobs.task import Task
 from torchrelay.metadata.files import append_line
 from torchrelay.runners.context import Context
 from torchrelay.runners.lifecycle.context import StepContext
+from torchrelay.runners.lifecycle.growing_data import ends_of_data, look
 from torchrelay.runners.lifecycle.meter import Meter
+from torchrelay.runners.lifecycle.operator_times import watched
 from torchrelay.runners.lifecycle.phase_state import PhaseState
 from torchrelay.runners.lifecycle.selection import keeping
 from torchrelay.runners.lifecycle.tally import Tally
@@ -30,7 +32,7 @@ def train_job(context: StepContext) -> Job:
     for phase in context.phases.values():
         job.blobs.add(phase.blobs())
         Task(phase_task(context, phase), group=job.epoch_group, name=phase.name)
-    job.stop_when(*_ends(context.runner))
+    job.stop_when(*_ends(context.runner), *ends_of_data(context))
     return job
 
 
@@ -64,11 +66,23 @@ def runner_options(runner: RunnerKeys) -> dict[str, Any]:
 
 def phase_task(context: StepContext, phase: PhaseState) -> Callable[[Context], None]:
     """What a phase does in an epoch: a step for each batch."""
+    unwatched = context.settings.debug
+
+    def watch(ctx: Context) -> Iterable[Any]:
+        """With `debug` the first steps of this start are looked at."""
+        nonlocal unwatched
+        steps = ctx.steps(phase.loader)
+        if not unwatched or ctx.rank != 0:
+            return steps
+        unwatched = False
+        of_what = f"{context.runner_name} epoch {ctx.epoch} {phase.name} debug"
+        return watched(steps, context.runner.print_interval, lambda line: print(of_what, line, flush=True))
 
     def train(ctx: Context) -> None:
         phase.trained.train()
         meter, tally = Meter(context.runner.print_interval, ctx.world_size), Tally(phase.model)
-        for batch in meter.over(ctx.steps(phase.loader)):
+        look(phase, ctx.session.peers)
+        for batch in meter.over(watch(ctx)):
             values = train_step(phase, ctx, batch, tally)
             _tell(context, phase, ctx, meter.step(batch.count, values))
             _keep(context, phase, ctx, values)

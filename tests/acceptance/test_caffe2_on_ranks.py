@@ -19,7 +19,9 @@ def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """The world size and what a launch of all cases printed."""
     cwd = tmp_path_factory.mktemp(f"ranks{request.param}")
     env = {"PYTHONPATH": f"{HELPERS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    return request.param, torchrun(PROGRAM, str(cwd), ranks=request.param, cwd=cwd, timeout_secs=110, env=env)
+    return request.param, torchrun(
+        PROGRAM, str(cwd), warm=True, ranks=request.param, cwd=cwd, timeout_secs=110, env=env
+    )
 
 
 @pytest.mark.parametrize("case", ON_RANKS, ids=lambda case: case.__name__)

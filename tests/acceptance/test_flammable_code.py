@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ import torchrelay
 from torchrelay.errors import UsageError
 from torchrelay.metadata.capture import captures
 from torchrelay.metadata.code.archive import open_archive
+from torchrelay.metadata.experiment.note import Note, write_note
+from torchrelay.metadata.experiment.results import write_result
 from torchrelay.runners.commands.command_line import main
 
 MODEL = """
@@ -206,6 +209,43 @@ def test_flm_16_code_of_a_run_is_extracted_and_two_runs_are_compared(
     assert found["code"] == {"added": ["added.py"], "changed": ["helper.py", "run.sh"], "removed": []}
     assert main(["runs", "diff", "a", "b", "--stat"]) == 0
     assert "added.py  +1 -0" in capsys.readouterr().out
+
+
+def test_flm_16_runs_of_all_experiments_are_listed_and_one_is_shown_beside_the_one_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`runs ls` has id, state, comment and key metric of every run; `runs show ID` the differences, too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TORCHRELAY_RUNS", raising=False)
+    source = project(tmp_path / "source", 1)
+    for at, name in enumerate(("a/20250101-000000-aaaaa", "a/20250102-000000-bbbbb", "b/c/d")):
+        run = tmp_path / "runs" / name
+        fill(source, {"helper.py": f"NAME = {at}\n"})
+        train(run, [source])
+        code_id = captures(run)[0]["code"]["id"]
+        write_note(run, Note("small", "nowhere", code_id, f"c{at}", float(at), f"no. {at}"))
+    write_result(tmp_path / "runs/b/c/d", 1, None, {"epoch": 1, "metrics": {"acc": 0.5}})
+    fill(tmp_path / "runs", {".retrained/x/run.json": "{}", "a/broken/run.json": "{"})
+    assert main(["runs", "ls", "--json"]) == 0
+    rows = {one["id"]: one for one in json.loads(capsys.readouterr().out)["runs"]}
+    assert list(rows) == ["broken", "20250101-000000-aaaaa", "20250102-000000-bbbbb", "d"]
+    assert [one["experiment"] for one in rows.values()] == ["a", "a", "a", "b/c"]
+    assert rows["d"]["message"] == "no. 2" and rows["d"]["test"] == {"epoch": 1, "acc": 0.5}
+    assert rows["broken"]["problem"] and rows["d"]["state"] == "tested"
+    assert main(["runs", "ls", "runs", "--state", "finished"]) == 0
+    table = capsys.readouterr().out
+    assert "20250101-000000-aaaaa" in table and "no. 0" in table and "b/c" not in table
+    assert main(["runs", "show", "bbbbb"]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"against +\S+/runs/a/20250101-000000-aaaaa", told)
+    assert "+NAME = 1" in told and "no. 1" in told
+    assert main(["runs", "show", "bbbbb", "--against", "runs/b/c/d", "--stat", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["difference"]["code"]["changed"] == ["helper.py"] and found["run"]["config_id"] == "c1"
+    assert main(["runs", "diff", "aaaaa", "bbbbb#0", "--stat"]) == 0
+    assert "helper.py  +1 -1" in capsys.readouterr().out
+    assert main(["runs", "show", "2025"]) == 2
+    assert "2 runs in runs have '2025' in their ids" in capsys.readouterr().err
 
 
 def test_flm_18_the_same_directory_name_in_two_places_is_two_experiments(tmp_path: Path) -> None:

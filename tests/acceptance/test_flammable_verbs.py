@@ -53,7 +53,10 @@ def test_flm_1_unchanged_code_is_refused_and_every_change_is_allowed(script: Scr
 def test_flm_1_the_configuration_makes_another_run_and_limits_do_not(script: Script, tmp_path: Path) -> None:
     """FLM-1: another value in the configuration is another run; a raised limit goes on with the same one."""
     (tmp_path / "c.yaml").write_text("hyper_parameters: {hidden: 3}\nrunner:\n- {name: t, epochs: 1}\n")
-    assert script("train", "-m", "c.yaml").rc == 0
+    strict = script("train", "-m", "c.yaml", "--strict-config")
+    assert strict.rc == 2 and "hyper_parameters.hidden: was never read" in strict.err and not script.runs
+    first = script("train", "-m", "c.yaml")
+    assert first.rc == 0 and "c.yaml: never read: hyper_parameters.hidden (line 1)" in first.err
     assert script("train", "-m", "c.yaml").rc == 2
     assert script("train", "-m", "c.yaml", "-o", "hyper_parameters.hidden=4").rc == 0
     assert len(script.runs) == 2

@@ -99,8 +99,6 @@ runner:
   save_checkpoint_interval: -1
   save_inference_interval: -1
   save_inference_path: inference
-  save_inference_feed_varnames: [C1, C2]
-  save_inference_fetch_varnames: sigmoid_0.tmp_0
   save_step_interval: 100
   save_step_path: step
   print_interval: 1
@@ -127,7 +125,7 @@ def test_pdr_1_each_key_of_the_ancestor_is_known(tmp_path):
     assert runner.selected_gpus == (0, 1)
     assert runner.save_checkpoint_interval == 1 and runner.save_inference_interval is None  # -1: not set
     assert runner.terminal_class_path == ClassPath("my.steps:Terminal", "Terminal", module="my.steps")
-    assert runner.save_inference_fetch_varnames == ("sigmoid_0.tmp_0",)
+    assert runner.save_inference_path.endswith("/inference")
     assert problems(tmp_path, ANCESTOR) == [
         "13:20: runner.runner1.init_model_path: expected a path or URL, not an empty text"
     ]
@@ -139,6 +137,9 @@ def test_pdr_1_each_key_of_the_ancestor_is_known(tmp_path):
         ("class: online_learning", "write `train`"),
         ("class: cluster", "write `cluster_train`"),
         ("trainer_class: a.py", "not supported: replace the steps"),
+        ("save_inference_feed_varnames: [C1]", "not supported: a module has no named variables"),
+        ("save_inference_fetch_varnames: x", "not supported: a module has no named variables"),
+        ("on_crash: save", "`save` is not supported: after an error no state is left that could be proved"),
         ("server_num: 1", "not supported: there are no parameter servers"),
         ("fleet_mode: ps", "`ps` is not supported: there are no parameter servers"),
         ("distribute_strategy: async", "`async` is not supported"),

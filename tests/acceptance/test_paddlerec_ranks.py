@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import subprocess
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,10 @@ from torchrun import clean_environment, torchrun
 
 from torchrelay import open_checkpoint
 from torchrelay.lifecycle import ConfigResult, StepFailedError
+from torchrelay.metadata.experiment.results import results
+from torchrelay.metadata.experiment.run_store import RunStore
+from torchrelay.metadata.experiment.standing import standing
+from torchrelay.metadata.run_directory import RunDirectory
 
 TWO = CONFIG.replace("phases: [a]", "phases: [a, b]").replace("mode: [train1]", "mode: [train1, infer1]")
 TERMINAL = """\
@@ -102,3 +110,110 @@ def test_pdr_14_the_first_rank_that_fails_is_shown_and_ends_the_list(tmp_path, c
     said = capfd.readouterr().err
     assert caught.value.exit_code == 1
     assert "rank 1" in said and "OSError: no uplink" in said and "failed in step finish (Terminal)" in said
+
+
+SIGNALLED = """\
+import time
+from pathlib import Path
+from torchrelay.lifecycle import Network as Base
+
+class Network(Base):
+    def build(self, context):
+        super().build(context)
+        model = context.phases["a"].model
+        plain, limit = model.loss, time.monotonic() + 60
+
+        def loss(outputs, batch):
+            folder = Path(context.workspace)
+            (folder / f"in_step_{context.session.peers.rank}").touch()
+            while not (folder / "asked").exists() and time.monotonic() < limit:
+                time.sleep(0.05)
+            return plain(outputs, batch)
+
+        model.loss = loss
+"""
+
+
+@pytest.mark.ranks
+def test_pdr_14_local_processes_that_are_preempted_end_the_list_to_be_continued(
+    tmp_path, no_launcher, monkeypatch
+):
+    """PDR-14, PDR-2: SIGUSR1 is passed on to local processes; the list ends with 75 and goes on later."""
+    written(tmp_path)
+    (tmp_path / "mine.py").write_text(SIGNALLED)
+    words = ["worker_num=2", "network_class_path=mine.py", "epochs=1", "class=local_cluster_train"]
+    given = [f"runner.train1.{word}" for word in words]
+
+    def ask() -> None:
+        """Signal this process when both ranks are inside of a step."""
+        limit = time.monotonic() + 60
+        while not all((tmp_path / f"in_step_{rank}").exists() for rank in (0, 1)):
+            if time.monotonic() > limit:
+                break
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    passed = subprocess.Popen.send_signal
+
+    def passing(process: subprocess.Popen[Any], number: int) -> None:
+        passed(process, number)
+        (tmp_path / "asked").touch()
+
+    monkeypatch.setattr(subprocess.Popen, "send_signal", passing)
+    asking = threading.Thread(target=ask)
+    asking.start()
+    with pytest.raises(StepFailedError, match="not run: infer1") as caught:
+        run(tmp_path, *given, mode=["train1", "infer1"])
+    asking.join()
+    assert caught.value.exit_code == 75 and not (tmp_path / "out").exists()
+    assert RunDirectory(tmp_path / "run").status()["state"] == "PREEMPTED"
+    done = run(tmp_path, *given[1:3], mode=["train1", "infer1"])  # on one process
+    assert done["train1"] == 1 and done["train1"].status == "FINISHED"
+    assert [row["epoch"] for row in done["infer1"]] == [0, 1]
+
+
+VERBS = """\
+import os
+from torchrelay.jobs.config.reading import load_config
+from torchrelay.lifecycle import StepFailedError, run_config
+from torchrelay.runners.configured.entry import perform
+from torchrelay.runners.experiment.request import Request
+from torchrelay.runners.leaving import run_and_leave
+
+unlike = load_config("config.yaml", ["+hyper_parameters.tag=" + os.environ["RANK"]])
+try:
+    run_config(unlike, run_dir="unlike")
+except StepFailedError as error:
+    print(error.exit_code, error, flush=True)
+assert not os.path.exists("unlike")
+overrides = ("mode=[train1,infer1]", "runner.infer1.init_model_path=null", "runner.train1.epochs=null")
+told = dict(config="config.yaml", overrides=(*overrides, "runner.train1.epochs_per_partition=1"))
+for request in (
+    Request("train", **told),
+    Request("test", **told),
+    Request("eval", paths=("data", "out/eval"), **told),
+    Request("status", **told),
+):
+    assert perform(request) == 0
+run_and_leave(lambda: perform(Request("amend", **told)))
+"""
+
+
+@pytest.mark.ranks
+def test_flm_13_ranks_whose_configuration_differs_are_named_and_all_verbs_run_on_ranks(tmp_path):
+    """FLM-13: a rank of another configuration is named before anything is made; the verbs make one run.
+
+    PDR-19: it goes over two partitions of data, one epoch each.
+    """
+    written(tmp_path, CONFIG.replace("  save_checkpoint_path: run\n", "", 1))
+    done = torchrun(VERBS, ranks=2, cwd=tmp_path)
+    assert "nothing to amend" in done.err and "1 evaluated" not in done.out, done
+    for rank in (0, 1):
+        told = done.of_rank(rank)
+        assert re.search(r"^2 runner train1 .*rank 1: the configuration differs", told, re.MULTILINE), done
+    (made,) = RunStore(tmp_path / "runs/train1").runs()
+    assert standing(made.path).word == "tested" and made.note.launch.startswith("torchrun ")
+    assert open_checkpoint(made.path).nodes == ("trainer_0", "trainer_1")
+    assert (done.out + done.err).count(f"run {made.id} in ") == 1
+    rows = [len((tmp_path / f"out/eval/{one}.txt.jsonl").read_text().splitlines()) for one in (1, 2)]
+    assert rows == [7, 4] and sorted(one["epoch"] for one in results(made.path)) == [2]

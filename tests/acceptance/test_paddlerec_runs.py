@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from lifecycle_cases import ROWS, run, written
+from safetensors.torch import load_file
 
 from torchrelay import open_checkpoint, save_blobs
 from torchrelay.errors import UnknownEpochError, UsageError
@@ -17,7 +18,7 @@ from torchrelay.jobs.config.reading import load_config
 from torchrelay.lifecycle import Network, StepContext, StepFailedError, run_config
 from torchrelay.runners.lifecycle.devices import device_of
 from torchrelay.runners.lifecycle.loading import Loader, load_classes
-from torchrelay.runners.lifecycle.refused import check_heeded, check_launch
+from torchrelay.runners.lifecycle.refused import check_launch
 
 BOTH = "runner.train1.phases=[a,b]"
 SCOPES = """\
@@ -208,6 +209,20 @@ def test_pdr_13_init_model_path_is_a_warm_start_once(trained, tmp_path):
     assert all(torch.equal(one, after[name]) for name, one in before.items())  # committed epochs stay
 
 
+def test_pdr_13_the_optimizers_state_comes_along_if_asked_for(tmp_path):
+    """PDR-13: with `init_optimizer` epoch 0 has the momentum of the other run, without it none."""
+    words = ["+hyper_parameters.optimizer.momentum=0.9", "runner.train1.epochs=1"]
+    run(tmp_path, *words)
+    momentum = "a.optimizer.state.a.model.line.weight.momentum_buffer"
+    old = open_checkpoint(tmp_path / "run").load_tensors(momentum)[momentum]
+    words.append(f"runner.train1.init_model_path={tmp_path / 'run'}")
+    for where, more in (("with", ["runner.train1.init_optimizer=true"]), ("without", [])):
+        run(tmp_path, *words, *more, f"runner.train1.save_checkpoint_path={where}")
+    first = open_checkpoint(tmp_path / "with", 0).load_tensors(momentum)
+    assert torch.equal(first[momentum], old)
+    assert not open_checkpoint(tmp_path / "without", 0).load_tensors(momentum, strict=False)
+
+
 def test_pdr_13_weights_by_prefix_rename_and_strictness(tmp_path):
     """PDR-13: init_prefix and init_rename say which weights are meant; a misfit ends the profile."""
     weight, bias = torch.tensor([[5.0, 6.0]]), torch.tensor([7.0])
@@ -263,13 +278,25 @@ def test_pdr_14_and_15_a_way_of_starting_that_contradicts_is_refused(tmp_path, w
         check_launch(keys, launched=launched, world_size=world)
 
 
-@pytest.mark.parametrize("key", ["on_crash=save", "save_inference_path=x", "save_inference_interval=1"])
-def test_keys_that_nobody_heeds_are_refused(tmp_path, key):
-    """A key that the schema knows and the default steps do not heed is refused, never ignored."""
-    written(tmp_path)
-    settings = load_config(tmp_path / "config.yaml", [f"runner.train1.{key}"]).settings
-    with pytest.raises(UsageError, match="is not heeded"):
-        check_heeded(settings, settings.runner_named("train1"))
+def test_pdr_10_models_for_inference_are_written_from_committed_epochs(tmp_path):
+    """PDR-10: every k epochs, and of the last one, the model's own weights lie in a file per phase."""
+    words = ["runner.train1.save_inference_interval=2", "runner.train1.save_inference_path=served"]
+    run(tmp_path, *words, "runner.train1.epochs=3")
+    assert sorted(one.name for one in (tmp_path / "served").iterdir()) == ["2", "3"]
+    for epoch in (2, 3):
+        exported = load_file(tmp_path / f"served/{epoch}/a.safetensors")
+        stored = open_checkpoint(tmp_path / "run", epoch).load_tensors("a.model")
+        assert set(exported) == {"line.weight", "line.bias"}
+        assert all(torch.equal(one, stored[f"a.model.{name}"]) for name, one in exported.items())
+
+
+def test_pdr_17_debug_tells_what_operators_and_data_cost(tmp_path, capfd):
+    """PDR-17: `debug: true` prints once what operators cost in the first steps, and the share of the data."""
+    run(tmp_path, "debug=true", "runner.train1.print_interval=2")
+    lines = [line for line in capfd.readouterr().out.splitlines() if " debug " in line]
+    head = r"train1 epoch 1 a debug 2 steps: operators [\d.]+ ms, data [\d.]+ % of the time"
+    assert re.fullmatch(head, lines[0]) and 2 < len(lines) < 20
+    assert any(re.search(r"aten::addmm: [\d.]+ ms, [\d.]+ %, 2 calls", line) for line in lines)
 
 
 def test_pdr_16_an_early_stop_ends_the_run_and_keeps_the_best(tmp_path):
@@ -304,7 +331,9 @@ def test_pdr_18_samples_of_few_files_are_shared_by_any_number_of_ranks(tmp_path)
     loader = Loader()
     classes = load_classes(config.settings, config.settings.runner[0], loader)
     loader.forget()
-    context = StepContext(settings=config.settings, is_infer=False, classes=classes)
+    context = StepContext(
+        settings=config.settings, is_infer=False, classes=classes, runner=config.settings.runner[0]
+    )
 
     def shares() -> list[list[int]]:
         found = []

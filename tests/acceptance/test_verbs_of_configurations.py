@@ -1,49 +1,193 @@
-"""`torchrelay train` and `test` on a configuration alone: the verbs of programs, without one."""
+"""The five verbs on a configuration alone (FLM-1, 3, 4, 5, 7, 10): the same words as for a program."""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
-import subprocess
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from torchrelay import open_checkpoint
+from torchrelay.errors import RelayError
+from torchrelay.metadata.experiment.results import results
+from torchrelay.metadata.experiment.run_store import RunStore
+from torchrelay.runners.commands.command_line import main
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/paddlerec_style"
+SHORT = ("-o", "runner.train1.epochs=1")
 
 
-def told(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """What `torchrelay` says in a folder."""
-    command = [sys.executable, "-m", "torchrelay", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+@dataclass(frozen=True)
+class Typed:
+    """What became of a command."""
+
+    rc: int
+    out: str
+    err: str
 
 
-def test_train_and_test_run_the_profiles_of_their_kind(tmp_path: Path) -> None:
-    """`train` runs what trains and nothing else, `test` what infers, over what was trained."""
-    folder = tmp_path / "recommending"
-    shutil.copytree(EXAMPLE, folder)
-    trained = told(folder, "train", "-m", "config.yaml", "-o", "runner.train1.epochs=2")
-    assert trained.returncode == 0, trained.stderr
-    assert not (folder / "predictions.jsonl").exists()
-    tested = told(folder, "test", "-m", "config.yaml")
-    assert tested.returncode == 0, tested.stderr
-    assert "infer1 epoch 2" in tested.stdout + tested.stderr
-    assert (folder / "predictions.jsonl").exists()
+class Project:
+    """A copy of the example, and its verbs, typed in this process."""
+
+    def __init__(self, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        self.folder, self._capfd = folder, capfd
+        shutil.copytree(EXAMPLE, folder)
+
+    def __call__(self, verb: str, *words: str) -> Typed:
+        self._capfd.readouterr()
+        try:
+            rc = main([verb, "-m", "config.yaml", *words])
+        except SystemExit as end:
+            rc = int(end.code or 0)
+        told = self._capfd.readouterr()
+        assert not os.environ.get("TORCHRELAY_ARCHIVED_SOURCE")
+        return Typed(rc, told.out, told.err)
+
+    def change(self, name: str, old: str, new: str) -> None:
+        """Replace a text in a file, which must be there."""
+        text = (self.folder / name).read_text()
+        assert old in text
+        (self.folder / name).write_text(text.replace(old, new))
+
+    @property
+    def runs(self) -> list[str]:
+        """The ids of its runs, the oldest first."""
+        return [run.id for run in RunStore(self.folder / "increment").runs()]
+
+
+@pytest.fixture
+def project(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Project:
+    """A workspace of its own, the working directory."""
+    found = Project(tmp_path / "recommending", capfd)
+    monkeypatch.chdir(found.folder)
+    monkeypatch.delenv("TORCHRELAY_RUNS", raising=False)
+    return found
+
+
+def test_flm_1_and_3_train_of_a_configuration_refuses_continues_and_begins_anew(project: Project) -> None:
+    """FLM-1, FLM-3: unchanged is refused with both ways out; a limit goes on; code or keys make a new run."""
+    first = project("train", *SHORT, "--message", "first")
+    assert first.rc == 0 and ": new (no run yet)" in first.out, first
+    again = project("train", *SHORT)
+    assert again.rc == 2 and "--force" in again.err and "--retrain" in again.err
+    assert "goes on (max_epochs raised)" in project("train", "--max-epochs", "2").out
+    project.change("config.yaml", "epochs: 3", "epochs: 2")  # the file's limit is no part of it either
+    assert project("train").rc == 2
+    (run,) = project.runs
+    (project.folder / "increment" / run / "mine.txt").write_text("an artefact")
+    assert "from the beginning (--retrain)" in project("train", *SHORT, "--retrain").out
+    assert project.runs == [run] and not (project.folder / "increment" / run / "mine.txt").exists()
+    assert (project.folder / "increment/.retrained" / f"{run}.1/mine.txt").exists()
+    assert "new (--force)" in project("train", *SHORT, "--force").out and len(project.runs) == 2
+    assert "new (code or configuration changed)" in project("train", *SHORT, "-o", "seed=4").out
+    project.change("model.py", "nn.ReLU", "nn.Tanh")
+    assert "new (code or configuration changed)" in project("train", *SHORT).out and len(project.runs) == 4
+    assert project("train", "--max-epochs", "2", "--epoch", "0").rc == 0
+    newest = open_checkpoint(project.folder / "increment" / project.runs[-1])
+    assert (newest.epoch, newest.branch) == (2, 1)
+    strict = project("train", *SHORT, "-o", "+hyper_parameters.hiden=1", "--strict-config")
+    assert strict.rc == 2 and "hyper_parameters.hiden: was never read" in strict.err
+    assert len(project.runs) == 4
+    project.change("model.py", "super()", "broken()")
+    assert project("train", *SHORT).rc == 1 and len(project.runs) == 4  # what cannot be built leaves no run
+
+
+def test_flm_4_and_10_test_of_a_configuration_uses_the_run_and_stores_rows_in_it(project: Project) -> None:
+    """FLM-4, FLM-10: its rows lie in the run; changed code is refused, ignored, or the archived runs."""
+    assert project("train", *SHORT).rc == 0
+    (run,) = project.runs
+    path = project.folder / "increment" / run
+    tested = project("test", "--json")
+    assert tested.rc == 0 and [one["epoch"] for one in json.loads(tested.out)["results"]] == [0, 1], tested
+    assert (project.folder / "predictions.jsonl").exists() and "never read" not in tested.err
+    assert [one["epoch"] for one in results(path)] == [0, 1]
+    quiet = ("-o", "runner.infer1.predictions_path=null", "-o", "runner.infer1.metrics_path=null")
+    assert "tested before; --retest" in project("test", *quiet, "--epoch", "last").out
+    other = "dataset.dataset_infer.batch_size=4"
+    assert "infer1 epoch 1" in project("test", *quiet, "--epoch", "last", "-o", other).out
+    assert "infer1 epoch 1" in project("test", *quiet, "--epoch", "last", "--retest").out
+    project.change("model.py", "nn.ReLU", "nn.Tanh")
+    refused = project("test")
+    assert refused.rc == 2 and "changed: model.py" in refused.err
+    assert "--ignore: runs the current code" in project("test", "--ignore", "--epoch", "1").err
+    sample = "".join((project.folder / "data/test.csv").read_text().splitlines(keepends=True)[:2])
+    (project.folder / "in.csv").write_text(sample)
+    (project.folder / "model.py").unlink()  # the archive is enough
+    archived = project("eval", "in.csv", "archived.csv", "--run", run[-5:])
+    assert archived.rc == 2, "today's configuration names a file that is gone"
+    shutil.copy(EXAMPLE / "model.py", project.folder / "model.py")
+    project.change("model.py", "nn.ReLU", "nn.Identity")
+    assert project("eval", "in.csv", "archived.csv", "--run", run[-5:]).rc == 0
+    shutil.copy(EXAMPLE / "model.py", project.folder / "model.py")
+    assert project("eval", "in.csv", "today.csv", "--ignore").rc == 0
+    first, second = ((project.folder / name).read_text() for name in ("archived.csv", "today.csv"))
+    assert first == second and first.startswith("index,click")
+
+
+def test_flm_5_eval_of_a_configuration_reads_by_the_reader_and_writes_whole_files(project: Project) -> None:
+    """FLM-5: files or directories in, rows out; what cannot be read or written is told before anything."""
+    assert project("train", *SHORT).rc == 0
+    done = project("eval", "data", "out")
+    assert done.rc == 0 and sorted(one.name for one in (project.folder / "out").iterdir()) == [
+        "test.csv.jsonl",
+        "train.csv.jsonl",
+    ], done
+    rows = [json.loads(one) for one in (project.folder / "out/test.csv.jsonl").read_text().splitlines()]
+    assert [row["index"] for row in rows] == list(range(23)) and all(0 < row["click"] < 1 for row in rows)
+    missing = project("eval", "nowhere.csv", "out.jsonl")
+    assert missing.rc == 2 and "there is no nowhere.csv" in missing.err
+    assert project("eval", "one.csv").rc == 2
+    (project.folder / "closed").write_text("")
+    closed = project("eval", "data/test.csv", "closed/out.jsonl")
+    assert closed.rc == 2 and "cannot be written" in closed.err
+
+
+def test_flm_7_status_and_amend_of_a_configuration(project: Project) -> None:
+    """FLM-7: status tells files and state, writes nothing and can be scripted; amend keeps both codes."""
+    assert project("status", "--check").rc == 1
+    assert not (project.folder / "increment").exists()
+    assert project("train", *SHORT).rc == 0
+    assert project("status", *SHORT, "--check").rc == 0
+    project.change("reader.py", "import torch", "import torch  # as tensors")
+    (project.folder / "data/test.csv").write_text("1,2,3,4\n")  # data are no source
+    told = json.loads(project("status", *SHORT, "--json").out)
+    assert told["changed"]["files"] == {"added": [], "changed": ["reader.py"], "removed": []}
+    assert told["run"]["state"] == "finished" and told["train"]["trains"]
+    amended = project("amend", *SHORT, "--message", "a comment")
+    assert amended.rc == 0 and "amended to" in amended.out
+    assert project("status", *SHORT, "--check").rc == 0
+    assert project("amend", *SHORT).rc == 2  # nothing to amend
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["train"], "Give a PROGRAM, or a configuration"),
-        (["train", "-m", "config.yaml", "--force"], "take no options but -o"),
         (["test", "-m", "config.yaml", "-o", "mode=[train1]"], "no runner of its mode infers"),
+        (["train", "-m", "config.yaml", "--force", "--retrain"], "not allowed with"),
+        (["status", "-m", "two.yaml"], "here there is train1, train2: choose it by -o mode=[train1]"),
+        (["train", "-m", "config.yaml", "--runs", "one"], "is one run, of `torchrelay run`"),
     ],
 )
-def test_what_only_programs_take_is_refused(tmp_path: Path, words: list[str], said: str) -> None:
+def test_mistakes_with_verbs_of_configurations_make_nothing(
+    project: Project, words: list[str], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     """2 and one line; nothing is made."""
-    folder = tmp_path / "recommending"
-    shutil.copytree(EXAMPLE, folder)
-    before = sorted(folder.iterdir())
-    found = told(folder, *words)
-    assert found.returncode == 2 and said in found.stderr and found.stderr.count("\n") == 1
-    assert sorted(folder.iterdir()) == before
+    text = (project.folder / "config.yaml").read_text()
+    another = "- name: infer1"
+    two = text.replace(another, f"- {{name: train2, epochs: 1}}\n{another}")
+    (project.folder / "two.yaml").write_text(two.replace("[train1, ", "[train1, train2, "))
+    taken = project.folder / "one/recommending/train1/run.json"
+    taken.parent.mkdir(parents=True)
+    taken.write_text("{}")
+    before = sorted(project.folder.rglob("*"))
+    try:
+        rc = main(words)
+    except SystemExit as end:
+        rc = int(end.code or 0)
+    err = capfd.readouterr().err
+    assert rc == RelayError.exit_code + 1 == 2 and said in err and err.count("\n") == 1
+    assert sorted(project.folder.rglob("*")) == before

@@ -59,7 +59,7 @@ pytestmark = pytest.mark.ranks
 
 
 def start(tmp_path: Path, what: str) -> Finished:
-    return torchrun(PROGRAM, what, ranks=2, cwd=tmp_path, timeout_secs=60)
+    return torchrun(PROGRAM, what, warm=True, ranks=2, cwd=tmp_path, timeout_secs=60)
 
 
 def status(tmp_path: Path) -> dict[str, object]:

@@ -33,7 +33,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """Runs on 2 ranks of which the later ones continue what the first has left."""
     folder = tmp_path_factory.mktemp(request.param)
     for stages in (["sync", "async"], ["moved"], ["resume"]):
-        done = torchrun(PROGRAM, str(folder), request.param, *stages, ranks=2, cwd=folder, timeout_secs=100)
+        done = torchrun(
+            PROGRAM, str(folder), request.param, *stages, warm=True, ranks=2, cwd=folder, timeout_secs=100
+        )
         assert done.rc == 0, str(done)
     return folder
 

@@ -33,7 +33,7 @@ def program() -> Any:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of every kind on 4 ranks."""
     folder = tmp_path_factory.mktemp("fsdp1")
-    done = torchrun(PROGRAM, "exact", str(folder), ranks=4, cwd=folder, timeout_secs=200)
+    done = torchrun(PROGRAM, "exact", str(folder), warm=True, ranks=4, cwd=folder, timeout_secs=200)
     assert done.rc == 0, str(done)
     return folder
 
@@ -56,7 +56,7 @@ def test_two_ranks_read_what_four_wrote(folder, told):
     copies = folder / "on-two"
     for kind in KINDS:
         shutil.copytree(folder / kind, copies / kind)
-    done = torchrun(PROGRAM, "reads", str(copies), *KINDS, ranks=2, cwd=copies, timeout_secs=200)
+    done = torchrun(PROGRAM, "reads", str(copies), *KINDS, warm=True, ranks=2, cwd=copies, timeout_secs=200)
     assert done.rc == 0, str(done)
     read = json.loads((copies / "reads-2.json").read_text())
     assert read == {kind: told[kind]["after"][-1] for kind in KINDS}
@@ -89,7 +89,7 @@ def test_every_rank_writes_its_shards(folder):
 
 def test_what_cannot_be_stored_is_refused_with_the_remedy(tmp_path):
     """The bare module, and shards that say no mesh."""
-    done = torchrun(PROGRAM, "refused", str(tmp_path), ranks=2, cwd=tmp_path, timeout_secs=100)
+    done = torchrun(PROGRAM, "refused", str(tmp_path), warm=True, ranks=2, cwd=tmp_path, timeout_secs=100)
     assert done.rc == 0, str(done)
     told = json.loads((tmp_path / "refused-2.json").read_text())
     assert "register torchrelay.fsdp_state(module, optimizer)" in told["bare"]

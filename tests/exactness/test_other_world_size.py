@@ -57,7 +57,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
 def on_ranks(folder: Path, ranks: int, runs: list[tuple[Path, str, dict[str, object]]]) -> None:
     plain = json.dumps([[str(path), policy, keywords] for path, policy, keywords in runs])
     env = {"PYTHONPATH": str(REPOSITORY / "tests/helpers")}
-    done = torchrun(PROGRAM, plain, ranks=ranks, cwd=folder, timeout_secs=120, env=env)
+    done = torchrun(PROGRAM, plain, warm=True, ranks=ranks, cwd=folder, timeout_secs=120, env=env)
     assert done.rc == 0, str(done)
 
 

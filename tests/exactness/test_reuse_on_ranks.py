@@ -21,7 +21,7 @@ def test_two_ranks_refer_to_what_they_wrote(tmp_path: Path) -> None:
     run, env = tmp_path / "run", {"PYTHONPATH": f"{REPOSITORY / 'tests/helpers'}:{REPOSITORY / 'src'}"}
     for kill, rc in ((3, 1), (0, 0)):
         done = torchrun(
-            PROGRAM, str(run), "4", json.dumps(CHANGES), str(kill), ranks=2, cwd=tmp_path, env=env
+            PROGRAM, str(run), "4", json.dumps(CHANGES), str(kill), warm=True, ranks=2, cwd=tmp_path, env=env
         )
         assert done.rc == rc, done
     for epoch in range(1, 5):

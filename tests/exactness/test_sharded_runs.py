@@ -31,7 +31,7 @@ def program() -> Any:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of every kind on 4 ranks, and one of a plain network in this process."""
     folder = tmp_path_factory.mktemp("sharded")
-    done = torchrun(PROGRAM, "exact", str(folder), *KINDS, ranks=4, cwd=folder, timeout_secs=200)
+    done = torchrun(PROGRAM, "exact", str(folder), *KINDS, warm=True, ranks=4, cwd=folder, timeout_secs=200)
     assert done.rc == 0, str(done)
     with LocalSession() as session:
         plain = program().run(session, folder / "plain", "plain", 4)
@@ -51,7 +51,7 @@ def read_by_two(folder: Path) -> dict[str, Any]:
     for name in (*KINDS, "plain"):
         shutil.copytree(folder / name, copies / name)
     arguments = ("reads", str(copies), "fsdp", *KINDS, "plain")
-    done = torchrun(PROGRAM, *arguments, ranks=2, cwd=copies, timeout_secs=200)
+    done = torchrun(PROGRAM, *arguments, warm=True, ranks=2, cwd=copies, timeout_secs=200)
     assert done.rc == 0, str(done)
     return dict(json.loads((copies / "reads-2-fsdp.json").read_text()))
 

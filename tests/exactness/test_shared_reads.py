@@ -36,7 +36,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     """What the ranks tell of every case: ranks 0 and 1 are host 0, ranks 2 and 3 host 1."""
     folder = tmp_path_factory.mktemp("shared")
     cases = [f"{name}:{case}" for name, case in CASES.items()]
-    done = torchrun(PROGRAM, str(folder), *cases, ranks=4, cwd=folder, timeout_secs=150)
+    done = torchrun(PROGRAM, str(folder), *cases, warm=True, ranks=4, cwd=folder, timeout_secs=150)
     assert done.rc == 0, str(done)
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in CASES}
 
@@ -93,7 +93,9 @@ def test_what_changes_on_its_way_is_read_from_the_storage(told: Told) -> None:
 
 def test_a_rank_that_leaves_the_wire_ends_the_load_of_all_in_time(tmp_path: Path) -> None:
     """The others wait no longer than the session's timeout for a collective, and all say who was lost."""
-    done = torchrun(PROGRAM, str(tmp_path), "cut:True:cut-3", ranks=4, cwd=tmp_path, timeout_secs=90)
+    done = torchrun(
+        PROGRAM, str(tmp_path), "cut:True:cut-3", warm=True, ranks=4, cwd=tmp_path, timeout_secs=90
+    )
     assert done.rc == 0, str(done)
     told = json.loads((tmp_path / "cut.json").read_text())
     assert told[3]["noise"] == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torchrun import clean_environment
+from warm import PLACE, server, warmed
 
 from torchrelay import Job, JobRunner, LocalSession, max_epochs
 from torchrelay.errors import RelayError
@@ -96,9 +96,9 @@ def run_program(
     """Run a training program as a user does."""
     (cwd / "program.py").write_text(source)
     return subprocess.run(
-        [sys.executable, "program.py", *arguments],
+        warmed(["program.py", *arguments]),
         cwd=cwd,
-        env=clean_environment(),
+        env=clean_environment({PLACE: server()}),
         capture_output=True,
         text=True,
         timeout=secs,

@@ -24,8 +24,8 @@ class Story:
         self.schedule = [Kill(epoch, STEPS[epoch - 1], (epoch - 1) % world) for epoch in range(1, EPOCHS + 1)]
         kills = json.dumps([[kill.epoch, kill.step, kill.rank] for kill in self.schedule])
         self.done = torchrun(
-            PROGRAM, str(folder), kills, ranks=world, cwd=folder, max_restarts=EPOCHS, timeout_secs=240,
-            env={"PYTHONPATH": str(REPOSITORY / "tests/helpers")},
+            PROGRAM, str(folder), kills, warm=True, ranks=world, cwd=folder, max_restarts=EPOCHS,
+            timeout_secs=240, env={"PYTHONPATH": str(REPOSITORY / "tests/helpers")},
         )  # fmt: skip
         assert self.done.rc == 0, str(self.done)
         self.told = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(world)]

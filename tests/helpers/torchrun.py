@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from warm import PLACE, server, warmed
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -37,7 +39,8 @@ class Finished:
 class Job:
     """A torchrun job that runs; use as a context manager, so that it never outlives the test.
 
-    The script prints what the test waits for. Each rank's lines are marked `[default<rank>]:`.
+    The script prints what the test waits for. Each rank's lines are marked `[default<rank>]:`. The launcher
+    and its ranks are `warm` where a test is not about processes.
     """
 
     def __init__(
@@ -49,12 +52,19 @@ class Job:
         max_restarts: int = 0,
         env: Mapping[str, str] | None = None,
         options: Sequence[str] = (),
+        warm: bool = False,
     ) -> None:
         self.cwd = cwd
         self._began = time.monotonic()
         self._out, self._err = cwd / "torchrun.out", cwd / "torchrun.err"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command += [f"--max-restarts={max_restarts}", "--tee=3", *options, str(script), *args]
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        launcher += [f"--max-restarts={max_restarts}", "--tee=3", *options]
+        program = [str(script), *args]
+        if warm:
+            command = warmed([*launcher, "--no-python", *warmed(program)])
+            env = {**(env or {}), PLACE: server()}
+        else:
+            command = [sys.executable, *launcher, *program]
         with self._out.open("w") as out, self._err.open("w") as err:
             self.process = subprocess.Popen(
                 command, cwd=cwd, env=clean_environment(env), stdout=out, stderr=err, start_new_session=True

@@ -31,7 +31,7 @@ def test_resume_on_three_ranks_is_bitwise_where_bare_ddp_is_not(tmp_path):
     """On 3 ranks a resumed run ends in the uninterrupted run's bits; bare DDP regroups and does not."""
     out = tmp_path / "found.json"
     program = Path(__file__).with_name("ddp_resume_program.py")
-    finished = torchrun(program, str(out), ranks=3, cwd=tmp_path)
+    finished = torchrun(program, str(out), warm=True, ranks=3, cwd=tmp_path)
     assert finished.rc == 0, finished
     found = json.loads(out.read_text())
     assert found.pop("bare_resumes") is False  # what data_parallel is for; if torch changes, drop it

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 def test_agreements_and_a_failed_task_that_all_survive(tmp_path):
     """Values, decisions, flags, subgroups and failures are the same everywhere, and DDP leaves cleanly."""
-    done = torchrun(SCRIPTS / "agreeing.py", "mismatch", ranks=3, cwd=tmp_path)
+    done = torchrun(SCRIPTS / "agreeing.py", "mismatch", warm=True, ranks=3, cwd=tmp_path)
     assert done.rc == 0, done
     assert done.out.count("good ") == 3, done
 

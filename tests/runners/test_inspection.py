@@ -300,7 +300,7 @@ def test_stats_names_the_slow_rank_of_a_torchrun_job(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of three real ranks the one with the slow disk is named, although all wait for it."""
-    assert torchrun(SLOW_RANK, "2", ranks=3, cwd=tmp_path).rc == 0
+    assert torchrun(SLOW_RANK, "2", warm=True, ranks=3, cwd=tmp_path).rc == 0
     found = as_json(capsys, "stats", tmp_path / "run")
     assert found["save"]["dominates"] == "trainer_2" and found["save"]["slowest"]["phase"] == "fsync"
     assert found["save"]["slowest"]["slowest_in"] == found["save"]["actions"] == 3

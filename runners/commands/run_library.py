@@ -1,0 +1,64 @@
+"""The library: all runs below one directory, whatever experiments they belong to, found by id or path."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchrelay.errors import UsageError
+from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.runners.commands.command_line_place import existing_directory, locate_run
+
+_DEPTH = 4
+"""`runs/<name>/<runner>/<id>` is the deepest that torchrelay makes."""
+_NAMED = 5
+
+
+def add_library(parser: argparse.ArgumentParser) -> None:
+    """`--runs DIR`: where runs are looked for by their ids."""
+    text = "where runs are looked for by their ids (default: TORCHRELAY_RUNS, else runs)"
+    parser.add_argument("--runs", metavar="DIR", help=text)
+
+
+def library(asked: str | None) -> Path:
+    """The directory of the library: as asked for, else as the environment says, else `runs`."""
+    return Path(asked or os.environ.get("TORCHRELAY_RUNS") or "runs")
+
+
+def runs_in(root: Path) -> list[Path]:
+    """The run directories below a directory, or itself; not hidden ones, nor what lies in runs."""
+    return sorted(_runs(existing_directory(str(root)), _DEPTH))
+
+
+def find_run(text: str, asked: str | None = None) -> RunDirectory:
+    """A run by its path, by its id, or by a part of its id that no other has; raises UsageError."""
+    if Path(text).exists():
+        return locate_run(text)
+    root = library(asked)
+    there = runs_in(root) if root.is_dir() else []
+    found = [one for one in there if one.name == text] or [one for one in there if text and text in one.name]
+    if len(found) == 1:
+        return RunDirectory(found[0])
+    if not found:
+        return locate_run(text)  # which says what is wrong with the path
+    named = ", ".join(str(one) for one in found[:_NAMED])
+    raise UsageError(f"{len(found)} runs in {root} have {text!r} in their ids: {named}; give more of the id")
+
+
+def experiment_of(run: Path, root: Path) -> str:
+    """The directories between the library and the run; empty where there are none."""
+    return run.parent.relative_to(root).as_posix().removeprefix(".") if root in run.parents else ""
+
+
+def _runs(folder: Path, depth: int) -> Iterator[Path]:
+    if (folder / "run.json").is_file():
+        yield folder
+        return
+    try:
+        inside = [one for one in folder.iterdir() if not one.name.startswith(".") and one.is_dir()]
+    except PermissionError:
+        return
+    for one in inside if depth else ():
+        yield from _runs(one, depth - 1)

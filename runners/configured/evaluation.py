@@ -1,0 +1,120 @@
+"""`eval -m config.yaml IN... OUT`: what the model predicts of samples in files, read by the user's reader."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchrelay.errors import UsageError
+from torchrelay.jobs.config.config import Config
+from torchrelay.jobs.config.data_keys import Dataset
+from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
+from torchrelay.jobs.peers import Peers, decide, together
+from torchrelay.runners.configured.scene import ConfiguredScene, processes
+from torchrelay.runners.experiment.evaluation_verb import check_writable, planned
+from torchrelay.runners.experiment.scene import say
+from torchrelay.runners.experiment.using import Used, use
+from torchrelay.runners.lifecycle.apart import apart
+from torchrelay.runners.lifecycle.context import StepContext
+from torchrelay.runners.lifecycle.loading import Loader, load_classes
+from torchrelay.runners.lifecycle.order import step_named
+from torchrelay.runners.lifecycle.phase_state import PhaseState
+from torchrelay.runners.lifecycle.predictions import PredictionFile, format_of, put, rows_of
+from torchrelay.runners.lifecycle.processes_of_run import let_go
+from torchrelay.runners.lifecycle.selection import phases_of
+from torchrelay.runners.lifecycle.stepping import call_step
+from torchrelay.runners.lifecycle.steps import Network
+from torchrelay.runners.lifecycle.training import moved_batch
+from torchrelay.runners.lifecycle.weights import load_weights
+
+SUFFIX = ".jsonl"
+_NO_WARM_START: dict[str, Any] = {"init_model_path": None, "init_prefix": None, "init_rename": None}
+Work = Sequence[tuple[Path, Path]]
+
+
+def evaluate(scene: ConfiguredScene) -> int:
+    """Evaluate, having looked at all paths before anything is built; ranks share the files."""
+    runner, dataset = _profile(scene)
+    work = planned(scene.request.paths, SUFFIX)
+    with processes(runner) as peers:
+        together(peers, "paths", lambda: check_writable([out for _, out in work]))
+        used = Used(**decide(peers, "run to evaluate", lambda: use(scene)))
+    if used.said:
+        say(used.said)
+    with apart(), ExitStack() as stack:
+        context = _built(scene.config, runner, dataset, work[0][0], stack)
+        (phase,) = context.phases.values()
+        peers = context.session.peers
+        together(peers, "load", lambda: load_weights(phase, context.settings, runner, used.path, used.name))
+        together(peers, "evaluation", lambda: _all(context, phase, dataset, work, peers))
+    say(f"{len(work)} evaluated with epoch {used.epoch} of {used.run}: {scene.request.paths[-1]}")
+    return 0
+
+
+def _profile(scene: ConfiguredScene) -> tuple[RunnerKeys, Dataset]:
+    """The first profile of the mode that infers, else the one that trains; its only phase's dataset."""
+    found = scene.inferring()
+    runner = found[0] if found else replace(scene.runner, kind="infer", **_NO_WARM_START)
+    pairs = phases_of(scene.config.settings, runner)
+    if len(pairs) != 1:
+        names = ", ".join(phase.name for phase, _ in pairs) or "none"
+        raise UsageError(
+            f"eval takes one phase, runner.{runner.name} has {names}: choose it by "
+            f"-o runner.{runner.name}.phases=[NAME]"
+        )
+    ((phase, dataset),) = pairs
+    if dataset is None:
+        raise UsageError(f"phase.{phase.name} has no dataset, so nobody reads the files")
+    return runner, dataset
+
+
+def _built(
+    config: Config, runner: RunnerKeys, dataset: Dataset, first: Path, stack: ExitStack
+) -> StepContext:
+    """The context behind the steps `setup` and `build`, over the first of the files."""
+    datasets = tuple(
+        _of(dataset, first) if one.name == dataset.name else one for one in config.settings.dataset
+    )
+    settings = replace(config.settings, dataset=datasets)
+    loader = Loader()
+    stack.callback(loader.forget)
+    context = StepContext(
+        config=config, settings=settings, runner=runner, runner_name=runner.name, is_infer=True,
+        run_dir="", job_options={}, classes=load_classes(settings, runner, loader), env=config.resolved,
+        config_yaml=config.name, workspace=config.workspace,
+    )  # fmt: skip
+    call_step(step_named("setup"), context)
+    stack.callback(lambda: let_go(context.session, world_stays=True))
+    call_step(step_named("build"), context)
+    return context
+
+
+def _of(dataset: Dataset, file: Path) -> Dataset:
+    return replace(dataset, data_path=(str(file.absolute()),))
+
+
+def _all(context: StepContext, phase: PhaseState, dataset: Dataset, work: Work, peers: Peers) -> None:
+    phase.model.eval()
+    for path, out in work[peers.rank :: peers.size]:
+        _one(context, phase, _of(dataset, path), out)
+
+
+def _one(context: StepContext, phase: PhaseState, dataset: Dataset, out: Path) -> None:
+    """A row per sample of a file, in its order; the result takes its place when it is whole."""
+    loader: Any = Network().build_loader(context, phase.keys, dataset)
+    result = PredictionFile(str(out.absolute()), format_of(out.name, None), 0, 1)
+    predict = getattr(phase.model, "predict", None)
+    with torch.no_grad(), result.part() as part:
+        for batch in loader.placed(0, 1):
+            outputs = phase.model(moved_batch(batch, context.device))
+            predicted = predict(outputs, batch) if callable(predict) else outputs
+            rows = rows_of(predicted, batch.count, f"phase {phase.name}")
+            for index, row in zip(batch.indices.tolist(), rows, strict=True):
+                put(part, index, row)
+    result.merge({})
+    result.close()

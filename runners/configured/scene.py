@@ -1,0 +1,141 @@
+"""What the verbs begin with where a configuration is all there is: its profile that trains, and its runs.
+
+Runs lie where that profile keeps its run with `torchrelay run`, a directory each, `runs/<name>/<runner>/<id>`
+or below `save_checkpoint_path`. What a run is *of* is the source in the workspace and the part of the
+configuration that the profile uses. The file of the configuration is no source, since its id says what of it
+counts; nor are data, nor what is written beside it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from torchrelay.checkpoint.remote.urls import is_url
+from torchrelay.errors import UsageError
+from torchrelay.jobs.config.config import Config
+from torchrelay.jobs.config.reading import load_config
+from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
+from torchrelay.jobs.peers import Peers, Solo
+from torchrelay.metadata.experiment.run_store import RunStore
+from torchrelay.runners.distributed.launch_env import read_launch_env
+from torchrelay.runners.experiment.origin import RUNS, Origin
+from torchrelay.runners.experiment.request import Request
+from torchrelay.runners.experiment.scene import BaseScene
+from torchrelay.runners.lifecycle.devices import device_of
+from torchrelay.runners.lifecycle.packages import config_file
+from torchrelay.runners.lifecycle.processes_of_run import let_go, session_on
+from torchrelay.runners.lifecycle.recording import source_of
+from torchrelay.runners.lifecycle.selection import run_directory_of
+
+
+@dataclass(frozen=True)
+class ConfiguredScene(BaseScene):
+    """A configuration and a request; `source` is where its archived source lies, if it runs that."""
+
+    request: Request
+    archived: str | None = None
+    source: Path | None = None
+    rename = "`name` in the configuration"
+
+    @property
+    def title(self) -> str:
+        """The file of the configuration."""
+        return str(self.request.config)
+
+    @cached_property
+    def file(self) -> str:
+        """The file that `-m` means."""
+        return config_file(self.request.config or "")
+
+    @cached_property
+    def config(self) -> Config:
+        """What is configured; raises ConfigError with all that is wrong."""
+        return self.with_overrides(self._limits())
+
+    def with_overrides(self, more: Sequence[str]) -> Config:
+        """The same with more overrides."""
+        return load_config(self.file, [*self.request.overrides, *more], source=self.source)
+
+    @cached_property
+    def runner(self) -> RunnerKeys:
+        """The profile that trains; raises UsageError where not exactly one does."""
+        return _the_one(self.file, self.config)
+
+    def inferring(self) -> list[RunnerKeys]:
+        """The profiles of the mode that infer."""
+        return [one for one in self.config.settings.runners_of_mode() if one.infers]
+
+    @cached_property
+    def origin(self) -> Origin:
+        """The workspace is the source."""
+        place = self._place
+        source = source_of(self.config)
+        return Origin(place.name, Path(self.file).resolve(), source, None, place.parent)
+
+    @cached_property
+    def store(self) -> RunStore:
+        """The runs of the profile; raises UsageError where `torchrelay run` keeps one run."""
+        said = self.request.runs or os.environ.get(RUNS)
+        name = self.config.settings.name or self.config.workspace.name
+        place = Path(os.path.abspath(said)) / name / self.runner.name if said else self._place  # noqa: PTH100
+        if (place / "run.json").exists():
+            raise UsageError(
+                f"{place} is one run, of `torchrelay run`, and the verbs keep a run for each training: go on "
+                f"with `torchrelay run -m {self.file}`, or give other --runs"
+            )
+        return RunStore(place)
+
+    @cached_property
+    def config_id(self) -> str | None:
+        """The id of the part that the profile uses."""
+        return self.config.id_of(self.runner.name)
+
+    @property
+    def _place(self) -> Path:
+        text = run_directory_of(self.config.settings, self.runner)
+        if is_url(text):
+            raise UsageError(f"runs cannot lie at {text} so far: give a path, or --runs DIR")
+        return Path(text)
+
+    def _limits(self) -> list[str]:
+        """`--max-epochs` and `--time-limit` as overrides of the profile."""
+        asked = {"epochs": self.request.max_epochs, "time_limit": self.request.time_limit}
+        if not any(value is not None for value in asked.values()):
+            return []
+        runner = _the_one(self.file, self.with_overrides(()))
+        if runner.stop is not None and runner.stop.max_epochs is not None:
+            asked["stop.max_epochs"] = asked.pop("epochs")
+        return [f"runner.{runner.name}.{key}={value}" for key, value in asked.items() if value is not None]
+
+
+@contextmanager
+def processes(runner: RunnerKeys) -> Iterator[Peers]:
+    """The processes that were started, to agree on something; they stay together for what comes."""
+    env = read_launch_env()
+    if not env.launched:
+        yield Solo()
+        return
+    session = session_on(device_of(runner, env.local_rank))
+    try:
+        yield session.peers
+    finally:
+        let_go(session, world_stays=True)
+
+
+def _the_one(file: str, config: Config) -> RunnerKeys:
+    """The profile of the mode that trains, else of the file."""
+    named = [one for one in config.settings.runners_of_mode() if not one.infers]
+    found = named or [one for one in config.settings.runner if not one.infers]
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(one.name for one in found) or "none"
+    remedy = f"choose it by -o mode=[{found[0].name}]; " if found else ""
+    raise UsageError(
+        f"{file}: the verbs are for one runner that trains, here there is {names}: {remedy}"
+        f"torchrelay run -m {file} runs all of its mode"
+    )

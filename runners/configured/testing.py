@@ -1,0 +1,132 @@
+"""`test -m config.yaml`: the profiles of the mode that infer, over epochs of a run; rows are stored in it."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from torchrelay.errors import UsageError
+from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
+from torchrelay.jobs.peers import decide
+from torchrelay.metadata.experiment.results import read_result, write_result
+from torchrelay.runners.configured.scene import ConfiguredScene, processes
+from torchrelay.runners.experiment.scene import say
+from torchrelay.runners.experiment.using import Used, use
+from torchrelay.runners.lifecycle.profiles import ConfigResult, run_config
+
+Rows = dict[int, dict[str, Any]]
+
+
+def test(scene: ConfiguredScene) -> int:
+    """Measure, unless this epoch was measured by this code; returns the exit code.
+
+    Epochs are what `--epoch` says, else the profile's own `epoch`, else the newest. A profile that writes
+    files runs in any case.
+    """
+    profiles = scene.inferring()
+    if not profiles:
+        raise UsageError(f"{scene.file}: no runner of its mode infers: there is nothing to test with")
+    with processes(scene.runner) as peers:
+        used = Used(**decide(peers, "run to test", lambda: use(scene)))
+        stored = decide(peers, "stored result", lambda: _stored(scene, used, profiles))
+    if used.said:
+        say(used.said, to=sys.stderr)
+    if stored is not None:
+        _show(scene, [stored], f"{_line(stored)} (tested before; --retest measures again)")
+        return 0
+    config = scene.with_overrides(list(_epochs(scene, used, profiles)))
+    names = [one.name for one in profiles]
+    with redirect_stdout(sys.stderr) if scene.request.json else nullcontext():
+        done = run_config(config, names, run_dir=used.path, strict=scene.request.strict_config)
+    results = [_result(scene, used, epoch, row) for epoch, row in sorted(_rows(done, profiles).items())]
+    with processes(scene.runner) as peers:
+        decide(peers, "store the results", lambda: _store(used, results))
+    _show(scene, results, f"stored in {used.path}")
+    return done.exit_code
+
+
+def _epochs(scene: ConfiguredScene, used: Used, profiles: Sequence[RunnerKeys]) -> list[str]:
+    """Overrides: which epochs each profile goes over."""
+    asked = scene.request.epoch is not None
+    fixed = [one for one in profiles if asked or not _chooses(one)]
+    cleared = [
+        f"runner.{one.name}.{key}=null"
+        for one in fixed
+        for key in ("infer_start_epoch", "infer_end_epoch")
+        if getattr(one, key) is not None
+    ]
+    return [*cleared, *(f"runner.{one.name}.epoch={used.epoch}" for one in fixed)]
+
+
+def _chooses(runner: RunnerKeys) -> bool:
+    return runner.epoch is not None or runner.infer_start_epoch is not None
+
+
+def _stored(scene: ConfiguredScene, used: Used, profiles: Sequence[RunnerKeys]) -> dict[str, Any] | None:
+    """What was measured before, where that is all there would be to do."""
+    writes = any(one.predictions_path or one.metrics_path for one in profiles)
+    several = scene.request.epoch is None and any(map(_chooses, profiles))
+    if scene.request.retest or writes or several:
+        return None
+    found = read_result(Path(used.path), used.epoch, used.code_id)
+    if found is None or found.get("profiles") != _ids(scene, profiles) or found.get("branch") != used.branch:
+        return None
+    return found
+
+
+def _ids(scene: ConfiguredScene, profiles: Sequence[RunnerKeys]) -> dict[str, str]:
+    """What each profile is, its data included, which are no part of the run that it tests."""
+    return {one.name: scene.config.id_of(one.name) for one in profiles}
+
+
+def _rows(done: ConfigResult, profiles: Sequence[RunnerKeys]) -> Rows:
+    """Metrics by epoch; of several profiles their names begin with the profile's."""
+    found: Rows = {}
+    for one in profiles:
+        before = f"{one.name}/" if len(profiles) > 1 else ""
+        for row in done[one.name] or ():
+            values = {name: value for name, value in row.items() if name not in ("runner", "epoch")}
+            named = {f"{before}{name}": _told(value) for name, value in values.items()}
+            found[row["epoch"]] = {**found.get(row["epoch"], {}), **named}
+    return found
+
+
+def _result(scene: ConfiguredScene, used: Used, epoch: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "run": used.run,
+        "epoch": epoch,
+        "branch": used.branch,
+        "code_id": used.code_id,
+        "config_id": scene.config.id,
+        "profiles": _ids(scene, scene.inferring()),
+        "time": round(time.time(), 3),
+        "metrics": dict(metrics),
+        "values": {},
+    }
+
+
+def _store(used: Used, results: Sequence[Mapping[str, Any]]) -> None:
+    for one in results:
+        write_result(Path(used.path), one["epoch"], used.code_id, one)
+
+
+def _show(scene: ConfiguredScene, results: Sequence[Mapping[str, Any]], text: str) -> None:
+    if scene.request.json:
+        say(json.dumps({"results": list(results)}, indent=1, sort_keys=True))
+    else:
+        say(text)
+
+
+def _line(result: Mapping[str, Any]) -> str:
+    told = ", ".join(f"{name} {value}" for name, value in result["metrics"].items())
+    return f"epoch {result['epoch']} of {result['run']}: {told}"
+
+
+def _told(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

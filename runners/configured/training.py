@@ -1,0 +1,123 @@
+"""`train -m config.yaml`: choose the run, on rank 0 and for all, then run the profile that trains in it."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torchrelay.errors import UsageError
+from torchrelay.jobs.config.runner_keys import LOCAL_TRAIN
+from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
+from torchrelay.jobs.peers import Peers, decide
+from torchrelay.metadata.experiment.note import Note
+from torchrelay.metadata.experiment.standing import standing
+from torchrelay.runners.configured.scene import ConfiguredScene, processes
+from torchrelay.runners.distributed.launch_env import read_launch_env
+from torchrelay.runners.experiment.choosing_runs import Chosen, Start, choose_to_train
+from torchrelay.runners.experiment.launched import is_restart, launch_of
+from torchrelay.runners.experiment.making_runs import made_run
+from torchrelay.runners.experiment.request import rewind_of
+from torchrelay.runners.experiment.scene import say
+from torchrelay.runners.experiment.training_verb import check_alike
+from torchrelay.runners.lifecycle.growing import partitions_there
+from torchrelay.runners.lifecycle.profiles import run_config
+from torchrelay.runners.lifecycle.selection import phases_of
+
+
+def train(scene: ConfiguredScene) -> int:
+    """Train, and return the exit code. Raises what choosing and training raise."""
+    runner, epoch = scene.runner, rewind_of(scene.request)
+    if epoch is not None and runner.kind == LOCAL_TRAIN and not read_launch_env().launched:
+        raise UsageError(f"--epoch does not reach the processes of {LOCAL_TRAIN}: start them by torchrun")
+    with processes(runner) as peers:
+        check_alike(scene.identity, peers)
+        start = start_of(scene)
+        chosen = Chosen(**decide(peers, "run", lambda: asdict(choose_to_train(start, scene.known()))))
+    if chosen.action == "over":
+        say(f"run {chosen.run}: finished already ({chosen.reason})")
+        return 0
+    place = _Place(scene, start, chosen)
+    options: dict[str, Any] = {} if epoch is None else {"resume_from_epoch": epoch}
+    try:
+        done = run_config(
+            scene.config,
+            [runner.name],
+            run_dir=place.make,
+            job_options=options,
+            strict=scene.request.strict_config,
+        )
+    except BaseException:
+        place.unmake()
+        raise
+    return done.exit_code
+
+
+def start_of(scene: ConfiguredScene) -> Start:
+    """What this start is, as choices need it."""
+    request = scene.request
+    rewinds = request.epoch is not None and request.verb == "train"
+    return Start(
+        scene.identity, limits_of(scene), request.force, request.retrain, rewinds, launch_of(), is_restart()
+    )
+
+
+def limits_of(scene: ConfiguredScene) -> dict[str, Any]:
+    """What may be raised to go on with a run that is over; of growing data the newest that is there."""
+    runner = scene.runner
+    steps = None if runner.stop is None else runner.stop.max_steps
+    limits: dict[str, Any] = {"max_epochs": runner.max_epochs, "max_steps": steps}
+    if runner.epochs_per_partition is not None:
+        limits["newest_data"] = _newest_data(scene, runner)
+    return limits
+
+
+def _newest_data(scene: ConfiguredScene, runner: RunnerKeys) -> str:
+    config = scene.config
+    datasets = [one for _, one in phases_of(config.settings, runner) if one is not None]
+    names = [one[0] for two in datasets for one in partitions_there(two.data_path, config.workspace)]
+    return max(names, default="")
+
+
+class _Place:
+    """Where the run lies, made when everything that can be wrong beforehand was looked at."""
+
+    def __init__(self, scene: ConfiguredScene, start: Start, chosen: Chosen) -> None:
+        self._scene, self._start, self._chosen = scene, start, chosen
+        self._new: Path | None = None
+
+    def make(self) -> str:
+        """Make the run, on rank 0, and tell all where it is."""
+        with processes(self._scene.runner) as peers:
+            made = decide(peers, "make the run", lambda: self._made(peers))
+        say(made["said"])
+        return str(made["path"])
+
+    def unmake(self) -> None:
+        """Take a new run away again in which nothing has begun; rank 0 alone has made one."""
+        if self._new is not None and standing(self._new).word == "created":
+            shutil.rmtree(self._new, ignore_errors=True)
+            with suppress(OSError):
+                self._new.parent.rmdir()
+
+    def _made(self, peers: Peers) -> dict[str, str]:
+        scene, start = self._scene, self._start
+        keys = scene.runner.keep_best
+        note = Note(
+            program=scene.runner.name,
+            origin=str(scene.origin.file),
+            code_id=start.identity.code_id,
+            config_id=start.identity.config_id,
+            created=round(time.time(), 3),
+            message=scene.request.message,
+            launch=start.launch,
+            limits=start.limits,
+        )
+        best = None if keys is None else (keys.metric, keys.mode)
+        made = made_run(scene.store, note, self._chosen, best, peers.size)
+        if self._chosen.action == "new":
+            self._new = Path(made["path"])
+        return made

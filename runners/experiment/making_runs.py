@@ -1,0 +1,27 @@
+"""The run that was chosen to be trained: made, begun again, or noted to go on."""
+
+from __future__ import annotations
+
+from torchrelay.metadata.experiment.note import Note
+from torchrelay.metadata.experiment.run_store import RunStore, update_note
+from torchrelay.runners.experiment.choosing_runs import Chosen
+
+_WORDS = {"new": "new", "again": "from the beginning", "continue": "goes on"}
+
+
+def made_run(
+    store: RunStore, note: Note, chosen: Chosen, best: tuple[str, str] | None, ranks: int
+) -> dict[str, str]:
+    """On rank 0: make the run, or note that this start goes on with it; its path, and what to say."""
+    more = ""
+    if chosen.run is None:
+        run = store.create(note, best, ranks)
+    elif chosen.action == "again":
+        run, aside = store.begin_again(store.find(chosen.run), note, best, ranks)
+        more = f"; what it had lies in {aside}"
+    else:
+        run = store.find(chosen.run)
+        message = note.message or run.note.message
+        run = update_note(run, launch=note.launch, limits=note.limits, message=message)
+    said = f"run {run.id} in {run.path.parent}: {_WORDS[chosen.action]} ({chosen.reason}){more}"
+    return {"path": str(run.path), "said": said}

@@ -1,0 +1,164 @@
+"""Data that grow: which files an epoch is over, looked up before it begins and saved with the position.
+
+A *partition* is a file among `data_path`, or what lies in a directory among them: each file there, each
+directory there with its files. Partitions are taken in the order in which they were found, those found at
+once by name; none is ever put before one that was known. So an epoch that was left in its middle goes on over
+the very files that it began with, whatever came meanwhile, and partition n is the same one after a restart.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchrelay.checkpoint.reader import open_checkpoint
+from torchrelay.errors import NotAllowedNowError, RelayError, UsageError
+from torchrelay.jobs.epoch_loader import EpochLoader
+from torchrelay.jobs.peers import Peers, decide
+from torchrelay.jobs.stop_condition import Rule, StopAnswer
+
+Partition = list[str]
+"""Its name, then its files: paths relative to the workspace where they lie below it."""
+
+
+def partitions_there(data_path: Sequence[str], workspace: Path) -> list[Partition]:
+    """The partitions that lie there now; what is not there yet is none. Hidden names are passed over."""
+    found: dict[str, Partition] = {}
+    for text in data_path:
+        path = Path(text)
+        for one in _inside(path) if path.is_dir() else [path]:
+            files = _below(one) if one.is_dir() else [one] if one.is_file() else []
+            if files:
+                name = _name(one, workspace)
+                found.setdefault(name, [name, *(_name(file, workspace) for file in files)])
+    return [found[name] for name in sorted(found)]
+
+
+def with_new(known: Sequence[Partition], there: Sequence[Partition]) -> list[Partition]:
+    """What was known, in its order, then what is new. Pure."""
+    names = {one[0] for one in known}
+    return [*known, *(one for one in there if one[0] not in names)]
+
+
+class GrowingLoader(EpochLoader):
+    """An EpochLoader whose data are looked up by `look`, before each epoch.
+
+    `there` lists partitions, `read` makes a dataset of files. With `per_partition` an epoch is over one
+    partition, so many times; without it over all that are known. `known` is state, beside that of an
+    EpochLoader.
+    """
+
+    def __init__(
+        self,
+        there: Callable[[], list[Partition]],
+        read: Callable[[Sequence[str]], Any],
+        batch_size: int,
+        *,
+        per_partition: int | None = None,
+        **options: Any,
+    ) -> None:
+        self.known: list[Partition] = []
+        self.per_partition = per_partition
+        self.there, self._read = there, read
+        self._files: list[str] = []
+        super().__init__(_NOTHING_YET, batch_size, **options)
+
+    def look(self, peers: Peers) -> None:
+        """Find out, on rank 0 and for all, what the epoch that begins is over; inside of one do nothing.
+
+        Raises UsageError where there is no data for it.
+        """
+        if not self.samples_done:
+            self.known = decide(peers, "data of the epoch", lambda: with_new(self.known, self.there()))
+            self._open()
+
+    def next_epochs(self) -> int:
+        """How many epochs there are data for, counted from the run's beginning, as far as is known now."""
+        return len(with_new(self.known, self.there())) * (self.per_partition or 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of an EpochLoader, and the partitions that the running epoch knows."""
+        return {**super().state_dict(), "known": [list(one) for one in self.known]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As of an EpochLoader; the files of an epoch that was begun are read again."""
+        self.known = [list(one) for one in state["known"]]
+        if int(state["samples_done"]):
+            self._open(int(state["epoch"]))
+        super().load_state_dict(state)
+
+    def _batches(self, *args: Any) -> Any:
+        if not self._files:
+            raise NotAllowedNowError("nobody has looked which data there are: call loader.look(peers) first")
+        return super()._batches(*args)
+
+    def _open(self, epoch: int | None = None) -> None:
+        files = self._files_of(self.epoch if epoch is None else epoch)
+        if files != self._files:
+            self._take(self._read(files))
+            self._files = files
+
+    def _files_of(self, epoch: int) -> list[str]:
+        chosen = self.known
+        if self.per_partition is not None:
+            at = epoch // self.per_partition
+            chosen = self.known[at : at + 1]
+        if not chosen:
+            raise UsageError(
+                f"there is no data for epoch {epoch + 1}: {len(self.known)} partitions are known"
+            )
+        return [file for partition in chosen for file in partition[1:]]
+
+
+def known_before(run_dir: str, blob: str) -> list[Partition]:
+    """What the newest epoch of a run knew; nothing where there is none, or where it had no such data."""
+    try:
+        found = open_checkpoint(run_dir).value(blob)
+    except RelayError:
+        return []
+    return [list(one) for one in found.get("known", ())] if isinstance(found, dict) else []
+
+
+@dataclass(frozen=True)
+class PartitionsOver:
+    """Stop when a loader has no partition left; `at_start` is for how many epochs there was data then.
+
+    A limit: data that came since make a run go on that had ended.
+    """
+
+    name: str
+    loader: GrowingLoader
+    at_start: int
+    rule: Rule = "rank0"
+    limit: bool = True
+
+    def ask(self, ctx: Any) -> StopAnswer:
+        """Compare with the epochs done; at a position that is not loaded, by what all agreed on."""
+        loaded = getattr(ctx, "workspace", None) is not None
+        there = max(self.at_start, self.loader.next_epochs()) if loaded else self.at_start
+        if ctx.epoch < there:
+            return StopAnswer(False)
+        return StopAnswer(True, f"no partition of the data is left after {there} epochs")
+
+
+_NOTHING_YET = [None]
+"""A dataset that nobody reads: its only sample is in the place of those that are not looked up yet."""
+
+
+def _inside(path: Path) -> list[Path]:
+    return sorted(one for one in path.iterdir() if not one.name.startswith("."))
+
+
+def _below(path: Path) -> list[Path]:
+    found = (one for one in path.rglob("*") if one.is_file())
+    return sorted(
+        one for one in found if not any(part.startswith(".") for part in one.relative_to(path).parts)
+    )
+
+
+def _name(path: Path, workspace: Path) -> str:
+    text = os.path.abspath(path)  # noqa: PTH100 - without following links
+    return os.path.relpath(text, workspace) if text.startswith(f"{workspace}{os.sep}") else text

@@ -1,0 +1,84 @@
+"""`save_inference_*`: the weights of the models alone, written out beside the epochs as these are saved.
+
+A file of `export_checkpoint` per phase, `<path>/<epoch>/<phase>.safetensors`, with the names of the model's
+own `state_dict`. It is made of the committed epoch, never of live objects, so it is what that epoch holds. A
+handler of the run, hence told again of epochs that a crash kept from it; an export that fails is a warning,
+the epoch is saved all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchrelay.checkpoint.interop.export import export_checkpoint
+from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
+from torchrelay.metadata.several_handlers import SeveralHandlers
+from torchrelay.runners.lifecycle.selection import MODEL
+
+
+@dataclass(frozen=True)
+class InferenceExport:
+    """A metadata handler that writes weights of epochs that `every` divides; `finish` of any epoch."""
+
+    run_dir: str
+    path: Path
+    phases: Sequence[str]
+    every: int
+
+    def set_params(
+        self,
+        db_prefix: str,
+        db_type: str,
+        node_names: Sequence[str],
+        path_prefix: str | None = None,
+        path_type: str | None = None,
+    ) -> None:
+        """Nothing: the run directory is known."""
+
+    def last_epoch(self, user_epoch: int | None = None) -> int | None:
+        """As the user wishes; it is never asked, because it decides nothing."""
+        return user_epoch
+
+    def write(self, epoch: int) -> None:
+        """Export an epoch that was saved, if it is one of these. Raises what the export raises."""
+        if epoch and epoch % self.every == 0:
+            self.export(epoch)
+
+    def report(self, action: str, stats: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def cp_accessible(self, epoch: int | None = None) -> bool:
+        """Saves need nothing of this."""
+        return True
+
+    def export(self, epoch: int) -> None:
+        """Write the models of an epoch, over what an earlier branch left there."""
+        for phase in self.phases:
+            target = self.path / str(epoch) / f"{phase}.safetensors"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            model = f"{phase}.{MODEL}"
+            export_checkpoint(self.run_dir, target, epoch, blobs=[model], prefix=f"{model}.", overwrite=True)
+
+    def finish(self, epoch: int) -> None:
+        """Export the last epoch, unless that was done: its interval may not divide it."""
+        if epoch and epoch % self.every:
+            self.export(epoch)
+
+
+def inference_export(runner: RunnerKeys, run_dir: str, phases: Sequence[str]) -> InferenceExport | None:
+    """What the keys of a profile ask for; None where they do not. Every epoch unless an interval is given."""
+    if runner.save_inference_path is None and runner.save_inference_interval is None:
+        return None
+    path = Path(runner.save_inference_path or f"{run_dir}/inference")
+    return InferenceExport(run_dir, path, phases, runner.save_inference_interval or 1)
+
+
+def with_export(options: Mapping[str, Any], export: InferenceExport | None) -> dict[str, Any]:
+    """JobRunner's options with this handler, beside one that is there."""
+    if export is None:
+        return dict(options)
+    there = options.get("metadata_handler")
+    return {**options, "metadata_handler": export if there is None else SeveralHandlers([there, export])}

@@ -1,0 +1,82 @@
+"""Keys of the user's own that nobody reads: told once, in one line, when the start-up of a profile is over.
+
+Looked at are the sections that belong to the profile: the datasets of its phases, the arguments of the
+optimizer where it trains, and `hyper_parameters`. These are everybody's, so their keys are told only when no
+profile of the file is left, to be run later or not at all, that has other classes, which may read them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torchrelay.errors import UsageError
+from torchrelay.jobs.config.class_path import ClassPath
+from torchrelay.jobs.config.config import Config
+from torchrelay.jobs.config.problems import ConfigError, ConfigProblem
+from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
+from torchrelay.jobs.config.schema import Settings
+from torchrelay.jobs.config.tracking import Tracked
+from torchrelay.jobs.peers import Peers, decide
+from torchrelay.runners.lifecycle.order import STEPS
+from torchrelay.runners.lifecycle.selection import phases_of, reader_path
+
+
+@dataclass
+class Unread:
+    """The keys of one configuration that were told already; `strict` makes the first an error."""
+
+    config: Config
+    strict: bool = False
+    told: set[str] = field(default_factory=set)
+    _started: set[ClassPath] = field(default_factory=set)
+
+    def tell(self, runner: RunnerKeys, peers: Peers) -> None:
+        """Say what of a profile's sections was not read, as rank 0 finds it; if `strict` raise UsageError."""
+        settings = self.config.settings
+        self._started.update(_classes(settings, runner))
+        sections = list(sections_of(settings, runner, self._started))
+        decide(peers, "unread keys", lambda: self._tell(sections))
+
+    def tell_all(self, peers: Peers) -> None:
+        """The same for a program, to which all of the user's sections belong."""
+        decide(peers, "unread keys", lambda: self._tell(None))
+
+    def _tell(self, sections: Sequence[Tracked] | None) -> None:
+        found = [one for one in self.config.unused(sections) if one.path not in self.told]
+        self.told.update(one.path for one in found)
+        if found and self.strict:
+            raise UsageError(str(ConfigError(found)))
+        if found:
+            sys.stderr.write(f"torchrelay: {line_of(self.config.name, found)}\n")
+
+
+def line_of(name: str, found: Sequence[ConfigProblem]) -> str:
+    """All of them in one line; its end says how to make it an error."""
+    keys = [f"{one.path} (line {one.origin.place.line}{_nearest(one)})" for one in found]
+    return f"{name}: never read: {', '.join(keys)}; --strict-config makes that an error"
+
+
+def sections_of(settings: Settings, runner: RunnerKeys, started: Collection[ClassPath]) -> Iterator[Tracked]:
+    """The user's sections that are to be read when a profile, and these classes, have started up. Pure."""
+    for dataset in {two.name: two for _, two in phases_of(settings, runner) if two is not None}.values():
+        yield dataset.extra
+    optimizer = settings.hyper_parameters.optimizer
+    if optimizer is not None and not runner.infers:
+        yield optimizer.arguments
+    if all(one in started for other in settings.runner for one in _classes(settings, other)):
+        yield settings.hyper_parameters.extra
+
+
+def _classes(settings: Settings, runner: RunnerKeys) -> Iterator[ClassPath]:
+    """The classes of the user that a profile uses."""
+    for phase, dataset in phases_of(settings, runner):
+        yield phase.model
+        if dataset is not None and (path := reader_path(dataset)) is not None:
+            yield path
+    yield from (path for step in STEPS if (path := getattr(runner, step.key)) is not None)
+
+
+def _nearest(problem: ConfigProblem) -> str:
+    return f", did you mean {problem.nearest}?" if problem.nearest else ""
