@@ -15,6 +15,7 @@ from torchrelay.metadata.capture import captures, code_id_of
 from torchrelay.metadata.code.archive import open_archive
 from torchrelay.metadata.code.extraction import unpack_source
 from torchrelay.metadata.experiment.run_store import ProgramRun
+from torchrelay.runners.experiment.request import Request
 from torchrelay.runners.experiment.scene import Scene
 
 MARK = "TORCHRELAY_ARCHIVED"
@@ -33,14 +34,32 @@ def run_archived(scene: Scene) -> int | None:
     captured = captured_of(run)
     if run.note.identity.same(scene.identity):
         return None
+    target = f"{scene.program.__module__}:{scene.program.__qualname__}"
+    return _perform(run, scene.request, scene.request.epoch, captured, target)
+
+
+def perform_archived(run: ProgramRun, request: Request, epoch: str | None) -> int:
+    """The same for a run by its directory alone; raises UsageError where its program was no script."""
+    captured = captured_of(run)
+    if not isinstance(captured["code"].get("script"), str):
+        raise UsageError(
+            f"the program of {run.id} was no script: name it, torchrelay {request.verb} module:Class "
+            f"--run {run.id}"
+        )
+    return _perform(run, request, epoch, captured, "")
+
+
+def _perform(
+    run: ProgramRun, request: Request, epoch: str | None, captured: Mapping[str, Any], target: str
+) -> int:
     with tempfile.TemporaryDirectory(prefix="torchrelay-archived-") as scratch:
         source = Path(scratch) / "source"
         with open_archive(run.path / "code" / f"{run.note.code_id}.zip") as archive:
             unpack_source(archive, source)
         command = [
             sys.executable,
-            *_program(scene, captured["code"], source),
-            *_options(scene, run, captured),
+            *_program(request, captured["code"], source, target),
+            *_options(request, epoch, run, captured),
         ]
         return subprocess.run(  # noqa: S603 - the user's own program, as it was
             command, env=environment_of(run, captured["code"], source), check=False
@@ -55,19 +74,19 @@ def captured_of(run: ProgramRun) -> dict[str, Any]:
     return found[-1]
 
 
-def _program(scene: Scene, code: Mapping[str, Any], source: Path) -> list[str]:
+def _program(request: Request, code: Mapping[str, Any], source: Path, target: str) -> list[str]:
     """The script in the archive, or the module by the command line."""
     script = code.get("script")
     if isinstance(script, str):
-        return [str(source / script), scene.request.verb]
-    target = f"{scene.program.__module__}:{scene.program.__qualname__}"
-    return ["-m", "torchrelay", scene.request.verb, target]
+        return [str(source / script), request.verb]
+    return ["-m", "torchrelay", request.verb, target]
 
 
-def _options(scene: Scene, run: ProgramRun, captured: Mapping[str, Any]) -> list[str]:
-    request = scene.request
-    words = [*request.paths, "--runs", str(scene.store.directory.parent)]
-    words += ["--epoch", request.epoch] if request.epoch is not None else []
+def _options(request: Request, epoch: str | None, run: ProgramRun, captured: Mapping[str, Any]) -> list[str]:
+    words = [*request.paths, "--runs", str(run.path.parent.parent)]
+    words += ["--epoch", epoch] if epoch is not None else []
+    words += ["--out", request.out] if request.out is not None else []
+    words += ["--overwrite"] if request.overwrite else []
     words += [option for option, on in (("--retest", request.retest), ("--json", request.json)) if on]
     folder = captured.get("config")
     if isinstance(folder, str) and run.note.config_id is not None:

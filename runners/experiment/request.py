@@ -16,6 +16,7 @@ VERBS = {
     "test": "measure the dataset `test` with the newest saved epoch",
     "eval": "evaluate files: IN... OUT",
     "status": "say what changed since the last run, and how it stands; writes nothing",
+    "package": "write the model of an epoch into one file that runs without this code: --out FILE",
     "amend": "record the changed code with the last run",
 }
 _CODES = (
@@ -46,6 +47,8 @@ class Request:
     time_limit: float | None = None
     json: bool = False
     strict_config: bool = False
+    out: str | None = None
+    overwrite: bool = False
 
     @classmethod
     def of(cls, chosen: argparse.Namespace, verb: str) -> Request:
@@ -132,6 +135,11 @@ def _paths(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", metavar="PATH", nargs="+", help="IN... OUT; a directory is all its files")
 
 
+def _writing(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", metavar="FILE", required=True, help="the package")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file if it is there")
+
+
 def _run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", dest="run_id", metavar="ID", help="this run (default: the newest)")
 
@@ -149,6 +157,7 @@ _OPTIONS: dict[str, tuple[Any, ...]] = {
     "test": (_using, _retest),
     "eval": (_paths, _using),
     "status": (_run, _check),
+    "package": (_writing, _using),
     "amend": (_run, _message),
 }
 
