@@ -1,4 +1,4 @@
-"""`torchrelay train|test|eval|status|amend PROGRAM`: the verbs of a user's program.
+"""`torchrelay train|test|eval|server|status|amend PROGRAM`: the verbs of a user's program.
 
 Without a program `train` and `test` run the profiles of a configuration that train, or that infer.
 """
@@ -31,6 +31,11 @@ def add_test(add: Add) -> None:
 def add_eval(add: Add) -> None:
     """Define `eval`."""
     _add(add, "eval")
+
+
+def add_server(add: Add) -> None:
+    """Define `server`."""
+    _add(add, "server")
 
 
 def add_status(add: Add) -> None:
