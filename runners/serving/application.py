@@ -8,11 +8,8 @@ import traceback
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from torchrelay.runners.serving.access import Doorkeeper
 from torchrelay.runners.serving.computing import Computing
@@ -28,7 +25,8 @@ from torchrelay.runners.serving.served import Holder
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-_UNREAD = (401, 406, 413, 415, 421, 429, 503)
+Endpoint = Callable[[Request], Awaitable[Response]]
+_UNREAD = (401, 404, 405, 406, 413, 415, 421, 429, 503)
 """Statuses before which the body may not have been read: what follows would be taken for it."""
 _SAFE = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
 
@@ -48,7 +46,8 @@ class Application:
         self._holder, self._predicting, self._computing = holder, predicting, computing
         self._meters, self._door, self._limits = meters, door, limits
         self._running = 0
-        endpoints: dict[str, Callable[[Request], Awaitable[Response]]] = {
+        self._endpoints: dict[str, Endpoint] = {
+            "/predict": self._predict,
             "/health": self._health,
             "/ready": self._ready,
             "/metadata": self._metadata,
@@ -56,18 +55,13 @@ class Application:
             "/openapi.json": self._openapi,
             "/": self._page,
         }
-        routes = [Route(path, endpoint, methods=["GET"]) for path, endpoint in endpoints.items()]
-        routes.append(Route("/predict", self._predict, methods=["POST"]))
-        self._paths = {*endpoints, "/predict"}
-        self._routes = Starlette(routes=routes, exception_handlers={HTTPException: _not_here})
-        self._routes.router.redirect_slashes = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request; every way out of it is an answer, but where the client is gone."""
         if scope["type"] != "http":
             return
         began, codes = time.perf_counter(), [0]
-        path = scope["path"] if scope["path"] in self._paths else "other"
+        path = scope["path"] if scope["path"] in self._endpoints else "other"
 
         async def counted(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
@@ -77,31 +71,41 @@ class Application:
         self._running += 1
         self._meters.running.set(self._running)
         try:
-            await self._let_in(scope, receive, counted)
+            response = await self._response(Request(scope, receive))
+            if response is not None:
+                await response(scope, receive, counted)
         finally:
             self._running -= 1
             self._meters.running.set(self._running)
             self._meters.answered(path, codes[-1], time.perf_counter() - began)
 
-    async def _let_in(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope)
-        refused = self._door.refusal(scope["path"], request.headers)
-        if refused is None and self._running > self._limits.requests:
-            refused = unavailable("too many requests at once")
-        if refused is not None:
-            await _refusal(refused)(scope, receive, send)
-            return
+    async def _response(self, request: Request) -> Response | None:
+        """The answer or the refusal; None where the client is gone."""
         try:
-            await self._routes(scope, receive, send)
+            return await self._endpoint(request)(request)
         except GoneError:
-            pass
+            return None
         except RefusedError as error:
-            await _refusal(error)(scope, receive, send)
+            return _refusal(error)
         except Exception as error:
             self._meters.faults.inc()
             self._say_fault(error)
             text = str(error)[:300] if isinstance(error, FaultyAnswerError) else "the server failed"
-            await _refusal(RefusedError(500, text))(scope, receive, send)
+            return _refusal(RefusedError(500, text))
+
+    def _endpoint(self, request: Request) -> Endpoint:
+        """Who answers; raises RefusedError for who is not let in, and for what there is not."""
+        refused = self._door.refusal(request.scope["path"], request.headers)
+        if refused is not None:
+            raise refused
+        if self._running > self._limits.requests:
+            raise unavailable("too many requests at once")
+        endpoint = self._endpoints.get(request.scope["path"])
+        if endpoint is None:
+            raise RefusedError(404, "there is no such path: GET / tells what there is")
+        if request.method not in _methods(request.scope["path"]):
+            raise RefusedError(405, f"ask by {_methods(request.scope['path'])[0]}")
+        return endpoint
 
     def _say_fault(self, error: Exception) -> None:
         told = "".join(traceback.format_exception(error))
@@ -156,13 +160,12 @@ def _refusal(error: RefusedError) -> Response:
         headers["Retry-After"] = str(error.retry_secs)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if error.status == 405:
+        headers["Allow"] = "POST" if "POST" in error.text else "GET, HEAD"
     if error.status in _UNREAD:
         headers["Connection"] = "close"
     return JSONResponse({"error": error.text}, error.status, headers=headers)
 
 
-async def _not_here(request: Request, error: Exception) -> Response:
-    """404 and 405, in the same form as every refusal."""
-    status = getattr(error, "status_code", 404)
-    text = "there is no such path: GET / tells what there is" if status == 404 else "not by this method"
-    return JSONResponse({"error": text}, status, headers={**_SAFE, **(getattr(error, "headers", None) or {})})
+def _methods(path: str) -> tuple[str, ...]:
+    return ("POST",) if path == "/predict" else ("GET", "HEAD")

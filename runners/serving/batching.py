@@ -1,7 +1,7 @@
 """Samples that wait, and which of them make the next batch.
 
-Samples that are alike (same handler, same `alike`) go together, the oldest first, at most `max_batch`. A
-batch that is not full waits for more until its oldest sample has waited `max_delay_secs`; while the one thread
+Samples that are alike (same handler, same `alike`) go together, the oldest first, at most `max_batch`.
+A batch that is not full waits for more until its oldest sample has waited `max_delay_secs`; while the thread
 computes nothing is lost by waiting.
 """
 

@@ -1,4 +1,4 @@
-"""The one thread that computes: takes batches, predicts, hands results back. Nothing ever waits for it for ever."""
+"""The one thread that computes: takes batches, predicts, hands results back. Nobody waits for it for ever."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from torchrelay.runners.serving.meters import Meters
 from torchrelay.runners.serving.refusal import FaultyAnswerError, RefusedError, unavailable
 from torchrelay.runners.serving.served import ServingHandler
 
-_OF_THE_SAMPLE = (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, NotImplementedError)
-"""What a model raises for a sample that does not fit it; torch says RuntimeError for shapes and types."""
 _OF_THE_MACHINE = (torch.OutOfMemoryError, torch.AcceleratorError)
 _TOLD = 200
 
@@ -63,6 +61,7 @@ class Computing:
         for item, outcome in zip(batch, outcomes, strict=True):
             asked = item.asked
             if isinstance(outcome, BaseException):
+                self._meters.refused.inc()
                 asked.error, asked.given_up = asked.error or outcome, True
             else:
                 asked.results[item.index] = outcome
@@ -93,12 +92,16 @@ def _results(handler: ServingHandler, samples: Sequence[Any]) -> list[Any]:
 
 
 def refusal_of(error: BaseException) -> BaseException:
-    """What a client is told of an error of the handler: its own fault where the sample may be the cause."""
+    """What a client is told of an error of the handler: its own fault where the sample may be the cause.
+
+    It may be of any exception: torch says RuntimeError for shapes and types, a model AttributeError for a dict
+    where it wants a tensor. What a model refuses is counted, so that one that refuses all is seen.
+    """
     if isinstance(error, (RefusedError, FaultyAnswerError)):
         return error
     if isinstance(error, (MemoryError, *_OF_THE_MACHINE)):
         return unavailable("there is no memory for this now", 5)
-    if isinstance(error, _OF_THE_SAMPLE):
+    if isinstance(error, Exception):
         return RefusedError(422, f"the model refuses this sample: {_line(error)}")
     return FaultyAnswerError(f"the model failed: {_line(error)}")
 

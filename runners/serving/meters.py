@@ -38,6 +38,9 @@ class Meters:
         self.swap_failures = Counter(
             "torchrelay_swap_failures", "Times that a newer epoch could not be used", registry=registry
         )
+        self.refused = Counter(
+            "torchrelay_refused_samples", "Samples for which the model raised an error", registry=registry
+        )
         self.faults = Counter(
             "torchrelay_faults", "Errors of this side, whose answer was a 500", registry=registry
         )

@@ -12,7 +12,7 @@ from torchrelay.runners.report.markup import Markup, el
 _STYLE = Markup(
     "body{font:16px/1.5 system-ui,sans-serif;max-width:56rem;margin:2rem auto;padding:0 1rem;"
     "color-scheme:light dark}code,pre{font:13px/1.5 ui-monospace,monospace}"
-    "pre{overflow:auto;padding:.8rem;border:1px solid #8886}td{padding:.2rem .8rem .2rem 0;vertical-align:top}"
+    "pre{overflow:auto;padding:.8rem}td{padding:.2rem .8rem .2rem 0;vertical-align:top}"
 )
 _DIGEST = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
 HEADERS = {
