@@ -104,7 +104,11 @@ def _plain(chosen: argparse.Namespace, selector: Selector) -> Source:
 
 
 def _package(chosen: argparse.Namespace) -> Source:
-    raise UsageError(f"{chosen.path} is a file: give a run directory")
+    from torchrelay.runners.serving.models import handler_of
+    from torchrelay.runners.serving.packages import PackageSource
+
+    handler = None if chosen.handler is None else handler_of(chosen.handler)
+    return PackageSource(chosen.path, handler, chosen.device)
 
 
 def _refuse_given(chosen: argparse.Namespace, names: tuple[str, ...], why: str) -> None:

@@ -41,6 +41,7 @@ _HOMES = {
     "RelayError": "errors",
     "RunResult": "runners.result",
     "Scope": "jobs.blobs",
+    "ServingHandler": "runners.serving.served",
     "Sources": "metadata.code.sources",
     "SqlHandler": "metadata.sql.handler",
     "StopAnswer": "jobs.stop",
@@ -48,6 +49,7 @@ _HOMES = {
     "Task": "jobs.task",
     "TaskGroup": "jobs.group",
     "TaskOutput": "jobs.output",
+    "TensorHandler": "runners.serving.tensor_handler",
     "TrackedRun": "metadata.sinks.sink",
     "UploadTaskGroupBuilder": "checkpoint.upload",
     "Upstream": "runners.stages.given",
@@ -126,6 +128,8 @@ if TYPE_CHECKING:
     from torchrelay.runners.job_runner import JobRunner as JobRunner
     from torchrelay.runners.local_session import LocalSession as LocalSession
     from torchrelay.runners.result import RunResult as RunResult
+    from torchrelay.runners.serving.served import ServingHandler as ServingHandler
+    from torchrelay.runners.serving.tensor_handler import TensorHandler as TensorHandler
     from torchrelay.runners.stages.given import InitFrom as InitFrom, Upstream as Upstream
     from torchrelay.runners.start import init as init
 
