@@ -94,8 +94,8 @@ def _results(handler: ServingHandler, samples: Sequence[Any]) -> list[Any]:
 def refusal_of(error: BaseException) -> BaseException:
     """What a client is told of an error of the handler: its own fault where the sample may be the cause.
 
-    It may be of any exception: torch says RuntimeError for shapes and types, a model AttributeError for a dict
-    where it wants a tensor. What a model refuses is counted, so that one that refuses all is seen.
+    It may be any exception: torch says RuntimeError for shapes and types, a model AttributeError for a
+    dict where it wants a tensor. What a model refuses is counted, so that one that refuses all is seen.
     """
     if isinstance(error, (RefusedError, FaultyAnswerError)):
         return error

@@ -63,7 +63,7 @@ def batch_size_of(signature: Signature) -> int | str:
     if len(sizes) != 1 or size is None or (isinstance(size, int) and size != 1):
         told = ", ".join(f"{spec.name} {spec.shape}" for spec in signature.inputs)
         raise UsageError(
-            f"the inputs are {told}: to be served all have the same first size, that of the batch, which is 1 "
+            f"the inputs are {told}: to be served all have the same first size, of the batch, which is 1 "
             "or free; save the package with inputs of that kind"
         )
     return size
