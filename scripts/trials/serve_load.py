@@ -41,6 +41,7 @@ async def good_client(
 ) -> None:
     """Asks for random samples, one after the other, while `going`."""
     chance, client = random.Random(seed), Client(port)
+    await asyncio.sleep(pause * chance.random())
     while going():
         sample = [chance.random() for _ in range(64)]
         began = time.perf_counter()

@@ -44,6 +44,8 @@ if __name__ == "__main__":
 """
 CLASSES = 10
 PAUSE_SECS = 0.05
+CROWD_PER_SEC = 200
+"""Requests of all good clients together: what leaves room for others on one core."""
 
 
 class Target:
@@ -131,12 +133,13 @@ def storm(target: Target, chosen: argparse.Namespace) -> list[str]:
     warm = time.monotonic() + 5
     asyncio.run(good_clients(target.port, many, lambda: time.monotonic() < warm, right, 1))
     before = target.memory_mib("VmRSS")
-    half, none = chosen.malformed // 2, range(0)
+    half, none, crowd_pause = chosen.malformed // 2, range(0), many / CROWD_PER_SEC
+    phase(f"{many} clients without a pause", many, none, 0.0)
     rest = [
         phase(f"{few} clients, quiet", few, none, PAUSE_SECS),
         phase(f"{few} clients, malformed", few, range(half), PAUSE_SECS),
-        phase(f"{many} clients, quiet", many, none, 0.0),
-        phase(f"{many} clients, malformed", many, range(half, chosen.malformed), 0.0),
+        phase(f"{many} clients, quiet", many, none, crowd_pause),
+        phase(f"{many} clients, malformed", many, range(half, chosen.malformed), crowd_pause),
     ]
     for quiet, stormy, count in ((rest[0], rest[1], few), (rest[2], rest[3], many)):
         ratio = stormy.quantile(0.99) / max(quiet.quantile(0.99), 1e-9)

@@ -130,7 +130,8 @@ def test_answers_keep_their_bits_and_say_what_is_no_number():
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
-        ({}, 415), ({"content-type": "text/plain"}, 415), ({"content-type": "application/x-python-pickle"}, 415),
+        ({}, 415), ({"content-type": "text/plain"}, 415),
+        ({"content-type": "application/x-python-pickle"}, 415),
         ({"content-type": "application/json; charset=utf-16"}, 415),
         ({"content-type": "application/json", "content-encoding": "gzip"}, 415),
         ({"content-type": "application/json", "accept": "text/html"}, 406),

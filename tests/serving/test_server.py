@@ -135,7 +135,7 @@ def test_a_client_that_is_gone_leaves_nothing():
 
 
 def test_limits_hold_before_anything_is_read():
-    """Bodies that say that they are too long, or turn out to be, are a 413; all together they have a budget."""
+    """Bodies that say that they are too long, or turn out to be, are a 413; all of them have a budget."""
     with serving(served(TensorHandler(linear())), body_bytes=1000, json_bytes=500) as here:
         assert here.client.post("/predict", content=b"[" * 600, headers=JSON).status_code == 413
 
@@ -159,11 +159,7 @@ def test_slow_and_surplus_connections_are_let_go():
         with socket.create_connection(("127.0.0.1", here.port), timeout=60) as idle:
             idle.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1:%d\r\n\r\n" % here.port)
             assert b" 200 " in idle.recv(1000)
-            with (
-                pytest.raises(httpx.HTTPError)
-                if False
-                else socket.create_connection(("127.0.0.1", here.port), timeout=60) as third
-            ):
+            with socket.create_connection(("127.0.0.1", here.port), timeout=60) as third:
                 assert b" 503 " in third.recv(1000)
 
 
@@ -193,7 +189,7 @@ def test_looking_needs_nothing_else():
 
 
 def test_only_this_machine_or_who_has_the_token():
-    """Without a token other names of this machine are refused; with one all but health and readiness need it."""
+    """Without a token other hosts' names are refused; with one all but health and readiness need it."""
     with serving(served(TensorHandler(linear()))) as here:
         assert here.client.get("/metadata", headers={"host": "evil.example"}).status_code == 421
     with serving(served(TensorHandler(linear())), token=TOKEN) as here:

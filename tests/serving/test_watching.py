@@ -12,7 +12,7 @@ import torch
 from served import linear, serving, wait_until
 
 from torchrelay import Job, JobRunner, LocalSession, max_epochs, open_checkpoint
-from torchrelay.errors import NoProvableEpochError, StorageError, UsageError
+from torchrelay.errors import NoProvableEpochError, StorageError, TaskFailedError, UsageError
 from torchrelay.runners.serving.epochs import EpochSource
 from torchrelay.runners.serving.meters import Meters
 from torchrelay.runners.serving.models import PlainModel
@@ -20,17 +20,28 @@ from torchrelay.runners.serving.served import Holder
 from torchrelay.runners.serving.tensor_handler import TensorHandler
 from torchrelay.runners.serving.watching import Watching
 
+BIAS_AT = 4096 + (8 + 8 * 4) * 4
+"""Where the last bias lies in a shard: behind the header and the first layer."""
 
-def train(where: Path, epochs: int, *, best: bool = True, again_from: int | None = None) -> None:
+
+def train(
+    where: Path, epochs: int, *, best: bool = True, again_from: int | None = None, fails: bool = False
+) -> None:
     """Epochs whose model says their number: all weights are 0, the last bias is the epoch."""
     model = linear()
     with torch.no_grad():
         for one in model.parameters():
             one.zero_()
-    job = Job("served", blobs={"model": model, "optimizer": torch.optim.Adam(model.parameters())})
+    optimizer = torch.optim.Adam(model.parameters())
+    job = Job("served", blobs={"model": model, "optimizer": optimizer})
 
     @job.epoch
     def epoch(ctx: Any) -> None:
+        if fails:
+            raise RuntimeError("as planned")
+        for one in model.parameters():
+            one.grad = torch.zeros_like(one)
+        optimizer.step()  # changes its own state alone
         with torch.no_grad():
             model[2].bias += 1
         ctx.log("val/acc", float(-abs(ctx.epoch - 2)))
@@ -48,10 +59,10 @@ def source(
 
 
 def damage(where: Path, epoch: int) -> None:
-    """Another byte in the newest shards of an epoch, where tensors lie."""
+    """Another byte of the model in an epoch, where the size of no file tells it."""
     for file in (where / "checkpoints/data").glob(f"e{epoch:08d}-*/*.main.safetensors"):
         data = bytearray(file.read_bytes())
-        data[-1] ^= 0xFF
+        data[BIAS_AT] ^= 0xFF
         file.chmod(0o644)
         file.write_bytes(data)
 
@@ -178,6 +189,7 @@ def test_only_the_blob_of_the_model_is_read(tmp_path: Path):
     assert source(tmp_path / "run", "1").first().epoch == 1, "files of other blobs need not be there"
     with pytest.raises(UsageError):
         source(tmp_path / "run", blob="other").first()
-    train(tmp_path / "untrained", 0)
+    with pytest.raises(TaskFailedError):
+        train(tmp_path / "untrained", 1, fails=True)
     with pytest.raises(UsageError, match="no trained epoch yet"):
         source(tmp_path / "untrained").first()
