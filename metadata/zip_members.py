@@ -63,7 +63,6 @@ class ZipMembers:
         except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
             raise DamagedError(f"{self.what}: {name!r} is damaged ({error})") from None
 
-
     def read_into(self, name: str, at: int, destination: memoryview) -> None:
         """Fill `destination` (1-D bytes) from byte `at` of a member; the CRC is not looked at.
 

@@ -19,7 +19,7 @@ ALLOWED = {
     "metadata": {"metadata", "errors"},
     "checkpoint": {"checkpoint", "jobs", "errors"}
     | {"metadata.handler", "metadata.same_place", "metadata.stats"}
-    | {"metadata.zip_members", "metadata.code.archived_imports"},
+    | {"metadata.zip_members", "metadata.code.archived_imports", "metadata.capture"},
     "runners": {"runners", "checkpoint", "jobs", "metadata", "errors"},
 }
 

@@ -1,4 +1,4 @@
-"""docs/serving.md is true: its programs and commands run as they stand, its options and defaults are those there are."""
+"""docs/serving.md is true: its programs and commands run as they stand, its options are those there are."""
 
 from __future__ import annotations
 

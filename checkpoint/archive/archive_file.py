@@ -46,7 +46,9 @@ class Contents:
     ties: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, Json] = field(default_factory=dict)
     """States that are no tensors, as typed values."""
-    aux: Json = field(default_factory=dict)
+    aux: Json = field(default_factory=lambda: {"names": [], "values": {}})
+    order: tuple[str, ...] = ()
+    """The names of all states as the model has them."""
     package: Json = None
     members: Mapping[str, bytes] = field(default_factory=dict)
 
@@ -74,13 +76,16 @@ def _manifest(contents: Contents, said: Json) -> Json:
         "tensors": said,
         "ties": dict(contents.ties),
         "extra": dict(contents.extra),
+        "order": list(contents.order),
         "aux": contents.aux,
     }
     return found if contents.package is None else {**found, "package": contents.package}
 
 
 def _suggested(contents: Contents) -> Callable[[], int]:
-    return lambda: sum(map(nbytes_of, contents.tensors.values())) + sum(map(len, contents.members.values())) + 65536
+    return lambda: (
+        sum(map(nbytes_of, contents.tensors.values())) + sum(map(len, contents.members.values())) + 65536
+    )
 
 
 class ArchiveFile:
@@ -91,7 +96,9 @@ class ArchiveFile:
         if MANIFEST not in members.members:
             raise FormatError(f"{self.what} is a zip archive of something else: it has no {MANIFEST}")
         found = canonical.loads(
-            members.read(MANIFEST, MANIFEST_LIMIT), what=f"{self.what}: {MANIFEST}", limit_bytes=MANIFEST_LIMIT
+            members.read(MANIFEST, MANIFEST_LIMIT),
+            what=f"{self.what}: {MANIFEST}",
+            limit_bytes=MANIFEST_LIMIT,
         )
         if not isinstance(found, dict) or found.get("about") != ABOUT:
             raise FormatError(f"{self.what} is an archive of something else: its {MANIFEST} is not ours")
@@ -104,6 +111,9 @@ class ArchiveFile:
         states = self.tensors(MODEL).entries
         if wrong := [name for name, first in self.ties.items() if first not in states or name in states]:
             raise DamagedError(f"{self.fields.what}: {wrong[0]!r} is tied to no state")
+        self.order = self.fields.texts("order")
+        if sorted(self.order) != sorted([*states, *self.ties, *self.extra]):
+            raise self.fields.wrong("order")
 
     def tensors(self, group: str) -> StoredTensors:
         """The tensors of a member; raises DamagedError."""
@@ -122,27 +132,33 @@ class ArchiveFile:
         return tuple(self._members.members)
 
     def states(self) -> dict[str, torch.Tensor]:
-        """All states by name, tied names with one tensor; what is no tensor is in `extra`."""
+        """All states in the model's order, tied names with one tensor; what is no tensor is in `extra`."""
         stored = self.tensors(MODEL)
         found = {name: stored.read(name) for name in stored.entries}
-        return {**found, **{name: found[first] for name, first in self.ties.items()}}
+        names = [name for name in self.order if name not in self.extra]
+        return {name: found[self.ties.get(name, name)] for name in names}
 
-    def aux(self) -> Json:
-        """The plain values, with their tensors."""
-        tree = self.fields.values.get("aux")
-        if not isinstance(tree, dict):
-            raise self.fields.wrong("aux")
+    def aux(self) -> dict[str, Json]:
+        """The plain values by name in their order, with their tensors."""
+        said = self.fields.fields("aux")
+        trees = said.fields("values").values
+        names = said.texts("names")
+        if sorted(names) != sorted(trees):
+            raise said.wrong("names")
         stored = self.tensors(AUX)
-        unknown = [name for name in references(tree) if name not in stored.entries]
-        if unknown:
+        wanted = dict.fromkeys(name for tree in trees.values() for name in references(tree))
+        if unknown := [name for name in wanted if name not in stored.entries]:
             raise DamagedError(f"{self.fields.what}: there is no tensor {unknown[0][:100]!r}")
-        made = {name: stored.read(name) for name in dict.fromkeys(references(tree))}
-        return decode(tree, tensor=lambda name: made[str(name)])
+        made = {name: stored.read(name) for name in wanted}
+        return {name: decode(trees[name], tensor=lambda one: made[str(one)]) for name in names}
 
 
 @contextmanager
 def open_archive_file(where: Where) -> Iterator[ArchiveFile]:
-    """Open an archive of ours; raises UsageError, FormatError for a foreign file, DamagedError, StorageError."""
+    """Open an archive of ours.
+
+    Raises UsageError, FormatError for a foreign file, DamagedError, StorageError.
+    """
     with fetched(where) as (path, shown), _named(path, shown), open_zip(path) as members:
         yield ArchiveFile(members)
 

@@ -107,7 +107,9 @@ def places(header: bytes, data: int, nbytes: int, entries: Mapping[str, Entry], 
     if set(found) != set(entries):
         odd = sorted(set(found) ^ set(entries))[0]
         raise DamagedError(f"{what}: manifest and header do not have the same tensors ({odd[:100]!r})")
-    return {name: _place(found[name], entry, data, nbytes, f"{what} ({name})") for name, entry in entries.items()}
+    return {
+        name: _place(found[name], entry, data, nbytes, f"{what} ({name})") for name, entry in entries.items()
+    }
 
 
 def _place(said: Json, entry: Entry, data: int, nbytes: int, what: str) -> int:
@@ -115,6 +117,6 @@ def _place(said: Json, entry: Entry, data: int, nbytes: int, what: str) -> int:
     match said:
         case {"dtype": code, "shape": stored, "data_offsets": [int(start), int(stop)]}:
             fits = code == entry.element.code and stored == shape and stop - start == entry.nbytes
-            if fits and 0 <= start and data + stop <= nbytes:
+            if fits and start >= 0 and data + stop <= nbytes:
                 return data + start
     raise DamagedError(f"{what}: the header does not say what the manifest says")

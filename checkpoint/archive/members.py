@@ -58,7 +58,9 @@ class StoredTensors:
         self._archive, self._member = archive, member
         what = f"{said.what}"
         self.entries: dict[str, Entry] = {
-            name: form.entry_from_json(Fields(one, f"{what} ({name})")) if isinstance(one, dict) else _odd(what)
+            name: form.entry_from_json(Fields(one, f"{what} ({name})"))
+            if isinstance(one, dict)
+            else _odd(what)
             for name, one in said.values.items()
         }
         self._places = self._find_places()

@@ -67,7 +67,7 @@ def _write_remote(url: str, fill: Fill, *, overwrite: bool) -> str:
 
 @contextmanager
 def fetched(where: Where) -> Iterator[tuple[str, str]]:
-    """A local path from which the archive can be read, and what to call it. Raises UsageError, StorageError."""
+    """A local path to read the archive from, and what to call it. Raises UsageError, StorageError."""
     if not _remote(where):
         path = _local(where)
         if not path.is_file():

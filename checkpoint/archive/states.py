@@ -38,7 +38,10 @@ def get_states(module: nn.Module) -> dict[str, torch.Tensor]:
     found: dict[int, str] = {}
     states: dict[str, torch.Tensor] = {}
     for entry in entries_of(module):
-        if isinstance(entry.value, torch.Tensor) and found.setdefault(id(entry.value), entry.name) == entry.name:
+        if (
+            isinstance(entry.value, torch.Tensor)
+            and found.setdefault(id(entry.value), entry.name) == entry.name
+        ):
             states[entry.name] = entry.value
     return states
 
@@ -64,6 +67,7 @@ class States:
     tensors: Mapping[str, Outgoing]
     ties: Mapping[str, str]
     extra: Mapping[str, Json]
+    order: tuple[str, ...]
 
 
 def unready(module: nn.Module) -> list[str]:
@@ -71,13 +75,16 @@ def unready(module: nn.Module) -> list[str]:
     return [
         entry.name
         for entry in entries_of(module)
-        if nn.parameter.is_lazy(entry.value) or (isinstance(entry.value, torch.Tensor) and entry.value.is_meta)
+        if nn.parameter.is_lazy(entry.value)
+        or (isinstance(entry.value, torch.Tensor) and entry.value.is_meta)
     ]
 
 
 def states_of(module: nn.Module) -> States:
-    """The states of a model. Raises UsageError where some have no content yet, BlobError for what cannot
-    be stored: sharded tensors, extra state that is no plain value.
+    """The states of a model.
+
+    Raises UsageError where some have no content yet, BlobError for what cannot be stored: sharded tensors,
+    extra state that is no plain value.
     """
     if names := unready(module):
         raise UsageError(
@@ -88,7 +95,8 @@ def states_of(module: nn.Module) -> States:
     ties: dict[str, str] = {}
     extra: dict[str, Json] = {}
     first: dict[int, str] = {}
-    for entry in entries_of(module):
+    entries = entries_of(module)
+    for entry in entries:
         value = entry.value
         if not isinstance(value, torch.Tensor):
             extra[entry.name] = values.encode(value, entry.name)
@@ -96,7 +104,7 @@ def states_of(module: nn.Module) -> States:
             ties[entry.name] = known
         else:
             tensors[entry.name] = _outgoing(entry)
-    return States(tensors, ties, extra)
+    return States(tensors, ties, extra, tuple(entry.name for entry in entries))
 
 
 def _outgoing(entry: ModuleEntry) -> Outgoing:

@@ -3,8 +3,8 @@
 zipfile would copy what it writes and hash it in one thread. Here blocks of memory are hashed (CRC-32 for the
 zip, xxh3 for us) and written by a few threads, straight from where they lie.
 
-Source: PKWARE APPNOTE 6.3.10, sections 4.3.7 (local header), 4.3.12 (directory), 4.3.14 to 16 (its end), 4.5.3
-(zip64). That CRCs of parts can be joined: M. Adler, zlib's crc32_combine.
+Source: PKWARE APPNOTE 6.3.10, sections 4.3.7 (local header), 4.3.12 (directory), 4.3.14 to 16 (its end),
+4.5.3 (zip64). That CRCs of parts can be joined: M. Adler, zlib's crc32_combine.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _end(count: int, at: int, nbytes: int) -> bytes:
 
 
 def combined(first: int, second: int, nbytes: int) -> int:
-    """The CRC-32 of bytes of which the parts have CRCs `first` and `second`, the latter being `nbytes` long."""
+    """The CRC-32 of two parts together, by those of the parts; the second is `nbytes` long."""
     return (_times(_zeros(nbytes), first) ^ second) if nbytes else first
 
 

@@ -54,7 +54,7 @@ def encode(value: Any, name_of: Callable[[Any], str | None]) -> Json:
 
 
 def decode(json: Json) -> Any:
-    """The argument with `Ref` and `Place` where values and devices come in; raises DamagedError, FormatError."""
+    """The argument, `Ref` and `Place` where values and devices come in; raises DamagedError, FormatError."""
     if isinstance(json, list):
         return [decode(item) for item in json]
     if not isinstance(json, dict):

@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torchrelay.checkpoint.archive.archive_file import CONSTANTS, MODEL, PACKAGE, ArchiveFile, open_archive_file
+from torchrelay.checkpoint.archive.archive_file import (
+    CONSTANTS,
+    MODEL,
+    PACKAGE,
+    ArchiveFile,
+    open_archive_file,
+)
 from torchrelay.checkpoint.archive.entries import PARAMETER
 from torchrelay.checkpoint.archive.publishing import Where
 from torchrelay.checkpoint.disk import canonical
@@ -87,7 +93,7 @@ def package_of(archive: ArchiveFile, where: Where) -> Package:
             f"{archive.what} is a state archive, no package: make the model and call load_states(path, model)"
         )
     fields = archive.fields.fields("package")
-    found = fields.optional("signature", lambda key: fields.fields(key))
+    found = fields.optional("signature", fields.fields)
     labels = fields.optional("labels", fields.texts)
     return Package(
         archive.what,

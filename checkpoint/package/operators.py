@@ -17,7 +17,9 @@ import torch
 from torchrelay.errors import FormatError
 
 _ATEN = re.compile(r"aten\.([A-Za-z0-9_]+)\.([A-Za-z0-9_]+)")
-_NEVER = re.compile(r"from_file|set_|set_data|set|_?nested.*|_nested.*|.*_unsafe|.*storage.*|_print|_pickle.*")
+_NEVER = re.compile(
+    r"from_file|set_|set_data|set|_?nested.*|_nested.*|.*_unsafe|.*storage.*|_print|_pickle.*"
+)
 """Files, foreign memory, and constructors that skip the checks of what they are given."""
 
 _PLAIN: dict[str, Callable[..., Any]] = {

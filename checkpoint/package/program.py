@@ -44,7 +44,9 @@ class Argument:
 
 @dataclass(frozen=True)
 class Program:
-    """`inputs`: names of the tensors that a call brings, in flat order. `tensors`: name within the program to
+    """The whole of it.
+
+    `inputs`: names of the tensors that a call brings, in flat order. `tensors`: name within the program to
     (STATE or CONSTANT, stored name). `outputs`: what comes out, flat; `result` puts it together.
     """
 
@@ -99,7 +101,7 @@ def program_from_json(json: Json, what: str) -> Program:
         steps.append(step)
     outputs = tuple(arguments.decode(item) for item in fields.items("outputs"))
     _check_known(outputs, known, what)
-    given = fields.each("arguments", lambda one: Argument(one.text("name"), one.values.get("tree"), one.flag("positional")))  # fmt: skip
+    given = fields.each("arguments", _argument)
     for one in given:
         check_tree(one.tree, len(inputs))
     check_tree(json.get("result"), len(outputs))
@@ -111,6 +113,10 @@ def _where(where: Json, what: str) -> tuple[str, str]:
         case [("state" | "constant") as kind, str(name)]:
             return kind, name
     raise DamagedError(f"{what}: a tensor lies at {str(where)[:100]}")
+
+
+def _argument(fields: Fields) -> Argument:
+    return Argument(fields.text("name"), fields.values.get("tree"), fields.flag("positional"))
 
 
 def _step(fields: Fields) -> Step:

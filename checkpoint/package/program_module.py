@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch import nn
 
 from torchrelay.checkpoint.package.arguments import resolved
 from torchrelay.checkpoint.package.operators import operator_of
-from torchrelay.checkpoint.package.program import STATE, Program
+from torchrelay.checkpoint.package.program import STATE, Argument, Program
 from torchrelay.checkpoint.package.trees import built, leaves_in
 from torchrelay.errors import DamagedError, UsageError
 from torchrelay.jobs.signature import Signature, TensorSpec
@@ -50,6 +52,7 @@ class ProgramModule(nn.Module):
             self._hold(name, tensor, persistent=False)
         if missing := [name for _, name in program.tensors.values() if name not in self._held]:
             raise DamagedError(f"the program needs {missing[0]!r}, which the package does not have")
+        self.forward = MethodType(_with_names(program.arguments), self)
         self.eval()
 
     def _hold(self, name: str, tensor: torch.Tensor, *, persistent: bool) -> None:
@@ -65,7 +68,9 @@ class ProgramModule(nn.Module):
             else:
                 owner.register_buffer(leaf, tensor, persistent=persistent)
         except (KeyError, TypeError) as error:
-            raise DamagedError(f"the package has a tensor {name[:100]!r}, which no module can have") from error
+            raise DamagedError(
+                f"the package has a tensor {name[:100]!r}, which no module can have"
+            ) from error
         self._held[name] = (path, leaf)
 
     def _tensor(self, name: str) -> torch.Tensor:
@@ -80,7 +85,7 @@ class ProgramModule(nn.Module):
             return self._tensor(name).device
         return torch.device("cpu")
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
         """What the original gives; raises UsageError for arguments that the program was not made for."""
         return built(self._program.result, self._run(self._inputs(args, kwargs)))
 
@@ -125,6 +130,24 @@ def states_of(program: Program) -> list[str]:
     return [name for kind, name in program.tensors.values() if kind == STATE]
 
 
+def _with_names(arguments: Sequence[Argument]) -> Callable[..., Any]:
+    """A `forward` that tells the names of the original's arguments to those who ask for its signature."""
+
+    def forward(self: ProgramModule, *args: Any, **kwargs: Any) -> Any:
+        return self._called(*args, **kwargs)
+
+    named = [
+        inspect.Parameter(one.name, _POSITIONAL if one.positional else inspect.Parameter.KEYWORD_ONLY)
+        for one in arguments
+    ]
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    forward.__signature__ = inspect.Signature([own, *named])  # type: ignore[attr-defined]
+    return forward
+
+
+_POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
 def _called(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     return f"{len(args)} positional arguments" + (f" and {', '.join(kwargs)}" if kwargs else "")
 
@@ -144,11 +167,12 @@ def _check_inputs(inputs: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
                     raise UsageError(_unlike(value, spec))
             elif named.setdefault(wanted, (size, spec.name))[0] != size:
                 first, where = named[wanted]
-                raise UsageError(f"{wanted} is {first} in {where} and {size} in {spec.name}: it must be one size")
+                raise UsageError(
+                    f"{wanted} is {first} in {where} and {size} in {spec.name}: it must be one size"
+                )
 
 
 def _unlike(value: torch.Tensor, spec: TensorSpec) -> str:
     dtype = str(value.dtype).removeprefix("torch.")
-    return (
-        f"{spec.name} is {dtype}{list(value.shape)}; the model takes {spec.dtype}[{', '.join(map(str, spec.shape))}]"
-    )
+    wanted = ", ".join(map(str, spec.shape))
+    return f"{spec.name} is {dtype}{list(value.shape)}; the model takes {spec.dtype}[{wanted}]"

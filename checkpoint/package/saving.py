@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,9 +24,12 @@ from torchrelay.checkpoint.archive.states import States, checked, states_of
 from torchrelay.checkpoint.disk import canonical, values
 from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.package import opening
-from torchrelay.checkpoint.package.exporting import Dynamic, Exported, export
+from torchrelay.checkpoint.package.calls import Dynamic
+from torchrelay.checkpoint.package.epochs import of_epoch
+from torchrelay.checkpoint.package.exporting import export
 from torchrelay.checkpoint.package.opening import Package, open_package
 from torchrelay.checkpoint.package.recorded import recorded_call
+from torchrelay.checkpoint.package.rewriting import Exported
 from torchrelay.checkpoint.package.sources import sources_of
 from torchrelay.errors import BlobError, UsageError
 
@@ -43,6 +47,9 @@ def save(
     preprocessing: Any = None,
     metadata: Mapping[str, Any] | None = None,
     source: bool = True,
+    run: str | os.PathLike[str] | None = None,
+    epoch: int | str = "last",
+    blob: str = "model",
     overwrite: bool = False,
 ) -> Package:
     """Write a model into one file from which it is rebuilt without its class being there; see `load`.
@@ -52,13 +59,20 @@ def save(
     first size of inputs may differ later; `dynamic={"tokens": {0: "batch", 1: "length"}}` says it otherwise.
     The program is of the model in eval mode. `constructor=(args, kwargs)` is what the class was called
     with, needed for the source form; a class that needs no argument does without. With `source=False` no
-    source is archived. `labels` name the classes of the output, `preprocessing` refers to what makes inputs.
-    The file appears whole and durable or not at all; it replaces another only with `overwrite`.
+    source is archived. With `run`, a run directory or checkpoints, the states are those that the blob `blob`
+    has in its `epoch` (of a copy: `model` stays as it is), and `metadata` tells of both. `labels` name the
+    classes of the output, `preprocessing` refers to what makes inputs. The file appears whole and durable or
+    not at all; it replaces another only with `overwrite`.
 
     What cannot be part of the package (no inputs, an operator that programs may not use, no source) is left
     out, told by the package's `without`; a package that has states only is warned of.
     Raises UsageError, BlobError for a state or value that cannot be stored, StorageError.
     """
+    if inputs is None and (known := recorded_call(checked(model))) is not None:
+        inputs, dynamic = known.inputs, dynamic or known.dynamic
+    if run is not None:
+        model, of_run = of_epoch(checked(model), run, epoch, blob)
+        metadata = {**of_run, **(metadata or {})}
     states = states_of(checked(model))
     without: list[str] = []
     exported = _exported(model, inputs, dynamic, without)
@@ -80,7 +94,9 @@ def save(
     return open_package(path)
 
 
-def _contents(states: States, exported: Exported | None, files: Mapping[str, bytes], package: Json) -> Contents:
+def _contents(
+    states: States, exported: Exported | None, files: Mapping[str, bytes], package: Json
+) -> Contents:
     constants = {} if exported is None else dict(exported.constants)
     members = {opening.SOURCE + name: data for name, data in files.items()}
     if exported is not None:
@@ -90,20 +106,22 @@ def _contents(states: States, exported: Exported | None, files: Mapping[str, byt
         AUX: dict[str, Outgoing](),
         CONSTANTS: {name: Outgoing(tensor) for name, tensor in constants.items()},
     }
-    return Contents(PACKAGE, groups, states.ties, states.extra, {}, package, members)
+    return Contents(
+        PACKAGE, groups, states.ties, states.extra, order=states.order, package=package, members=members
+    )
 
 
 def _exported(model: nn.Module, inputs: Any, dynamic: Dynamic | None, without: list[str]) -> Exported | None:
-    if inputs is None and (known := recorded_call(model)) is not None:
-        inputs, dynamic = known.inputs, dynamic or known.dynamic
     if inputs is None:
         without.append("no program and no signature: no inputs were given, and compile was not called")
         return None
     try:
-        return export(model, inputs, dynamic)
+        exported = export(model, inputs, dynamic)
     except BlobError as error:
         without.append(f"no program: {error}")
         return None
+    without.extend(f"no free size {name!r}: traced, the model fixes it" for name in exported.fixed)
+    return exported
 
 
 def _source(model: nn.Module, *, wanted: bool, without: list[str]) -> tuple[str, dict[str, bytes]]:
@@ -122,7 +140,8 @@ def _constructor(model: nn.Module, given: Constructor | None, without: list[str]
             inspect.signature(type(model)).bind()
         except TypeError:
             without.append(
-                f"no constructor arguments: {type(model).__name__} needs some; give constructor=(args, kwargs)"
+                f"no constructor arguments: {type(model).__name__} needs some; "
+                "give constructor=(args, kwargs)"
             )
             return None
         given = ((), {})
@@ -138,4 +157,3 @@ def _labels(labels: Sequence[str] | None) -> list[str] | None:
     if isinstance(labels, str) or not all(isinstance(one, str) for one in labels):
         raise UsageError("labels are a sequence of texts, one for each class")
     return list(labels)
-

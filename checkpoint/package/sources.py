@@ -26,7 +26,11 @@ def sources_of(model: nn.Module) -> tuple[str, dict[str, bytes], str]:
     kind = type(model)
     class_path = f"{_module_name(kind.__module__)}:{kind.__qualname__}"
     if "<locals>" in kind.__qualname__:
-        return class_path, {}, f"{kind.__qualname__} is a class inside of a function, which nothing can import"
+        return (
+            class_path,
+            {},
+            f"{kind.__qualname__} is a class inside of a function, which nothing can import",
+        )
     own = {base.__module__ for part in model.modules() for base in type(part).__mro__}
     waiting, files = sorted(own), dict[str, bytes]()
     seen: set[str] = set()

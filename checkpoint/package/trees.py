@@ -113,4 +113,6 @@ def leaves_in(tree: Tree, value: Any, what: str) -> Iterator[tuple[int, Any]]:
 def _shown(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"a dict of {', '.join(map(str, value))}"[:200]
-    return f"a {type(value).__name__} of {len(value)}" if isinstance(value, (list, tuple)) else repr(value)[:80]
+    return (
+        f"a {type(value).__name__} of {len(value)}" if isinstance(value, (list, tuple)) else repr(value)[:80]
+    )

@@ -3,8 +3,8 @@
 Only `prune`, `ckpt repair` and `ckpt verify --quarantine` change epochs, and only where no job writes to
 them; `tag`, `pin` and `unpin` change what is said of them, at any time.
 
-Only what trains or loads (`train`, `test`, `eval`, `server`, `serve`, `run`, `export`, `import`) needs
-torch, and imports it when it runs.
+Only what trains or loads (`train`, `test`, `eval`, `server`, `serve`, `package`, `run`, `export`,
+`import`) needs torch, and imports it when it runs.
 
 Exit codes are those of `torchrelay.errors`; a user's mistake is one line on stderr, no traceback.
 """
@@ -40,6 +40,7 @@ _VERBS = {
     "eval": "programs:add_eval",
     "server": "programs:add_server",
     "status": "programs:add_status",
+    "package": "programs:add_package",
     "amend": "programs:add_amend",
     "ls": "ls:add_ls",
     "show": "show:add_show",

@@ -1,4 +1,4 @@
-"""`torchrelay train|test|eval|server|status|amend PROGRAM`: the verbs of a user's program.
+"""`torchrelay train|test|eval|server|status|package|amend PROGRAM`: the verbs of a user's program.
 
 Without a program `train` and `test` run the profiles of a configuration that train, or that infer.
 """
@@ -48,10 +48,16 @@ def add_amend(add: Add) -> None:
     _add(add, "amend")
 
 
+def add_package(add: Add) -> None:
+    """Define `package`."""
+    _add(add, "package")
+
+
 def _add(add: Add, verb: str) -> None:
     parser = add(verb, VERBS[verb], partial(_perform, verb))
     alone = verb in _BY_PROFILES
-    text = "script.py, or package.module:Class" + ("; without one -m says all" if alone else "")
+    runs = ", or a run of a script, RUN@best" if verb == "package" else ""
+    text = f"script.py, or package.module:Class{runs}" + ("; without one -m says all" if alone else "")
     parser.add_argument("program", metavar="PROGRAM", nargs="?" if alone else None, help=text)
     add_options(parser, verb)
 
@@ -62,6 +68,11 @@ def _perform(verb: str, chosen: argparse.Namespace, output: Output) -> int:
     output.close()
     if chosen.program is None:
         run_profiles(*_of_configuration(request), infer=verb == "test")
+    if verb == "package":
+        from torchrelay.runners.experiment.packaging_runs import package_run
+
+        if (code := package_run(chosen.program, request)) is not None:
+            return code
     from torchrelay.runners.experiment.loading_programs import load_and_perform
 
     load_and_perform(chosen.program, request)

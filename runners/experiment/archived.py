@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from torchrelay.errors import UsageError
+from torchrelay.metadata.experiment.run_store import ProgramRun
 from torchrelay.runners.experiment.archived_process import captured_code, run_process
+from torchrelay.runners.experiment.request import Request
 from torchrelay.runners.experiment.scene import Scene
 
 
@@ -19,12 +21,19 @@ def run_archived(scene: Scene) -> int | None:
     if run.note.identity.same(scene.identity):
         return None
     target = f"{scene.program.__module__}:{scene.program.__qualname__}"
-    return run_process(run, scene.request.verb, _options(scene), target)
+    words = _options(run, scene.request, scene.request.epoch)
+    return run_process(run, scene.request.verb, words, target)
 
 
-def _options(scene: Scene) -> list[str]:
-    request = scene.request
-    words = [*request.paths, "--runs", str(scene.store.directory.parent)]
-    words += ["--epoch", request.epoch] if request.epoch is not None else []
+def perform_archived(run: ProgramRun, request: Request, epoch: str | None) -> int:
+    """The same for a run by its directory alone; raises UsageError where its program was no script."""
+    return run_process(run, request.verb, _options(run, request, epoch))
+
+
+def _options(run: ProgramRun, request: Request, epoch: str | None) -> list[str]:
+    words = [*request.paths, "--runs", str(run.path.parent.parent)]
+    words += ["--epoch", epoch] if epoch is not None else []
+    words += ["--out", request.out] if request.out is not None else []
     words += request.serve.words() if request.serve is not None else []
-    return words + [option for option, on in (("--retest", request.retest), ("--json", request.json)) if on]
+    flags = (("--overwrite", request.overwrite), ("--retest", request.retest), ("--json", request.json))
+    return words + [option for option, on in flags if on]

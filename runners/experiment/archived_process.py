@@ -60,7 +60,7 @@ def _program(
         return [str(source / script), verb]
     if target is None:
         raise UsageError(
-            f"{run.id} was no script's but a module's: torchrelay {verb} module:Class --run {run.id}"
+            f"the program of {run.id} was no script: name it, torchrelay {verb} module:Class --run {run.id}"
         )
     return ["-m", "torchrelay", verb, target]
 

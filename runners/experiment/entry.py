@@ -19,6 +19,7 @@ from torchrelay.runners.experiment.amend_verb import amend
 from torchrelay.runners.experiment.archived import run_archived
 from torchrelay.runners.experiment.archived_process import MARK
 from torchrelay.runners.experiment.evaluation_verb import evaluate
+from torchrelay.runners.experiment.packaging_verb import package
 from torchrelay.runners.experiment.program import Program
 from torchrelay.runners.experiment.request import Request, read_request
 from torchrelay.runners.experiment.scene import Scene
@@ -35,9 +36,10 @@ _VERBS: dict[str, Callable[[Scene], int]] = {
     "server": server,
     "status": status,
     "amend": amend,
+    "package": package,
 }
-_ON_ONE_RANK = ("status", "amend")
-_WITH_ARCHIVED_CODE = ("test", "eval", "server")
+_ON_ONE_RANK = ("status", "amend", "package")
+_WITH_ARCHIVED_CODE = ("test", "eval", "server", "package")
 _handed: list[Request] = []
 """What `torchrelay VERB script.py` has read already, for the script's `main`."""
 

@@ -18,6 +18,7 @@ VERBS = {
     "eval": "evaluate files: IN... OUT",
     "server": "answer over HTTP with the newest saved epoch, until it is told to leave",
     "status": "say what changed since the last run, and how it stands; writes nothing",
+    "package": "write the model of an epoch into one file that runs without this code: --out FILE",
     "amend": "record the changed code with the last run",
 }
 _CODES = (
@@ -47,6 +48,8 @@ class Request:
     max_epochs: int | None = None
     time_limit: float | None = None
     json: bool = False
+    out: str | None = None
+    overwrite: bool = False
     serve: ServeOptions | None = None
 
     @classmethod
@@ -119,6 +122,11 @@ def _paths(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", metavar="PATH", nargs="+", help="IN... OUT; a directory is all its files")
 
 
+def _writing(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", metavar="FILE", required=True, help="the package")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file if it is there")
+
+
 def _run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", dest="run_id", metavar="ID", help="this run (default: the newest)")
 
@@ -137,6 +145,7 @@ _OPTIONS: dict[str, tuple[Any, ...]] = {
     "eval": (_paths, _using),
     "server": (add_serve_options, _using),
     "status": (_run, _check),
+    "package": (_writing, _using),
     "amend": (_run, _message),
 }
 

@@ -55,6 +55,7 @@ _HOMES = {
     "Upstream": "runners.stages.given",
     "Workspace": "jobs.workspace",
     "WorkspaceType": "jobs.workspace",
+    "compile": "checkpoint.package.compiling",
     "data_parallel": "jobs.data_parallel",
     "early_stopping": "jobs.stop",
     "epoch_limiter": "jobs.stop",
@@ -62,22 +63,38 @@ _HOMES = {
     "export_checkpoint": "checkpoint.interop.export",
     "final_output": "jobs.output",
     "fsdp_state": "checkpoint.state.fsdp_state",
+    "get_params": "checkpoint.archive.states",
+    "get_states": "checkpoint.archive.states",
     "import_checkpoint": "checkpoint.interop.importing",
     "init": "runners.start",
+    "load": "checkpoint.package.loading",
     "load_blobs": "checkpoint.blob_files",
     "load_code": "metadata.code.loading",
     "load_into": "checkpoint.load_into",
+    "load_states": "checkpoint.archive.loading",
     "main": "runners.experiment.entry",
     "max_epochs": "jobs.stop",
     "max_steps": "jobs.stop",
     "max_time": "jobs.stop",
     "metric_rows": "metadata.experiment.rows",
     "open_checkpoint": "checkpoint.reader",
+    "open_package": "checkpoint.package.opening",
+    "save": "checkpoint.package.saving",
     "save_blobs": "checkpoint.blob_files",
+    "save_states": "checkpoint.archive.saving",
     "seed": "jobs.seeding",
+    "summary": "checkpoint.package.summary",
 }
 
 if TYPE_CHECKING:
+    from torchrelay.checkpoint.archive.loading import load_states as load_states
+    from torchrelay.checkpoint.archive.saving import save_states as save_states
+    from torchrelay.checkpoint.archive.states import get_params as get_params, get_states as get_states
+    from torchrelay.checkpoint.package.compiling import compile as compile
+    from torchrelay.checkpoint.package.loading import load as load
+    from torchrelay.checkpoint.package.opening import open_package as open_package
+    from torchrelay.checkpoint.package.saving import save as save
+    from torchrelay.checkpoint.package.summary import summary as summary
     from torchrelay.checkpoint.blob_files import (
         estimate_bytes as estimate_bytes,
         load_blobs as load_blobs,
