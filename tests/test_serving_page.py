@@ -29,10 +29,11 @@ PORT = "8331"
 
 
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *words], cwd=folder, env=clean_environment(None), text=True,
-        stdout=(folder / "out.log").open("a"), stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    with (folder / "out.log").open("a") as out:
+        return subprocess.Popen(
+            [sys.executable, *words], cwd=folder, env=clean_environment(None), text=True,
+            stdout=out, stderr=subprocess.STDOUT,
+        )  # fmt: skip
 
 
 @pytest.mark.ranks

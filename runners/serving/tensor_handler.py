@@ -34,6 +34,8 @@ class TensorHandler:
         """Tensors of one sample, by name; raises ValueError for what does not fit the signature."""
         if self.signature is None:
             named = sent if isinstance(sent, Mapping) else {_ONLY: sent}
+            if len(named) == 1:  # of one input the name does not matter
+                named = {_ONLY: next(iter(named.values()))}
             return {name: tensor_of(one) for name, one in named.items()}
         specs = self.signature.inputs
         named = sent if isinstance(sent, Mapping) else {specs[0].name: sent}
@@ -82,7 +84,10 @@ def tensor_of(sent: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
 
 def fitted(sent: Any, spec: TensorSpec) -> torch.Tensor:
     """A sample's tensor of the type and shape that its input wants; raises ValueError."""
-    found = converted(sent, spec)
+    try:
+        found = converted(sent, spec)
+    except ValueError as error:
+        raise ValueError(f"{spec.name}: {error}") from None
     wanted = spec.shape[1:]
     if found.ndim != len(wanted) or any(
         isinstance(size, int) and size != there for size, there in zip(wanted, found.shape, strict=True)
@@ -101,10 +106,10 @@ def converted(sent: Any, spec: TensorSpec) -> torch.Tensor:
     if found.dtype == wanted or found.numel() == 0:
         return found.to(wanted)
     if not torch.can_cast(found.dtype, wanted):
-        raise ValueError(f"{spec.name}: {_name(found.dtype)} is no {spec.dtype}")
+        raise ValueError(f"{_name(found.dtype)} is no {spec.dtype}")
     cast = found.to(wanted)
     if not (wanted.is_floating_point or wanted.is_complex) and not torch.equal(cast.to(found.dtype), found):
-        raise ValueError(f"{spec.name}: a number is out of the range of {spec.dtype}")
+        raise ValueError(f"a number is out of the range of {spec.dtype}")
     return cast
 
 

@@ -143,7 +143,10 @@ def storm(target: Target, chosen: argparse.Namespace) -> list[str]:
     ]
     for quiet, stormy, count in ((rest[0], rest[1], few), (rest[2], rest[3], many)):
         ratio = stormy.quantile(0.99) / max(quiet.quantile(0.99), 1e-9)
-        print(f"p99 of {count} clients: {ratio:.2f} times the quiet value")
+        usual = stormy.usual_quantile(0.99) / max(quiet.usual_quantile(0.99), 1e-9)
+        print(
+            f"p99 of {count} clients: {ratio:.2f} times the quiet value; of 100 answers, usually, {usual:.2f}"
+        )
     now, most = target.memory_mib("VmRSS"), target.memory_mib("VmHWM")
     print(
         f"memory: {before:.0f} MiB warm, {now:.0f} MiB behind it, {most:.0f} at most ({most - before:+.0f})"
