@@ -32,7 +32,7 @@ class Seen:
         return quantile(self.secs, share)
 
     def usual_quantile(self, share: float) -> float:
-        """The median of that of every hundred answers in their order: a machine that stalls once shows once."""
+        """The median of that of every hundred answers: a machine that stalls once shows once."""
         parts = [self.secs[at : at + 100] for at in range(0, len(self.secs), 100)]
         return quantile([quantile(part, share) for part in parts], 0.5)
 
