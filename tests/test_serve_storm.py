@@ -7,14 +7,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from serve_load import Seen, attack, good_clients
 from served import served, serving
 
 from torchrelay.runners.serving.tensor_handler import TensorHandler
 
-pytest.importorskip("uvicorn")
 SEED = 20261122
 MALFORMED, CLIENTS, PAUSE_SECS = 3000, 100, 1.0
 MOST_MIB = 100

@@ -21,7 +21,6 @@ from torchrelay.runners.serving.limits import Limits
 from torchrelay.runners.serving.openapi import description
 from torchrelay.runners.serving.served import Served
 
-pytest.importorskip("uvicorn")
 PAGE = (Path(__file__).resolve().parent.parent / "docs/serving.md").read_text()
 PROGRAMS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 LINES = re.findall(r"^\$ (.*)$", PAGE, re.MULTILINE)

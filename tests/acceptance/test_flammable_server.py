@@ -20,8 +20,6 @@ from safetensors.torch import load, save
 from served import wait_until
 from torchrun import clean_environment
 
-pytest.importorskip("uvicorn")
-
 
 @pytest.fixture
 def script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Script:

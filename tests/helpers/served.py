@@ -6,11 +6,17 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="pip install 'torchrelay[serve]'")
 
 import httpx
 import torch
 
+from torchrelay import Job, JobRunner, LocalSession, max_epochs
 from torchrelay.runners.serving.access import doorkeeper
 from torchrelay.runners.serving.limits import Limits
 from torchrelay.runners.serving.running import Running, bound_socket
@@ -99,3 +105,30 @@ def wait_until(is_so: Callable[[], bool], secs: float = 60.0) -> None:
             return
         pause.wait(0.01)
     raise AssertionError("it did not come to be")
+
+
+def train(
+    where: Path, epochs: int, *, best: bool = True, again_from: int | None = None, fails: bool = False
+) -> None:
+    """Epochs whose model says their number: all weights are 0, the last bias is the epoch."""
+    model = linear()
+    with torch.no_grad():
+        for one in model.parameters():
+            one.zero_()
+    optimizer = torch.optim.Adam(model.parameters())
+    job = Job("served", blobs={"model": model, "optimizer": optimizer})
+
+    @job.epoch
+    def epoch(ctx: Any) -> None:
+        if fails:
+            raise RuntimeError("as planned")
+        for one in model.parameters():
+            one.grad = torch.zeros_like(one)
+        optimizer.step()  # changes its own state alone
+        with torch.no_grad():
+            model[2].bias += 1
+        ctx.log("val/acc", float(-abs(ctx.epoch - 2)))
+
+    job.stop_when(max_epochs(epochs))
+    options = {"best": ("val/acc", "max")} if best else {}
+    JobRunner(job, where, **options).train(LocalSession(), again_from)

@@ -8,10 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
-from served import linear, serving, wait_until
+from served import linear, serving, train, wait_until
 
-from torchrelay import Job, JobRunner, LocalSession, max_epochs, open_checkpoint
+from torchrelay import open_checkpoint
 from torchrelay.errors import NoProvableEpochError, StorageError, TaskFailedError, UsageError
 from torchrelay.runners.serving.epochs import EpochSource
 from torchrelay.runners.serving.meters import Meters
@@ -22,33 +21,6 @@ from torchrelay.runners.serving.watching import Watching
 
 BIAS_AT = 4096 + (8 + 8 * 4) * 4
 """Where the last bias lies in a shard: behind the header and the first layer."""
-
-
-def train(
-    where: Path, epochs: int, *, best: bool = True, again_from: int | None = None, fails: bool = False
-) -> None:
-    """Epochs whose model says their number: all weights are 0, the last bias is the epoch."""
-    model = linear()
-    with torch.no_grad():
-        for one in model.parameters():
-            one.zero_()
-    optimizer = torch.optim.Adam(model.parameters())
-    job = Job("served", blobs={"model": model, "optimizer": optimizer})
-
-    @job.epoch
-    def epoch(ctx: Any) -> None:
-        if fails:
-            raise RuntimeError("as planned")
-        for one in model.parameters():
-            one.grad = torch.zeros_like(one)
-        optimizer.step()  # changes its own state alone
-        with torch.no_grad():
-            model[2].bias += 1
-        ctx.log("val/acc", float(-abs(ctx.epoch - 2)))
-
-    job.stop_when(max_epochs(epochs))
-    options = {"best": ("val/acc", "max")} if best else {}
-    JobRunner(job, where, **options).train(LocalSession(), again_from)
 
 
 def source(
