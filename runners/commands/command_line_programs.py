@@ -1,4 +1,4 @@
-"""The verbs of a user's program: `torchrelay train|test|eval|status|package|amend PROGRAM`, or `-m FILE`.
+"""The verbs of a program: `torchrelay train|test|eval|server|status|package|amend PROGRAM`, or `-m FILE`.
 
 Without a program they are those of a configuration alone.
 """
@@ -32,6 +32,11 @@ def add_eval(add: Add) -> None:
     _add(add, "eval")
 
 
+def add_server(add: Add) -> None:
+    """Define `server`."""
+    _add(add, "server")
+
+
 def add_status(add: Add) -> None:
     """Define `status`."""
     _add(add, "status")
@@ -50,8 +55,11 @@ def add_package(add: Add) -> None:
 def _add(add: Add, verb: str) -> None:
     parser = add(verb, VERBS[verb], partial(_perform, verb))
     text = "script.py, or package.module:Class"
-    text += ", or a run of a script, RUN@best" if verb == "package" else "; without one -m says all"
-    nargs = None if verb == "package" else "?"
+    text += {"package": ", or a run of a script, RUN@best", "server": ""}.get(
+        verb, "; without one -m says all"
+    )
+    alone = verb not in ("package", "server")  # what a configuration alone can do
+    nargs = "?" if alone else None
     parser.add_argument("program", metavar="PROGRAM", nargs=nargs, help=text)
     add_options(parser, verb)
 

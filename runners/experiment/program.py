@@ -28,7 +28,7 @@ P = TypeVar("P", bound="Program")
 class Program(Samples):
     """What a user writes: `make_data`, `make_model`, and `torchrelay.main(TheClass)` as the last line.
 
-        python script.py train | test | eval IN OUT | status | amend
+        python script.py train | test | eval IN OUT | server | status | amend
 
     Without `main`, as in a notebook, `train()`, `test()` and `eval(sample)` work on this object; nothing is
     written then. Every step is a method that can be overridden alone. What the class says is code: another

@@ -10,11 +10,13 @@ from typing import Any
 
 from torchrelay.errors import UsageError
 from torchrelay.runners.ending.time_limits import seconds_of
+from torchrelay.runners.serving.options import ServeOptions, add_serve_options
 
 VERBS = {
     "train": "train; goes on where a run of the same code and configuration was left",
     "test": "measure the dataset `test` with the newest saved epoch",
     "eval": "evaluate files: IN... OUT",
+    "server": "answer over HTTP with the newest saved epoch, until it is told to leave",
     "status": "say what changed since the last run, and how it stands; writes nothing",
     "package": "write the model of an epoch into one file that runs without this code: --out FILE",
     "amend": "record the changed code with the last run",
@@ -49,12 +51,15 @@ class Request:
     strict_config: bool = False
     out: str | None = None
     overwrite: bool = False
+    serve: ServeOptions | None = None
 
     @classmethod
     def of(cls, chosen: argparse.Namespace, verb: str) -> Request:
         """What argparse found; raises UsageError for what does not go together."""
         known = {one.name: getattr(chosen, one.name) for one in fields(cls) if hasattr(chosen, one.name)}
         known |= {name: tuple(known[name]) for name in ("paths", "overrides") if name in known}
+        if verb == "server":
+            known["serve"] = ServeOptions.of(chosen)
         found = cls(**{**known, "verb": verb})
         if found.overrides and found.config is None:
             raise UsageError("-o changes a configuration: name its file with -m")
@@ -156,6 +161,7 @@ _OPTIONS: dict[str, tuple[Any, ...]] = {
     "train": (_starting, _message),
     "test": (_using, _retest),
     "eval": (_paths, _using),
+    "server": (add_serve_options, _using),
     "status": (_run, _check),
     "package": (_writing, _using),
     "amend": (_run, _message),

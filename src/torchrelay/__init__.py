@@ -43,6 +43,7 @@ _HOMES = {
     "RelayError": "errors",
     "RunResult": "runners.result",
     "Scope": "jobs.blobs",
+    "ServingHandler": "runners.serving.served",
     "Sources": "metadata.code.sources",
     "SqlHandler": "metadata.sql.handler",
     "StopAnswer": "jobs.stop",
@@ -50,6 +51,7 @@ _HOMES = {
     "Task": "jobs.task",
     "TaskGroup": "jobs.group",
     "TaskOutput": "jobs.output",
+    "TensorHandler": "runners.serving.tensor_handler",
     "TrackedRun": "metadata.sinks.sink",
     "UploadTaskGroupBuilder": "checkpoint.upload",
     "Upstream": "runners.stages.given",
@@ -152,6 +154,8 @@ if TYPE_CHECKING:
     from torchrelay.runners.onnx_files.onnx_export import OnnxExport as OnnxExport
     from torchrelay.runners.onnx_files.run_to_onnx import run_to_onnx as run_to_onnx
     from torchrelay.runners.result import RunResult as RunResult
+    from torchrelay.runners.serving.served import ServingHandler as ServingHandler
+    from torchrelay.runners.serving.tensor_handler import TensorHandler as TensorHandler
     from torchrelay.runners.stages.given import InitFrom as InitFrom, Upstream as Upstream
     from torchrelay.runners.start import init as init
 
