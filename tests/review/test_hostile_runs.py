@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from program_cases import Script
 
+from torchrelay.jobs.config.problems import ConfigError
+from torchrelay.jobs.config.reading import load_config
 from torchrelay.metadata.capture import surroundings
 from torchrelay.metadata.experiment.note import Identity, Note
 from torchrelay.metadata.experiment.run_store import RunStore
@@ -157,3 +159,12 @@ def test_a_save_that_is_asked_for_after_the_end_kills_nothing() -> None:
         assert signal.getsignal(number) is signal.SIG_DFL
     finally:
         signal.signal(number, before)
+
+
+def test_a_variable_that_is_no_text_is_told(tmp_path: Path) -> None:
+    """Bytes of the environment that no YAML can hold would make a resolved form that nobody can read."""
+    (tmp_path / "m.py").write_text("")
+    text = "hyper_parameters: {a: '${env:ODD}'}\nphase: [{name: p, model: m.py}]\n"
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="ODD of the environment is no UTF-8 text"):
+        load_config(tmp_path / "config.yaml", (), {"ODD": "caf\udce9"})
