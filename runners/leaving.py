@@ -16,7 +16,7 @@ from torchrelay.errors import PeerError, PreemptedError, RelayError, TaskFailedE
 from torchrelay.runners.distributed.launch_env import launcher_restarts
 from torchrelay.runners.distributed.watcher import end_process
 from torchrelay.runners.distributed.world import World, code_of, current_world
-from torchrelay.runners.ending.signals import ignore_termination
+from torchrelay.runners.ending.signals import ignore_termination, nothing_follows
 from torchrelay.runners.result import RunResult
 
 MEET_SECS = 30.0
@@ -30,7 +30,8 @@ def run_and_leave(work: Callable[[], int | None]) -> NoReturn:
     end too. Does not return, not even after an error.
     """
     try:
-        code = work() or 0
+        with nothing_follows():
+            code = work() or 0
     except SystemExit as request:
         code = _code_of(request)
     except KeyboardInterrupt as error:

@@ -19,6 +19,7 @@ from torchrelay.metadata.capture import capture_with_code
 from torchrelay.metadata.code.archive import open_archive
 from torchrelay.metadata.code.extraction import unpack_source
 from torchrelay.metadata.code.loading import load_code
+from torchrelay.metadata.code.manifest import is_plain
 from torchrelay.runners.replay.recipe import Recipe
 
 _RESOLVED = "resolved.yaml"
@@ -56,9 +57,9 @@ class Archives:
 
     def _configuration(self) -> Config | None:
         folder = self.captured.get("config")
-        if not isinstance(folder, str):
+        if not is_plain(folder):
             return None
-        path = self._run / folder / _RESOLVED
+        path = self._run / str(folder) / _RESOLVED
         return load_config(path, [f"workspace={self._source}"]) if path.is_file() else None
 
     def _made(self, recipe: Recipe) -> Any:
