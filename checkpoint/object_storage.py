@@ -101,6 +101,10 @@ class ObjectStorage:
             raise FileExistsError(errno.EEXIST, "the name is taken", f"{self.url}/{path}")
         return StagedFile(f"{self.url}/{path}", partial(self._put_staged, path))
 
+    def open_replacing(self, path: str) -> StagedFile:
+        """Stage an object that takes the place of one of that name, if there is one, when it is put whole."""
+        return StagedFile(f"{self.url}/{path}", partial(self._put_staged, path))
+
     def _put_staged(self, path: str, file: IO[bytes], nbytes: int) -> None:
         name = self._name(path)
 

@@ -1,4 +1,4 @@
-"""Reads handwritten digits: python examples/classifier.py train | test | eval IN OUT | status | amend."""
+"""Reads handwritten digits: python examples/classifier.py train | test | eval IN OUT | server | status."""
 
 import torch
 from sklearn.datasets import load_digits

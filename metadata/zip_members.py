@@ -63,6 +63,24 @@ class ZipMembers:
         except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
             raise DamagedError(f"{self.what}: {name!r} is damaged ({error})") from None
 
+    def read_into(self, name: str, at: int, destination: memoryview) -> None:
+        """Fill `destination` (1-D bytes) from byte `at` of a member; the CRC is not looked at.
+
+        For members that carry digests of their own. Raises DamagedError where it ends before, StorageError.
+        """
+        member = self.members[name]
+        if at + len(destination) > member.nbytes:
+            raise DamagedError(f"{self.what}: {name!r} ends before byte {at + len(destination)}")
+        at += member.offset
+        while len(destination):
+            try:
+                count = os.preadv(self._file.fileno(), [destination], at)
+            except OSError as error:
+                raise StorageError(f"{self.what}: cannot be read ({error.strerror or error})") from error
+            if not count:
+                raise DamagedError(f"{self.what}: {name!r} is cut off")
+            destination, at = destination[count:], at + count
+
 
 @contextmanager
 def open_zip(path: str | os.PathLike[str]) -> Iterator[ZipMembers]:

@@ -18,7 +18,8 @@ ALLOWED = {
     "jobs": {"jobs", "errors"},
     "metadata": {"metadata", "errors"},
     "checkpoint": {"checkpoint", "jobs", "errors"}
-    | {"metadata.handler", "metadata.same_place", "metadata.stats"},
+    | {"metadata.handler", "metadata.same_place", "metadata.stats"}
+    | {"metadata.zip_members", "metadata.code.archived_imports", "metadata.capture"},
     "runners": {"runners", "checkpoint", "jobs", "metadata", "errors"},
 }
 

@@ -3,8 +3,8 @@
 Only `prune`, `ckpt repair` and `ckpt verify --quarantine` change epochs, and only where no job writes to
 them; `tag`, `pin` and `unpin` change what is said of them, at any time.
 
-Only what trains or loads (`train`, `test`, `eval`, `run`, `export`, `import`) needs torch, and imports it
-when it runs.
+Only what trains or loads (`train`, `test`, `eval`, `server`, `serve`, `package`, `run`, `export`,
+`import`) needs torch, and imports it when it runs.
 
 Exit codes are those of `torchrelay.errors`; a user's mistake is one line on stderr, no traceback.
 """
@@ -39,7 +39,9 @@ _VERBS = {
     "train": "programs:add_train",
     "test": "programs:add_test",
     "eval": "programs:add_eval",
+    "server": "programs:add_server",
     "status": "programs:add_status",
+    "package": "programs:add_package",
     "amend": "programs:add_amend",
     "ls": "ls:add_ls",
     "show": "show:add_show",
@@ -76,6 +78,7 @@ _VERBS = {
     "report": "report:add_report",
     "dashboard": "dashboard:add_dashboard",
     "chaos": "chaos:add_chaos",
+    "serve": "serve:add_serve",
     "run": "run:add_run_config",
 }
 """What defines each verb, `command_line_<module>:<function>`. Only that of the verb that was typed is

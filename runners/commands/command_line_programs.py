@@ -1,4 +1,4 @@
-"""`torchrelay train|test|eval|status|amend PROGRAM`, or `-m config.yaml`: the verbs of a user's program.
+"""The verbs of a program: `torchrelay train|test|eval|server|status|package|amend PROGRAM`, or `-m FILE`.
 
 Without a program they are those of a configuration alone.
 """
@@ -32,6 +32,11 @@ def add_eval(add: Add) -> None:
     _add(add, "eval")
 
 
+def add_server(add: Add) -> None:
+    """Define `server`."""
+    _add(add, "server")
+
+
 def add_status(add: Add) -> None:
     """Define `status`."""
     _add(add, "status")
@@ -42,10 +47,20 @@ def add_amend(add: Add) -> None:
     _add(add, "amend")
 
 
+def add_package(add: Add) -> None:
+    """Define `package`."""
+    _add(add, "package")
+
+
 def _add(add: Add, verb: str) -> None:
     parser = add(verb, VERBS[verb], partial(_perform, verb))
-    text = "script.py, or package.module:Class; without one -m says all"
-    parser.add_argument("program", metavar="PROGRAM", nargs="?", help=text)
+    text = "script.py, or package.module:Class"
+    text += {"package": ", or a run of a script, RUN@best", "server": ""}.get(
+        verb, "; without one -m says all"
+    )
+    alone = verb not in ("package", "server")  # what a configuration alone can do
+    nargs = "?" if alone else None
+    parser.add_argument("program", metavar="PROGRAM", nargs=nargs, help=text)
     add_options(parser, verb)
 
 
@@ -63,6 +78,11 @@ def _perform(verb: str, chosen: argparse.Namespace, output: Output) -> int:
         from torchrelay.runners.leaving import run_and_leave
 
         run_and_leave(lambda: perform(request))
+    if verb == "package":
+        from torchrelay.runners.experiment.packaging_runs import package_run
+
+        if (code := package_run(chosen.program, request)) is not None:
+            return code
     from torchrelay.runners.experiment.loading_programs import load_and_perform
 
     load_and_perform(chosen.program, request)

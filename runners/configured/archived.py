@@ -17,7 +17,7 @@ from torchrelay.metadata.code.archive import open_archive
 from torchrelay.metadata.code.extraction import unpack_source
 from torchrelay.metadata.experiment.run_store import ProgramRun
 from torchrelay.runners.configured.scene import ConfiguredScene
-from torchrelay.runners.experiment.archived import RESOLVED, captured_of, environment_of
+from torchrelay.runners.experiment.archived_process import RESOLVED, captured_code, environment_of
 
 SOURCE = "TORCHRELAY_ARCHIVED_SOURCE"
 """Tells that process where the archive is unpacked; taken out of its environment at once."""
@@ -31,7 +31,7 @@ def run_archived(scene: ConfiguredScene) -> int | None:
     run = scene.store.find(scene.request.run_id or "")
     if scene.request.overrides:
         raise UsageError("--run has the configuration of its run: leave -o out")
-    captured = captured_of(run)
+    captured = captured_code(run)
     folder, workspace = captured.get("config"), (captured["code"].get("roots") or {}).get("")
     if not (isinstance(folder, str) and isinstance(workspace, str)):
         raise UsageError(f"the configuration of {run.id} was not recorded, so it cannot be run")

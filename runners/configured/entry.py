@@ -11,7 +11,7 @@ from torchrelay.runners.configured.scene import ConfiguredScene
 from torchrelay.runners.configured.testing import test
 from torchrelay.runners.configured.training import train
 from torchrelay.runners.experiment.amend_verb import amend
-from torchrelay.runners.experiment.archived import MARK
+from torchrelay.runners.experiment.archived_process import MARK
 from torchrelay.runners.experiment.request import Request
 from torchrelay.runners.experiment.status_verb import status
 

@@ -1,1 +1,1 @@
-"""A user's program with its verbs: train, test, eval, status, amend, and the runs that they make."""
+"""A user's program with its verbs: train, test, eval, server, status, amend, and the runs that they make."""

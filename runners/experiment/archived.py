@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import tempfile
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
 from torchrelay.errors import UsageError
-from torchrelay.metadata.capture import captures, code_id_of
-from torchrelay.metadata.code.archive import open_archive
-from torchrelay.metadata.code.extraction import unpack_source
 from torchrelay.metadata.experiment.run_store import ProgramRun
+from torchrelay.runners.experiment.archived_process import captured_code, run_process
+from torchrelay.runners.experiment.request import Request
 from torchrelay.runners.experiment.scene import Scene
-
-MARK = "TORCHRELAY_ARCHIVED"
-"""Tells the process on the archive whose run it works for; taken out of its environment at once."""
-RESOLVED = "resolved.yaml"
 
 
 def run_archived(scene: Scene) -> int | None:
@@ -30,59 +17,23 @@ def run_archived(scene: Scene) -> int | None:
     run = scene.store.find(scene.request.run_id or "")
     if scene.request.config is not None:
         raise UsageError("--run has the configuration of its run: leave -m out")
-    captured = captured_of(run)
+    captured_code(run)
     if run.note.identity.same(scene.identity):
         return None
-    with tempfile.TemporaryDirectory(prefix="torchrelay-archived-") as scratch:
-        source = Path(scratch) / "source"
-        with open_archive(run.path / "code" / f"{run.note.code_id}.zip") as archive:
-            unpack_source(archive, source)
-        command = [
-            sys.executable,
-            *_program(scene, captured["code"], source),
-            *_options(scene, run, captured),
-        ]
-        return subprocess.run(  # noqa: S603 - the user's own program, as it was
-            command, env=environment_of(run, captured["code"], source), check=False
-        ).returncode
-
-
-def captured_of(run: ProgramRun) -> dict[str, Any]:
-    """The record of the code that the run is of now."""
-    found = [one for one in captures(run.path) if code_id_of(one) == run.note.code_id]
-    if run.note.code_id is None or not found:
-        raise UsageError(f"the source of {run.id} was not archived, so it cannot be run")
-    return found[-1]
-
-
-def _program(scene: Scene, code: Mapping[str, Any], source: Path) -> list[str]:
-    """The script in the archive, or the module by the command line."""
-    script = code.get("script")
-    if isinstance(script, str):
-        return [str(source / script), scene.request.verb]
     target = f"{scene.program.__module__}:{scene.program.__qualname__}"
-    return ["-m", "torchrelay", scene.request.verb, target]
+    words = _options(run, scene.request, scene.request.epoch)
+    return run_process(run, scene.request.verb, words, target)
 
 
-def _options(scene: Scene, run: ProgramRun, captured: Mapping[str, Any]) -> list[str]:
-    request = scene.request
-    words = [*request.paths, "--runs", str(scene.store.directory.parent)]
-    words += ["--epoch", request.epoch] if request.epoch is not None else []
-    words += [option for option, on in (("--retest", request.retest), ("--json", request.json)) if on]
-    folder = captured.get("config")
-    if isinstance(folder, str) and run.note.config_id is not None:
-        words += ["-m", str(run.path / folder / RESOLVED)]
-    return words
+def perform_archived(run: ProgramRun, request: Request, epoch: str | None) -> int:
+    """The same for a run by its directory alone; raises UsageError where its program was no script."""
+    return run_process(run, request.verb, _options(run, request, epoch))
 
 
-def environment_of(run: ProgramRun, code: Mapping[str, Any], source: Path) -> dict[str, str]:
-    """With the archive's own folders before all others in which modules are looked for."""
-    folders = code.get("import_path")
-    first = [str(source / one) for one in (folders if isinstance(folders, list) else [""])]
-    before = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
-    return {
-        **os.environ,
-        MARK: str(run.path),
-        "PYTHONPATH": os.pathsep.join([*first, *before]),
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
+def _options(run: ProgramRun, request: Request, epoch: str | None) -> list[str]:
+    words = [*request.paths, "--runs", str(run.path.parent.parent)]
+    words += ["--epoch", epoch] if epoch is not None else []
+    words += ["--out", request.out] if request.out is not None else []
+    words += request.serve.words() if request.serve is not None else []
+    flags = (("--overwrite", request.overwrite), ("--retest", request.retest), ("--json", request.json))
+    return words + [option for option, on in flags if on]

@@ -16,11 +16,14 @@ from collections.abc import Callable, Sequence
 
 from torchrelay.errors import UsageError
 from torchrelay.runners.experiment.amend_verb import amend
-from torchrelay.runners.experiment.archived import MARK, run_archived
+from torchrelay.runners.experiment.archived import run_archived
+from torchrelay.runners.experiment.archived_process import MARK
 from torchrelay.runners.experiment.evaluation_verb import evaluate
+from torchrelay.runners.experiment.packaging_verb import package
 from torchrelay.runners.experiment.program import Program
 from torchrelay.runners.experiment.request import Request, read_request
 from torchrelay.runners.experiment.scene import Scene
+from torchrelay.runners.experiment.server_verb import server
 from torchrelay.runners.experiment.status_verb import status
 from torchrelay.runners.experiment.testing_verb import test
 from torchrelay.runners.experiment.training_verb import train
@@ -30,11 +33,13 @@ _VERBS: dict[str, Callable[[Scene], int]] = {
     "train": train,
     "test": test,
     "eval": evaluate,
+    "server": server,
     "status": status,
     "amend": amend,
+    "package": package,
 }
-_ON_ONE_RANK = ("status", "amend")
-_WITH_ARCHIVED_CODE = ("test", "eval")
+_ON_ONE_RANK = ("status", "amend", "package")
+_WITH_ARCHIVED_CODE = ("test", "eval", "server", "package")
 _handed: list[Request] = []
 """What `torchrelay VERB script.py` has read already, for the script's `main`."""
 

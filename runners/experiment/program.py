@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torchrelay.checkpoint.package.opening import Package
 from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.errors import UsageError
 from torchrelay.jobs.job import Job
@@ -27,7 +28,7 @@ P = TypeVar("P", bound="Program")
 class Program(Samples):
     """What a user writes: `make_data`, `make_model`, and `torchrelay.main(TheClass)` as the last line.
 
-        python script.py train | test | eval IN OUT | status | amend
+        python script.py train | test | eval IN OUT | server | status | amend
 
     Without `main`, as in a notebook, `train()`, `test()` and `eval(sample)` work on this object; nothing is
     written then. Every step is a method that can be overridden alone. What the class says is code: another
@@ -46,6 +47,10 @@ class Program(Samples):
     log_every_n_secs: float | None = None
     best: tuple[str, str] | None = None
     """Which epoch `best` means: `("val/accuracy", "max")`. It is kept, whatever `keep_last` says."""
+    labels: Sequence[str] | None = None
+    """Names of the classes of the output, for packages."""
+    preprocessing: Any = None
+    """What makes inputs of samples, as packages tell it: a text, or a value of your own."""
     keep_last: int | None = None
     """Keep so many of the newest epochs; all if None."""
     replay: bool = False
@@ -79,6 +84,31 @@ class Program(Samples):
     def test(self, data: Any = None) -> dict[str, Any]:
         """Measure a dataset (`test` if None) with the weights as they are now; returns numbers by name."""
         return self.test_on(self.dataset("test") if data is None else data)
+
+    def package(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+    ) -> Package:
+        """Write the model as it is now into a package, with `package_inputs`, `labels`, `preprocessing`.
+
+        Raises the errors of `torchrelay.save`.
+        """
+        from torchrelay.checkpoint.package.saving import save
+
+        said = {"labels": self.labels, "preprocessing": self.preprocessing, "metadata": metadata}
+        return save(path, self.model, self.package_inputs(), **said, overwrite=overwrite)
+
+    def package_inputs(self) -> Any:
+        """An example of what the model takes, for the package: inputs of the first batch of a dataset."""
+        name = next((one for one in ("val", "test", "train") if one in self.data), "train")
+        loader = self.make_loader(self.dataset(name), training=False)
+        for batch in loader:
+            inputs, _ = self.prepare(batch)
+            return (inputs,)
+        raise UsageError(f"the dataset {name!r} has no batch: write package_inputs(self)")
 
     def rows(self, stream: str) -> list[dict[str, Any]]:
         """What the last `train()` of this object measured in `train` or `val`, a row per epoch."""

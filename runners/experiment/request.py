@@ -11,12 +11,15 @@ from typing import Any
 from torchrelay.errors import UsageError
 from torchrelay.runners.commands.command_line_parser import Parser
 from torchrelay.runners.ending.time_limits import seconds_of
+from torchrelay.runners.serving.options import ServeOptions, add_serve_options
 
 VERBS = {
     "train": "train; goes on where a run of the same code and configuration was left",
     "test": "measure the dataset `test` with the newest saved epoch",
     "eval": "evaluate files: IN... OUT",
+    "server": "answer over HTTP with the newest saved epoch, until it is told to leave",
     "status": "say what changed since the last run, and how it stands; writes nothing",
+    "package": "write the model of an epoch into one file that runs without this code: --out FILE",
     "amend": "record the changed code with the last run",
 }
 _CODES = (
@@ -47,12 +50,17 @@ class Request:
     time_limit: float | None = None
     json: bool = False
     strict_config: bool = False
+    out: str | None = None
+    overwrite: bool = False
+    serve: ServeOptions | None = None
 
     @classmethod
     def of(cls, chosen: argparse.Namespace, verb: str) -> Request:
         """What argparse found; raises UsageError for what does not go together."""
         known = {one.name: getattr(chosen, one.name) for one in fields(cls) if hasattr(chosen, one.name)}
         known |= {name: tuple(known[name]) for name in ("paths", "overrides") if name in known}
+        if verb == "server":
+            known["serve"] = ServeOptions.of(chosen)
         found = cls(**{**known, "verb": verb})
         if found.overrides and found.config is None:
             raise UsageError("-o changes a configuration: name its file with -m")
@@ -136,6 +144,11 @@ def _paths(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", metavar="PATH", nargs="+", help="IN... OUT; a directory is all its files")
 
 
+def _writing(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", metavar="FILE", required=True, help="the package")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file if it is there")
+
+
 def _run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", dest="run_id", metavar="ID", help="this run (default: the newest)")
 
@@ -152,7 +165,9 @@ _OPTIONS: dict[str, tuple[Any, ...]] = {
     "train": (_starting, _message),
     "test": (_using, _retest),
     "eval": (_paths, _using),
+    "server": (add_serve_options, _using),
     "status": (_run, _check),
+    "package": (_writing, _using),
     "amend": (_run, _message),
 }
 

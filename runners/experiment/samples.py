@@ -17,6 +17,9 @@ class Samples(Steps):
 
     result_suffix: str = ".json"
     """What is added to the names of inputs where a directory of results is written."""
+    batches_samples: bool | None = None
+    """Whether the server may join prepared samples along their first dimension, and compute several at once.
+    None: only where `prepare_sample` is torchrelay's own, of which it is known."""
 
     def load_sample(self, path: Path) -> Any:
         """The sample in a file: numbers as text, or JSON. Raises UsageError for anything else."""
@@ -53,8 +56,34 @@ class Samples(Steps):
         """The result for a sample, or for the file of a path: evaluation mode, no gradients."""
         if isinstance(sample, (str, Path)):
             sample = self.load_sample(Path(sample))
+        return self.result_of(sample)
+
+    def result_of(self, sample: Any) -> Any:
+        """The same for what is a sample already, whatever it is; no text is taken for the name of a file."""
         with self.evaluating():
             return self.postprocess(self.forward(self.prepare_sample(sample)))
+
+    # For clients of the server
+
+    def decode_sample(self, sent: Any) -> Any:
+        """A sample of what a client sent: numbers as in a file of JSON, tensors as they are.
+
+        `sent` is JSON, or a dict of tensors by name; of one tensor the name does not matter. Raises
+        ValueError or TypeError for anything else.
+        """
+        if isinstance(sent, dict):
+            named = {name: self.decode_sample(one) for name, one in sent.items()}
+            return next(iter(named.values())) if len(named) == 1 else named
+        if isinstance(sent, torch.Tensor):
+            return sent
+        try:
+            return torch.tensor(sent)
+        except (RuntimeError, OverflowError) as error:
+            raise ValueError(f"no numbers: {error}") from None
+
+    def encode_result(self, result: Any) -> Any:
+        """What a client gets of a result: tensors, numbers, texts, lists and dicts of these. As it is."""
+        return result
 
 
 def _plain(value: Any) -> Any:

@@ -16,6 +16,7 @@ from torchrelay.jobs.peers import Peers, Solo
 from torchrelay.metadata.experiment.rows import append_values
 from torchrelay.runners.context import Context
 from torchrelay.runners.experiment.collecting import Collected, Collector, Reduction, told_values
+from torchrelay.runners.experiment.noted_signature import FirstCall
 from torchrelay.runners.experiment.parts import Parts
 from torchrelay.runners.reduction import MetricLog, reduce_metrics
 
@@ -159,12 +160,15 @@ class Steps(Parts):
         """Make everything that a training needs, in one order."""
         for name in self.parts:
             getattr(self, name)
+        self._first_call = FirstCall(self.model)
         self.network = data_parallel(self.model)
 
     def _train_task(self, ctx: Context) -> None:
         self._collector.collected.drop("train")
         self.epoch(ctx)
         self._finish(ctx, "train")
+        if ctx.rank == 0 and ctx.run_dir is not None:
+            self._first_call.write(Path(ctx.run_dir))
 
     def _after_task(self, ctx: Context) -> None:
         self._collector.collected.drop("val")

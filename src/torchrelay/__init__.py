@@ -43,6 +43,7 @@ _HOMES = {
     "RelayError": "errors",
     "RunResult": "runners.result",
     "Scope": "jobs.blobs",
+    "ServingHandler": "runners.serving.served",
     "Sources": "metadata.code.sources",
     "SqlHandler": "metadata.sql.handler",
     "StopAnswer": "jobs.stop",
@@ -50,11 +51,13 @@ _HOMES = {
     "Task": "jobs.task",
     "TaskGroup": "jobs.group",
     "TaskOutput": "jobs.output",
+    "TensorHandler": "runners.serving.tensor_handler",
     "TrackedRun": "metadata.sinks.sink",
     "UploadTaskGroupBuilder": "checkpoint.upload",
     "Upstream": "runners.stages.given",
     "Workspace": "jobs.workspace",
     "WorkspaceType": "jobs.workspace",
+    "compile": "checkpoint.package.compiling",
     "data_parallel": "jobs.data_parallel",
     "early_stopping": "jobs.stop",
     "epoch_limiter": "jobs.stop",
@@ -63,24 +66,40 @@ _HOMES = {
     "final_output": "jobs.output",
     "from_onnx": "checkpoint.onnx_in.onnx_module",
     "fsdp_state": "checkpoint.state.fsdp_state",
+    "get_params": "checkpoint.archive.states",
+    "get_states": "checkpoint.archive.states",
     "import_checkpoint": "checkpoint.interop.importing",
     "init": "runners.start",
+    "load": "checkpoint.package.loading",
     "load_blobs": "checkpoint.blob_files",
     "load_code": "metadata.code.loading",
     "load_into": "checkpoint.load_into",
+    "load_states": "checkpoint.archive.loading",
     "main": "runners.experiment.entry",
     "max_epochs": "jobs.stop",
     "max_steps": "jobs.stop",
     "max_time": "jobs.stop",
     "metric_rows": "metadata.experiment.rows",
     "open_checkpoint": "checkpoint.reader",
+    "open_package": "checkpoint.package.opening",
     "run_to_onnx": "runners.onnx_files.run_to_onnx",
+    "save": "checkpoint.package.saving",
     "save_blobs": "checkpoint.blob_files",
+    "save_states": "checkpoint.archive.saving",
     "seed": "jobs.seeding",
+    "summary": "checkpoint.package.summary",
     "to_onnx": "checkpoint.onnx_out.to_onnx",
 }
 
 if TYPE_CHECKING:
+    from torchrelay.checkpoint.archive.loading import load_states as load_states
+    from torchrelay.checkpoint.archive.saving import save_states as save_states
+    from torchrelay.checkpoint.archive.states import get_params as get_params, get_states as get_states
+    from torchrelay.checkpoint.package.compiling import compile as compile
+    from torchrelay.checkpoint.package.loading import load as load
+    from torchrelay.checkpoint.package.opening import open_package as open_package
+    from torchrelay.checkpoint.package.saving import save as save
+    from torchrelay.checkpoint.package.summary import summary as summary
     from torchrelay.checkpoint.blob_files import (
         estimate_bytes as estimate_bytes,
         load_blobs as load_blobs,
@@ -135,6 +154,8 @@ if TYPE_CHECKING:
     from torchrelay.runners.onnx_files.onnx_export import OnnxExport as OnnxExport
     from torchrelay.runners.onnx_files.run_to_onnx import run_to_onnx as run_to_onnx
     from torchrelay.runners.result import RunResult as RunResult
+    from torchrelay.runners.serving.served import ServingHandler as ServingHandler
+    from torchrelay.runners.serving.tensor_handler import TensorHandler as TensorHandler
     from torchrelay.runners.stages.given import InitFrom as InitFrom, Upstream as Upstream
     from torchrelay.runners.start import init as init
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -14,12 +16,13 @@ import pytest
 import torch
 from paired_sessions import Meeting, PairedPeers
 from program_cases import SMALL, Script, start
-from torchrun import REPOSITORY, torchrun
+from torchrun import REPOSITORY, clean_environment, torchrun
 
 import torchrelay
 from torchrelay.errors import UsageError
 from torchrelay.metadata.experiment.note import Identity
 from torchrelay.metadata.experiment.standing import standing
+from torchrelay.runners.commands.command_line import main
 from torchrelay.runners.experiment.training_verb import check_alike
 
 GATED = """def after_epoch(self, ctx):
@@ -112,6 +115,7 @@ def test_flm_9_other_ends_are_states_too(script: Script) -> None:
     assert script("train").rc == 0 and len(script.runs) == count
 
 
+@pytest.mark.timeout(300)
 def test_flm_13_and_15_one_run_on_all_ranks_which_a_restart_goes_on_with(tmp_path: Path) -> None:
     """FLM-13, FLM-15: --force makes one run although a rank dies; values of all ranks count."""
     (tmp_path / "source").mkdir()
@@ -139,6 +143,30 @@ def test_flm_13_and_15_one_run_on_all_ranks_which_a_restart_goes_on_with(tmp_pat
         assert sorted(row["seen"]) == [float(i) for i in range(16)], "every sample of both ranks, once"
         assert row["most"] == 15.0
     assert torchrelay.metric_rows(run, "val")[1].keys() == {"epoch", "loss"}
+    _check_packaged(run, path, tmp_path)
+
+
+def _check_packaged(run: Path, script: Path, folder: Path) -> None:
+    """SNG-14, SNG-15: what two ranks trained runs from its package, where the code is not."""
+    out = folder / "deployed" / "line.pkg"
+    assert main(["package", f"{run}@2", "--out", str(out)]) == 0
+    (weights,) = [torchrelay.open_checkpoint(run).load_tensors("model.*")]
+    x = torch.arange(10.0).reshape(5, 2)
+    there = torch.nn.functional.linear(x, weights["model.weight"], weights["model.bias"])
+    script.unlink()
+    package = torchrelay.open_package(out)
+    assert package.metadata["epoch"] == 2
+    assert package.metadata["run"] == run.name
+    code = (
+        "import sys, torchrelay; model = torchrelay.load(sys.argv[1]); import torch\n"
+        "print(model(torch.arange(10.0).reshape(5, 2)).tolist())"
+    )
+    words = [sys.executable, "-c", code, str(out)]
+    done = subprocess.run(
+        words, cwd=out.parent, env=clean_environment(), capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert torch.equal(torch.tensor(ast.literal_eval(done.stdout)), there)
 
 
 def test_flm_13_ranks_of_other_code_or_configuration_are_named() -> None:

@@ -44,7 +44,7 @@ def completed(folder: Path, *words: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
-        (["torchrelay", "s"], ["show", "stats", "status"]),
+        (["torchrelay", "s"], ["serve", "server", "show", "stats", "status"]),
         (["torchrelay", "ckpt", "w"], ["why"]),
         (["torchrelay", "ckpt", "show", "--bl"], ["--blobs"]),
         (["torchrelay", "ckpt", "verify", "my runs", "--level", "f"], ["full"]),

@@ -1,0 +1,93 @@
+"""Tensors on their way into a safetensors member, and out of one with every byte verified."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torchrelay.checkpoint.archive import entries as form
+from torchrelay.checkpoint.archive.entries import OTHER, Entry
+from torchrelay.checkpoint.archive.zip_writing import ALIGNMENT, Chunk, ZipWriter
+from torchrelay.checkpoint.disk import dtypes
+from torchrelay.checkpoint.disk.canonical import Json
+from torchrelay.checkpoint.disk.digest import first_damaged_block
+from torchrelay.checkpoint.disk.fields import Fields
+from torchrelay.errors import DamagedError
+from torchrelay.metadata.zip_members import ZipMembers
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """A tensor to be stored; nothing is copied before it is written."""
+
+    tensor: torch.Tensor
+    role: str = OTHER
+    trainable: bool = False
+
+
+def write_tensors(writer: ZipWriter, member: str, tensors: Mapping[str, Outgoing]) -> Json:
+    """Write a member; what the manifest says of its tensors. Raises BlobError for what cannot be stored."""
+    entries = {name: _entry(name, one) for name, one in tensors.items()}
+    header = Chunk(memoryview(form.header_bytes(entries, ALIGNMENT)))
+    order = form.ordered(entries)
+    chunks = [Chunk(dtypes.stored_bytes(tensors[name].tensor, name), True) for name in order]
+    writer.add(member, [header, *chunks])
+    digests = {name: chunk.digests for name, chunk in zip(order, chunks, strict=True)}
+    return {name: replace(entry, digests=digests[name]).to_json() for name, entry in entries.items()}
+
+
+def _entry(name: str, one: Outgoing) -> Entry:
+    element = dtypes.logical_dtype(one.tensor.dtype, name)
+    dtypes.check_dense(one.tensor, name)
+    return Entry(element, tuple(one.tensor.shape), one.role, one.trainable)
+
+
+class StoredTensors:
+    """The tensors of one member, known by the manifest and read when they are asked for."""
+
+    def __init__(self, archive: ZipMembers, member: str, said: Fields) -> None:
+        self._archive, self._member = archive, member
+        what = f"{said.what}"
+        self.entries: dict[str, Entry] = {
+            name: form.entry_from_json(Fields(one, f"{what} ({name})"))
+            if isinstance(one, dict)
+            else _odd(what)
+            for name, one in said.values.items()
+        }
+        self._places = self._find_places()
+
+    def _find_places(self) -> dict[str, int]:
+        what = f"{self._archive.what}: {self._member}"
+        found = self._archive.members.get(self._member)
+        if found is None:
+            raise DamagedError(f"{self._archive.what}: has no member {self._member!r}")
+        length = bytearray(8)
+        self._archive.read_into(self._member, 0, memoryview(length))
+        nbytes = int.from_bytes(length, "little")
+        if nbytes > min(form.HEADER_LIMIT, found.nbytes - 8):
+            raise DamagedError(f"{what}: its header does not fit the member")
+        header = bytearray(nbytes)
+        self._archive.read_into(self._member, 8, memoryview(header))
+        return form.places(bytes(header), 8 + nbytes, found.nbytes, self.entries, what)
+
+    def read(self, name: str) -> torch.Tensor:
+        """A new tensor on the CPU, every byte verified. Raises DamagedError naming member and tensor."""
+        import torch
+
+        entry = self.entries[name]
+        tensor = torch.empty(entry.shape, dtype=dtypes.torch_dtype(entry.element))
+        memory = dtypes.memory_of(tensor)
+        self._archive.read_into(self._member, self._places[name], memory)
+        if first_damaged_block(memory, entry.digests) is not None:
+            raise DamagedError(
+                f"{self._archive.what}: {name!r} in {self._member} is damaged: its bytes are not those saved"
+            )
+        return tensor
+
+
+def _odd(what: str) -> Entry:
+    raise DamagedError(f"{what} is damaged: a tensor is not described")

@@ -1,0 +1,121 @@
+"""States of a model by name: what trains, and what else training, evaluation and answers need.
+
+Names are those of torch's state dict without what wrappers add to them (`module.` of
+DistributedDataParallel, `_orig_mod.` of torch.compile), so a wrapped and a bare model share archives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchrelay.checkpoint.archive.entries import BUFFER, OTHER, PARAMETER
+from torchrelay.checkpoint.archive.members import Outgoing
+from torchrelay.checkpoint.disk import values
+from torchrelay.checkpoint.disk.canonical import Json
+from torchrelay.checkpoint.state.admission import admitted_in_place
+from torchrelay.checkpoint.state.leaf import Role
+from torchrelay.checkpoint.state.module_leaves import ModuleEntry, canonical_name, module_entries
+from torchrelay.errors import BlobError, UsageError
+
+
+def get_params(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters by dotted name, tied ones once under their first name; the live ones, not copies."""
+    checked(module)
+    return {canonical_name(module, name): one for name, one in module.named_parameters()}
+
+
+def get_states(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers (statistics of batch norm, say) by dotted name.
+
+    Tied tensors stand once, under their first name; the live tensors, not copies. States that are no
+    tensors (`get_extra_state`) are not among them; `save_states` keeps these too.
+    """
+    found: dict[int, str] = {}
+    states: dict[str, torch.Tensor] = {}
+    for entry in entries_of(module):
+        if (
+            isinstance(entry.value, torch.Tensor)
+            and found.setdefault(id(entry.value), entry.name) == entry.name
+        ):
+            states[entry.name] = entry.value
+    return states
+
+
+def checked(module: Any) -> nn.Module:
+    """The module; raises UsageError for what is none."""
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"give a torch.nn.Module, not {type(module).__name__}")
+    return module
+
+
+def entries_of(module: nn.Module) -> list[ModuleEntry]:
+    """The entries of the state dict by canonical name, in its order."""
+    state = checked(module).state_dict(keep_vars=True)
+    entries = module_entries("m", module, state)
+    return [ModuleEntry(one.key, one.name.removeprefix("m."), one.value, one.role) for one in entries]
+
+
+@dataclass(frozen=True)
+class States:
+    """All states of a model, ready to be stored."""
+
+    tensors: Mapping[str, Outgoing]
+    ties: Mapping[str, str]
+    extra: Mapping[str, Json]
+    order: tuple[str, ...]
+
+
+def unready(module: nn.Module) -> list[str]:
+    """States without content: of lazy modules that have seen no input, and on the meta device."""
+    return [
+        entry.name
+        for entry in entries_of(module)
+        if nn.parameter.is_lazy(entry.value)
+        or (isinstance(entry.value, torch.Tensor) and entry.value.is_meta)
+    ]
+
+
+def states_of(module: nn.Module) -> States:
+    """The states of a model.
+
+    Raises UsageError where some have no content yet, BlobError for what cannot be stored: sharded tensors,
+    extra state that is no plain value.
+    """
+    if names := unready(module):
+        raise UsageError(
+            f"{len(names)} states have no content yet: {_some(names)}; "
+            "torchrelay.compile(model, inputs) gives it to lazy and meta modules"
+        )
+    tensors: dict[str, Outgoing] = {}
+    ties: dict[str, str] = {}
+    extra: dict[str, Json] = {}
+    first: dict[int, str] = {}
+    entries = entries_of(module)
+    for entry in entries:
+        value = entry.value
+        if not isinstance(value, torch.Tensor):
+            extra[entry.name] = values.encode(value, entry.name)
+        elif (known := first.setdefault(id(value), entry.name)) != entry.name:
+            ties[entry.name] = known
+        else:
+            tensors[entry.name] = _outgoing(entry)
+    return States(tensors, ties, extra, tuple(entry.name for entry in entries))
+
+
+def _outgoing(entry: ModuleEntry) -> Outgoing:
+    if hasattr(entry.value, "full_tensor"):
+        raise BlobError(
+            f"{entry.name} is a sharded tensor (DTensor): give a model with whole tensors "
+            "(ctx.full_state_dict(module) makes them)"
+        )
+    role = {Role.PARAMETER: PARAMETER, Role.BUFFER: BUFFER}.get(entry.role, OTHER)  # type: ignore[arg-type]
+    return Outgoing(admitted_in_place(entry.value, entry.name), role, entry.value.requires_grad)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

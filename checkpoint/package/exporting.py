@@ -1,0 +1,108 @@
+"""From a model and example inputs to a program: `torch.export` traces it in eval mode."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchrelay.checkpoint.package.calls import Call, Dynamic, call_of, dynamic_names, mapped
+from torchrelay.checkpoint.package.rewriting import Exported, fixed_sizes, rewritten
+from torchrelay.errors import BlobError, UsageError
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode for a while; afterwards every part is in the mode that it was in."""
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+def export(model: nn.Module, inputs: Any, dynamic: Dynamic | None = None) -> Exported:
+    """Trace the model in eval mode. The first size of inputs may differ unless `dynamic` says otherwise.
+
+    Raises UsageError for inputs that do not fit, BlobError for a model of which no program can be made;
+    the message says why.
+    """
+    call = call_of(model, inputs)
+    names = dynamic_names(call, dynamic)
+    try:
+        with evaluating(model), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            traced = _traced(model, call, names)
+    except (UsageError, BlobError):
+        raise
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise BlobError(f"torch.export cannot trace {type(model).__name__}: {first[:300]}") from error
+    return rewritten(traced, call, names)
+
+
+def _traced(
+    model: nn.Module, call: Call, names: Mapping[str, Mapping[int, str]]
+) -> torch.export.ExportedProgram:
+    """With sizes of one name as one, of any length; those that the model, traced, fixes are fixed.
+
+    Sizes that torch chose to be free by itself are not taken over: it may have ruled out a length of 1.
+    """
+    every = {text for sizes in names.values() for text in sizes.values()}
+    try:
+        return _attempt(model, call, names, {text: torch.export.Dim(text) for text in every})
+    except Exception:
+        looked = _attempt(model, call, names, dict.fromkeys(every, torch.export.Dim.AUTO))
+    free = every - fixed_sizes(looked, call, names)
+    try:
+        return _attempt(model, call, names, {text: torch.export.Dim(text) for text in free})
+    except Exception:
+        return _attempt(model, call, names, {})
+
+
+def _attempt(
+    model: nn.Module, call: Call, names: Mapping[str, Mapping[int, str]], size_of: Mapping[str, Any]
+) -> torch.export.ExportedProgram:
+    wanted = {
+        name: {at: size_of[text] for at, text in sizes.items() if text in size_of}
+        for name, sizes in names.items()
+    }
+    free = {
+        name: {at: text for at, text in sizes.items() if text in size_of} for name, sizes in names.items()
+    }
+    grown = _grown(call, free)
+    shapes = _like(call, wanted, model)
+    return torch.export.export(model, grown.args, dict(grown.kwargs), dynamic_shapes=shapes)
+
+
+def _grown(call: Call, names: Mapping[str, Mapping[int, str]]) -> Call:
+    """The call with every named size at least 2, because torch takes a size of 1 for a fixed one."""
+
+    def grown(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        for at in names.get(name, {}):
+            if tensor.shape[at] == 1:
+                tensor = torch.cat([tensor, tensor], at)
+        return tensor
+
+    tensors = {id(tensor): grown(name, tensor) for name, tensor in call.leaves}
+    args, kwargs = mapped((call.args, dict(call.kwargs)), lambda tensor: tensors[id(tensor)])
+    return Call(args, kwargs, call.arguments, call.leaves)
+
+
+def _like(call: Call, wanted: Mapping[str, Any], model: nn.Module) -> Any:
+    """What `torch.export` wants to know of sizes, put together as the bound arguments are."""
+    by_id = {id(tensor): wanted.get(name) for name, tensor in call.leaves}
+    bound = inspect.signature(model.forward).bind(*call.args, **call.kwargs).arguments
+    parameters = inspect.signature(model.forward).parameters
+    shapes = {name: mapped(value, lambda tensor: by_id[id(tensor)], None) for name, value in bound.items()}
+    for name in list(shapes):
+        if parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            shapes.update(shapes.pop(name))
+    return shapes

@@ -1,0 +1,178 @@
+"""A module that runs a program: trained tensors under their old names, and no code but torch's own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchrelay.checkpoint.package.arguments import resolved
+from torchrelay.checkpoint.package.operators import operator_of
+from torchrelay.checkpoint.package.program import STATE, Argument, Program
+from torchrelay.checkpoint.package.trees import built, leaves_in
+from torchrelay.errors import DamagedError, UsageError
+from torchrelay.jobs.signature import Signature, TensorSpec
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """What a program computes with: states by name (a tied tensor under each), and constants."""
+
+    states: Mapping[str, torch.Tensor]
+    constants: Mapping[str, torch.Tensor]
+    parameters: frozenset[str]
+    """Which states are parameters."""
+    trainable: frozenset[str]
+
+
+class ProgramModule(nn.Module):
+    """A model as its package tells it, in eval mode; its state dict has the names of the original.
+
+    Called as the original was when the program was made; `flat` takes and gives tensors in the order of
+    `signature`. `train()` changes nothing: the steps are those of the eval mode. Gradients flow.
+    """
+
+    def __init__(self, program: Program, signature: Signature, tensors: Tensors) -> None:
+        super().__init__()
+        self.signature = signature
+        self._program = program
+        self._calls = tuple((step, operator_of(step.operator)) for step in program.steps)
+        self._held: dict[str, tuple[str, str]] = {}
+        placed: dict[int, torch.Tensor] = {}
+        for name, tensor in tensors.states.items():
+            parameter, trainable = name in tensors.parameters, name in tensors.trainable
+            held = placed.setdefault(id(tensor), nn.Parameter(tensor, trainable) if parameter else tensor)
+            self._hold(name, held, persistent=True)
+        for name, tensor in tensors.constants.items():
+            self._hold(name, tensor, persistent=False)
+        if missing := [name for _, name in program.tensors.values() if name not in self._held]:
+            raise DamagedError(f"the program needs {missing[0]!r}, which the package does not have")
+        self.forward = MethodType(_with_names(program.arguments), self)
+        self.eval()
+
+    def _hold(self, name: str, tensor: torch.Tensor, *, persistent: bool) -> None:
+        path, _, leaf = name.rpartition(".")
+        owner: nn.Module = self
+        try:
+            for part in filter(None, path.split(".")):
+                if part not in owner._modules:
+                    owner.add_module(part, nn.Module())
+                owner = owner._modules[part]  # type: ignore[assignment]
+            if isinstance(tensor, nn.Parameter):
+                owner.register_parameter(leaf, tensor)
+            else:
+                owner.register_buffer(leaf, tensor, persistent=persistent)
+        except (KeyError, TypeError) as error:
+            raise DamagedError(
+                f"the package has a tensor {name[:100]!r}, which no module can have"
+            ) from error
+        self._held[name] = (path, leaf)
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        path, leaf = self._held[name]
+        owner = self.get_submodule(path) if path else self
+        return getattr(owner, leaf)  # type: ignore[no-any-return]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie; the CPU where there are none."""
+        for name in self._held:
+            return self._tensor(name).device
+        return torch.device("cpu")
+
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
+        """What the original gives; raises UsageError for arguments that the program was not made for."""
+        return built(self._program.result, self._run(self._inputs(args, kwargs)))
+
+    def flat(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """The outputs in the order of `signature.outputs`, of inputs in the order of `signature.inputs`."""
+        if len(tensors) != len(self._program.inputs):
+            raise UsageError(f"the model takes {len(self._program.inputs)} tensors, not {len(tensors)}")
+        return self._run(list(tensors))
+
+    def _inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        given = self._program.arguments
+        names = [one.name for one in given]
+        if len(args) > sum(one.positional for one in given) or set(kwargs) - set(names):
+            raise UsageError(f"the model takes {', '.join(names) or 'nothing'}, not {_called(args, kwargs)}")
+        found = {**dict(zip(names, args, strict=False)), **kwargs}
+        if len(found) != len(given) or len(args) + len(kwargs) != len(given):
+            raise UsageError(f"the model takes {', '.join(names) or 'nothing'}, not {_called(args, kwargs)}")
+        flat: list[Any] = [None] * len(self._program.inputs)
+        for one in given:
+            for at, tensor in leaves_in(one.tree, found[one.name], one.name):
+                flat[at] = tensor
+        return flat
+
+    def _run(self, inputs: Sequence[Any]) -> list[Any]:
+        if not torch.compiler.is_exporting():
+            _check_inputs(inputs, self.signature.inputs)
+        device = self.device
+        found: dict[str, Any] = dict(zip(self._program.inputs, inputs, strict=True))
+        for name, (_, stored) in self._program.tensors.items():
+            found[name] = self._tensor(stored)
+        for step, operator in self._calls:
+            args = [resolved(argument, found, device) for argument in step.args]
+            kwargs = {key: resolved(argument, found, device) for key, argument in step.kwargs.items()}
+            found[step.name] = operator(*args, **kwargs)
+            for name in step.free:
+                del found[name]
+        return [resolved(output, found, device) for output in self._program.outputs]
+
+
+def states_of(program: Program) -> list[str]:
+    """The stored names of the states that a program computes with."""
+    return [name for kind, name in program.tensors.values() if kind == STATE]
+
+
+def _with_names(arguments: Sequence[Argument]) -> Callable[..., Any]:
+    """A `forward` that tells the names of the original's arguments to those who ask for its signature."""
+
+    def forward(self: ProgramModule, *args: Any, **kwargs: Any) -> Any:
+        return self._called(*args, **kwargs)
+
+    named = [
+        inspect.Parameter(one.name, _POSITIONAL if one.positional else inspect.Parameter.KEYWORD_ONLY)
+        for one in arguments
+    ]
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    forward.__signature__ = inspect.Signature([own, *named])  # type: ignore[attr-defined]
+    return forward
+
+
+_POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
+def _called(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    return f"{len(args)} positional arguments" + (f" and {', '.join(kwargs)}" if kwargs else "")
+
+
+def _check_inputs(inputs: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
+    """Raise UsageError for the first input that is not as the signature says."""
+    named: dict[str, tuple[int, str]] = {}
+    for value, spec in zip(inputs, specs, strict=True):
+        if not isinstance(value, torch.Tensor):
+            raise UsageError(f"{spec.name} must be a tensor, not {type(value).__name__}")
+        dtype = str(value.dtype).removeprefix("torch.")
+        if dtype != spec.dtype or len(value.shape) != len(spec.shape):
+            raise UsageError(_unlike(value, spec))
+        for size, wanted in zip(value.shape, spec.shape, strict=True):
+            if isinstance(wanted, int):
+                if size != wanted:
+                    raise UsageError(_unlike(value, spec))
+            elif named.setdefault(wanted, (size, spec.name))[0] != size:
+                first, where = named[wanted]
+                raise UsageError(
+                    f"{wanted} is {first} in {where} and {size} in {spec.name}: it must be one size"
+                )
+
+
+def _unlike(value: torch.Tensor, spec: TensorSpec) -> str:
+    dtype = str(value.dtype).removeprefix("torch.")
+    wanted = ", ".join(map(str, spec.shape))
+    return f"{spec.name} is {dtype}{list(value.shape)}; the model takes {spec.dtype}[{wanted}]"

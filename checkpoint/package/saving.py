@@ -1,0 +1,159 @@
+"""Making packages: states, source and constructor arguments, and a program that needs no source."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from torchrelay.checkpoint.archive.archive_file import (
+    AUX,
+    CONSTANTS,
+    MODEL,
+    PACKAGE,
+    Contents,
+    write_contents,
+)
+from torchrelay.checkpoint.archive.members import Outgoing
+from torchrelay.checkpoint.archive.publishing import Where
+from torchrelay.checkpoint.archive.states import States, checked, states_of
+from torchrelay.checkpoint.disk import canonical, values
+from torchrelay.checkpoint.disk.canonical import Json
+from torchrelay.checkpoint.package import opening
+from torchrelay.checkpoint.package.calls import Dynamic
+from torchrelay.checkpoint.package.epochs import of_epoch
+from torchrelay.checkpoint.package.exporting import export
+from torchrelay.checkpoint.package.opening import Package, open_package
+from torchrelay.checkpoint.package.recorded import recorded_call
+from torchrelay.checkpoint.package.rewriting import Exported
+from torchrelay.checkpoint.package.sources import sources_of
+from torchrelay.errors import BlobError, UsageError
+
+Constructor = tuple[Sequence[Any], Mapping[str, Any]]
+
+
+def save(
+    path: Where,
+    model: nn.Module,
+    inputs: Any = None,
+    *,
+    constructor: Constructor | None = None,
+    dynamic: Dynamic | None = None,
+    labels: Sequence[str] | None = None,
+    preprocessing: Any = None,
+    metadata: Mapping[str, Any] | None = None,
+    source: bool = True,
+    run: str | os.PathLike[str] | None = None,
+    epoch: int | str = "last",
+    blob: str = "model",
+    overwrite: bool = False,
+) -> Package:
+    """Write a model into one file from which it is rebuilt without its class being there; see `load`.
+
+    `inputs` are an example of what `forward` takes: a tensor, a tuple of arguments, or a dict by name; they
+    are needed for the program and the signature, unless `compile(model, inputs)` was called before. The
+    first size of inputs may differ later; `dynamic={"tokens": {0: "batch", 1: "length"}}` says it otherwise.
+    The program is of the model in eval mode. `constructor=(args, kwargs)` is what the class was called
+    with, needed for the source form; a class that needs no argument does without. With `source=False` no
+    source is archived. With `run`, a run directory or checkpoints, the states are those that the blob `blob`
+    has in its `epoch` (of a copy: `model` stays as it is), and `metadata` tells of both. `labels` name the
+    classes of the output, `preprocessing` refers to what makes inputs. The file appears whole and durable or
+    not at all; it replaces another only with `overwrite`.
+
+    What cannot be part of the package (no inputs, an operator that programs may not use, no source) is left
+    out, told by the package's `without`; a package that has states only is warned of.
+    Raises UsageError, BlobError for a state or value that cannot be stored, StorageError.
+    """
+    if inputs is None and (known := recorded_call(checked(model))) is not None:
+        inputs, dynamic = known.inputs, dynamic or known.dynamic
+    if run is not None:
+        model, of_run = of_epoch(checked(model), run, epoch, blob)
+        metadata = {**of_run, **(metadata or {})}
+    states = states_of(checked(model))
+    without: list[str] = []
+    exported = _exported(model, inputs, dynamic, without)
+    class_path, files = _source(model, wanted=source, without=without)
+    arguments = _constructor(model, constructor, without) if files else None
+    package = {
+        "signature": None if exported is None else exported.signature.to_json(),
+        "labels": _labels(labels),
+        "preprocessing": values.encode(preprocessing, "preprocessing"),
+        "metadata": values.encode(dict(metadata or {}), "metadata"),
+        "class_path": class_path,
+        "constructor": arguments,
+        "program": exported is not None,
+        "without": without,
+    }
+    where = write_contents(path, _contents(states, exported, files, package), overwrite=overwrite)
+    if exported is None and arguments is None:
+        warnings.warn(f"{where} has states only: {'; '.join(without)}", stacklevel=2)
+    return open_package(path)
+
+
+def _contents(
+    states: States, exported: Exported | None, files: Mapping[str, bytes], package: Json
+) -> Contents:
+    constants = {} if exported is None else dict(exported.constants)
+    members = {opening.SOURCE + name: data for name, data in files.items()}
+    if exported is not None:
+        members[opening.PROGRAM] = canonical.dumps(exported.json)
+    groups = {
+        MODEL: states.tensors,
+        AUX: dict[str, Outgoing](),
+        CONSTANTS: {name: Outgoing(tensor) for name, tensor in constants.items()},
+    }
+    return Contents(
+        PACKAGE, groups, states.ties, states.extra, order=states.order, package=package, members=members
+    )
+
+
+def _exported(model: nn.Module, inputs: Any, dynamic: Dynamic | None, without: list[str]) -> Exported | None:
+    if inputs is None:
+        without.append("no program and no signature: no inputs were given, and compile was not called")
+        return None
+    try:
+        exported = export(model, inputs, dynamic)
+    except BlobError as error:
+        without.append(f"no program: {error}")
+        return None
+    without.extend(f"no free size {name!r}: traced, the model fixes it" for name in exported.fixed)
+    return exported
+
+
+def _source(model: nn.Module, *, wanted: bool, without: list[str]) -> tuple[str, dict[str, bytes]]:
+    class_path, files, reason = sources_of(model)
+    if not wanted:
+        without.append("no source: source=False was given")
+        return class_path, {}
+    if reason:
+        without.append(f"no source: {reason}")
+    return class_path, files
+
+
+def _constructor(model: nn.Module, given: Constructor | None, without: list[str]) -> Json:
+    if given is None:
+        try:
+            inspect.signature(type(model)).bind()
+        except TypeError:
+            without.append(
+                f"no constructor arguments: {type(model).__name__} needs some; "
+                "give constructor=(args, kwargs)"
+            )
+            return None
+        given = ((), {})
+    if len(given) != 2 or not isinstance(given[0], (list, tuple)) or not isinstance(given[1], Mapping):
+        raise UsageError("constructor is (args, kwargs): a sequence and a dict")
+    args, kwargs = list(given[0]), dict(given[1])
+    return {"args": values.encode(args, "constructor"), "kwargs": values.encode(kwargs, "constructor")}
+
+
+def _labels(labels: Sequence[str] | None) -> list[str] | None:
+    if labels is None:
+        return None
+    if isinstance(labels, str) or not all(isinstance(one, str) for one in labels):
+        raise UsageError("labels are a sequence of texts, one for each class")
+    return list(labels)

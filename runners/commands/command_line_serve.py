@@ -1,0 +1,117 @@
+"""`torchrelay serve`: a trained model, over HTTP, until it is told to leave.
+
+torch is imported when it runs; for the run of a program not even then, because its archived code runs in a
+process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torchrelay.errors import UsageError
+from torchrelay.metadata.experiment.note import read_note
+from torchrelay.metadata.experiment.run_store import ProgramRun
+from torchrelay.runners.commands.command_line_arguments import Add
+from torchrelay.runners.commands.command_line_output import Output
+from torchrelay.runners.commands.selector import Selector, parse_selector
+from torchrelay.runners.serving.options import ServeOptions, add_serve_options
+from torchrelay.runners.serving.serve import check_installed, say, serve
+
+if TYPE_CHECKING:
+    from torchrelay.runners.serving.served import Source
+
+_BLOB = "model"
+
+
+def add_serve(add: Add) -> None:
+    """Define `serve`."""
+    parser = add("serve", "answer over HTTP with the model of an epoch, or of a package", serve_model)
+    where = "a run, a directory of checkpoints or its URL, with @7, @last, @best as ever; or a package"
+    parser.add_argument("path", metavar="RUN[@EPOCH]|PACKAGE", help=where)
+    parser.add_argument(
+        "--epoch", dest="at_epoch", metavar="N", help="the same as behind @: 7, last, best, or 7,branch=0"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="makes the module; of a program's run its archived code does",
+    )
+    parser.add_argument("--blob", metavar="NAME", help=f"what of the epoch goes into it (default: {_BLOB})")
+    parser.add_argument("--handler", metavar="MODULE:CLASS", help="what stands around the module")
+    parser.add_argument("--signature", metavar="FILE", help="JSON: what it takes and gives, to be held to")
+    parser.add_argument("--device", metavar="D", help="where to compute (default: cpu)")
+    add_serve_options(parser)
+
+
+def serve_model(chosen: argparse.Namespace, output: Output) -> int:
+    """Serve until SIGTERM or SIGINT."""
+    options = ServeOptions.of(chosen)
+    check_installed()
+    if Path(chosen.path).is_file():
+        _refuse_given(chosen, ("model", "blob", "signature"), "a package has its own")
+        return _served(options, lambda: _package(chosen))
+    selector = parse_selector(chosen.path)
+    if chosen.model is not None:
+        return _served(options, lambda: _plain(chosen, selector))
+    note = read_note(Path(selector.path)) if Path(selector.path).is_dir() else None
+    if note is None:
+        from torchrelay.runners.commands.command_line_place import locate
+
+        locate(selector.path)
+        raise UsageError(
+            f"{selector.path} is no run of a program, so nothing tells how its model is made: give --model "
+            "module:function"
+        )
+    from torchrelay.runners.experiment.archived_process import run_process
+
+    _refuse_given(chosen, ("blob", "handler", "signature", "device"), "the program says it; or give --model")
+    run = ProgramRun(Path(selector.path).absolute(), note)
+    words = [*options.words(), *(["--epoch", selector.epoch] if selector.wish is not None else [])]
+    output.close()
+    return run_process(run, "server", words)
+
+
+def _served(options: ServeOptions, source: Any) -> NoReturn:
+    """Leave with its code, and with the traceback of what a function of the user raised."""
+    from torchrelay.runners.leaving import run_and_leave
+
+    run_and_leave(lambda: serve(options, source))
+
+
+def _plain(chosen: argparse.Namespace, selector: Selector) -> Source:
+    from torchrelay.runners.serving.epochs import EpochSource, name_of
+    from torchrelay.runners.serving.models import (
+        PlainModel,
+        code_id_of_run,
+        handler_of,
+        named,
+        read_signature,
+    )
+
+    where = selector.path
+    model = PlainModel(
+        name_of(where),
+        named(chosen.model, "--model"),
+        chosen.blob or _BLOB,
+        handler_of(chosen.handler),
+        read_signature(chosen.signature),
+        chosen.device,
+        code_id_of_run(Path(where)),
+    )
+    return EpochSource(where, selector.epoch, model, say)
+
+
+def _package(chosen: argparse.Namespace) -> Source:
+    from torchrelay.runners.serving.models import handler_of
+    from torchrelay.runners.serving.packages import PackageSource
+
+    handler = None if chosen.handler is None else handler_of(chosen.handler)
+    return PackageSource(chosen.path, handler, chosen.device)
+
+
+def _refuse_given(chosen: argparse.Namespace, names: tuple[str, ...], why: str) -> None:
+    for name in names:
+        if getattr(chosen, name) is not None:
+            raise UsageError(f"--{name}: {why}; leave it out")

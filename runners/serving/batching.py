@@ -1,0 +1,138 @@
+"""Samples that wait, and which of them make the next batch.
+
+Samples that are alike (same handler, same `alike`) go together, the oldest first, at most `max_batch`.
+A batch that is not full waits for more until its oldest sample has waited `max_delay_secs`; while the thread
+computes nothing is lost by waiting.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchrelay.runners.serving.limits import Limits
+from torchrelay.runners.serving.served import Served
+
+Clock = Callable[[], float]
+
+
+@dataclass(eq=False)
+class Asked:
+    """The samples of one request, all answered by one `served`; `finish` is called once, by any thread.
+
+    `given_up` is set when nobody waits any more.
+    """
+
+    served: Served
+    samples: Sequence[Any]
+    finish: Callable[[Asked], None]
+    results: list[Any] = field(default_factory=list)
+    error: BaseException | None = None
+    given_up: bool = False
+    left: int = 0
+
+    def __post_init__(self) -> None:
+        self.left = len(self.samples)
+        self.results = [None] * self.left
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """One sample of a request."""
+
+    asked: Asked
+    index: int
+    since: float
+
+    @property
+    def sample(self) -> Any:
+        """What is to be predicted."""
+        return self.asked.samples[self.index]
+
+
+class Queue:
+    """Groups of samples that are alike, in their order. Many threads may put, one takes."""
+
+    def __init__(self, limits: Limits, clock: Clock = time.monotonic) -> None:
+        self._limits, self._clock = limits, clock
+        self._groups: OrderedDict[Hashable, deque[Item]] = OrderedDict()
+        self._full: dict[Hashable, None] = {}
+        """The groups that make a whole batch, in the order in which they came to it."""
+        self._changed = threading.Condition()
+        self._count = 0
+        self._closed = False
+
+    def __len__(self) -> int:
+        return self._count
+
+    def put(self, asked: Asked) -> bool:
+        """Take all samples of a request, or none: False where they would be too many, or it is closed."""
+        now = self._clock()
+        keys = [(id(asked.served), asked.served.handler.alike(sample)) for sample in asked.samples]
+        with self._changed:
+            if self._closed or self._count + len(keys) > self._limits.queue:
+                return False
+            for index, key in enumerate(keys):
+                group = self._groups.setdefault(key, deque())
+                group.append(Item(asked, index, now))
+                if len(group) >= self._limits.max_batch:
+                    self._full[key] = None
+            self._count += len(keys)
+            self._changed.notify()
+        return True
+
+    def take(self) -> list[Item]:
+        """The next batch, when it is due; empty when the queue is closed. Waits."""
+        with self._changed:
+            while not self._closed:
+                if not self._groups:
+                    self._changed.wait()
+                    continue
+                key, group, wait = self._due()
+                if wait <= 0:
+                    if batch := self._cut(key, group):
+                        return batch
+                else:
+                    self._changed.wait(wait)
+            return []
+
+    def close(self) -> list[Asked]:
+        """Take no more, wake who takes, and return what is left without an answer."""
+        with self._changed:
+            self._closed = True
+            left = list(dict.fromkeys(item.asked for group in self._groups.values() for item in group))
+            self._groups.clear()
+            self._full.clear()
+            self._count = 0
+            self._changed.notify_all()
+        return left
+
+    def _due(self) -> tuple[Hashable, deque[Item], float]:
+        """The group that comes next, and how long it may still wait: a full one, else the one that is due."""
+        now, delay = self._clock(), self._limits.max_delay_secs
+        key = next(iter(self._full or self._groups))
+        group = self._groups[key]
+        if self._full or group[0].since + delay <= now:
+            return key, group, 0.0
+        key, group = min(self._groups.items(), key=lambda item: item[1][0].since)
+        return key, group, group[0].since + delay - now
+
+    def _cut(self, key: Hashable, group: deque[Item]) -> list[Item]:
+        """Take a batch of a group; what is left of it comes after the other groups."""
+        batch: list[Item] = []
+        while group and len(batch) < self._limits.max_batch:
+            item = group.popleft()
+            self._count -= 1
+            if not item.asked.given_up:
+                batch.append(item)
+        if len(group) < self._limits.max_batch:
+            self._full.pop(key, None)
+        if group:
+            self._groups.move_to_end(key)
+        else:
+            del self._groups[key]
+        return batch

@@ -1,0 +1,36 @@
+"""Why a request gets no answer, in the words of HTTP."""
+
+from __future__ import annotations
+
+BUSY_SECS = 1
+"""When to come again where there is too much to do."""
+
+
+class RefusedError(Exception):
+    """A request that is not answered: a status and one sentence for the client.
+
+    Below 500 it is the client's; 429 and 503 say when to come again (`retry_secs`).
+    """
+
+    def __init__(self, status: int, text: str, retry_secs: int | None = None) -> None:
+        super().__init__(text)
+        self.status, self.text, self.retry_secs = status, text, retry_secs
+
+
+def wrong(text: str, status: int = 400) -> RefusedError:
+    """A request that cannot be understood."""
+    return RefusedError(status, text)
+
+
+def busy(text: str) -> RefusedError:
+    """Too much is asked at once: 429."""
+    return RefusedError(429, text, BUSY_SECS)
+
+
+def unavailable(text: str, retry_secs: int = BUSY_SECS) -> RefusedError:
+    """The server cannot answer now: 503."""
+    return RefusedError(503, text, retry_secs)
+
+
+class FaultyAnswerError(RuntimeError):
+    """What the model made of good samples is no answer: the fault is on this side, so that it is a 500."""

@@ -1,0 +1,70 @@
+"""From a source and options to a server that runs until it is told to leave."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torchrelay.errors import UsageError
+
+if TYPE_CHECKING:
+    from torchrelay.runners.serving.options import ServeOptions
+    from torchrelay.runners.serving.running import Running
+    from torchrelay.runners.serving.served import Source
+
+
+def check_installed() -> None:
+    """Raises UsageError where the extra is missing, or several ranks were started."""
+    missing = []
+    for name in ("starlette", "uvicorn", "prometheus_client"):
+        try:
+            __import__(name)
+        except ImportError:
+            missing.append(name)
+    if missing:
+        raise UsageError(f"serving needs {', '.join(missing)}: pip install 'torchrelay[serve]'")
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UsageError("a server is one process: start it without torchrun")
+
+
+def serve(
+    options: ServeOptions,
+    source: Callable[[], Source],
+    *,
+    began: Callable[[Running], None] = lambda running: None,
+) -> int:
+    """Take the address, load, serve, and return the exit code when it was told to leave.
+
+    The address is taken first, so that one that cannot be had costs no loading; nobody is answered before
+    the model is there.
+    """
+    from torchrelay.runners.serving.access import doorkeeper, read_token
+    from torchrelay.runners.serving.running import Running, bound_socket, url_of
+    from torchrelay.runners.serving.served import Holder
+    from torchrelay.runners.serving.watching import Watching
+
+    limits, token = options.limits(), read_token(options.token_file)
+    doorkeeper(options.host, options.port, token)
+    with bound_socket(options.host, options.port) as listening:
+        door = doorkeeper(options.host, listening.getsockname()[1], token)
+        found = source()
+        if options.watch and not getattr(found, "follows", False):
+            raise UsageError(
+                "--watch follows last or best: an epoch by its number, or a package, never changes"
+            )
+        holder = Holder(found.first())
+        watching = Watching(found, say) if options.watch else None
+        running = Running(holder, listening, limits, door, watching)
+        began(running)
+        served = holder.current
+        what = served.name if served.epoch is None else f"epoch {served.epoch} of {served.name}"
+        running.run(lambda: say(f"serving {what} at {url_of(listening)}"))
+        say("left")
+    return 0
+
+
+def say(text: str) -> None:
+    """A line for whoever reads the log."""
+    print(text, file=sys.stdout, flush=True)

@@ -1,0 +1,109 @@
+"""Tensors as the bytes of a safetensors file, in a request and in an answer; nothing is unpickled.
+
+The header is refused unless its entries lie one behind the other and fill the body: so no byte is read twice,
+and no shape can promise more than was sent.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from torchrelay.checkpoint.disk import canonical
+from torchrelay.checkpoint.disk.dtypes import ElementType, by_code, logical_dtype, stored_bytes, torch_dtype
+from torchrelay.errors import BlobError, DamagedError, FormatError
+from torchrelay.runners.serving.refusal import FaultyAnswerError, wrong
+
+MEDIA_TYPE = "application/vnd.safetensors"
+_HEADER_BYTES = 64 << 10
+_NAMES = 64
+_DIMENSIONS = 16
+
+
+def tensors_of(body: bytearray, most_elements: int) -> dict[str, torch.Tensor]:
+    """The tensors of a body, which they share; raises RefusedError for anything that is not exactly right."""
+    length = int.from_bytes(body[:8], "little")
+    if not 2 <= length <= min(_HEADER_BYTES, len(body) - 8):
+        raise wrong("the body is no safetensors file: its header does not fit it")
+    try:
+        header = canonical.loads(
+            bytes(body[8 : 8 + length]), what="the header", limit_bytes=_HEADER_BYTES, depth=4
+        )
+    except DamagedError as error:
+        raise wrong(f"the body is no safetensors file: {error}") from None
+    if not isinstance(header, dict):
+        raise wrong("the body is no safetensors file: its header is no object")
+    header.pop("__metadata__", None)
+    if not 1 <= len(header) <= _NAMES:
+        raise wrong(f"the body has {len(header)} tensors: send 1 to {_NAMES}")
+    return _cut(body, 8 + length, header, most_elements)
+
+
+def _cut(body: bytearray, data: int, header: Mapping[str, Any], most: int) -> dict[str, torch.Tensor]:
+    found = {name: _entry(name, entry) for name, entry in header.items()}
+    end, total = 0, 0
+    tensors: dict[str, torch.Tensor] = {}
+    for name, (element, shape, start, stop) in sorted(found.items(), key=lambda item: item[1][2:]):
+        if start != end or stop - start != element.nbytes(shape):
+            raise wrong(f"the bytes of {name[:60]!r} are not where its type, shape and neighbours put them")
+        end, total = stop, total + math.prod(shape)
+        if total > most:
+            raise wrong(f"the body has more than {most} elements", 413)
+        if data + stop > len(body):
+            raise wrong(f"the bytes of {name[:60]!r} are not all there")
+        tensors[name] = _tensor(body, data + start, element, shape)
+    if data + end != len(body):
+        raise wrong(f"the body has {len(body) - data - end} bytes behind its last tensor")
+    return tensors
+
+
+def _entry(name: str, entry: Any) -> tuple[ElementType, tuple[int, ...], int, int]:
+    try:
+        start, stop = entry["data_offsets"]
+        shape, element = tuple(entry["shape"]), by_code(entry["dtype"])
+        torch_dtype(element)
+    except (KeyError, TypeError, ValueError, FormatError):
+        raise wrong(f"the header says of {name[:60]!r} what cannot be") from None
+    numbers = (start, stop, *shape)
+    if len(shape) > _DIMENSIONS or not all(type(one) is int and 0 <= one < 2**40 for one in numbers):
+        raise wrong(f"the header says of {name[:60]!r} what cannot be")
+    return element, shape, start, stop
+
+
+def _tensor(body: bytearray, at: int, element: ElementType, shape: tuple[int, ...]) -> torch.Tensor:
+    nbytes = element.nbytes(shape)
+    if nbytes == 0:
+        return torch.empty(shape, dtype=torch_dtype(element))
+    raw = torch.frombuffer(body, dtype=torch.uint8, count=nbytes, offset=at)
+    if element.name == "bool":
+        return (raw != 0).reshape(shape)  # any other byte than 0 and 1 is no bool
+    if at % element.itemsize:
+        raw = raw.clone()
+    return raw.view(torch_dtype(element)).reshape(shape)
+
+
+def body_of(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
+    """A safetensors file; raises FaultyAnswerError for element types that it cannot hold."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    parts, end = list[memoryview](), 0
+    for name, tensor in tensors.items():
+        try:
+            element = logical_dtype(tensor.dtype, name)
+        except BlobError as error:
+            raise FaultyAnswerError(str(error)) from None
+        if element.raw:
+            raise FaultyAnswerError(f"{name} is {element.name}, which safetensors cannot hold: ask for JSON")
+        parts.append(stored_bytes(tensor, name))
+        header[name] = {
+            "dtype": element.code,
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + tensor.nbytes],
+        }
+        end += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join([len(text).to_bytes(8, "little"), text, *parts])

@@ -1,0 +1,125 @@
+"""The handler of a plain module: samples are tensors by its inputs' names, results rows of its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torchrelay.checkpoint.disk.dtypes import by_name, torch_dtype
+from torchrelay.errors import FormatError, UsageError
+from torchrelay.jobs.signature import Signature, TensorSpec
+from torchrelay.runners.serving.refusal import FaultyAnswerError
+from torchrelay.runners.serving.trees import rows, shape_of, without_batch
+
+Sample = dict[str, torch.Tensor]
+_ONLY = ""
+"""The name of the only input of a module of which no signature is known."""
+
+
+class TensorHandler:
+    """Every step can be overridden alone. With a signature samples are compared with it and converted to it.
+
+    Without one numbers become tensors of torch's default types, and what does not fit shows in `predict`.
+    The first dimension of the signature's inputs is that of the batch.
+    """
+
+    def __init__(self, module: torch.nn.Module, signature: Signature | None = None) -> None:
+        self.module, self.signature = module.eval(), signature
+        first = next(iter([*module.parameters(), *module.buffers()]), None)
+        self.device = first.device if first is not None else torch.device("cpu")
+
+    def decode(self, sent: Any) -> Sample:
+        """Tensors of one sample, by name; raises ValueError for what does not fit the signature."""
+        if self.signature is None:
+            named = sent if isinstance(sent, Mapping) else {_ONLY: sent}
+            if len(named) == 1:  # of one input the name does not matter
+                named = {_ONLY: next(iter(named.values()))}
+            return {name: tensor_of(one) for name, one in named.items()}
+        specs = self.signature.inputs
+        named = sent if isinstance(sent, Mapping) else {specs[0].name: sent}
+        if isinstance(sent, Mapping) and len(specs) == 1 and specs[0].name not in named and len(named) == 1:
+            named = {specs[0].name: next(iter(named.values()))}  # of one input the name does not matter
+        if named.keys() != {spec.name for spec in specs}:
+            raise ValueError(f"the inputs are {', '.join(spec.name for spec in specs)}: send these, by name")
+        return {spec.name: fitted(named[spec.name], spec) for spec in specs}
+
+    def alike(self, sample: Sample) -> Hashable:
+        """Names, shapes and types."""
+        return shape_of(sample)
+
+    def predict(self, samples: Sequence[Sample]) -> Sequence[Any]:
+        """One call of the module for all of them."""
+        inputs = {name: torch.stack([one[name] for one in samples]).to(self.device) for name in samples[0]}
+        output = self.forward(inputs)
+        try:
+            return [without_batch(one) for one in rows(output, len(samples))]
+        except ValueError as error:
+            raise FaultyAnswerError(str(error)) from None
+
+    def forward(self, inputs: Sample) -> Any:
+        """Call the module: in the order of its signature, else one input as it is, several by name."""
+        if self.signature is not None or _ONLY in inputs:
+            return self.module(*inputs.values())
+        return self.module(**inputs)
+
+    def encode(self, result: Any) -> Any:
+        """Outputs by the signature's names, where there are several."""
+        outputs = self.signature.outputs if self.signature is not None else ()
+        if isinstance(result, (list, tuple)) and len(result) == len(outputs):
+            return {spec.name: one for spec, one in zip(outputs, result, strict=True)}
+        return result
+
+
+def tensor_of(sent: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A tensor of nested lists of numbers, or the one that was sent; raises ValueError."""
+    if isinstance(sent, torch.Tensor):
+        return sent
+    try:
+        return torch.tensor(sent, dtype=dtype)
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"no tensor: {str(error)[:120]}") from None
+
+
+def fitted(sent: Any, spec: TensorSpec) -> torch.Tensor:
+    """A sample's tensor of the type and shape that its input wants; raises ValueError."""
+    try:
+        found = converted(sent, spec)
+    except ValueError as error:
+        raise ValueError(f"{spec.name}: {error}") from None
+    wanted = spec.shape[1:]
+    if found.ndim != len(wanted) or any(
+        isinstance(size, int) and size != there for size, there in zip(wanted, found.shape, strict=True)
+    ):
+        told = ", ".join(map(str, wanted))
+        raise ValueError(f"{spec.name}: a sample has the shape ({told}), this has {tuple(found.shape)}")
+    return found
+
+
+def converted(sent: Any, spec: TensorSpec) -> torch.Tensor:
+    """As the wanted type, where no number changes but by rounding; raises ValueError."""
+    wanted = dtype_of(spec)
+    if not isinstance(sent, torch.Tensor) and wanted.is_floating_point:
+        return tensor_of(sent, wanted)
+    found = tensor_of(sent)
+    if found.dtype == wanted or found.numel() == 0:
+        return found.to(wanted)
+    if not torch.can_cast(found.dtype, wanted):
+        raise ValueError(f"{_name(found.dtype)} is no {spec.dtype}")
+    cast = found.to(wanted)
+    if not (wanted.is_floating_point or wanted.is_complex) and not torch.equal(cast.to(found.dtype), found):
+        raise ValueError(f"a number is out of the range of {spec.dtype}")
+    return cast
+
+
+def dtype_of(spec: TensorSpec) -> torch.dtype:
+    """The element type that a signature names; raises UsageError for one that torch does not know."""
+    try:
+        return torch_dtype(by_name(spec.dtype))
+    except FormatError as error:
+        raise UsageError(f"the signature's {spec.name}: {error}") from None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
