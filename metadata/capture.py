@@ -168,7 +168,7 @@ def capture_with_code(run: Path, attempt: int | None = None) -> dict[str, Any]:
         raise UsageError(f"{run} has no record of its starts (captured.0.json): nothing tells what it ran")
     if not chosen:
         there = ", ".join(str(one["number"]) for one in found)
-        raise UsageError(f"{run} has no start {attempt}; there is {there}")
+        raise UsageError(f"{run} has no start {attempt}; it has {there}")
     archived = [one for one in chosen if code_id_of(one) is not None]
     if archived:
         return archived[-1]

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from torchrelay.errors import PeerError, PreemptedError, RelayError, TaskFailedError, exit_code_of
+from torchrelay.jobs.config.problems import ConfigError
 from torchrelay.runners.distributed.launch_env import launcher_restarts
 from torchrelay.runners.distributed.watcher import end_process
 from torchrelay.runners.distributed.world import World, code_of, current_world
@@ -109,6 +110,8 @@ def message_of(error: BaseException) -> str:
     """
     if isinstance(error, TaskFailedError) and error.details:
         return f"{type(error).__name__}: {error}\n{error.details.rstrip()}"
+    if isinstance(error, ConfigError):
+        return f"{error}"
     if isinstance(error, RelayError) and not isinstance(error, TaskFailedError):
         return f"{type(error).__name__}: {error}"
     return "".join(traceback.format_exception(error)).rstrip()
