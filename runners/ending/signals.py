@@ -60,7 +60,7 @@ def signals_ask(requests: Requests, save: signal.Signals | None = None) -> Itera
         for number in (signal.SIGTERM, signal.SIGUSR1):
             if signal.getsignal(number) not in (signal.SIG_IGN, None):
                 before[number] = signal.signal(number, handler)
-        if save is not None and (save in _ignored or not _handled(save)):
+        if save is not None and not _handled(save):
             before[save] = signal.signal(save, lambda *_: requests.save(save.name))
         yield
     finally:
@@ -85,7 +85,8 @@ def nothing_follows() -> Iterator[None]:
 
 def _handled(number: signal.Signals) -> bool:
     """Whether the program handles a signal, in Python or (as faulthandler does) outside of it."""
-    if signal.getsignal(number) not in (signal.SIG_DFL, signal.default_int_handler):
+    nobodys = [signal.SIG_DFL, signal.default_int_handler, *([signal.SIG_IGN] if number in _ignored else [])]
+    if signal.getsignal(number) not in nobodys:
         return True
     try:
         text = Path("/proc/self/status").read_text()

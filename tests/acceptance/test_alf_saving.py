@@ -125,8 +125,15 @@ def test_alf_12_all_processes_save_at_one_step() -> None:
     assert sorted(saved) == [(0, 4), (1, 4)] or sorted(saved) == [(0, 3), (1, 3)]
 
 
-def test_alf_12_the_signal_can_be_chosen_and_stays_the_programs(tmp_path: Path) -> None:
-    """Signals that mean something else are refused; a program's own handler is left alone, in C as well."""
+@pytest.mark.parametrize("ignored", [False, True])
+def test_alf_12_the_signal_can_be_chosen_and_stays_the_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ignored: bool
+) -> None:
+    """Signals that mean something else are refused; a program's own handler is left alone, in C as well.
+
+    So too where an earlier training of the process has had late signals ignored.
+    """
+    monkeypatch.setattr("torchrelay.runners.ending.signals._ignored", {signal.SIGUSR2} if ignored else set())
     for name in ("SIGTERM", "SIGUSR1", "SIGKILL", "USR2", 12):
         with pytest.raises(UsageError, match="save_signal"):
             JobRunner(Job("x"), tmp_path / "run", save_signal=name)
