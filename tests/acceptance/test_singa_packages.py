@@ -455,7 +455,7 @@ def test_sng_14_a_program_is_packaged_by_its_verb(tmp_path: Path, capsys: pytest
     assert f"the runs {script.run.name}" in capsys.readouterr().err, (
         "a directory of runs says which there are"
     )
-    with pytest.raises(UsageError, match="it has .*: give blob="):
+    with pytest.raises(UsageError, match=r"it has .*: give blob="):
         torchrelay.save(tmp_path / "c.pkg", model, x, run=script.run, blob="net")
 
 

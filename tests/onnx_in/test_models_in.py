@@ -222,7 +222,7 @@ def test_sng_11_what_is_not_needed_is_not_run() -> None:
 
 
 def test_what_is_given_by_mistake_is_told() -> None:
-    """An array for a tensor, one text for patterns, and more operators than there are: each with what helps."""
+    """An array for a tensor, one text for patterns, more operators than there are: each with what helps."""
     model = from_onnx(made.mlp())
     with pytest.raises(UsageError, match="the input 'x' is a ndarray: give a tensor"):
         model(X.numpy())
