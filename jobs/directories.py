@@ -16,7 +16,7 @@ def local_directory(given: str | os.PathLike[str], what: str) -> Path:
     would tear every message and log line that names the path.
     """
     if not isinstance(given, (str, bytes, os.PathLike)):
-        raise UsageError(f"{what} {given!r} is no path: give a str or a Path")
+        raise UsageError(f"{what} {' '.join(repr(given).split()):.80} is no path: give a str or a Path")
     text = os.fspath(given)
     if not isinstance(text, str):
         raise UsageError(f"{what} {given!r} is given in bytes: give a str or a Path")

@@ -100,7 +100,7 @@ def _object(url: str) -> tuple[ObjectStorage, str]:
 
 def _local(where: Where) -> Path:
     if not isinstance(where, (str, os.PathLike)) or not isinstance(os.fspath(where), str):
-        raise UsageError(f"{where!r} is no path: give a str or a Path")
+        raise UsageError(f"{' '.join(repr(where).split()):.80} is no path: give a str or a Path")
     text = os.fspath(where)
     text = text.removeprefix(FILE)
     if not text.strip() or "\0" in text or text.endswith("/"):

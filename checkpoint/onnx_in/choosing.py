@@ -72,12 +72,17 @@ def _is_constant(content: Content, key: str) -> bool:
     return content.initializers[key].numel() == 1 and _MADE_UP.fullmatch(key) is not None
 
 
-def matching(named: Mapping[str, T], patterns: Sequence[str]) -> list[T]:
-    """What is named by patterns with * and ?; UsageError for a pattern that names nothing."""
+def as_patterns(patterns: Sequence[str]) -> Sequence[str]:
+    """The patterns themselves; UsageError for one text, whose signs would be taken for patterns."""
     if isinstance(patterns, str):
         raise UsageError(f"patterns are a tuple, as ({patterns!r},), not one text")
+    return patterns
+
+
+def matching(named: Mapping[str, T], patterns: Sequence[str]) -> list[T]:
+    """What is named by patterns with * and ?; UsageError for a pattern that names nothing."""
     found: dict[str, T] = {}
-    for pattern in patterns:
+    for pattern in as_patterns(patterns):
         hits = {name: one for name, one in named.items() if fnmatchcase(name, pattern)}
         if not hits:
             raise UsageError(

@@ -61,7 +61,7 @@ class OnnxModule(nn.Module):
         stored_state.keep(self, self._paths, content.initializers, trained)
         stored_state.keep_constants(self, content.constants)
         self._read_small()
-        self.freeze(*freeze)
+        self.freeze(*choosing.as_patterns(freeze))
         self.train(choosing.begins_in_training(content))
 
     @property
@@ -102,6 +102,7 @@ class OnnxModule(nn.Module):
         missing = [name for name in plan.needed & set(self._graph.inputs) if name not in given]
         if missing:
             raise UsageError(f"the model needs {', '.join(map(repr, sorted(missing)))}, which was not given")
+        _check_content(given)
         device = _some_device(given.values())
         around = Surroundings(self.training, device, self._stored, self._known_ints, self._inner_plans)
         found = run_plan(self._graph, plan, given, around)
@@ -269,6 +270,14 @@ def _names(given: Sequence[str] | None) -> tuple[str, ...] | None:
     if isinstance(given, str):
         raise UsageError(f"names of values are a tuple, as ({given!r},), not one text")
     return None if given is None else tuple(given)
+
+
+def _check_content(given: Mapping[str, Any]) -> None:
+    """Arrays and mappings are refused by name; what a tracer hands in instead of a tensor is not."""
+    for name, value in given.items():
+        kind = type(value)
+        if isinstance(value, (Mapping, str)) or kind.__module__.partition(".")[0] == "numpy":
+            raise UsageError(f"the input {name!r} is a {kind.__name__}: give a tensor (torch.as_tensor)")
 
 
 def _some_device(values: Any) -> torch.device:

@@ -37,7 +37,9 @@ def plan_of(
     for name in wanted:
         if name not in known:
             near = get_close_matches(name, known, 3)
-            hint = f"; near it: {', '.join(map(repr, near))}" if near else ""
+            hint = (
+                f"; near it: {', '.join(map(repr, near))}" if near else "; values() of the model lists them"
+            )
             raise UsageError(f"the model has no value {name!r}{hint}")
     nodes = _needed_nodes(graph, wanted)
     needed = {name for node in nodes for name in inputs_of(node)} | set(wanted)
@@ -57,7 +59,10 @@ def ends_without(graph: Graph, drop_last: int) -> tuple[str, ...]:
     depend on what an input holds: neither weights that were merely transposed nor sizes count.
     """
     if drop_last < 0 or drop_last >= len(graph.nodes) + (drop_last == 0):
-        raise UsageError(f"drop_last is {drop_last}, and the model has {len(graph.nodes)} operators")
+        most = max(len(graph.nodes) - 1, 0)
+        raise UsageError(
+            f"drop_last is {drop_last}, and the model has {len(graph.nodes)} operators: give 0 to {most}"
+        )
     if drop_last == 0:
         return graph.outputs
     kept, dropped = graph.nodes[:-drop_last], graph.nodes[-drop_last:]

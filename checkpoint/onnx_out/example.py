@@ -112,6 +112,8 @@ def _bound(model: torch.nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[s
 
 
 def _on_cpu(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+        raise UsageError("an input is on the meta device and has no values: give examples with values")
     return leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf
 
 

@@ -40,12 +40,25 @@ def graph_of(model: torch.nn.Module, example: Example, opset: int | None) -> tup
         if made is None:
             raise RuntimeError("the exporter made nothing")
         graph = made.model
+        _check_operator_set(graph, opset)
         states = _states(graph, program)
         _simplify(graph, states)
         _name_states(states)
+    except UsageError:
+        raise
     except Exception as error:
         raise refusal(error, type(model).__name__) from error
     return graph, _symbols(graph, grown)
+
+
+def _check_operator_set(graph: Model, opset: int | None) -> None:
+    """Torch's exporter goes on with a version that it knows where it cannot write the wanted one."""
+    made = graph.opset_imports[""]
+    if opset is not None and made != opset:
+        raise UsageError(
+            f"opset={opset}: torch {torch.__version__} writes this model in operator set {made} instead; "
+            "give another (--opset), or leave it out"
+        )
 
 
 def check_apart(inputs: Sequence[str], outputs: Sequence[str]) -> None:

@@ -34,14 +34,22 @@ def undisturbing() -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(torch.autocast("cpu", enabled=False))
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
-            stack.enter_context(_silent_loggers())
-            for name in ("stdout", "stderr"):
-                stack.enter_context(_without_this_thread(name))
+            stack.enter_context(saying_nothing())
             yield
     finally:
         streams.restore()
+
+
+@contextmanager
+def saying_nothing() -> Iterator[None]:
+    """What torch prints and logs while it traces stays unsaid: errors tell it in one line."""
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(_silent_loggers())
+        for name in ("stdout", "stderr"):
+            stack.enter_context(_without_this_thread(name))
+        yield
 
 
 @contextmanager

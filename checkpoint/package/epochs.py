@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from torchrelay.checkpoint.reader import open_checkpoint
+from torchrelay.errors import UsageError
 from torchrelay.metadata.capture import captures, code_id_of
 
 
@@ -21,6 +22,8 @@ def of_epoch(
     Raises what `open_checkpoint` and its `load` raise.
     """
     opened = open_checkpoint(run, epoch)
+    if blob not in opened.blobs:
+        raise UsageError(f"{run} has no blob {blob!r}, it has {', '.join(opened.blobs)}: give blob=")
     loaded = copy.deepcopy(model)
     opened.load({blob: loaded})
     found = {"run": os.fspath(run), "epoch": opened.epoch, "code_id": _code_id(run)}

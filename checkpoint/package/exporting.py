@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchrelay.checkpoint.onnx_out.quiet import saying_nothing
 from torchrelay.checkpoint.package.calls import Call, Dynamic, call_of, dynamic_names, mapped
 from torchrelay.checkpoint.package.rewriting import Exported, fixed_sizes, rewritten
 from torchrelay.errors import BlobError, UsageError
@@ -37,8 +37,7 @@ def export(model: nn.Module, inputs: Any, dynamic: Dynamic | None = None) -> Exp
     call = call_of(model, inputs)
     names = dynamic_names(call, dynamic)
     try:
-        with evaluating(model), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with evaluating(model), saying_nothing():
             traced = _traced(model, call, names)
     except (UsageError, BlobError):
         raise

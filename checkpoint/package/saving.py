@@ -148,6 +148,10 @@ def _constructor(model: nn.Module, given: Constructor | None, without: list[str]
     if len(given) != 2 or not isinstance(given[0], (list, tuple)) or not isinstance(given[1], Mapping):
         raise UsageError("constructor is (args, kwargs): a sequence and a dict")
     args, kwargs = list(given[0]), dict(given[1])
+    try:
+        inspect.signature(type(model)).bind(*args, **kwargs)
+    except TypeError as error:
+        raise UsageError(f"constructor: {type(model).__name__} does not take these: {error}") from None
     return {"args": values.encode(args, "constructor"), "kwargs": values.encode(kwargs, "constructor")}
 
 

@@ -11,6 +11,8 @@ from types import ModuleType
 
 from torch import nn
 
+from torchrelay.metadata.code.archived_imports import PREFIX
+
 MAIN = "__main__"
 _FOREIGN = tuple(
     str(Path(sysconfig.get_paths()[key]).resolve()) for key in ("stdlib", "platstdlib", "purelib", "platlib")
@@ -46,6 +48,9 @@ def sources_of(model: nn.Module) -> tuple[str, dict[str, bytes], str]:
         files[_file_name(name, module)] = source
         waiting.extend(_imported(source, name, module))
         waiting.extend(name.rsplit(".", count)[0] for count in range(1, name.count(".") + 1))
+    if not _has_class(files, class_path) and kind.__module__.startswith(PREFIX):
+        why = "was made by archived source (trust_source, load_code), which is not archived again"
+        return class_path, {}, f"{class_path.partition('.')[2]} {why}: give a model of the source's own file"
     if not _has_class(files, class_path) and _is_foreign_class(kind):
         return class_path, {}, f"{class_path} is of an installed package, which is not archived"
     if not _has_class(files, class_path):

@@ -27,6 +27,8 @@ from types import CodeType, ModuleType
 from typing import Any
 
 _numbers = itertools.count(1)
+PREFIX = "torchrelay_code_"
+"""What the names of archived modules begin with."""
 _PATIENCE_SECS = 10.0
 
 
@@ -40,7 +42,7 @@ class ArchivedImports:
         self, what: str, contents: Mapping[str, bytes], links: Mapping[str, str], folders: Sequence[str]
     ) -> None:
         self.what = what
-        self.prefix = f"torchrelay_code_{next(_numbers)}"
+        self.prefix = f"{PREFIX}{next(_numbers)}"
         self.modules: dict[str, ModuleType] = {}
         self._contents, self._links = contents, links
         self._folders = tuple(folders)

@@ -10,6 +10,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from torchrelay.checkpoint.remote.urls import is_url
 from torchrelay.errors import UsageError
 from torchrelay.metadata.experiment.note import read_note
 from torchrelay.metadata.experiment.run_store import ProgramRun
@@ -50,6 +51,7 @@ def serve_model(chosen: argparse.Namespace, output: Output) -> int:
     options = ServeOptions.of(chosen)
     check_installed()
     if Path(chosen.path).is_file():
+        _check_kind(Path(chosen.path))
         _refuse_given(chosen, ("model", "blob", "signature"), "a package has its own")
         return _served(options, lambda: _package(chosen))
     selector = parse_selector(chosen.path)
@@ -59,6 +61,7 @@ def serve_model(chosen: argparse.Namespace, output: Output) -> int:
     if note is None:
         from torchrelay.runners.commands.command_line_place import locate
 
+        _check_there(selector)
         locate(selector.path)
         raise UsageError(
             f"{selector.path} is no run of a program, so nothing tells how its model is made: give --model "
@@ -71,6 +74,28 @@ def serve_model(chosen: argparse.Namespace, output: Output) -> int:
     words = [*options.words(), *(["--epoch", selector.epoch] if selector.wish is not None else [])]
     output.close()
     return run_process(run, "server", words)
+
+
+def _check_kind(path: Path) -> None:
+    """Raise UsageError for a file that was never a package; a damaged one is told when it is read."""
+    try:
+        with path.open("rb") as file:
+            begins = file.read(2)
+    except OSError:
+        return
+    if begins != b"PK":
+        remedy = (
+            f"python {path} server serves a program" if path.suffix == ".py" else "torchrelay.save makes one"
+        )
+        raise UsageError(f"{path} is no model package; {remedy}, or give a run")
+
+
+def _check_there(selector: Selector) -> None:
+    path = Path(selector.path)
+    if path.is_file():
+        raise UsageError(f"{path} is a file, which has one epoch at most: leave what is behind @ out")
+    if not is_url(selector.path) and not path.exists() and selector.wish is None:
+        raise UsageError(f"there is no {path}: give a run, a directory of checkpoints, or a model package")
 
 
 def _served(options: ServeOptions, source: Any) -> NoReturn:

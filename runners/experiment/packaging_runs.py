@@ -7,6 +7,7 @@ from pathlib import Path
 from torchrelay.errors import UsageError
 from torchrelay.metadata.experiment.note import read_note
 from torchrelay.metadata.experiment.run_store import ProgramRun
+from torchrelay.runners.commands.command_line_place import existing_directory, locate
 from torchrelay.runners.commands.selector import parse_selector
 from torchrelay.runners.experiment.archived import perform_archived
 from torchrelay.runners.experiment.request import Request
@@ -20,9 +21,12 @@ def package_run(target: str, request: Request) -> int | None:
     selector = parse_selector(target)
     path = Path(selector.path).absolute()
     if not path.is_dir():
+        if selector.wish is not None:
+            existing_directory(selector.path)
         return None
     note = read_note(path)
     if note is None:
+        locate(selector.path)
         raise UsageError(
             f"{path} is no run of a program, so nobody knows how its model is made: "
             f"torchrelay.save(file, model, inputs, run={selector.path!r}) packages it in Python"

@@ -44,6 +44,9 @@ class PlainModel:
         if not isinstance(module, torch.nn.Module):
             raise UsageError(f"--model gave {module!r:.60}, which is no torch.nn.Module")
         module.to(checked_device(self.device) or torch.device("cpu"))
+        if self.blob not in opened.blobs:
+            there = ", ".join(opened.blobs)
+            raise UsageError(f"{self.name} has no blob {self.blob!r}, it has {there}: give --blob")
         opened.load({self.blob: module})
         return Served(
             self.name,

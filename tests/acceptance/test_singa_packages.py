@@ -450,4 +450,28 @@ def test_sng_14_a_program_is_packaged_by_its_verb(tmp_path: Path, capsys: pytest
     torchrelay.open_checkpoint(script.run, 2).load({"model": model})
     assert torch.equal(model(x), other.module()(x))
     assert main(["package", str(tmp_path), "--out", "c.pkg"]) == 2
-    assert "no run of a program" in capsys.readouterr().err
+    assert "is no run and holds no checkpoints" in capsys.readouterr().err
+    assert main(["package", str(script.run.parent), "--out", "c.pkg"]) == 2
+    assert f"the runs {script.run.name}" in capsys.readouterr().err, (
+        "a directory of runs says which there are"
+    )
+    with pytest.raises(UsageError, match=r"it has .*: give blob="):
+        torchrelay.save(tmp_path / "c.pkg", model, x, run=script.run, blob="net")
+
+
+class Sized(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x if x.sum() > 0 else x
+
+
+def test_constructor_arguments_that_do_not_fit_are_refused_at_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Not when the package is loaded; and what torch prints while it fails to trace stays unsaid."""
+    with pytest.raises(UsageError, match="Sized does not take these: too many"):
+        torchrelay.save(tmp_path / "a.pkg", Sized(2), torch.ones(3, 2), constructor=((2, 3), {}))
+    assert capfd.readouterr() == ("", "") and not list(tmp_path.iterdir())

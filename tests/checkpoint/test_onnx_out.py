@@ -189,6 +189,7 @@ REFUSED = {
     "a bad tolerance": (Odd(lambda x: x), {"rtol": -1}, "numbers from 0"),
     "metadata": (Odd(lambda x: x), {"metadata": {"a": 1}}, "are texts"),
     "no module": (3, {}, "no torch.nn.Module"),
+    "an operator set": (nn.Linear(2, 1), {"opset": 99}, "opset=99: .* instead; give another"),
     "no values": (nn.LazyLinear(2), {}, "no values yet"),
 }
 
@@ -201,6 +202,12 @@ def test_what_cannot_go_out_is_one_line_and_no_file(tmp_path, case):
         to_onnx(model, torch.randn(3, 2), tmp_path / "m.onnx", **options)
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_example_without_values_is_refused(tmp_path):
+    """An input on the meta device is an error of one line, as a model there is."""
+    with pytest.raises(UsageError, match="give examples with values"):
+        to_onnx(nn.Linear(2, 1), torch.empty(3, 2, device="meta"), tmp_path / "m.onnx")
 
 
 def test_a_missing_extra_is_named(tmp_path, monkeypatch):

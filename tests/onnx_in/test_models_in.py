@@ -221,6 +221,17 @@ def test_sng_11_what_is_not_needed_is_not_run() -> None:
         model(X)
 
 
+def test_what_is_given_by_mistake_is_told() -> None:
+    """An array for a tensor, one text for patterns, more operators than there are: each with what helps."""
+    model = from_onnx(made.mlp())
+    with pytest.raises(UsageError, match="the input 'x' is a ndarray: give a tensor"):
+        model(X.numpy())
+    with pytest.raises(UsageError, match="not one text"):
+        from_onnx(made.mlp(), freeze="body.*")
+    with pytest.raises(UsageError, match="give 0 to "):
+        model(X, drop_last=99)
+
+
 def test_sng_11_freeze_by_patterns() -> None:
     """Patterns freeze and unfreeze; one that names nothing is an error that names what there is."""
     model = from_onnx(made.mlp(), freeze=("body.*",))

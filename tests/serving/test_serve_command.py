@@ -41,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("--model", "served:nothing"), "has no nothing"),
         (("--model", "nowhere:make"), "there is no module nowhere"),
         (("--model", "json:dumps"), "TypeError"),
-        ((*MODEL, "--blob", "other"), "other"),
+        ((*MODEL, "--blob", "other"), "give --blob"),
         ((*MODEL, "--epoch", "7"), "there is no epoch 7"),
         ((*MODEL, "--epoch", "0", "--watch"), "--watch follows last or best"),
         ((*MODEL, "--host", "0.0.0.0"), "--token-file"),
@@ -63,12 +63,17 @@ def test_what_cannot_be_served_is_refused(
 
 def test_places_that_are_none_and_options_for_others(run: Path, capsys: pytest.CaptureFixture[str]):
     """Neither a directory of something else nor a file that is no package; a package takes no --model."""
-    (run.parent / "file").write_text("no package")
+    (run.parent / "file").write_text("PK, and no zip archive")
+    (run.parent / "script.py").write_text("print()")
     (run.parent / "empty").mkdir()
     assert code(str(run.parent / "nowhere")) == 2 and code(str(run.parent / "empty")) == 2
     assert code(str(run.parent / "file")) == 5, "a format that this version does not read"
     assert code(str(run.parent / "file"), *MODEL) == 2
     assert "a package has its own" in capsys.readouterr().err
+    assert code(str(run.parent / "script.py")) == 2
+    assert "script.py server serves a program" in capsys.readouterr().err
+    assert code(f"{run.parent / 'file'}@best") == 2
+    assert "leave what is behind @ out" in capsys.readouterr().err
 
 
 def test_options_are_typed_again_for_the_archived_code():
