@@ -103,7 +103,7 @@ class Queue:
             return []
 
     def give_up(self, asked: Asked) -> None:
-        """Nobody waits for it any more: what of it waits is let go, with the memory and the place it holds."""
+        """Nobody waits for it any more: what of it waits is let go, and its memory and place."""
         with self._changed:
             asked.given_up = True
             for key in [key for key in self._groups if key[0] == id(asked.served)]:

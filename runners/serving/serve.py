@@ -69,8 +69,11 @@ def serve(
 
 
 def say(text: str) -> None:
-    """A line for whoever reads the log."""
-    print(text, file=sys.stdout, flush=True)
+    """A line for whoever reads the log; dropped where that is a pipe which nobody empties."""
+    from torchrelay.runners.serving.telling import takes
+
+    if takes(sys.stdout):
+        print(text, file=sys.stdout, flush=True)
 
 
 def _leave_now() -> NoReturn:

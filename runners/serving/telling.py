@@ -1,10 +1,11 @@
-"""What went wrong, told on stderr; never at the price of waiting for whoever should read it."""
+"""What is told on stdout and stderr; never at the price of waiting for whoever should read it."""
 
 from __future__ import annotations
 
 import select
 import sys
 from contextlib import suppress
+from typing import TextIO
 
 _BYTES = 4096
 """What a pipe that is ready takes at once (PIPE_BUF of Linux)."""
@@ -17,17 +18,17 @@ def tell(what: str, more: str) -> None:
     """
     text = more.encode("ascii", "backslashreplace").decode()
     with suppress(OSError, ValueError):
-        if _takes():
+        if takes(sys.stderr):
             sys.stderr.write(f"{what}\n{text[len(what) + 1 - _BYTES :]}")
             sys.stderr.flush()
 
 
-def _takes() -> bool:
-    """Whether a write does not wait; what is no file of the system never does."""
+def takes(stream: TextIO | None) -> bool:
+    """Whether a short write does not wait; what is no file of the system never does."""
     try:
-        descriptor = sys.stderr.fileno()
+        descriptor = stream.fileno()  # type: ignore[union-attr]
     except (OSError, ValueError, AttributeError):
-        return sys.stderr is not None
+        return stream is not None
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
     return any(event & select.POLLOUT for _, event in poll.poll(0))
