@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -217,3 +219,23 @@ def test_loops_in_loops_share_one_bound(monkeypatch: pytest.MonkeyPatch) -> None
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
     with pytest.raises(UsageError, match="more than 1000 times"):
         torchrelay.from_onnx(model)(torch.ones(2))
+
+
+@pytest.mark.parametrize("name", ["my net (1)", "netz\N{LATIN SMALL LETTER E WITH ACUTE}"])
+def test_scripts_of_any_name_give_packages_that_open(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A source whose name no archive holds is left out, with the reason: the package can be opened again."""
+    script = tmp_path / f"{name}.py"
+    script.write_text("import torch\n\n\nclass Net(torch.nn.Linear):\n    pass\n")
+    spec = importlib.util.spec_from_file_location(name, script)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    model = module.Net(2, 2)
+    torchrelay.save(tmp_path / "p.zip", model, inputs=torch.zeros(3, 2))
+    assert any(name in reason for reason in torchrelay.open_package(tmp_path / "p.zip").without)
+    load_states(tmp_path / "p.zip", torch.nn.Linear(2, 2))
+    x = torch.randn(3, 2)
+    assert torch.equal(torchrelay.load(tmp_path / "p.zip")(x), model(x))
