@@ -239,3 +239,20 @@ def test_scripts_of_any_name_give_packages_that_open(
     load_states(tmp_path / "p.zip", torch.nn.Linear(2, 2))
     x = torch.randn(3, 2)
     assert torch.equal(torchrelay.load(tmp_path / "p.zip")(x), model(x))
+
+
+@pytest.mark.parametrize("name", ["training", "_modules", "forward", "a..b"])
+def test_initializers_have_any_name(name: str) -> None:
+    """Names of things that every module has are kept as the keys of the state dict, like any other."""
+    pytest.importorskip("onnx")
+    from onnx import helper
+
+    info = helper.make_tensor_value_info
+    weight = helper.make_tensor(name, 1, [2], [1.0, 2.0])
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["x", name], ["y"])], "g", [info("x", 1, [2])], [info("y", 1, [2])], [weight]
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    found = torchrelay.from_onnx(model)
+    assert found(torch.ones(2)).tolist() == [2, 3]
+    assert list(found.state_dict()) == [name]
