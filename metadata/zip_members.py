@@ -144,12 +144,21 @@ def _checked(archive: zipfile.ZipFile, file: BinaryIO, size: int, what: str) -> 
     return members
 
 
+def name_fits(name: str) -> bool:
+    """Whether a member may be called so; an archive with any other name cannot be opened again."""
+    return len(name) <= LIMIT_NAME and _NAME.fullmatch(name) is not None and not _leads_elsewhere(name)
+
+
+def _leads_elsewhere(name: str) -> bool:
+    return any(part.strip(" .") == "" for part in name.split("/"))
+
+
 def _wrong(info: zipfile.ZipInfo) -> str:
     """What a member has that ours never have, or nothing."""
     kind = stat.S_IFMT(info.external_attr >> 16)
     if len(info.filename) > LIMIT_NAME or not _NAME.fullmatch(info.filename):
         return "has a name that no archive of ours has"
-    if any(part.strip(" .") == "" for part in info.filename.split("/")):
+    if _leads_elsewhere(info.filename):
         return "has a name that leads elsewhere"
     if info.orig_filename != info.filename:
         return "has a name with more than meets the eye"

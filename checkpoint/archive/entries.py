@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torchrelay.errors import BlobError, DamagedError
 
 HEADER_LIMIT = 100_000_000
 PARAMETER, BUFFER, OTHER = "parameter", "buffer", "other"
+_DIMENSIONS, _ELEMENTS = 64, 2**58
 ROLES = (PARAMETER, BUFFER, OTHER)
 
 
@@ -53,7 +55,7 @@ class Entry:
 def entry_from_json(fields: Fields) -> Entry:
     """Back; raises DamagedError."""
     shape = fields.items("shape")
-    if not all(type(size) is int and size >= 0 for size in shape) or fields.text("role") not in ROLES:
+    if not _possible(shape) or fields.text("role") not in ROLES:
         raise fields.wrong("shape")
     element = dtypes.by_name(fields.text("dtype"))
     try:
@@ -64,6 +66,13 @@ def entry_from_json(fields: Fields) -> Entry:
     if len(digests) != block_count(entry.nbytes) * SIZE:
         raise fields.wrong("digests")
     return entry
+
+
+def _possible(shape: list[Json]) -> bool:
+    """Whether torch can have it: also of an empty tensor it multiplies the other sizes."""
+    if len(shape) > _DIMENSIONS or not all(type(size) is int and size >= 0 for size in shape):
+        return False
+    return bool(math.prod(size for size in shape if size) < _ELEMENTS)
 
 
 def ordered(entries: Mapping[str, Entry]) -> list[str]:
@@ -107,9 +116,20 @@ def places(header: bytes, data: int, nbytes: int, entries: Mapping[str, Entry], 
     if set(found) != set(entries):
         odd = sorted(set(found) ^ set(entries))[0]
         raise DamagedError(f"{what}: manifest and header do not have the same tensors ({odd[:100]!r})")
-    return {
+    placed = {
         name: _place(found[name], entry, data, nbytes, f"{what} ({name})") for name, entry in entries.items()
     }
+    _check_apart(placed, entries, what)
+    return placed
+
+
+def _check_apart(placed: Mapping[str, int], entries: Mapping[str, Entry], what: str) -> None:
+    """No byte is read twice, so an archive gives no more memory than it has."""
+    end = 0
+    for name in sorted((one for one in placed if entries[one].nbytes), key=lambda one: placed[one]):
+        if placed[name] < end:
+            raise DamagedError(f"{what} ({name}): its bytes are those of another tensor, too")
+        end = placed[name] + entries[name].nbytes
 
 
 def _place(said: Json, entry: Entry, data: int, nbytes: int, what: str) -> int:

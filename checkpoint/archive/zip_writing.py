@@ -18,6 +18,8 @@ from functools import lru_cache
 from torchrelay.checkpoint.disk.digest import BLOCK, block_digests
 from torchrelay.checkpoint.disk.workers import WRITERS, share
 from torchrelay.checkpoint.storage import WriteHandle
+from torchrelay.errors import BlobError
+from torchrelay.metadata.zip_members import name_fits
 
 ALIGNMENT = 64
 PIECE = BLOCK
@@ -70,6 +72,8 @@ class ZipWriter:
 
     def add(self, name: str, chunks: Sequence[Chunk]) -> None:
         """Write one member, and the digests of its chunks into them."""
+        if not name_fits(name):
+            raise BlobError(f"an archive has no member {name[:100]!r}: it could not be opened again")
         nbytes = sum(len(chunk.memory) for chunk in chunks)
         raw = name.encode("ascii")
         extra = _extra(self.at, len(raw), nbytes)

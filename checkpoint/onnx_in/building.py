@@ -6,6 +6,7 @@ with names, the unsupported ones all at once.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 
 from torchrelay.checkpoint.onnx_in.element_types import DTYPES, FLOAT4, NARROW_BITS, NARROW_INTS, STRING
 from torchrelay.checkpoint.onnx_in.graph import Content, Graph, Node
-from torchrelay.checkpoint.onnx_in.limits import MAX_DEPTH
+from torchrelay.checkpoint.onnx_in.limits import MAX_DEPTH, check_made
 from torchrelay.checkpoint.onnx_in.model_file import KNOWN_DOMAINS, opsets
 from torchrelay.checkpoint.onnx_in.ordering import in_order
 from torchrelay.checkpoint.onnx_in.stored_tensors import is_texts, stored_sparse, stored_tensor, stored_texts
@@ -74,6 +75,7 @@ class _Builder:
         self._constants: list[torch.Tensor] = []
         self._uses: dict[str, set[tuple[str, int]]] = {}
         self._narrow: dict[str, int] = {}
+        self._dense = 0
 
     def content(self, proto: Any) -> Content:
         graph = self.graph(proto, frozenset(), {})
@@ -124,6 +126,9 @@ class _Builder:
         if not hasattr(proto, "values") and is_texts(proto):
             raise UsageError(f"initializer {name!r} has texts, for which torch has no tensors")
         sparse = hasattr(proto, "values")
+        if sparse:
+            self._dense += max(0, math.prod(proto.dims))
+            check_made("the sparse initializers together", [self._dense])
         self._initializers[key] = stored_sparse(proto) if sparse else stored_tensor(proto, self._folder)
         return key
 

@@ -16,8 +16,12 @@ MAX_ELEMENTS = 2**30
 """Elements of a tensor that an operator makes from a shape alone."""
 MAX_TURNS = 2**20
 """Turns of one Loop."""
+MAX_ENTERED = 2**22
+"""Turns and branches of one call of a model, of loops inside of loops together."""
 MAX_DEPTH = 16
 """Graphs inside of graphs."""
+MAX_NODES = 2**18
+"""Operators of a model whose functions are unfolded."""
 MAX_RANK = 64
 
 
@@ -39,3 +43,9 @@ def check_turns(what: str, turns: int) -> None:
     """Refuse a loop of more than MAX_TURNS turns."""
     if turns > MAX_TURNS:
         raise UsageError(f"{what} turns more than {MAX_TURNS} times: the loop was ended")
+
+
+def check_entered(what: str, count: int) -> None:
+    """Refuse to go on when one call has run inner graphs more than MAX_ENTERED times."""
+    if count > MAX_ENTERED:
+        raise UsageError(f"{what}: one call ran inner graphs more than {MAX_ENTERED} times: it was ended")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.onnx_in.limits import MAX_DEPTH
+from torchrelay.checkpoint.onnx_in.limits import MAX_DEPTH, MAX_NODES
 from torchrelay.checkpoint.onnx_in.readable import check_readable
 from torchrelay.errors import DamagedError, StorageError, UsageError
 
@@ -14,6 +16,8 @@ KNOWN_OPSET = 28
 """The newest operator set whose operators were implemented."""
 OLDEST_OPSET = 7
 """Older ones are converted to this one: they broadcast in ways that no operator has today."""
+_Name = tuple[str, str, str]
+"""Domain, name and overload of a function."""
 KNOWN_DOMAINS = {"": KNOWN_OPSET, "ai.onnx.ml": 6, "ai.onnx.preview": 1, "ai.onnx.preview.training": 1}
 
 
@@ -137,20 +141,47 @@ def _inlined(onnx: Any, model: Any) -> Any:
 
 
 def _check_functions(model: Any) -> None:
-    """Refuse functions that call each other in a circle, or too deeply, before anything unfolds them."""
-    calls = {
-        (one.domain, one.name): {(node.domain, node.op_type) for node in one.node} for one in model.functions
-    }
-    depth: dict[tuple[str, str], int] = {}
-    pending = dict(calls)
+    """Refuse, before anything unfolds them, functions that call each other in a circle or too deeply.
+
+    Also those that do it so often that a file of some thousand bytes unfolds to a model beyond all memory.
+    """
+    bodies = {_function(one): Counter(map(_called, _nodes(one.node))) for one in model.functions}
+    depth: dict[_Name, int] = {}
+    size: dict[_Name, int] = {}
+    pending = dict(bodies)
     while pending:
-        ready = [name for name, called in pending.items() if not called & pending.keys()]
+        ready = [name for name, calls in pending.items() if not calls.keys() & pending.keys()]
         if not ready:
             raise UsageError(f"functions of the model call each other in a circle: {sorted(pending)[:3]}")
         for name in ready:
-            depth[name] = 1 + max((depth[one] for one in pending.pop(name) & depth.keys()), default=0)
+            calls = pending.pop(name)
+            depth[name] = 1 + max((depth[one] for one in calls.keys() & depth.keys()), default=0)
+            size[name] = sum(count * size.get(one, 1) for one, count in calls.items())
             if depth[name] > MAX_DEPTH:
                 raise UsageError(f"function {name[1]!r} of the model calls others more than {MAX_DEPTH} deep")
+    nodes = sum(size.get(_called(node), 1) for node in _nodes(model.graph.node))
+    if nodes > MAX_NODES:
+        raise UsageError(
+            f"the functions of the model unfold to {nodes} operators, more than {MAX_NODES}: if the file is "
+            "trustworthy, raise torchrelay.checkpoint.onnx_in.limits.MAX_NODES"
+        )
+
+
+def _function(one: Any) -> _Name:
+    return _domain(one.domain), one.name, getattr(one, "overload", "")
+
+
+def _called(node: Any) -> _Name:
+    return _domain(node.domain), node.op_type, getattr(node, "overload", "")
+
+
+def _nodes(nodes: Iterable[Any]) -> Iterator[Any]:
+    """The nodes and those of their graphs; `check_readable` has bounded how deep these lie."""
+    for node in nodes:
+        yield node
+        for attribute in node.attribute:
+            for inner in [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]:
+                yield from _nodes(inner.node)
 
 
 def _first_line(error: BaseException) -> str:

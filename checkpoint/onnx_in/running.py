@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from torchrelay.checkpoint.onnx_in.call import Call
 from torchrelay.checkpoint.onnx_in.graph import Graph, Node
 from torchrelay.checkpoint.onnx_in.host_ints import Ints, as_ints, as_numbers, on_ints
+from torchrelay.checkpoint.onnx_in.limits import check_entered
 from torchrelay.checkpoint.onnx_in.operators import operators
 from torchrelay.checkpoint.onnx_in.ops.operator import Operator
 from torchrelay.checkpoint.onnx_in.plan import Plan, plan_of
@@ -29,6 +31,8 @@ class Surroundings:
     """The same as integers, where it is a small integer constant."""
     plans: dict[int, Plan]
     """Plans of inner graphs, by their identity."""
+    entered: Iterator[int] = field(default_factory=lambda: count(1))
+    """How often inner graphs have been run."""
 
 
 def run_plan(graph: Graph, plan: Plan, given: Mapping[str, Any], around: Surroundings) -> tuple[Any, ...]:
@@ -140,6 +144,7 @@ def _entering(
     values: Mapping[str, Any], known: Mapping[str, Ints], around: Surroundings
 ) -> Callable[[Graph, Mapping[str, Any]], tuple[Any, ...]]:
     def enter(inner: Graph, given: Mapping[str, Any]) -> tuple[Any, ...]:
+        check_entered(f"graph {inner.name!r}", next(around.entered))
         if id(inner) not in around.plans:
             around.plans[id(inner)] = plan_of(inner)
         outer = {name: known.get(name, values[name]) for name in inner.captured}

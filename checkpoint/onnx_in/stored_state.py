@@ -28,11 +28,15 @@ class Container(nn.Module):
     """A part of a dotted name; it computes nothing."""
 
 
+_MODULE = frozenset(dir(nn.Module()))
+"""Not of the class: `training` and `_modules` are of each module."""
+
+
 def paths_of(names: Iterable[str], taken: object) -> dict[str, Path]:
     """Where each name is kept below a root with the attributes of `taken`."""
     names = list(names)
     prefixes = {name[:at] for name in names for at, one in enumerate(name) if one == "."}
-    shadowing = frozenset(dir(nn.Module)) | frozenset(dir(taken)) | {"_paths", _ODD, CONSTANTS}
+    shadowing = _MODULE | frozenset(dir(taken)) | {"_paths", _ODD, CONSTANTS}
     found: dict[str, Path] = {}
     plain: set[str] = set()
     for name in names:
@@ -50,9 +54,7 @@ def paths_of(names: Iterable[str], taken: object) -> dict[str, Path]:
 def _short(name: str, taken: Collection[str]) -> str:
     """A name for an attribute that is like `name` and none of those taken."""
     short = re.sub(r"\W", "_", name, flags=re.ASCII)
-    return (
-        short if short and short not in taken and short not in dir(nn.Module) else f"{short}_of_{len(taken)}"
-    )
+    return short if short and short not in taken and short not in _MODULE else f"{short}_of_{len(taken)}"
 
 
 def keep(

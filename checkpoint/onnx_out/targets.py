@@ -6,6 +6,7 @@ appears last, at once, so that whoever reads finds an old model or a new one, ne
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 import secrets
@@ -123,9 +124,16 @@ def target_of(where: str | os.PathLike[str], *, overwrite: bool) -> Target:
 
 
 def _weights_beside(path: Path) -> list[Path]:
-    """Weights that an export put beside a file of this name."""
+    """Weights that an export put beside a file of this name, and that the file there names.
+
+    Others may be of an export that goes on at the same time, whose file comes next.
+    """
     ours = re.compile(rf"{re.escape(path.name)}\.[0-9a-f]{{12}}\.data")
-    return [one for one in path.parent.iterdir() if ours.fullmatch(one.name)]
+    found = [one for one in path.parent.iterdir() if ours.fullmatch(one.name)]
+    if not found or not path.is_file() or not path.stat().st_size:
+        return []
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return [one for one in found if content.find(os.fsencode(one.name)) >= 0]
 
 
 def _sync(path: Path) -> None:

@@ -100,7 +100,7 @@ def package_of(archive: ArchiveFile, where: Where) -> Package:
         None if found is None else _signature(found),
         labels,
         decode(fields.values.get("preprocessing")),
-        decode(fields.fields("metadata").values),
+        _mapping(decode(fields.fields("metadata").values), fields),
         fields.text("class_path"),
         fields.flag("program"),
         fields.values.get("constructor") is not None,
@@ -108,6 +108,12 @@ def package_of(archive: ArchiveFile, where: Where) -> Package:
         fields.texts("without"),
         where,
     )
+
+
+def _mapping(found: Any, fields: Fields) -> Mapping[str, Any]:
+    if type(found) is not dict:  # `{"$": "int", "v": "5"}` is an object in JSON and a number as a value
+        raise fields.wrong("metadata")
+    return found
 
 
 def _signature(fields: Fields) -> Signature:

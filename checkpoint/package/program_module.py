@@ -56,27 +56,33 @@ class ProgramModule(nn.Module):
         self.eval()
 
     def _hold(self, name: str, tensor: torch.Tensor, *, persistent: bool) -> None:
+        """Put a tensor where its name says.
+
+        Not by `register_*`: these refuse names of this class's own, as `flat`, which a model may well have.
+        """
         path, _, leaf = name.rpartition(".")
         owner: nn.Module = self
-        try:
-            for part in filter(None, path.split(".")):
-                if part not in owner._modules:
-                    owner.add_module(part, nn.Module())
-                owner = owner._modules[part]  # type: ignore[assignment]
-            if isinstance(tensor, nn.Parameter):
-                owner.register_parameter(leaf, tensor)
-            else:
-                owner.register_buffer(leaf, tensor, persistent=persistent)
-        except (KeyError, TypeError) as error:
-            raise DamagedError(
-                f"the package has a tensor {name[:100]!r}, which no module can have"
-            ) from error
+        for part in path.split(".") if path else ():
+            if part not in owner._modules:
+                _check_free(owner, part, name)
+                owner._modules[part] = nn.Module()
+            owner = owner._modules[part]  # type: ignore[assignment]
+        _check_free(owner, leaf, name)
+        if isinstance(tensor, nn.Parameter):
+            owner._parameters[leaf] = tensor
+        else:
+            owner._buffers[leaf] = tensor
+            if not persistent:
+                owner._non_persistent_buffers_set.add(leaf)
         self._held[name] = (path, leaf)
 
     def _tensor(self, name: str) -> torch.Tensor:
         path, leaf = self._held[name]
-        owner = self.get_submodule(path) if path else self
-        return getattr(owner, leaf)  # type: ignore[no-any-return]
+        owner: nn.Module = self
+        for part in path.split(".") if path else ():
+            owner = owner._modules[part]  # type: ignore[assignment]
+        found = owner._parameters if leaf in owner._parameters else owner._buffers
+        return found[leaf]  # type: ignore[return-value]
 
     @property
     def device(self) -> torch.device:
@@ -123,6 +129,16 @@ class ProgramModule(nn.Module):
             for name in step.free:
                 del found[name]
         return [resolved(output, found, device) for output in self._program.outputs]
+
+
+def _check_free(owner: nn.Module, name: str, stored: str) -> None:
+    """Raise DamagedError for a name that no part of a module can have, or that is taken."""
+    taken = name in owner._modules or name in owner._parameters or name in owner._buffers
+    if not name or taken or hasattr(_EMPTY, name):
+        raise DamagedError(f"the package has a tensor {stored[:100]!r}, which no module can have")
+
+
+_EMPTY = nn.Module()
 
 
 def states_of(program: Program) -> list[str]:

@@ -12,6 +12,7 @@ from types import ModuleType
 from torch import nn
 
 from torchrelay.metadata.code.archived_imports import PREFIX
+from torchrelay.metadata.zip_members import name_fits
 
 MAIN = "__main__"
 _FOREIGN = tuple(
@@ -55,6 +56,8 @@ def sources_of(model: nn.Module) -> tuple[str, dict[str, bytes], str]:
         return class_path, {}, f"{class_path} is of an installed package, which is not archived"
     if not _has_class(files, class_path):
         return class_path, {}, f"the module of {class_path} is no file"
+    if odd := [name for name in sorted(files) if not name_fits(f"source/{name}")]:
+        return class_path, {}, f"its source {odd[0]!r} has a name with other signs than archives hold"
     return class_path, files, ""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -21,6 +20,7 @@ from torchrelay.runners.serving.predicting import Predicting
 from torchrelay.runners.serving.reading import GoneError
 from torchrelay.runners.serving.refusal import FaultyAnswerError, RefusedError, unavailable
 from torchrelay.runners.serving.served import Holder
+from torchrelay.runners.serving.telling import tell
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -63,15 +63,19 @@ class Application:
         began, codes = time.perf_counter(), [0]
         path = scope["path"] if scope["path"] in self._endpoints else "other"
 
+        request = Request(scope, receive)
+
         async def counted(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 codes.append(message["status"])
+                if _leaves_bytes(request):
+                    message["headers"] = [*message["headers"], (b"connection", b"close")]
             await send(message)
 
         self._running += 1
         self._meters.running.set(self._running)
         try:
-            response = await self._response(Request(scope, receive))
+            response = await self._response(request)
             if response is not None:
                 await response(scope, receive, counted)
         finally:
@@ -108,8 +112,7 @@ class Application:
         return endpoint
 
     def _say_fault(self, error: Exception) -> None:
-        told = "".join(traceback.format_exception(error))
-        sys.stderr.write(f"torchrelay serve: a request failed on this side\n{told}")
+        tell("torchrelay serve: a request failed on this side", "".join(traceback.format_exception(error)))
 
     async def _predict(self, request: Request) -> Response:
         body, kind, served = await self._predicting.answer(request.headers, request.receive)
@@ -147,6 +150,14 @@ class Application:
 
     def _described(self) -> dict[str, Any]:
         return description(self._holder.current, self._limits, token=self._door.token is not None)
+
+
+def _leaves_bytes(request: Request) -> bool:
+    """Whether a body comes that nobody reads, which may never end, or one whose length is said twice."""
+    pieces, length = "transfer-encoding" in request.headers, request.headers.get("content-length", "0")
+    if request.method == "POST":
+        return pieces and "content-length" in request.headers
+    return pieces or length != "0"
 
 
 def _told(content: dict[str, Any], status: int = 200) -> Response:

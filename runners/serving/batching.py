@@ -18,6 +18,8 @@ from torchrelay.runners.serving.limits import Limits
 from torchrelay.runners.serving.served import Served
 
 Clock = Callable[[], float]
+Key = tuple[int, Hashable]
+"""Of which model, and what the samples of a group are like."""
 
 
 @dataclass(eq=False)
@@ -59,8 +61,8 @@ class Queue:
 
     def __init__(self, limits: Limits, clock: Clock = time.monotonic) -> None:
         self._limits, self._clock = limits, clock
-        self._groups: OrderedDict[Hashable, deque[Item]] = OrderedDict()
-        self._full: dict[Hashable, None] = {}
+        self._groups: OrderedDict[Key, deque[Item]] = OrderedDict()
+        self._full: dict[Key, None] = {}
         """The groups that make a whole batch, in the order in which they came to it."""
         self._changed = threading.Condition()
         self._count = 0
@@ -100,6 +102,21 @@ class Queue:
                     self._changed.wait(wait)
             return []
 
+    def give_up(self, asked: Asked) -> None:
+        """Nobody waits for it any more: what of it waits is let go, and its memory and place."""
+        with self._changed:
+            asked.given_up = True
+            for key in [key for key in self._groups if key[0] == id(asked.served)]:
+                group = self._groups[key]
+                kept = deque(item for item in group if item.asked is not asked)
+                self._count -= len(group) - len(kept)
+                if len(kept) < self._limits.max_batch:
+                    self._full.pop(key, None)
+                if kept:
+                    self._groups[key] = kept
+                else:
+                    del self._groups[key]
+
     def close(self) -> list[Asked]:
         """Take no more, wake who takes, and return what is left without an answer."""
         with self._changed:
@@ -111,7 +128,7 @@ class Queue:
             self._changed.notify_all()
         return left
 
-    def _due(self) -> tuple[Hashable, deque[Item], float]:
+    def _due(self) -> tuple[Key, deque[Item], float]:
         """The group that comes next, and how long it may still wait: a full one, else the one that is due."""
         now, delay = self._clock(), self._limits.max_delay_secs
         key = next(iter(self._full or self._groups))
@@ -121,7 +138,7 @@ class Queue:
         key, group = min(self._groups.items(), key=lambda item: item[1][0].since)
         return key, group, group[0].since + delay - now
 
-    def _cut(self, key: Hashable, group: deque[Item]) -> list[Item]:
+    def _cut(self, key: Key, group: deque[Item]) -> list[Item]:
         """Take a batch of a group; what is left of it comes after the other groups."""
         batch: list[Item] = []
         while group and len(batch) < self._limits.max_batch:

@@ -44,6 +44,12 @@ class Computing:
             asked.error = unavailable("the server is leaving")
             asked.finish(asked)
 
+    def ended(self, secs: float) -> bool:
+        """Whether the thread is at its end, after `close`; waits for so long at most."""
+        if self._thread.ident is not None:
+            self._thread.join(secs)
+        return not self._thread.is_alive()
+
     def _run(self) -> None:
         while batch := self._queue.take():
             self._busy_since = time.monotonic()

@@ -84,7 +84,8 @@ class Predicting:
                 raise GoneError
             future.result()
         finally:
-            asked.given_up = True
+            if not future.done():
+                self._queue.give_up(asked)
             gone.cancel()
             if future.done() and not future.cancelled():
                 future.exception()  # looked at, also where the client is gone

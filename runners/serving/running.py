@@ -87,6 +87,11 @@ class Running:
             if self._watching is not None:
                 self._watching.stop()
 
+    def ended(self) -> bool:
+        """Whether, after `run`, no thread computes or loads any more; waits a little for that."""
+        watched = self._watching is None or self._watching.ended(_LAST_SECS / 2)
+        return self._computing.ended(_LAST_SECS / 2) and watched
+
     def stop(self) -> None:
         """Leave as after SIGTERM; for other threads."""
         self._server.should_exit = True

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, NoReturn
 
 from torchrelay.errors import UsageError
 
@@ -62,9 +63,22 @@ def serve(
         what = served.name if served.epoch is None else f"epoch {served.epoch} of {served.name}"
         running.run(lambda: say(f"serving {what} at {url_of(listening)}"))
         say("left")
+        if not running.ended():
+            _leave_now()
     return 0
 
 
 def say(text: str) -> None:
-    """A line for whoever reads the log."""
-    print(text, file=sys.stdout, flush=True)
+    """A line for whoever reads the log; dropped where that is a pipe which nobody empties."""
+    from torchrelay.runners.serving.telling import takes
+
+    if takes(sys.stdout):
+        print(text, file=sys.stdout, flush=True)
+
+
+def _leave_now() -> NoReturn:
+    """End the process with 0 while a thread is inside of torch: the interpreter's own end would abort it."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(0)

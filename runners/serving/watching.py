@@ -22,17 +22,25 @@ class Watching:
         self._source, self._say, self._every_secs = source, say, every_secs
         self._ended = threading.Event()
         self._said = ""
+        self._thread: threading.Thread | None = None
 
     def start(self, holder: Holder, meters: Meters) -> None:
         """Begin, in a daemon thread."""
-        work = threading.Thread(
+        self._thread = threading.Thread(
             target=self._run, args=(holder, meters), name="torchrelay serve watch", daemon=True
         )
-        work.start()
+        self._thread.start()
 
     def stop(self) -> None:
         """Look no more; a load that goes on is not waited for."""
         self._ended.set()
+
+    def ended(self, secs: float) -> bool:
+        """Whether no load goes on, after `stop`; waits for so long at most."""
+        if self._thread is None:
+            return True
+        self._thread.join(secs)
+        return not self._thread.is_alive()
 
     def look(self, holder: Holder, meters: Meters) -> None:
         """Look once, and put in place what is newer."""
