@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import os
-import sys
 from typing import Any
 
 from torchrelay.errors import UsageError
@@ -36,16 +33,18 @@ def export_onnx(chosen: argparse.Namespace, output: Output) -> int:
     """Write the file and say how far onnxruntime and torch are apart."""
     from torchrelay.runners.commands.selector import parse_selector
     from torchrelay.runners.onnx_files.run_to_onnx import run_to_onnx
-    from torchrelay.runners.onnx_files.typed_inputs import typed_inputs
+    from torchrelay.runners.rebuilding.named_functions import named
+    from torchrelay.runners.rebuilding.typed_inputs import typed_inputs
 
     for name, default in _OTHERS.items():
         if getattr(chosen, name) != default:
             raise UsageError(f"--{name} is for exports of tensors; an ONNX file has the whole model")
     source = parse_selector(chosen.path)
+    model = None if chosen.model is None else named(chosen.model, "--model")
     given = typed_inputs(chosen.input or ())
     dynamic: Any = given.dynamic if chosen.input else True
     done = run_to_onnx(
-        source.path, chosen.output, source.epoch, model=_function(chosen.model), blob=chosen.blob,
+        source.path, chosen.output, source.epoch, model=model, blob=chosen.blob,
         inputs=given.tensors or None, dynamic=dynamic, opset=chosen.opset, overwrite=chosen.overwrite,
     )  # fmt: skip
     if output.json:
@@ -67,24 +66,3 @@ def export_onnx(chosen: argparse.Namespace, output: Output) -> int:
     output.line(f"{takes} -> {gives}: {done.path} ({human_bytes(done.bytes)}, opset {done.opset})")
     output.line(f"onnxruntime and torch differ by at most {done.difference:.3g}")
     return 0
-
-
-def _function(text: str | None) -> Any:
-    """What `module:function` names, the module seen from the working directory; raises UsageError."""
-    if text is None:
-        return None
-    module, _, name = text.partition(":")
-    if not (name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
-        raise UsageError(f"--model {text!r}: give module:function, which returns the model")
-    sys.path.insert(0, os.getcwd())  # noqa: PTH109 - the text
-    try:
-        found = getattr(importlib.import_module(module), name, None)
-    except ModuleNotFoundError as error:
-        if error.name and (module == error.name or module.startswith(f"{error.name}.")):
-            raise UsageError(f"--model {text}: there is no module {error.name}, seen from here") from None
-        raise
-    finally:
-        sys.path.pop(0)
-    if not callable(found):
-        raise UsageError(f"--model {text}: {module} has no function {name}")
-    return found

@@ -81,14 +81,9 @@ def _served(options: ServeOptions, source: Any) -> NoReturn:
 
 
 def _plain(chosen: argparse.Namespace, selector: Selector) -> Source:
+    from torchrelay.runners.rebuilding.named_functions import named
     from torchrelay.runners.serving.epochs import EpochSource, name_of
-    from torchrelay.runners.serving.models import (
-        PlainModel,
-        code_id_of_run,
-        handler_of,
-        named,
-        read_signature,
-    )
+    from torchrelay.runners.serving.models import PlainModel, code_id_of_run, handler_of, read_signature
 
     where = selector.path
     model = PlainModel(
