@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from torchrelay.errors import UsageError
+from torchrelay.runners.commands.command_line_arguments import add_model_options
 from torchrelay.runners.commands.command_line_output import Output, human_bytes
 
 _OTHERS = {"blobs": None, "prefix": "", "dtype": None}
@@ -14,18 +15,7 @@ _OTHERS = {"blobs": None, "prefix": "", "dtype": None}
 def add_onnx_options(parser: argparse.ArgumentParser) -> None:
     """Define what only `--to onnx` takes."""
     only = parser.add_argument_group("onnx")
-    only.add_argument(
-        "--model",
-        metavar="MODULE:FUNCTION",
-        help="makes the model (runs of programs and configurations: their archived code does)",
-    )
-    only.add_argument(
-        "--input",
-        metavar="NAME=TYPE[SIZES]",
-        action="append",
-        help="an example, such as image=float32[batch,3,32,32] (default: from the data of the run)",
-    )
-    only.add_argument("--blob", metavar="NAME", help="the blob that has the weights (default: model)")
+    add_model_options(only)
     only.add_argument("--opset", metavar="N", type=int, help="the version of ONNX's operators")
 
 

@@ -21,7 +21,7 @@ from torchrelay.runners.lifecycle.apart import apart
 from torchrelay.runners.lifecycle.selection import MODEL, phases_of
 from torchrelay.runners.rebuilding.archives import Archives, archives_of
 from torchrelay.runners.rebuilding.first_batch import first_batch
-from torchrelay.runners.rebuilding.program_of_run import is_of_program, program_of
+from torchrelay.runners.rebuilding.program_of_run import program_of
 from torchrelay.runners.rebuilding.recipe import Recipe
 
 _REMEDY = "give the model by --model module:function (model=), a callable that makes it"
@@ -65,7 +65,7 @@ def rebuilt(run: Path | None, factory: Callable[[], Any] | None, blob: str | Non
     with ExitStack() as stack:
         stack.enter_context(apart())
         archives = stack.enter_context(archives_of(run))
-        if note is not None and is_of_program(note):
+        if note is not None and note.is_of_program:
             yield Rebuilt(lambda: _by_program(archives), blob or MODEL)
         elif archives.config is not None:
             yield _by_configuration(archives, archives.config, blob)

@@ -5,16 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from torchrelay.errors import UsageError
-from torchrelay.metadata.experiment.note import Note, read_note
+from torchrelay.metadata.experiment.note import read_note
 from torchrelay.runners.experiment.program import Program, made_program
 from torchrelay.runners.rebuilding.archives import Archives
 
 _REMEDY = "give the model by --model module:function (model=), a callable that makes it"
-
-
-def is_of_program(note: Note) -> bool:
-    """Whether a run was made by a class in a file of Python; else a configuration was all there was."""
-    return note.origin.endswith(".py")
 
 
 def program_of(archives: Archives) -> Program:
