@@ -56,13 +56,14 @@ def serve_model(chosen: argparse.Namespace, output: Output) -> int:
     if chosen.model is not None:
         return _served(options, lambda: _plain(chosen, selector))
     note = read_note(Path(selector.path)) if Path(selector.path).is_dir() else None
-    if note is None:
+    if note is None or not note.is_of_program:
         from torchrelay.runners.commands.command_line_place import locate
 
         locate(selector.path)
         raise UsageError(
-            f"{selector.path} is no run of a program, so nothing tells how its model is made: give --model "
-            "module:function"
+            f"{selector.path} is no run of a program, so nothing tells how clients send samples: "
+            f"give --model module:function; of the run of a configuration, `torchrelay package {chosen.path} --out FILE` "
+            "makes a package, which can be served"
         )
     from torchrelay.runners.experiment.archived_process import run_process
 

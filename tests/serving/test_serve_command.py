@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from served import Held, train
 
 from torchrelay.errors import UsageError
+from torchrelay.metadata.experiment.note import Note, write_note
 from torchrelay.runners.commands.command_line import main
 from torchrelay.runners.rebuilding.named_functions import named
 from torchrelay.runners.serving.models import handler_of, read_signature
@@ -70,6 +72,16 @@ def test_places_that_are_none_and_options_for_others(run: Path, capsys: pytest.C
     assert code(str(run.parent / "file")) == 5, "a format that this version does not read"
     assert code(str(run.parent / "file"), *MODEL) == 2
     assert "a package has its own" in capsys.readouterr().err
+
+
+def test_the_run_of_a_configuration_is_packaged_first(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The command that makes the package is told; no process is started that could not know the program."""
+    shutil.copytree(run, tmp_path / "run")
+    write_note(tmp_path / "run", Note("run", str(tmp_path / "config.yaml"), None, None, 0.0))
+    assert code(f"{tmp_path}/run@best") == 2
+    assert f"`torchrelay package {tmp_path}/run@best --out FILE`" in capsys.readouterr().err
 
 
 def test_options_are_typed_again_for_the_archived_code():
