@@ -62,8 +62,8 @@ def serve_model(chosen: argparse.Namespace, output: Output) -> int:
         locate(selector.path)
         raise UsageError(
             f"{selector.path} is no run of a program, so nothing tells how clients send samples: "
-            f"give --model module:function; of the run of a configuration, `torchrelay package {chosen.path} --out FILE` "
-            "makes a package, which can be served"
+            f"give --model module:function; of the run of a configuration, "
+            f"`torchrelay package {chosen.path} --out FILE` makes a package, which can be served"
         )
     from torchrelay.runners.experiment.archived_process import run_process
 
