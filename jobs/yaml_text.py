@@ -25,6 +25,8 @@ LIMIT_BYTES = 1 << 20
 LIMIT_DEPTH = 32
 LIMIT_VALUES = 10_000
 NO_MAPPING = "a mapping (`key: value` lines) is expected at the top"
+TOLD_WITH_REMEDY = ("no UTF-8", "a second document", "more than ")
+"""In messages that say what to do by themselves."""
 
 Where = tuple[str | int, ...]
 """Keys and indices from the top of a document."""
@@ -199,7 +201,7 @@ class _Reading:
         if isinstance(event, yaml.DocumentStartEvent):
             self._documents += 1
             if self._documents > 1:
-                self._give_up(place, "a second document begins: one file has one")
+                self._give_up(place, "a second document begins: one file has one, without a second `---`")
         elif isinstance(event, yaml.CollectionEndEvent):
             self._open.pop()
         elif isinstance(event, yaml.AliasEvent):

@@ -29,6 +29,7 @@ from typing import Any
 from torchrelay.errors import DamagedError, StorageError, UsageError
 from torchrelay.metadata.code.manifest import is_plain
 from torchrelay.metadata.files import read_json, replace_file, write_json
+from torchrelay.metadata.run_directory import without_password
 
 FORMAT = {"major": 1, "minor": 0, "features": []}
 _FILE = re.compile(r"captured\.(0|[1-9][0-9]*)\.json")
@@ -56,7 +57,7 @@ class Given:
 def surroundings() -> dict[str, Any]:
     """The process and what it runs on, without its environment variables, which may be secrets."""
     return {
-        "argv": list(sys.argv),
+        "argv": [without_password(word) for word in sys.argv],
         "directory": os.getcwd(),  # noqa: PTH109 - the text
         "executable": sys.executable,
         "python": platform.python_version(),
@@ -167,7 +168,7 @@ def capture_with_code(run: Path, attempt: int | None = None) -> dict[str, Any]:
         raise UsageError(f"{run} has no record of its starts (captured.0.json): nothing tells what it ran")
     if not chosen:
         there = ", ".join(str(one["number"]) for one in found)
-        raise UsageError(f"{run} has no start {attempt}; there is {there}")
+        raise UsageError(f"{run} has no start {attempt}; it has {there}")
     archived = [one for one in chosen if code_id_of(one) is not None]
     if archived:
         return archived[-1]

@@ -20,6 +20,7 @@ from torchrelay.metadata.capture import (
     Given,
     captures,
     code_id_of,
+    config_texts,
     surroundings,
     write_capture,
     write_config,
@@ -35,6 +36,7 @@ from torchrelay.metadata.code.sources import Root, Sources, sources_of
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.journal import Journal
 from torchrelay.runners.session_base import SessionBase
+from torchrelay.runners.setting_changes import RESOLVED, setting_changes
 
 _COMPARED = 16
 """Digits of a digest that travel to the other ranks."""
@@ -101,6 +103,7 @@ class Capturing:
                 },
             )
             self._say_changes(journal, before)
+            self._say_config(journal)
         except RelayError as error:
             journal.warn(f"what this start was is not recorded: {error}")
 
@@ -212,6 +215,19 @@ class Capturing:
         except StorageError as error:
             found = f"its archive cannot be compared ({error})"
         journal.tell("code changed", f"code changed since attempt {before['number']}: {found}")
+
+    def _say_config(self, journal: Journal) -> None:
+        """One line where a run goes on with another configuration than its last start had."""
+        found = [] if self._run is None else captures(self._run.path)
+        older = [one for one in found if one["number"] < journal.attempt and one.get("config_id")]
+        if self._run is None or not older or older[-1]["config_id"] == self._given.config_id:
+            return
+        texts = config_texts(self._run.path, older[-1])
+        named = setting_changes(texts.get(RESOLVED, b""), self._given.config.get(RESOLVED, b""))
+        told = f"configuration changed since attempt {older[-1]['number']}: {named}"
+        journal.tell(
+            "configuration changed", f"{told}; what the checkpoint holds (an optimizer's rates) stays"
+        )
 
 
 def torch_facts() -> dict[str, Any]:

@@ -13,10 +13,11 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from torchrelay.errors import PeerError, PreemptedError, RelayError, TaskFailedError, exit_code_of
+from torchrelay.jobs.config.problems import ConfigError
 from torchrelay.runners.distributed.launch_env import launcher_restarts
 from torchrelay.runners.distributed.watcher import end_process
 from torchrelay.runners.distributed.world import World, code_of, current_world
-from torchrelay.runners.ending.signals import ignore_termination
+from torchrelay.runners.ending.signals import ignore_termination, nothing_follows
 from torchrelay.runners.result import RunResult
 
 MEET_SECS = 30.0
@@ -30,7 +31,8 @@ def run_and_leave(work: Callable[[], int | None]) -> NoReturn:
     end too. Does not return, not even after an error.
     """
     try:
-        code = work() or 0
+        with nothing_follows():
+            code = work() or 0
     except SystemExit as request:
         code = _code_of(request)
     except KeyboardInterrupt as error:
@@ -108,6 +110,8 @@ def message_of(error: BaseException) -> str:
     """
     if isinstance(error, TaskFailedError) and error.details:
         return f"{type(error).__name__}: {error}\n{error.details.rstrip()}"
+    if isinstance(error, ConfigError):
+        return f"{error}"
     if isinstance(error, RelayError) and not isinstance(error, TaskFailedError):
         return f"{type(error).__name__}: {error}"
     return "".join(traceback.format_exception(error)).rstrip()

@@ -135,8 +135,8 @@ def candidates(place: Place, view: LogView, wish: Wanted, best: Best | None, say
     chosen = best or place.best
     if chosen is None:
         raise UsageError(
-            'epoch="best" needs a metric, and the run names none: give best=("val/acc", "max") (a runner '
-            "writes it into run.json)"
+            'epoch="best" needs a metric, and the run names none: give best=("val/acc", "max") here, '
+            "or when it is trained (in a configuration: `keep_best`)"
         )
     if len(chosen) != 2 or chosen[1] not in ("min", "max"):
         raise UsageError(f'best={chosen!r} is no metric and direction: give for example ("val/acc", "max")')

@@ -151,6 +151,8 @@ class _Work:
 
     def _variable(self, part: Variable, where: Where) -> Any:
         text = self.environ.get(part.name, part.default)
+        if text is not None and not text.isascii() and text.encode(errors="ignore").decode() != text:
+            return self.wrong(where, f"{part.name} of the environment is no UTF-8 text", part.written)
         if text is not None:
             return _Variable((text,), text)
         remedy = f"set it, or write `${{env:{part.name},default}}`"
@@ -194,7 +196,7 @@ class _Work:
             one, depth = pending.pop()
             self._values += 1
             if self._values > LIMIT_VALUES or depth > LIMIT_DEPTH:
-                what = f"more than {LIMIT_VALUES} values" if depth <= LIMIT_DEPTH else f"{LIMIT_DEPTH} levels"
+                what = f"{LIMIT_VALUES} values" if depth <= LIMIT_DEPTH else f"{LIMIT_DEPTH} levels"
                 self.wrong(where, f"references make it larger than {what}, the limit")
                 return False
             inner = one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()

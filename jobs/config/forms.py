@@ -199,6 +199,18 @@ class Text(Form):
 
 
 @dataclass(frozen=True)
+class RunName(Text):
+    """A name that becomes a directory: below the one it is put into, and not hidden."""
+
+    def take(self, value: Any, at: At) -> Any:
+        """A str without parts such as `..`."""
+        found = super().take(value, at)
+        if isinstance(found, str) and any(part[:1] in ("", ".") for part in found.split("/")):
+            return at.wrong(f"{found!r:.60} becomes a directory: no `..`, no `/` at an end, no dot in front")
+        return found
+
+
+@dataclass(frozen=True)
 class OneOf(Form):
     """One of some words; `refused` are words of others, each with what to write instead."""
 

@@ -74,9 +74,13 @@ class ConfigProblem:
 
 
 class ConfigError(UsageError):
-    """A configuration that cannot be; `problems` has everything that was found, in the order of the text."""
+    """A configuration that cannot be; `problems` has everything that was found, in the order of the text.
 
-    def __init__(self, problems: Sequence[ConfigProblem]) -> None:
+    `outcome` ends the report: what did not happen because of them.
+    """
+
+    def __init__(self, problems: Sequence[ConfigProblem], outcome: str = "nothing was started") -> None:
+        self._outcome = outcome
         self.problems = tuple(sorted(problems, key=_order))
         super().__init__("\n".join(self.report()))
 
@@ -84,7 +88,7 @@ class ConfigError(UsageError):
         """All problems as lines for people, and how many there are."""
         count = len(self.problems)
         lines = [line for problem in self.problems for line in problem.lines()]
-        return [*lines, f"{count} problem{'s' if count > 1 else ''}; nothing was started"]
+        return [*lines, f"{count} problem{'s' if count > 1 else ''}; {self._outcome}"]
 
 
 class ConfigKeyError(UsageError, KeyError):

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchrelay.jobs.config.problems import ConfigProblem, Origin, Source
 from torchrelay.jobs.config.tree import Tree
-from torchrelay.jobs.yaml_text import NO_MAPPING, Findings, Place, Problem, read_findings
+from torchrelay.jobs.yaml_text import (
+    NO_MAPPING,
+    TOLD_WITH_REMEDY,
+    Findings,
+    Place,
+    Problem,
+    read_findings,
+)
 
 _TRIES = 4
 
@@ -53,13 +60,27 @@ def _mended(data: bytes) -> tuple[Findings, list[Problem]]:
         left_out += [_with_remedy(one, line) for one in found.problems if one.place == found.ended]
         lines[at] = b""
         found = read_findings(b"\n".join(lines))
-    return (found, left_out) if found.ended is None else (first, [])
+    return (found, left_out) if found.ended is None else (_first_with_remedy(first, data), [])
+
+
+def _first_with_remedy(found: Findings, data: bytes) -> Findings:
+    """What was found first, where leaving out lines did not help: its end says what to do, too."""
+    lines = data.split(b"\n")
+    at = found.ended.line - 1 if found.ended is not None else len(lines)
+    if at >= len(lines) or not lines[at].strip():
+        return found
+    told = [_with_remedy(one, lines[at]) if one.place == found.ended else one for one in found.problems]
+    return replace(found, problems=tuple(told))
 
 
 def _with_remedy(problem: Problem, line: bytes) -> Problem:
     remedy = "look at the indentation and the quotes of this line"
+    if any(text in problem.message for text in TOLD_WITH_REMEDY):
+        return problem
     if b"{workspace}" in line:
         remedy = 'a text that begins with a brace needs quotes, such as "{workspace}/model.py"'
+    elif b"\t" in line:
+        remedy = "put spaces in place of the tab"
     return Problem(problem.place, f"{problem.message}: {remedy}")
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torchrelay.jobs.config.class_path import ClassAt, ClassPath
 from torchrelay.jobs.config.epoch_choice import EpochChoice, EpochsChosen
-from torchrelay.jobs.config.forms import ListOf, Number, OneOf, Seconds, Text, TextMap, Truth, Whole
+from torchrelay.jobs.config.forms import ListOf, Number, OneOf, RunName, Seconds, Text, TextMap, Truth, Whole
 from torchrelay.jobs.config.gpus import GpuNumbers
 from torchrelay.jobs.config.key import key
 from torchrelay.jobs.config.path_forms import PathAt
@@ -91,7 +91,7 @@ class Runner:
         "save_inference_fetch_varnames": _NO_VARIABLES,
         "trainer_class": "replace the steps that differ instead, by `runner_class_path` and the other four",
     }
-    name: str = key(Text("a name"), "what `mode` and overrides call it", required=True)
+    name: str = key(RunName("a name"), "what `mode` and overrides call it", required=True)
     kind: str = key(
         OneOf(CLASSES, _OTHER_CLASSES),
         "`train`, `infer`: in this process, or in those that torchrun started; `local_cluster_train`: starts "

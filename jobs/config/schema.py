@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchrelay.jobs.config.data_keys import Dataset, HyperParameters, Phase
-from torchrelay.jobs.config.forms import ListOf, Text, TextMap, Truth, Whole
+from torchrelay.jobs.config.forms import ListOf, RunName, Text, TextMap, Truth, Whole
 from torchrelay.jobs.config.key import key
 from torchrelay.jobs.config.path_forms import PathAt
 from torchrelay.jobs.config.runner_keys import Runner
@@ -46,7 +46,11 @@ class Settings:
     """A whole configuration. Fields have the names of the keys, lists are tuples, paths absolute."""
 
     version: int = key(Whole(1, most=1), "version of this schema", default=1, identity=False)
-    name: str | None = key(Text("a name"), "what the run is called", identity=False)
+    name: str | None = key(
+        RunName("a name"),
+        "what the run is called; if it is missing, below `--runs DIR`, as the workspace",
+        identity=False,
+    )
     workspace: str = key(
         PathAt(),
         "directory where paths begin; relative to the file of the configuration; `{workspace}` stands for it",

@@ -8,10 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from torchrelay.metadata.code.git_command import Repository
+from torchrelay.metadata.code.git_command import Repository, repository
 
 DIFF_BYTES = 1 << 20
-_DIFF = ("diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD", "--", ".")
+_OWN = "--ignore-submodules=dirty"
+"""Git would look into a submodule by commands of its own, with what that configures: programs, too."""
+_STATUS = ("status", "--porcelain=v2", "--branch", "-z", "--untracked-files=normal", _OWN, "--", ".")
+_DIFF = (
+    *("diff", "--no-ext-diff", "--no-textconv", "--no-color", "--submodule=short", _OWN),
+    *("HEAD", "--", "."),
+)
+_SUBMODULE = b"160000 "
+_DEEPEST = 10
 
 
 @dataclass(frozen=True)
@@ -40,15 +48,32 @@ class Provenance:
 
 def provenance_of(repo: Repository) -> Provenance:
     """Ask git; what it does not say is None."""
-    status = repo.ask("status", "--porcelain=v2", "--branch", "-z", "--untracked-files=normal", "--", ".")
+    status = repo.ask(*_STATUS)
     lines = [os.fsdecode(line) for line in status.split(b"\0")] if status is not None else []
     heads: dict[str, str] = dict(line[2:].split(" ", 1) for line in lines if line.startswith("# branch."))
     oid = heads.get("branch.oid")
     commit = None if oid == "(initial)" else oid
     branch = heads.get("branch.head")
-    dirty = None if status is None else any(line and not line.startswith("# ") for line in lines)
+    dirty = _is_dirty(repo, status, 0)
     diff = repo.ask_beginning(*_DIFF, limit=DIFF_BYTES) if commit is not None and dirty else None
     return Provenance(commit, None if branch == "(detached)" else branch, _remote(repo), dirty, diff)
+
+
+def _is_dirty(repo: Repository, status: bytes | None, depth: int) -> bool | None:
+    """Whether anything is otherwise than committed, in submodules, too; None where git does not tell."""
+    if status is None:
+        return None
+    if any(line and not line.startswith(b"# ") for line in status.split(b"\0")):
+        return True
+    known = repo.ask("ls-files", "-z", "--stage") or b""
+    for line in known.split(b"\0"):
+        place = repo.directory / os.fsdecode(line.partition(b"\t")[2])
+        if not line.startswith(_SUBMODULE) or depth >= _DEEPEST or not (place / ".git").exists():
+            continue
+        with repository(place) as inner:
+            if inner is not None and _is_dirty(inner, inner.ask(*_STATUS), depth + 1):
+                return True
+    return False
 
 
 def _remote(repo: Repository) -> str | None:

@@ -73,12 +73,16 @@ def read_note(run: Path) -> Note | None:
     amended = values.pop("amended", [])
     if not _is_right(values) or not isinstance(amended, list):
         raise DamagedError(f"{run / FILE} is not what was written: restore it from a copy")
-    return Note(**values, amended=tuple(one for one in amended if isinstance(one, dict)))
+    return Note(**values, amended=tuple(one for one in amended if _is_amendment(one)))
 
 
 def write_note(run: Path, note: Note) -> None:
     """Replace the file; raises StorageError."""
     write_json(run / FILE, {"format": FORMAT, **asdict(note), "amended": list(note.amended)})
+
+
+def _is_amendment(one: Any) -> bool:
+    return isinstance(one, dict) and isinstance(one.get("code_id"), str | None)
 
 
 def _is_right(values: Mapping[str, Any]) -> bool:

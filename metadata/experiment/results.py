@@ -26,7 +26,8 @@ def result_path(run: Path, epoch: int, code_id: str | None) -> Path:
 
 def read_result(run: Path, epoch: int, code_id: str | None) -> dict[str, Any] | None:
     """None where there is none; raises DamagedError, StorageError."""
-    return read_json(result_path(run, epoch, code_id))
+    found = read_json(result_path(run, epoch, code_id))
+    return None if found is None else _sound(found)
 
 
 def write_result(run: Path, epoch: int, code_id: str | None, content: Mapping[str, Any]) -> Path:
@@ -45,13 +46,21 @@ def results(run: Path) -> list[dict[str, Any]]:
     folder = run / FOLDER
     names = sorted(one.name for one in folder.iterdir()) if folder.is_dir() else []
     found = [read_json(folder / name) for name in names if _NAME.fullmatch(name)]
-    return sorted((one for one in found if one is not None), key=_when)
+    return sorted((_sound(one) for one in found if one is not None), key=_when)
 
 
 def newest_result(run: Path) -> dict[str, Any] | None:
     """The newest one of the highest epoch."""
     found = results(run)
     return found[-1] if found else None
+
+
+def _sound(result: dict[str, Any]) -> dict[str, Any]:
+    """With tables where tables belong, whoever wrote the file."""
+    tables = {
+        name: one if isinstance(one := result.get(name), dict) else {} for name in ("metrics", "values")
+    }
+    return {**result, "run": str(result.get("run")), **tables}
 
 
 def _when(result: Mapping[str, Any]) -> tuple[int, float]:

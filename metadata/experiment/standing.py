@@ -60,7 +60,8 @@ def standing(run: Path) -> Standing:
 
 
 def _word(run: Path, status: Mapping[str, Any], epoch: int | None) -> tuple[Word, str]:
-    state, reasons = status.get("state"), ", ".join(map(str, status.get("stop") or ()))
+    state, told = status.get("state"), status.get("stop")
+    reasons = ", ".join(map(str, told)) if isinstance(told, list) else ""
     if state == "RUNNING":
         why = _death(run, status)
         return ("interrupted", why) if why else ("running", "")

@@ -10,6 +10,7 @@ else is not overwritten: it becomes `lineage.1` and so on, for it tells of epoch
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import secrets
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import StorageError
-from torchrelay.metadata.files import read_json, sync_directory, write_json, write_new
+from torchrelay.metadata.files import open_regular, read_json, sync_directory, write_json, write_new
 from torchrelay.metadata.lineage.record import FORMAT, StageRecord
 
 FOLDER = "lineage"
@@ -29,6 +30,11 @@ STAGE = "stage.json"
 _TEMPORARY = ".tmp-lineage-"
 _COPIED = ("config", "code", FOLDER)
 """Folders of a run that say what it was; checkpoints, metrics and logs are not among them."""
+_UNFINISHED = ".tmp-"
+"""Also what this very capture makes, where one run lies below a folder of another."""
+LARGEST_BYTES = 1 << 30
+"""Larger files are left out, by name; texts and archives of source are far below."""
+_NO_FILE = (errno.EINVAL, errno.ENXIO, errno.ENODEV, errno.ELOOP)
 
 
 @dataclass(frozen=True)
@@ -73,10 +79,10 @@ def _write_stage(folder: Path, stage: Stage) -> None:
     digests: dict[str, str] = {}
     left_out: list[str] = []
     for name, path in _files(stage.run) if stage.run is not None else ():
-        if path.is_symlink() or not path.is_file():
+        data = _bytes_of(path)
+        if data is None:
             left_out.append(name)
             continue
-        data = path.read_bytes()
         digests[name] = hashlib.sha256(data).hexdigest()
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_new(folder / name, data)
@@ -86,6 +92,23 @@ def _write_stage(folder: Path, stage: Stage) -> None:
         sync_directory(parent)
 
 
+def _bytes_of(path: Path) -> bytes | None:
+    """What a file holds; None for links, pipes, devices, what is too large, and what went away meanwhile."""
+    try:
+        if path.is_symlink():
+            return None
+        with open_regular(path) as file:
+            large = os.fstat(file.fileno()).st_size > LARGEST_BYTES
+            data = None if large else file.read(LARGEST_BYTES + 1)
+    except (FileNotFoundError, IsADirectoryError):
+        return None
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            return None
+        raise
+    return data if data is not None and len(data) <= LARGEST_BYTES else None
+
+
 def _files(run: Path) -> Iterator[tuple[str, Path]]:
     """What is copied of a run, by its name there, in order."""
     for path in sorted([run / "run.json", *run.glob("captured.*.json")]):
@@ -93,10 +116,10 @@ def _files(run: Path) -> Iterator[tuple[str, Path]]:
             yield path.name, path
     for top in _COPIED:
         for folder, folders, names in os.walk(run / top):
-            folders.sort()
+            folders[:] = sorted(one for one in folders if not one.startswith(_UNFINISHED))
             links = [name for name in folders if (Path(folder) / name).is_symlink()]
             for name in sorted([*names, *links]):
-                if not name.startswith(".tmp-"):
+                if not name.startswith(_UNFINISHED):
                     path = Path(folder) / name
                     yield path.relative_to(run).as_posix(), path
 

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 _INTERRUPTED = 130  # what a shell calls a process that Ctrl-C ended
 _DESCRIPTION = "Look at the runs and checkpoints of torchrelay, copy them out and in, put them in order."
 _CODES = (
-    "exit codes: 0 done, 1 chaos or find-bad found something, 2 usage or unknown run, "
-    "3 no epoch is left to resume from, 4 in use by a job, 5 damaged or unreadable"
+    "exit codes: 0 done, 1 what was looked for was found (chaos, find-bad, status --check, verify --replay) "
+    "or a program failed, 2 usage or unknown run, 3 no epoch is left to resume from, 4 in use by a job, "
+    "5 damaged or unreadable, 6 a rank was lost, 75 preempted: the same command goes on"
 )
 _VERBS = {
     "train": "programs:add_train",

@@ -69,7 +69,7 @@ def schema(chosen: argparse.Namespace, output: Output) -> int:
 
 def _add_reading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="CONFIG", help="a YAML file")
-    parser.add_argument("more", metavar="KEY=VALUE", nargs="*", help="as -o")
+    parser.add_argument("more", metavar="KEY=VALUE", nargs="*", default=[], help="as -o")
     parser.add_argument(
         "-o", dest="overrides", metavar="KEY=VALUE", action="append", default=[],
         help="put a value in place of another: runner.train1.epochs=3",

@@ -67,6 +67,7 @@ def _perform(verb: str, chosen: argparse.Namespace, output: Output) -> int:
     """Hand over to the program, or to the steps of the configuration, which end the process."""
     if verb == "eval" and chosen.program is not None and chosen.config is not None:
         _without_program(chosen)
+    _refuse_configuration(verb, chosen.program)
     request = Request.of(chosen, verb)
     if chosen.program is None and request.config is None:
         raise UsageError(f"{verb} what? Give a PROGRAM, or a configuration with -m")
@@ -86,6 +87,12 @@ def _perform(verb: str, chosen: argparse.Namespace, output: Output) -> int:
 
     load_and_perform(chosen.program, request)
     raise UsageError(f"{chosen.program} left without an exit code")
+
+
+def _refuse_configuration(verb: str, program: str | None) -> None:
+    """A configuration where the program is to stand; raises UsageError with how it is given."""
+    if program is not None and program.endswith((".yaml", ".yml")):
+        raise UsageError(f"{program} is a configuration and no program: torchrelay {verb} -m {program}")
 
 
 def _without_program(chosen: argparse.Namespace) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import NoReturn
 
+from torchrelay.errors import UsageError
 from torchrelay.jobs.config.config import Config
 from torchrelay.jobs.config.reading import load_config
 from torchrelay.runners.commands.command_line_arguments import Add, add_strict
@@ -36,6 +37,8 @@ def add_run_config(add: Add) -> None:
 
 def run(chosen: argparse.Namespace, output: Output) -> int:
     """Run it and leave with its code; with `--check` no torch is needed."""
+    if chosen.run_dir == "":
+        raise UsageError("--run-dir is empty: give a directory, or leave it out")
     config = load_config(config_file(chosen.path), chosen.overrides)
     if not chosen.check:
         _run_and_leave(config, chosen.run_dir, strict=chosen.strict_config)

@@ -62,6 +62,7 @@ def _replay(path: str, output: Output) -> int:
     if selector.wish is not None:
         place = locate(selector.path)
         wish = find_entry(place, place.log(), selector.wish).position.epoch
+    output.notice(f"runs the archived source of {run}")
     found = replay(run, wish)
     if output.json:
         output.value({"same": all(one.same for one in found), "calls": [one.json() for one in found]})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torchrelay.errors import UsageError
@@ -41,10 +41,16 @@ def find_run(text: str, asked: str | None = None) -> RunDirectory:
     found = [one for one in there if one.name == text] or [one for one in there if text and text in one.name]
     if len(found) == 1:
         return RunDirectory(found[0])
+    if not found and "/" not in text and there:
+        raise UsageError(f"there is no run {text}, and none in {root} with that in its id: {_newest(there)}")
     if not found:
         return locate_run(text)  # which says what is wrong with the path
     named = ", ".join(str(one) for one in found[:_NAMED])
     raise UsageError(f"{len(found)} runs in {root} have {text!r} in their ids: {named}; give more of the id")
+
+
+def _newest(there: Sequence[Path]) -> str:
+    return f"there is {', '.join(one.name for one in there[-_NAMED:])}"
 
 
 def experiment_of(run: Path, root: Path) -> str:

@@ -61,7 +61,7 @@ def start_of(text: str, stack: ExitStack, runs: str | None = None) -> Start:
         raise UsageError(f"{path} has no record of what its starts were: it was made without one")
     chosen = [one for one in found if number is None or one["number"] == number]
     if not chosen:
-        raise UsageError(f"{path} has no start {number}; there are {_numbers(found)}")
+        raise UsageError(f"{path} has no start {number}; it has {_numbers(found)}")
     code_id = code_id_of(chosen[-1])
     archive = None if code_id is None else stack.enter_context(open_archive(run / "code" / f"{code_id}.zip"))
     return Start(text, chosen[-1], archive, config_texts(run, chosen[-1]))

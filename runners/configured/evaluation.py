@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +9,14 @@ from typing import Any
 
 import torch
 
+from torchrelay.checkpoint.remote.urls import is_url
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.config import Config
 from torchrelay.jobs.config.data_keys import Dataset
 from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
 from torchrelay.jobs.peers import Peers, decide, together
 from torchrelay.runners.configured.scene import ConfiguredScene, processes
-from torchrelay.runners.experiment.evaluation_verb import check_writable, planned
+from torchrelay.runners.experiment.evaluation_verb import Work, check_writable, planned, refuse_to_replace
 from torchrelay.runners.experiment.scene import say
 from torchrelay.runners.experiment.using import Used, use
 from torchrelay.runners.lifecycle.apart import apart
@@ -34,13 +34,15 @@ from torchrelay.runners.lifecycle.weights import load_weights
 
 SUFFIX = ".jsonl"
 _NO_WARM_START: dict[str, Any] = {"init_model_path": None, "init_prefix": None, "init_rename": None}
-Work = Sequence[tuple[Path, Path]]
 
 
 def evaluate(scene: ConfiguredScene) -> int:
     """Evaluate, having looked at all paths before anything is built; ranks share the files."""
     runner, dataset = _profile(scene)
     work = planned(scene.request.paths, SUFFIX)
+    settings = scene.config.settings
+    data = [Path(path) for one in settings.dataset for path in one.data_path if not is_url(path)]
+    refuse_to_replace(work, [Path(scene.file)], data)
     with processes(runner) as peers:
         together(peers, "paths", lambda: check_writable([out for _, out in work]))
         used = Used(**decide(peers, "run to evaluate", lambda: use(scene)))

@@ -23,7 +23,9 @@ SAME_REQUEST_SECS = 5.0
 """A second SIGTERM within this time is the first one again: Slurm sends it to launcher and ranks, and the
 launcher passes it on. A later one ends the process at once."""
 
-
+_ends_soon = threading.Event()
+_ignored: set[signal.Signals] = set()
+"""Those that nobody but an earlier training of this process ignores."""
 _NO_SAVE = ("SIGTERM", "SIGUSR1", "SIGKILL", "SIGSTOP", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
 """Those that mean to leave, and those that mean something else to the system."""
 
@@ -44,7 +46,8 @@ def save_signal_of(name: Any) -> signal.Signals | None:
 def signals_ask(requests: Requests, save: signal.Signals | None = None) -> Iterator[None]:
     """While the block runs SIGTERM and SIGUSR1 ask to leave, `save` for a save; after it all is as before.
 
-    `save` is left alone where it has a handler of the program's own.
+    `save` is left alone where it has a handler of the program's own, and ignored from then on where nothing
+    follows.
     Only in the main thread, where Python has its handlers. A signal that is ignored, or that somebody
     handles outside of Python, is left alone.
     """
@@ -57,12 +60,27 @@ def signals_ask(requests: Requests, save: signal.Signals | None = None) -> Itera
         for number in (signal.SIGTERM, signal.SIGUSR1):
             if signal.getsignal(number) not in (signal.SIG_IGN, None):
                 before[number] = signal.signal(number, handler)
-        if save is not None and not _handled(save):
+        if save is not None and (save in _ignored or not _handled(save)):
             before[save] = signal.signal(save, lambda *_: requests.save(save.name))
         yield
     finally:
         for number, old in before.items():
-            signal.signal(number, old)
+            late = number == save and old is signal.SIG_DFL and _ends_soon.is_set()
+            signal.signal(number, signal.SIG_IGN if late else old)
+            _ignored.update((number,) if late else ())
+
+
+@contextmanager
+def nothing_follows() -> Iterator[None]:
+    """While the block runs the process is to end when its training has: a late request to save is ignored.
+
+    As before the training it would kill the process, and a run that is finished would look like a failed one.
+    """
+    _ends_soon.set()
+    try:
+        yield
+    finally:
+        _ends_soon.clear()
 
 
 def _handled(number: signal.Signals) -> bool:

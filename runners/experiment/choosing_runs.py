@@ -27,6 +27,7 @@ class Known:
     standing: Standing
     launch: str = ""
     limits: Mapping[str, Any] = field(default_factory=dict)
+    created: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,15 @@ class Start:
 
 @dataclass(frozen=True)
 class Chosen:
-    """`run` is the id of a run that there is; `again` begins it anew, `over` leaves it as it is."""
+    """`run` is the id of a run that there is; `again` begins it anew, `over` leaves it as it is.
+
+    `created` tells the run that is to begin anew from one that somebody else began anew meanwhile.
+    """
 
     action: Action
     run: str | None = None
     reason: str = ""
+    created: float = 0.0
 
 
 def choose_to_train(start: Start, runs: Sequence[Known]) -> Chosen:
@@ -89,7 +94,7 @@ def _of_same(start: Start, run: Known) -> Chosen:
     if start.retrain:
         if run.standing.word == "running":
             raise DirectoryInUseError(f"{run.id} is running: stop it first, or use --force for another run")
-        return Chosen("again", run.id, "--retrain")
+        return Chosen("again", run.id, "--retrain", run.created)
     if start.rewind:
         return Chosen("continue", run.id, "--epoch")
     if not run.standing.over:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,12 +17,16 @@ from torchrelay.runners.experiment.scene import Scene, say
 from torchrelay.runners.experiment.using import Used, use
 from torchrelay.runners.start import current_or_new_session
 
+Work = Sequence[tuple[Path, Path]]
+"""Files to read, and where their results go."""
+
 
 def evaluate(scene: Scene) -> int:
     """Evaluate, having looked at all paths before the model is loaded; ranks share the files."""
     with current_or_new_session() as session:
         peers = session.peers
         work = planned(scene.request.paths, scene.program.result_suffix)
+        refuse_to_replace(work, [scene.origin.file], ())
         together(peers, "paths", lambda: check_writable([out for _, out in work]))
         used = Used(**decide(peers, "run to evaluate", lambda: use(scene)))
         if used.said:
@@ -60,6 +64,29 @@ def planned(paths: Sequence[str], suffix: str) -> list[tuple[Path, Path]]:
     if twice:
         raise UsageError(f"two files would have their result in {min(twice)}: evaluate them one by one")
     return list(zip(inputs, outs, strict=True))
+
+
+def refuse_to_replace(work: Work, kept: Iterable[Path], data: Iterable[Path]) -> None:
+    """Raise UsageError for a result in place of an input, of a file of `kept` or of source, or among `data`.
+
+    `data` are files and directories that are read in training, where a result would be a sample. Results of
+    earlier calls elsewhere are replaced.
+    """
+    read = {path.resolve() for path, _ in work}
+    known = {path.resolve() for path in kept}
+    folders = {path.resolve() for path in data}
+    for out in sorted({out for _, out in work}):
+        place = out.resolve()
+        if place in read:
+            raise _refused(out, "is one of the files to evaluate")
+        if place in known or (out.suffix in (".py", ".yaml", ".yml") and out.exists()):
+            raise _refused(out, "is source")
+        if folders & {place, place.parent}:
+            raise _refused(out, "is, or lies beside, data of the configuration")
+
+
+def _refused(out: Path, why: str) -> UsageError:
+    return UsageError(f"{out} {why}: give, as the last of the names, another place for results")
 
 
 def check_writable(outs: Sequence[Path]) -> None:

@@ -39,6 +39,10 @@ def _run_script(path: Path, request: Request) -> None:
 
 def _of_module(target: str) -> type[Program]:
     module, colon, name = target.partition(":")
+    if module.endswith(".py"):
+        raise UsageError(
+            f"{target}: a script is given without a class, {module}; a class by package.module:Class"
+        )
     if not (colon and name and all(part.isidentifier() for part in module.split("."))):
         raise UsageError(f"{target!r} is no program: give script.py, or package.module:Class")
     sys.path.insert(0, os.getcwd())  # noqa: PTH109 - the text

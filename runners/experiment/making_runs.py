@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from torchrelay.errors import DirectoryInUseError
 from torchrelay.metadata.experiment.note import Note
-from torchrelay.metadata.experiment.run_store import RunStore, update_note
+from torchrelay.metadata.experiment.run_store import ProgramRun, RunStore, update_note
+from torchrelay.metadata.experiment.standing import standing
 from torchrelay.runners.experiment.choosing_runs import Chosen
 
 _WORDS = {"new": "new", "again": "from the beginning", "continue": "goes on"}
@@ -17,11 +19,21 @@ def made_run(
     if chosen.run is None:
         run = store.create(note, best, ranks)
     elif chosen.action == "again":
-        run, aside = store.begin_again(store.find(chosen.run), note, best, ranks)
+        run, aside = store.begin_again(_free(store.find(chosen.run), chosen), note, best, ranks)
         more = f"; what it had lies in {aside}"
     else:
         run = store.find(chosen.run)
-        message = note.message or run.note.message
-        run = update_note(run, launch=note.launch, limits=note.limits, message=message)
+        if (
+            standing(run.path).word != "running"
+        ):  # else the run's log refuses this start, which changes nothing
+            message = note.message or run.note.message
+            run = update_note(run, launch=note.launch, limits=note.limits, message=message)
     said = f"run {run.id} in {run.path.parent}: {_WORDS[chosen.action]} ({chosen.reason}){more}"
     return {"path": str(run.path), "said": said}
+
+
+def _free(run: ProgramRun, chosen: Chosen) -> ProgramRun:
+    """The run, looked at again: building the program took a while. Raises DirectoryInUseError."""
+    if run.note.created != chosen.created or standing(run.path).word == "running":
+        raise DirectoryInUseError(f"{run.id} was begun by another process meanwhile: look at it by `status`")
+    return run

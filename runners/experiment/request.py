@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from torchrelay.errors import UsageError
+from torchrelay.runners.commands.command_line_parser import Parser
 from torchrelay.runners.ending.time_limits import seconds_of
 from torchrelay.runners.serving.options import ServeOptions, add_serve_options
 
@@ -83,14 +84,17 @@ def rewind_of(request: Request) -> int | None:
 
 
 def read_request(argv: Sequence[str] | None = None) -> Request:
-    """Read a script's command line; argparse itself leaves, with 2 or, after --help, 0."""
-    parser = argparse.ArgumentParser(epilog=_CODES, allow_abbrev=False)
+    """Read a script's command line; raises UsageError. After --help argparse itself leaves, with 0."""
+    parser = Parser(epilog=_CODES, allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for verb, text in VERBS.items():
         one = verbs.add_parser(verb, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=_CODES)
         one.add_argument("--json", action="store_true", help="one JSON object instead of lines")
         add_options(one, verb)
-    chosen = parser.parse_args(sys.argv[1:] if argv is None else list(argv))
+        one.set_defaults(parser=one)
+    chosen, left = parser.parse_known_args(sys.argv[1:] if argv is None else list(argv))
+    if left:
+        chosen.parser.refuse(left)
     return Request.of(chosen, chosen.verb)
 
 

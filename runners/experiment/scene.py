@@ -139,7 +139,7 @@ class Scene(BaseScene):
 def known(run: ProgramRun) -> Known:
     """A run, as choices need it."""
     note = run.note
-    return Known(run.id, note.identity, standing(run.path), note.launch, note.limits)
+    return Known(run.id, note.identity, standing(run.path), note.launch, note.limits, note.created)
 
 
 def say(text: str, *, to: TextIO | None = None) -> None:

@@ -80,7 +80,8 @@ def _would(scene: BaseScene) -> dict[str, Any]:
 
 def _lines(scene: BaseScene, found: dict[str, Any]) -> list[str]:
     run, changed, would = found["run"], found["changed"], found["train"]
-    lines = [f"experiment {found['experiment']}: {found['runs']} runs in {scene.store.directory}"]
+    runs = f"{found['runs']} run{'' if found['runs'] == 1 else 's'}"
+    lines = [f"experiment {found['experiment']}: {runs} in {scene.store.directory}"]
     if run is not None:
         why = f" ({run['why']})" if run["why"] else ""
         message = f", {run['message']!r}" if run["message"] else ""

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ import torch
 from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.checkpoint.reading.epoch_choice import ranges, whole_epochs
 from torchrelay.checkpoint.reading.opening import place_of, read_log
-from torchrelay.errors import UnknownEpochError
+from torchrelay.checkpoint.remote.urls import is_url
+from torchrelay.errors import UnknownEpochError, UsageError
 from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
 from torchrelay.jobs.group import TaskGroup
 from torchrelay.jobs.peers import decide, together
@@ -33,9 +35,14 @@ Row = dict[str, Any]
 def chosen_epochs(runner: RunnerKeys, where: str) -> tuple[list[int], str | None]:
     """The epochs that are meant, ascending, and what has to be said of it.
 
-    Raises UnknownEpochError naming epochs that were listed and are not there, or where none is left. Of a
-    range what is not there is only said.
+    Raises UsageError where no run is, UnknownEpochError naming epochs that were listed and are not there, or
+    where none is left. Of a range what is not there is only said.
     """
+    if not is_url(where) and not Path(where).exists():
+        raise UsageError(
+            f"runner.{runner.name}: {where} is not there: train first (`mode` is the order), or say by "
+            "`init_model_path` where epochs are"
+        )
     choice = runner.infer_epochs
     if choice.kind in ("latest", "best"):
         return [open_checkpoint(where, "last" if choice.kind == "latest" else "best").epoch], None

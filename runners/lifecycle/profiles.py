@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torchrelay.checkpoint.remote.urls import is_url
@@ -14,6 +15,7 @@ from torchrelay.jobs.config.nearest import hint
 from torchrelay.jobs.config.runner_keys import LOCAL_TRAIN
 from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
 from torchrelay.jobs.peers import Solo
+from torchrelay.metadata.experiment.run_store import RunStore
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.distributed.launch_env import LaunchEnv, read_launch_env
 from torchrelay.runners.distributed.world import current_world
@@ -83,6 +85,8 @@ def run_config(
     env = read_launch_env()
     for runner in chosen:
         check_launch(runner, launched=env.launched, world_size=env.world_size)
+        if run_dir is None and not runner.infers:
+            _check_place(config, runner)
     with ExitStack() as stack:
         loaded = [_loaded(config, runner, stack) for runner in chosen]
         where = run_dir() if callable(run_dir) else run_dir
@@ -104,6 +108,17 @@ def _chosen(config: Config, mode: Sequence[str] | None) -> Sequence[RunnerKeys]:
     if not chosen:
         raise UsageError(f"{config.name} has no runner: there is nothing to run")
     return chosen
+
+
+def _check_place(config: Config, runner: RunnerKeys) -> None:
+    """Refuse to make one run where the verbs keep several: they could not go on there."""
+    place = run_directory_of(config.settings, runner)
+    if is_url(place) or (Path(place) / "run.json").exists() or not RunStore(Path(place)).runs():
+        return
+    raise UsageError(
+        f"{place} holds the runs of `torchrelay train -m {config.name}`, a directory each: go on with that, "
+        "or give `torchrelay run` another --run-dir"
+    )
 
 
 def _loaded(config: Config, runner: RunnerKeys, stack: ExitStack) -> Classes:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
 
 from torchrelay.errors import RelayError, TaskFailedError, exit_code_of
 from torchrelay.runners.lifecycle import steps
 from torchrelay.runners.lifecycle.context import StepContext
 from torchrelay.runners.lifecycle.order import END, LAST_OF_START_UP, STEPS, StepName, after, step_named
 from torchrelay.runners.lifecycle.user_objects import made
+
+_OWN = f"{Path(__file__).parents[2]}/"
 
 
 class StepFailedError(RelayError):
@@ -71,4 +75,12 @@ def _reason(error: BaseException) -> str:
         return f"{error}\n{error.details}".rstrip()
     if isinstance(error, RelayError):
         return str(error)
-    return f"\n{''.join(traceback.format_exception(error)).rstrip()}"
+    return f"\n{''.join(traceback.format_exception(type(error), error, _users_part(error))).rstrip()}"
+
+
+def _users_part(error: BaseException) -> TracebackType | None:
+    """The frames from the first one of the user's on; all where there is none."""
+    step = error.__traceback__
+    while step is not None and step.tb_frame.f_code.co_filename.startswith(_OWN):
+        step = step.tb_next
+    return step or error.__traceback__

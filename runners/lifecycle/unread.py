@@ -47,7 +47,7 @@ class Unread:
         found = [one for one in self.config.unused(sections) if one.path not in self.told]
         self.told.update(one.path for one in found)
         if found and self.strict:
-            raise UsageError(str(ConfigError(found)))
+            raise UsageError(str(ConfigError(found, "nothing was trained")))
         if found:
             sys.stderr.write(f"torchrelay: {line_of(self.config.name, found)}\n")
 

@@ -24,6 +24,7 @@ from torchrelay.metadata.capture import capture_with_code
 from torchrelay.metadata.code.archive import open_archive
 from torchrelay.metadata.code.extraction import unpack_source
 from torchrelay.metadata.code.loading import LoadedCode, load_code
+from torchrelay.metadata.code.manifest import is_plain
 from torchrelay.runners.lifecycle.context import StepContext
 from torchrelay.runners.lifecycle.loading import Loader, load_classes
 from torchrelay.runners.lifecycle.steps import Network
@@ -115,7 +116,7 @@ def _configuration(run: Path, captured: Mapping[str, Any], source: Path) -> Conf
     """None where there was none. Where its workspace is gone, or on another machine, the source will do."""
     folder = captured.get("config")
     path = run / str(folder) / _RESOLVED
-    if not isinstance(folder, str) or not path.is_file():
+    if not is_plain(folder) or not path.is_file():
         return None
     try:
         return load_config(path, source=source)

@@ -14,6 +14,8 @@ from torchrelay.jobs.random_streams import RandomStreams
 from torchrelay.runners.replay.trees import Json, put_together, taken_apart
 
 SEED = 0
+_MOST_THREADS = 1024
+"""A file that asks for more would end the process."""
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -94,7 +96,7 @@ def as_it_was(settings: dict[str, Any]) -> Iterator[None]:
 
 def _set(settings: dict[str, Any]) -> None:
     threads, precision = settings.get("threads"), settings.get("matmul_precision")
-    if type(threads) is int and threads > 0:
+    if type(threads) is int and 0 < threads <= _MOST_THREADS:
         torch.set_num_threads(threads)
     if precision in ("highest", "high", "medium"):
         torch.set_float32_matmul_precision(str(precision))

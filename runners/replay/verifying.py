@@ -84,7 +84,9 @@ def _chosen(run: Path, wish: int | None) -> tuple[int, Path]:
 def _replayed(
     run: Path, epoch: int, name: str, call: Mapping[str, Any], recorded: Mapping[str, Any], archives: Archives
 ) -> Replayed:
-    settings = dict(call["settings"])
+    settings = call["settings"]
+    if not isinstance(settings, dict):
+        raise TypeError("its settings are no table")
     inputs = [recorded[f"takes.{name}.{number}"] for number in range(call["inputs"])]
     outputs = [recorded[f"gives.{name}.{number}"] for number in range(call["outputs"])]
     recipe = Recipe.from_json(call["recipe"])

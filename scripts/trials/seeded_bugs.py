@@ -72,8 +72,8 @@ def _durability() -> Iterator[Bug]:
     yield Bug(
         "a record gets its name before it is synced",
         storage,
-        "            self._write_whole(temporary, data, sync=True)\n",
-        "            self._write_whole(temporary, data, sync=False)\n",
+        "            self._beside(full, data, name, sync=True)\n",
+        "            self._beside(full, data, name, sync=False)\n",
         ["tests/chaos/test_chaos_trials.py", "-k", "power"],
     )
     yield Bug(

@@ -191,3 +191,30 @@ def test_mistakes_with_verbs_of_configurations_make_nothing(
     err = capfd.readouterr().err
     assert rc == RelayError.exit_code + 1 == 2 and said in err and err.count("\n") == 1
     assert sorted(project.folder.rglob("*")) == before
+
+
+def test_run_and_the_verbs_do_not_mix_in_one_directory_and_eval_replaces_nothing_of_the_users(
+    project: Project,
+) -> None:
+    """What would make the history useless, or a file of the user's a result, is refused with a way out."""
+    assert project("train", *SHORT).rc == 0
+    mixed = project("run", *SHORT)
+    assert mixed.rc == 2 and "`torchrelay train -m " in mixed.err and "--run-dir" in mixed.err
+    config, data = Path("config.yaml").read_bytes(), Path("data/test.csv").read_bytes()
+    for out in ("config.yaml", "model.py", "data/train.csv", "data/test.csv"):
+        refused = project("eval", "data/test.csv", out)
+        assert refused.rc == 2 and refused.err.startswith(f"torchrelay: UsageError: {out} is"), refused
+    assert (Path("config.yaml").read_bytes(), Path("data/test.csv").read_bytes()) == (config, data)
+    assert main(["train", "config.yaml"]) == 2 and main(["run", "-m", "config.yaml", "--run-dir", ""]) == 2
+
+
+def test_a_run_that_goes_on_with_other_settings_says_which(project: Project) -> None:
+    """A learning rate that a resume does not use is told, with what it was; unchanged settings are not."""
+    words = ("-o", "mode=[train1]", "--run-dir", "one")
+    assert project("run", *words, *SHORT).rc == 0
+    assert "configuration changed" not in project("run", *words).err
+    told = project(
+        "run", *words, "-o", "runner.train1.epochs=4", "-o", "hyper_parameters.optimizer.learning_rate=1"
+    )
+    rate = "hyper_parameters.optimizer.learning_rate 0.01 -> 1"
+    assert "configuration changed since attempt" in told.out + told.err and rate in told.out + told.err, told

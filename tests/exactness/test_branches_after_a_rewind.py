@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from killing import Kill, fired
 from torchrun import REPOSITORY, clean_environment
+from warm import PLACE, server, warmed
 
 import torchrelay
 from torchrelay import Context, Job, JobRunner, LocalSession, max_epochs, open_checkpoint
@@ -28,8 +28,8 @@ class Program:
 
     def __call__(self, label: str, *arguments: str, kill: Kill | None = None) -> str:
         kills = json.dumps([] if kill is None else [[kill.epoch, kill.step, kill.rank]])
-        command = [sys.executable, str(PROGRAM), str(self.folder), label, kills, *arguments]
-        env = clean_environment({"PYTHONPATH": str(REPOSITORY / "tests/helpers")})
+        command = warmed([str(PROGRAM), str(self.folder), label, kills, *arguments])
+        env = clean_environment({"PYTHONPATH": str(REPOSITORY / "tests/helpers"), PLACE: server()})
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
         assert done.returncode == (0 if kill is None else KILLED), done
         assert kill is None or kill.name in fired(self.folder / "kills")

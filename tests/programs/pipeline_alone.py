@@ -30,6 +30,7 @@ def refuse(*_: Any, **__: Any) -> None:
 
 def alone(run: Path, folder: Path) -> dict[str, Any]:
     assert torchrelay(["runs", "code", str(run), "-o", str(folder / "source")]) == 0
+    shutil.copy(run / "config/source.yaml", folder / "source/agent.yaml")
     evaluated = evaluate(run, folder)
     assert torchrelay(["verify", str(run), "--replay"]) == 0
     assert torchrelay(["lineage", str(run)]) == 0
