@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 STRIDE = 8 << 20
 """Bytes after which the device is told to begin; smaller files are left to the sync."""
+SHORT_STRIDE = 1 << 20
+"""The same where much is computed while a file is written: then even a small one need not wait."""
 _START_WRITING = 2  # SYNC_FILE_RANGE_WRITE
 _LONG_READ = 1 << 20
 
@@ -20,6 +22,7 @@ class Pacer:
     """Tells the device of a growing file's bytes as they are written."""
 
     def __init__(self, descriptor: int) -> None:
+        self.stride = STRIDE
         self._descriptor = descriptor
         self._start = self._end = 0
 
@@ -29,11 +32,11 @@ class Pacer:
             self._begin()
             self._start = offset
         self._end = offset + nbytes
-        if self._end - self._start >= STRIDE:
+        if self._end - self._start >= self.stride:
             self._begin()
 
     def _begin(self) -> None:
-        if _sync_file_range is not None and self._end - self._start >= STRIDE:
+        if _sync_file_range is not None and self._end - self._start >= self.stride:
             # A failure is no error: the sync that follows finds and reports what could not be written.
             _sync_file_range(self._descriptor, self._start, self._end - self._start, _START_WRITING)
         self._start = self._end

@@ -38,7 +38,7 @@ from torchrelay.runners.leaving import code_of_result, run_and_leave
 from torchrelay.runners.life import Life
 from torchrelay.runners.onnx_files.onnx_export import OnnxExport
 from torchrelay.runners.options import parse_options
-from torchrelay.runners.replay.recipe import Recipe, recipes_of
+from torchrelay.runners.rebuilding.recipe import Recipe, recipes_of
 from torchrelay.runners.result import RunResult
 from torchrelay.runners.run_plan import Plan
 from torchrelay.runners.saving import report_stats

@@ -13,8 +13,12 @@ from torchrelay.checkpoint.archive.comparing import StateReport, compared
 from torchrelay.checkpoint.archive.publishing import Where
 from torchrelay.checkpoint.archive.states import checked, entries_of
 from torchrelay.checkpoint.archive.tying import shared_parameters, tie_again
+from torchrelay.checkpoint.asynchronous.gate import gate
 from torchrelay.checkpoint.disk.value_decoding import decode
+from torchrelay.checkpoint.reading.partly_loaded import naming_what_changed
+from torchrelay.checkpoint.state.in_place import NOTHING, InPlace, fitting
 from torchrelay.checkpoint.state.module_leaves import ModuleEntry
+from torchrelay.checkpoint.state.module_restore import has_load_code
 from torchrelay.errors import BlobError, PartiallyLoadedError
 
 
@@ -34,7 +38,8 @@ def load_states(
     Names, shapes and element types must be the model's, else nothing changes and one error lists all
     differences. With `strict=False` what fits is loaded, and a pair comes back: the aux values, and the
     report of what was missing, unexpected or unlike. Everything is read and verified before the first state
-    changes. Lazy modules get the archive's shapes, modules on the meta device get memory on the CPU.
+    changes; a file that changes after that raises PartiallyLoadedError. Lazy modules get the archive's
+    shapes, modules on the meta device get memory on the CPU.
     Raises UsageError where there is no file, BlobError for differences, FormatError for a foreign file,
     DamagedError naming the member, StorageError.
     """
@@ -46,15 +51,48 @@ def load_states(
 
 
 def fill(archive: ArchiveFile, model: nn.Module, *, strict: bool) -> StateReport:
-    """Load the states; see `load_states`."""
+    """Load the states; see `load_states`.
+
+    What can be is read twice: once to see that all of it is whole, which no memory of the model's size is
+    needed for, then straight into the model, verified again.
+    """
     wanted = {entry.name: entry for entry in entries_of(model)}
     report = compared(archive, wanted)
     if strict:
         report.check(archive.what)
-    fresh = _read(archive, report.loaded)
+    live = _live(archive, model, wanted, report.loaded)
+    in_place = {id(one) for one in live.tensors.values()}
+    names = [name for name in report.loaded if id(wanted[name].value) not in in_place]
+    fresh = _read(archive, names)
+    stored = archive.tensors(MODEL)
+    places = [archive.ties.get(name, name) for name in live.tensors]
+    stored.check(places)
     _check_all_real(wanted, report.loaded, model)
-    _put(model, [(wanted[name], fresh[name]) for name in report.loaded])
+    gate()
+    _put(model, [(wanted[name], fresh[name]) for name in names])
+    with naming_what_changed(live=True):
+        stored.read_all(places, live.memories())
     return report
+
+
+def _live(
+    archive: ArchiveFile, model: nn.Module, wanted: Mapping[str, ModuleEntry], names: Sequence[str]
+) -> InPlace:
+    """The model's own tensors that stored bytes may be read straight into, each under one name.
+
+    None where the model has load code of its own, which wants to see what comes.
+    """
+    if has_load_code(model):
+        return NOTHING
+    stored = archive.tensors(MODEL).entries
+    first = {
+        id(wanted[name].value): name
+        for name in reversed(names)
+        if name not in archive.extra and wanted[name].role is not None
+    }
+    own = {name: wanted[name].value for name in first.values()}
+    entries = [stored[archive.ties.get(name, name)] for name in own]
+    return fitting(own, list(own), [one.element.name for one in entries], [one.shape for one in entries])
 
 
 def _read(archive: ArchiveFile, names: Sequence[str]) -> dict[str, Any]:
@@ -83,6 +121,8 @@ def _check_all_real(wanted: Mapping[str, ModuleEntry], loaded: Sequence[str], mo
 
 
 def _put(model: nn.Module, found: Sequence[tuple[ModuleEntry, Any]]) -> None:
+    if not found:
+        return
     meta = any(isinstance(entry.value, torch.Tensor) and entry.value.is_meta for entry, _ in found)
     ties = shared_parameters(model) if meta else []
     try:

@@ -33,6 +33,7 @@ def write_archive(where: Where, fill: Fill, *, overwrite: bool) -> str:
 
     def make(temporary: Path) -> None:
         handle = LocalStorage(temporary.parent).open_exclusive(temporary.name)
+        handle.hurry()
         _filled(handle, fill)
 
     publish(path, make, overwrite=overwrite)

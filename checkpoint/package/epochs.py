@@ -26,11 +26,11 @@ def of_epoch(
         raise UsageError(f"{run} has no blob {blob!r}, it has {', '.join(opened.blobs)}: give blob=")
     loaded = copy.deepcopy(model)
     opened.load({blob: loaded})
-    found = {"run": os.fspath(run), "epoch": opened.epoch, "code_id": _code_id(run)}
+    found = {"run": os.fspath(run), "epoch": opened.epoch, "code_id": code_id_of_run(run)}
     return loaded, {key: value for key, value in found.items() if value is not None}
 
 
-def _code_id(run: str | os.PathLike[str]) -> str | None:
+def code_id_of_run(run: str | os.PathLike[str]) -> str | None:
     """The code of all starts; None where they had several, since the epoch is of one of them."""
     path = Path(run)
     ids = {code_id_of(one) for one in captures(path)} if path.is_dir() else set()

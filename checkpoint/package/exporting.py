@@ -28,7 +28,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             part.training = mode
 
 
-def export(model: nn.Module, inputs: Any, dynamic: Dynamic | None = None) -> Exported:
+def export(
+    model: nn.Module, inputs: Any, dynamic: Dynamic | None = None, *, drop_unused: bool = False
+) -> Exported:
     """Trace the model in eval mode. The first size of inputs may differ unless `dynamic` says otherwise.
 
     Raises UsageError for inputs that do not fit, BlobError for a model of which no program can be made;
@@ -44,7 +46,7 @@ def export(model: nn.Module, inputs: Any, dynamic: Dynamic | None = None) -> Exp
     except Exception as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise BlobError(f"torch.export cannot trace {type(model).__name__}: {first[:300]}") from error
-    return rewritten(traced, call, names)
+    return rewritten(traced, call, names, drop_unused=drop_unused)
 
 
 def _traced(

@@ -15,6 +15,7 @@ from torchrelay.checkpoint.package.calls import Call
 from torchrelay.checkpoint.package.operators import name_of
 from torchrelay.checkpoint.package.program import CONSTANT, STATE, Program, Step
 from torchrelay.checkpoint.package.trees import tree_of
+from torchrelay.checkpoint.package.unused import without_unused
 from torchrelay.errors import BlobError
 from torchrelay.jobs.signature import Signature, TensorSpec
 
@@ -91,7 +92,11 @@ def _encoded(argument: Any) -> Any:
 
 
 def rewritten(
-    traced: torch.export.ExportedProgram, call: Call, names: Mapping[str, Mapping[int, str]]
+    traced: torch.export.ExportedProgram,
+    call: Call,
+    names: Mapping[str, Mapping[int, str]],
+    *,
+    drop_unused: bool = False,
 ) -> Exported:
     """The program of a traced model; raises BlobError, naming at once all operators that it cannot have."""
     signature = traced.graph_signature
@@ -121,6 +126,8 @@ def rewritten(
     result, outputs, output_specs = _result(traced, users, _size_names(traced, call, names))
     program = Program(call.arguments, inputs, tensors, tuple(rewriting.steps), tuple(outputs), result)
     specs, fixed = _input_specs(traced, call, names), tuple(sorted(fixed_sizes(traced, call, names)))
+    if drop_unused:
+        program, specs = without_unused(program, specs)
     json = program.to_json(_encoded)
     return Exported(program, json, Signature(specs, output_specs), constants, fixed)
 

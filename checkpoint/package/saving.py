@@ -47,6 +47,7 @@ def save(
     preprocessing: Any = None,
     metadata: Mapping[str, Any] | None = None,
     source: bool = True,
+    drop_unused: bool = False,
     run: str | os.PathLike[str] | None = None,
     epoch: int | str = "last",
     blob: str = "model",
@@ -54,15 +55,16 @@ def save(
 ) -> Package:
     """Write a model into one file from which it is rebuilt without its class being there; see `load`.
 
-    `inputs` are an example of what `forward` takes: a tensor, a tuple of arguments, or a dict by name; they
-    are needed for the program and the signature, unless `compile(model, inputs)` was called before. The
-    first size of inputs may differ later; `dynamic={"tokens": {0: "batch", 1: "length"}}` says it otherwise.
-    The program is of the model in eval mode. `constructor=(args, kwargs)` is what the class was called
-    with, needed for the source form; a class that needs no argument does without. With `source=False` no
-    source is archived. With `run`, a run directory or checkpoints, the states are those that the blob `blob`
-    has in its `epoch` (of a copy: `model` stays as it is), and `metadata` tells of both. `labels` name the
-    classes of the output, `preprocessing` refers to what makes inputs. The file appears whole and durable or
-    not at all; it replaces another only with `overwrite`.
+    `inputs` are an example of what `forward` takes: a tensor, a tuple of arguments, or a dict by name;
+    they are needed for the program and the signature, unless `compile(model, inputs)` was called before.
+    The first size of inputs may differ later; `dynamic={"tokens": {0: "batch", 1: "length"}}` says it
+    otherwise. The program is of the model in eval mode. `constructor=(args, kwargs)` is what the class
+    was called with, needed for the source form; a class that needs no argument does without. With
+    `source=False` no source is archived. `drop_unused` leaves inputs out that no answer depends on. With
+    `run`, a run directory or checkpoints, the states are those that the blob `blob` has in its `epoch`
+    (of a copy: `model` stays as it is), and `metadata` tells of both. `labels` name the classes of the
+    output, `preprocessing` refers to what makes inputs. The file appears whole and durable or not at all;
+    it replaces another only with `overwrite`.
 
     What cannot be part of the package (no inputs, an operator that programs may not use, no source) is left
     out, told by the package's `without`; a package that has states only is warned of.
@@ -75,7 +77,7 @@ def save(
         metadata = {**of_run, **(metadata or {})}
     states = states_of(checked(model))
     without: list[str] = []
-    exported = _exported(model, inputs, dynamic, without)
+    exported = _exported(model, inputs, dynamic, without, drop_unused=drop_unused)
     class_path, files = _source(model, wanted=source, without=without)
     arguments = _constructor(model, constructor, without) if files else None
     package = {
@@ -111,12 +113,14 @@ def _contents(
     )
 
 
-def _exported(model: nn.Module, inputs: Any, dynamic: Dynamic | None, without: list[str]) -> Exported | None:
+def _exported(
+    model: nn.Module, inputs: Any, dynamic: Dynamic | None, without: list[str], *, drop_unused: bool
+) -> Exported | None:
     if inputs is None:
         without.append("no program and no signature: no inputs were given, and compile was not called")
         return None
     try:
-        exported = export(model, inputs, dynamic)
+        exported = export(model, inputs, dynamic, drop_unused=drop_unused)
     except BlobError as error:
         without.append(f"no program: {error}")
         return None

@@ -31,7 +31,7 @@ def draft_module(draft: Draft, blob: str, module: nn.Module) -> None:
         else:
             computed[entry.key] = draft.fresh(spec).memory
     draft.note_rest(blob)
-    if computed or _has_load_code(module):
+    if computed or has_load_code(module):
         draft.steps.append((blob, lambda: _load(module, state, computed)))
 
 
@@ -41,7 +41,8 @@ def _load(module: nn.Module, state: dict[str, Any], computed: dict[str, Callable
     module.load_state_dict(state)
 
 
-def _has_load_code(module: nn.Module) -> bool:
+def has_load_code(module: nn.Module) -> bool:
+    """Whether `load_state_dict` does more for a module than to copy tensors."""
     return any(_hooked(part) or _overrides(type(part)) for part in module.modules())
 
 

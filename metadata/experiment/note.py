@@ -57,6 +57,11 @@ class Note:
         """What the run is of, with the newest amendment."""
         return Identity(self.code_id, self.config_id)
 
+    @property
+    def is_of_program(self) -> bool:
+        """Whether a class in a file of Python made the run; else a configuration was all there was."""
+        return self.origin.endswith(".py")
+
 
 def read_note(run: Path) -> Note | None:
     """None where the directory is no run of a program; raises DamagedError."""

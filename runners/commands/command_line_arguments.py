@@ -67,3 +67,19 @@ def whole_number(least: int) -> Callable[[str], int]:
         return int(text)
 
     return read
+
+
+def add_model_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Define how the model of a run is made, and what it is called with."""
+    parser.add_argument(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="makes the model (runs of programs and configurations: their archived code does)",
+    )
+    parser.add_argument(
+        "--input",
+        metavar="NAME=TYPE[SIZES]",
+        action="append",
+        help="an example, such as image=float32[batch,3,32,32] (default: from the data of the run)",
+    )
+    parser.add_argument("--blob", metavar="NAME", help="the blob that has the weights (default: model)")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import os
-import sys
 from typing import Any
 
 from torchrelay.errors import UsageError
+from torchrelay.runners.commands.command_line_arguments import add_model_options
 from torchrelay.runners.commands.command_line_output import Output, human_bytes
 
 _OTHERS = {"blobs": None, "prefix": "", "dtype": None}
@@ -17,18 +15,7 @@ _OTHERS = {"blobs": None, "prefix": "", "dtype": None}
 def add_onnx_options(parser: argparse.ArgumentParser) -> None:
     """Define what only `--to onnx` takes."""
     only = parser.add_argument_group("onnx")
-    only.add_argument(
-        "--model",
-        metavar="MODULE:FUNCTION",
-        help="makes the model (runs of programs and configurations: their archived code does)",
-    )
-    only.add_argument(
-        "--input",
-        metavar="NAME=TYPE[SIZES]",
-        action="append",
-        help="an example, such as image=float32[batch,3,32,32] (default: from the data of the run)",
-    )
-    only.add_argument("--blob", metavar="NAME", help="the blob that has the weights (default: model)")
+    add_model_options(only)
     only.add_argument("--opset", metavar="N", type=int, help="the version of ONNX's operators")
 
 
@@ -36,16 +23,18 @@ def export_onnx(chosen: argparse.Namespace, output: Output) -> int:
     """Write the file and say how far onnxruntime and torch are apart."""
     from torchrelay.runners.commands.selector import parse_selector
     from torchrelay.runners.onnx_files.run_to_onnx import run_to_onnx
-    from torchrelay.runners.onnx_files.typed_inputs import typed_inputs
+    from torchrelay.runners.rebuilding.named_functions import named
+    from torchrelay.runners.rebuilding.typed_inputs import typed_inputs
 
     for name, default in _OTHERS.items():
         if getattr(chosen, name) != default:
             raise UsageError(f"--{name} is for exports of tensors; an ONNX file has the whole model")
     source = parse_selector(chosen.path)
+    model = None if chosen.model is None else named(chosen.model, "--model")
     given = typed_inputs(chosen.input or ())
     dynamic: Any = given.dynamic if chosen.input else True
     done = run_to_onnx(
-        source.path, chosen.output, source.epoch, model=_function(chosen.model), blob=chosen.blob,
+        source.path, chosen.output, source.epoch, model=model, blob=chosen.blob,
         inputs=given.tensors or None, dynamic=dynamic, opset=chosen.opset, overwrite=chosen.overwrite,
     )  # fmt: skip
     if output.json:
@@ -67,24 +56,3 @@ def export_onnx(chosen: argparse.Namespace, output: Output) -> int:
     output.line(f"{takes} -> {gives}: {done.path} ({human_bytes(done.bytes)}, opset {done.opset})")
     output.line(f"onnxruntime and torch differ by at most {done.difference:.3g}")
     return 0
-
-
-def _function(text: str | None) -> Any:
-    """What `module:function` names, the module seen from the working directory; raises UsageError."""
-    if text is None:
-        return None
-    module, _, name = text.partition(":")
-    if not (name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
-        raise UsageError(f"--model {text!r}: give module:function, which returns the model")
-    sys.path.insert(0, os.getcwd())  # noqa: PTH109 - the text
-    try:
-        found = getattr(importlib.import_module(module), name, None)
-    except ModuleNotFoundError as error:
-        if error.name and (module == error.name or module.startswith(f"{error.name}.")):
-            raise UsageError(f"--model {text}: there is no module {error.name}, seen from here") from None
-        raise
-    finally:
-        sys.path.pop(0)
-    if not callable(found):
-        raise UsageError(f"--model {text}: {module} has no function {name}")
-    return found

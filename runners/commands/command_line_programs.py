@@ -10,7 +10,7 @@ import re
 from functools import partial
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.commands.command_line_arguments import Add
+from torchrelay.runners.commands.command_line_arguments import Add, add_model_options
 from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.experiment.request import VERBS, Request, add_options
 
@@ -49,19 +49,18 @@ def add_amend(add: Add) -> None:
 
 def add_package(add: Add) -> None:
     """Define `package`."""
-    _add(add, "package")
+    add_model_options(_add(add, "package"))
 
 
-def _add(add: Add, verb: str) -> None:
+def _add(add: Add, verb: str) -> argparse.ArgumentParser:
     parser = add(verb, VERBS[verb], partial(_perform, verb))
     text = "script.py, or package.module:Class"
-    text += {"package": ", or a run of a script, RUN@best", "server": ""}.get(
-        verb, "; without one -m says all"
-    )
+    text += {"package": ", or a run, RUN@best", "server": ""}.get(verb, "; without one -m says all")
     alone = verb not in ("package", "server")  # what a configuration alone can do
     nargs = "?" if alone else None
     parser.add_argument("program", metavar="PROGRAM", nargs=nargs, help=text)
     add_options(parser, verb)
+    return parser
 
 
 def _perform(verb: str, chosen: argparse.Namespace, output: Output) -> int:
@@ -79,9 +78,10 @@ def _perform(verb: str, chosen: argparse.Namespace, output: Output) -> int:
 
         run_and_leave(lambda: perform(request))
     if verb == "package":
-        from torchrelay.runners.experiment.packaging_runs import package_run
+        from torchrelay.runners.experiment.packaging_runs import Typed, package_run
 
-        if (code := package_run(chosen.program, request)) is not None:
+        typed = Typed(chosen.model, chosen.blob, tuple(chosen.input or ()))
+        if (code := package_run(chosen.program, request, typed)) is not None:
             return code
     from torchrelay.runners.experiment.loading_programs import load_and_perform
 

@@ -58,14 +58,15 @@ def serve_model(chosen: argparse.Namespace, output: Output) -> int:
     if chosen.model is not None:
         return _served(options, lambda: _plain(chosen, selector))
     note = read_note(Path(selector.path)) if Path(selector.path).is_dir() else None
-    if note is None:
+    if note is None or not note.is_of_program:
         from torchrelay.runners.commands.command_line_place import locate
 
         _check_there(selector)
         locate(selector.path)
         raise UsageError(
-            f"{selector.path} is no run of a program, so nothing tells how its model is made: give --model "
-            "module:function"
+            f"{selector.path} is no run of a program, so nothing tells how clients send samples: "
+            f"give --model module:function; of the run of a configuration, "
+            f"`torchrelay package {chosen.path} --out FILE` makes a package, which can be served"
         )
     from torchrelay.runners.experiment.archived_process import run_process
 
@@ -106,14 +107,9 @@ def _served(options: ServeOptions, source: Any) -> NoReturn:
 
 
 def _plain(chosen: argparse.Namespace, selector: Selector) -> Source:
+    from torchrelay.runners.rebuilding.named_functions import named
     from torchrelay.runners.serving.epochs import EpochSource, name_of
-    from torchrelay.runners.serving.models import (
-        PlainModel,
-        code_id_of_run,
-        handler_of,
-        named,
-        read_signature,
-    )
+    from torchrelay.runners.serving.models import PlainModel, code_id_of_run, handler_of, read_signature
 
     where = selector.path
     model = PlainModel(

@@ -25,7 +25,7 @@ def package(scene: Scene) -> int:
         set_seed(program.seed)
         program.load_weights(used.path, used.name)
         made = program.package(request.out, metadata=_metadata(scene, used), overwrite=request.overwrite)
-        say(f"epoch {used.epoch} of {used.run}: {made.where}{_lacking(made)}")
+        say(f"epoch {used.epoch} of {used.run}: {made.where}{lacking(made)}")
     return 0
 
 
@@ -34,5 +34,6 @@ def _metadata(scene: Scene, used: Used) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _lacking(made: Package) -> str:
+def lacking(made: Package) -> str:
+    """What a package could not have, a line each."""
     return "".join(f"\n  {reason}" for reason in made.without)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from torchrelay.checkpoint.package.opening import Package
 from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.errors import UsageError
+from torchrelay.jobs.config.config import Config
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.seeding import seed as set_seed
 from torchrelay.jobs.stop import max_epochs, max_steps
@@ -18,7 +19,7 @@ from torchrelay.runners.context import Context
 from torchrelay.runners.ending.time_limits import TimeLimit
 from torchrelay.runners.experiment.samples import Samples
 from torchrelay.runners.job_runner import JobRunner
-from torchrelay.runners.replay.recipe import Recipe
+from torchrelay.runners.rebuilding.recipe import Recipe
 from torchrelay.runners.result import RunResult
 from torchrelay.runners.start import current_or_new_session
 
@@ -187,3 +188,13 @@ class Program(Samples):
         """Asked after every epoch, when its metrics are reduced; never ends anything."""
         self._history = [*self._history, (ctx.epoch, dict(ctx.metrics))]
         return False
+
+
+def made_program(kind: type[P], config: Config | None) -> P:
+    """A new object of a program; its configuration is there before its `__init__` runs."""
+    program = kind.__new__(kind)
+    program.config = config
+    if config is not None:
+        program.seed = config.settings.seed
+    program.__init__()  # type: ignore[misc]
+    return program

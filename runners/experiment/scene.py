@@ -21,7 +21,7 @@ from torchrelay.metadata.experiment.run_store import ProgramRun, RunStore
 from torchrelay.metadata.experiment.standing import standing
 from torchrelay.runners.experiment.choosing_runs import Known
 from torchrelay.runners.experiment.origin import Origin, origin_of
-from torchrelay.runners.experiment.program import Program
+from torchrelay.runners.experiment.program import Program, made_program
 from torchrelay.runners.experiment.request import Request
 
 
@@ -132,13 +132,8 @@ class Scene(BaseScene):
         return next((one for one in runners if not one.infers), None)
 
     def made(self) -> Program:
-        """A new object of the program; its configuration is there before its `__init__` runs."""
-        program = self.program.__new__(self.program)
-        program.config = self.config
-        if self.config is not None:
-            program.seed = self.config.settings.seed
-        program.__init__()  # type: ignore[misc]
-        return program
+        """A new object of the program."""
+        return made_program(self.program, self.config)
 
 
 def known(run: ProgramRun) -> Known:

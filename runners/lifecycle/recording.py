@@ -14,7 +14,7 @@ from torchrelay.jobs.config.schema import Upstream as UpstreamKeys
 from torchrelay.metadata.capture import Given
 from torchrelay.metadata.code.sources import Sources
 from torchrelay.runners.lifecycle.selection import MODEL, phases_of
-from torchrelay.runners.replay.recipe import Recipe
+from torchrelay.runners.rebuilding.recipe import Recipe
 from torchrelay.runners.stages.given import InitFrom, Upstream
 
 _WRITTEN = (

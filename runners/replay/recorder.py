@@ -21,8 +21,8 @@ from torchrelay.checkpoint.blob_files import save_blobs
 from torchrelay.errors import UsageError
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.runners.rebuilding.recipe import Recipe
 from torchrelay.runners.replay.playing import device_of, play, settings_now
-from torchrelay.runners.replay.recipe import Recipe
 from torchrelay.runners.replay.trees import Json, taken_apart
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from torchrelay.checkpoint.blob_files import load_blobs
 from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.checkpoint.reading.opening import place_of, read_log
 from torchrelay.errors import DamagedError, RelayError, UsageError
+from torchrelay.runners.rebuilding.archives import Archives, archives_of
+from torchrelay.runners.rebuilding.recipe import Recipe
 from torchrelay.runners.replay.playing import as_it_was, device_of, play, same_bits, settings_now
-from torchrelay.runners.replay.rebuilding import Archives, archives_of
-from torchrelay.runners.replay.recipe import Recipe
 from torchrelay.runners.replay.recorder import FACTS, FOLDER, files_of
 
 NOT_SAME = 1

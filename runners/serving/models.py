@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +16,7 @@ from torchrelay.errors import RelayError, UsageError
 from torchrelay.jobs.signature import Signature
 from torchrelay.metadata.capture import captures, code_id_of
 from torchrelay.metadata.files import read_json
+from torchrelay.runners.rebuilding.named_functions import named
 from torchrelay.runners.serving.served import Served, ServingHandler
 from torchrelay.runners.serving.tensor_handler import TensorHandler, dtype_of
 
@@ -58,25 +56,6 @@ class PlainModel:
             opened.entry.try_name,
             {"metrics": dict(opened.metrics)},
         )
-
-
-def named(text: str, what: str) -> Any:
-    """What `module:name` names, imported from here; raises UsageError where there is no such thing."""
-    module, colon, name = text.partition(":")
-    if not (colon and name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
-        raise UsageError(f"{what} {text!r:.80}: give module:name")
-    here = os.getcwd()  # noqa: PTH109 - the text
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        found = getattr(importlib.import_module(module), name, None)
-    except ModuleNotFoundError as error:
-        if error.name and (module == error.name or module.startswith(f"{error.name}.")):
-            raise UsageError(f"{what}: there is no module {error.name}, seen from here") from None
-        raise
-    if not callable(found):
-        raise UsageError(f"{what}: {module} has no {name} that can be called")
-    return found
 
 
 def handler_of(text: str | None) -> MakeHandler:

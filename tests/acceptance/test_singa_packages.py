@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lifecycle_cases
 import pytest
 import torch
 from package_models import Tied, inputs, trained
@@ -24,7 +25,7 @@ from torch import nn
 import torchrelay
 from torchrelay.errors import BlobError, DamagedError, FormatError, RelayError, UsageError
 from torchrelay.jobs.signature import Signature, TensorSpec
-from torchrelay.metadata.experiment.note import read_note
+from torchrelay.metadata.experiment.note import Note, read_note, write_note
 from torchrelay.runners.commands.command_line import main
 
 LABELS = ["cat", "dog", "cow", "owl"]
@@ -475,3 +476,42 @@ def test_constructor_arguments_that_do_not_fit_are_refused_at_once(
     with pytest.raises(UsageError, match="Sized does not take these: too many"):
         torchrelay.save(tmp_path / "a.pkg", Sized(2), torch.ones(3, 2), constructor=((2, 3), {}))
     assert capfd.readouterr() == ("", "") and not list(tmp_path.iterdir())
+
+
+def test_sng_14_runs_of_configurations_and_jobs_are_packaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The archive of a configured run makes its model, without labels; of a job `--model` does."""
+    lifecycle_cases.run(tmp_path)
+    (tmp_path / "model.py").unlink()
+    write_note(tmp_path / "run", Note("run", str(tmp_path / "config.yaml"), None, None, 0.0))  # as `train -m`
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "line_of_a_job.py").write_text("import torch\ndef made(): return torch.nn.Linear(2, 1)\n")
+    assert main(["package", "run@1", "--out", "a.pkg"]) == 0
+    assert "epoch 1 of run: " in capsys.readouterr().out
+    package = torchrelay.open_package("a.pkg")
+    assert package.signature is not None
+    assert [one.name for one in package.signature.inputs] == ["batch_0"]
+    assert (package.metadata["run"], package.metadata["epoch"]) == ("run", 1)
+    line, x = nn.Linear(2, 1), torch.rand(5, 2)
+    torchrelay.open_checkpoint("run", 1).load({"a.model": line}, rename={"a.model.line": "a.model"})
+    assert torch.equal(package.module()([x]), line(x).squeeze(1))
+
+    job = torchrelay.Job("plain", blobs={"net": line})
+    job.epoch(lambda ctx: None)
+    job.stop_when(torchrelay.max_epochs(1))
+    torchrelay.JobRunner(job, "plain", code=False).train(torchrelay.LocalSession())
+    typed = ["package", "plain", "--out", "b.pkg"]
+    model, example = ["--model", "line_of_a_job:made"], ["--input", "input=float32[batch,2]"]
+    for more, text in (
+        ([], "--model"),
+        ([*model, "--blob", "net"], "--input"),
+        ([*model, *example], "has no blob 'model'"),
+        ([*model, *example, "--epoch", "7"], "no epoch 7"),
+    ):
+        assert main([*typed, *more]) == 2
+        assert text in capsys.readouterr().err
+    assert main([*typed, *model, *example, "--blob", "net"]) == 0
+    assert torch.equal(torchrelay.open_package("b.pkg").module()(input=x), line(x))
+    assert main(["package", "no_run.py", "--out", "c.pkg", *model]) == 2
+    assert "for a run by its directory" in capsys.readouterr().err

@@ -11,6 +11,7 @@ import sys
 import threading
 import zipfile
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,18 @@ from package_models import Tied, inputs, trained
 from torch import nn
 
 import torchrelay
+from torchrelay.checkpoint.archive.members import StoredTensors
 from torchrelay.checkpoint.archive.singa import read_singa_states
 from torchrelay.checkpoint.local_storage import LocalWriteHandle
-from torchrelay.errors import BlobError, DamagedError, FormatError, RelayError, StorageError, UsageError
+from torchrelay.errors import (
+    BlobError,
+    DamagedError,
+    FormatError,
+    PartiallyLoadedError,
+    RelayError,
+    StorageError,
+    UsageError,
+)
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
@@ -533,3 +543,36 @@ def test_sng_16_archives_of_singa_are_read(tmp_path: Path) -> None:
             read_singa_states(bad)
     with pytest.raises(FormatError, match="no archive of SINGA"):
         read_singa_states(_zip(tmp_path / "d.zip", {"x": b""}))
+
+
+def test_sng_5_states_are_read_in_place_and_a_file_that_changes_meanwhile_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No tensor is made beside the model's own; hooks see what comes; damage after the proof is told."""
+    saved, other = nn.Linear(64, 64), nn.Linear(64, 64)
+    torchrelay.save_states(tmp_path / "a.zip", saved)
+    with monkeypatch.context() as patch:
+        patch.setattr(StoredTensors, "read", lambda *given: pytest.fail("a tensor was made"))
+        torchrelay.load_states(tmp_path / "a.zip", other)
+    assert torch.equal(saved.weight, other.weight)
+    assert torch.equal(saved.bias, other.bias)
+
+    seen: list[str] = []
+    hooked = nn.Linear(64, 64)
+    hooked.register_load_state_dict_pre_hook(lambda module, state, *rest: seen.extend(state))
+    torchrelay.load_states(tmp_path / "a.zip", hooked)
+    assert sorted(seen) == ["bias", "weight"] and torch.equal(saved.weight, hooked.weight)
+
+    check = StoredTensors.check
+
+    def checked(stored: StoredTensors, names: Sequence[str]) -> None:
+        check(stored, names)
+        data = (tmp_path / "a.zip").read_bytes()
+        at = data.index(saved.weight.detach().numpy().tobytes())
+        with (tmp_path / "a.zip").open("r+b") as file:
+            file.seek(at)
+            file.write(bytes([data[at] ^ 1]))
+
+    monkeypatch.setattr(StoredTensors, "check", checked)
+    with pytest.raises(PartiallyLoadedError, match=r"'weight' in model\.safetensors is damaged"):
+        torchrelay.load_states(tmp_path / "a.zip", other)

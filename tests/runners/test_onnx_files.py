@@ -163,9 +163,9 @@ def test_sng_9_an_epoch_of_a_plain_job_needs_its_model(tmp_path, capsys, monkeyp
     typed = ["export", "run@1", "--to", "onnx", "-o", "m.onnx"]
     for more, text in (
         ([], "was not archived: code=False; give the model by --model"),
-        (["--model", "made_here:nothing"], "has no function nothing"),
+        (["--model", "made_here:nothing"], "has no nothing"),
         (["--model", "elsewhere:model"], "there is no module elsewhere"),
-        (["--model", "made_here"], "give module:function"),
+        (["--model", "made_here"], "give module:name"),
         (["--model", "made_here:text"], "returned 'x'"),
         (["--model", "made_here:model"], "give inputs="),
         (["--model", "made_here:model", "--blob", "net"], "has no blob 'net', it has model, optimizer"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 from served import Held, train
 
 from torchrelay.errors import UsageError
+from torchrelay.metadata.experiment.note import Note, write_note
 from torchrelay.runners.commands.command_line import main
-from torchrelay.runners.serving.models import handler_of, named, read_signature
+from torchrelay.runners.rebuilding.named_functions import named
+from torchrelay.runners.serving.models import handler_of, read_signature
 from torchrelay.runners.serving.options import ServeOptions
 from torchrelay.runners.serving.tensor_handler import TensorHandler
 
@@ -74,6 +77,16 @@ def test_places_that_are_none_and_options_for_others(run: Path, capsys: pytest.C
     assert "script.py server serves a program" in capsys.readouterr().err
     assert code(f"{run.parent / 'file'}@best") == 2
     assert "leave what is behind @ out" in capsys.readouterr().err
+
+
+def test_the_run_of_a_configuration_is_packaged_first(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The command that makes the package is told; no process is started that could not know the program."""
+    shutil.copytree(run, tmp_path / "run")
+    write_note(tmp_path / "run", Note("run", str(tmp_path / "config.yaml"), None, None, 0.0))
+    assert code(f"{tmp_path}/run@best") == 2
+    assert f"`torchrelay package {tmp_path}/run@best --out FILE`" in capsys.readouterr().err
 
 
 def test_options_are_typed_again_for_the_archived_code():
