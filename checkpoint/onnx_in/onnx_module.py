@@ -273,10 +273,14 @@ def _names(given: Sequence[str] | None) -> tuple[str, ...] | None:
 
 
 def _check_content(given: Mapping[str, Any]) -> None:
-    """Arrays and mappings are refused by name; what a tracer hands in instead of a tensor is not."""
+    """Mappings and arrays of numbers are refused by name; what a tracer hands in instead of a tensor is not.
+
+    Arrays of texts are taken, since torch has no tensors of texts.
+    """
     for name, value in given.items():
         kind = type(value)
-        if isinstance(value, (Mapping, str)) or kind.__module__.partition(".")[0] == "numpy":
+        array = kind.__module__.partition(".")[0] == "numpy" and value.dtype.kind not in "OSU"
+        if isinstance(value, (Mapping, str)) or array:
             raise UsageError(f"the input {name!r} is a {kind.__name__}: give a tensor (torch.as_tensor)")
 
 
