@@ -15,8 +15,8 @@ import pytest
 pytest.importorskip("uvicorn", reason="pip install 'torchrelay[serve]'")
 
 import torch
+from served import linear, served, serving
 
-from tests.helpers.served import linear, served, serving
 from torchrelay.runners.serving import serve as serving_module
 from torchrelay.runners.serving.batching import Asked, Queue
 from torchrelay.runners.serving.limits import Limits
