@@ -1,0 +1,97 @@
+"""`python -m torchrelay.runners.launch.agent`: torchrun with its options, which tells how its ranks ended.
+
+torchrun itself says 1, whatever its ranks ended with. Here the agent runs as it does there, and before it
+leaves it writes down which ranks failed with which code or signal (`told`). It ends when its launcher does.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, parse_args
+
+from torchrelay.runners.launch.evidence import by_likelihood
+from torchrelay.runners.launch.rank_files import RankFiles
+from torchrelay.runners.launch.told import DIRECTORY, LAUNCHER, NODE, NODE_IN, tell_agent
+from torchrelay.runners.launch.verdict import FAILED, LOST, TABLE
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the agent to its end; returns 0 when all its ranks ended with 0, else `code_of` them."""
+    end_with_the_launcher()
+    node = int(os.environ.get(os.environ.get(NODE_IN) or NODE) or 0)
+    end: dict[str, Any] = {"host": socket.gethostname(), "failures": [], "signal": None, "error": None}
+    try:
+        _run(words, node)
+    except ChildFailedError as error:
+        end["failures"] = failures_of(error)
+    except SignalException as error:
+        end["signal"] = signal.Signals(error.sigval).name
+    except Exception as error:
+        end["error"] = f"{type(error).__name__}: {error}"
+        sys.stderr.write(f"torchrelay: the agent of node {node} ended: {end['error']}\n")
+    end["well"] = not (end["failures"] or end["signal"] or end["error"])
+    end["time"] = time.time()
+    tell_agent(node, end)
+    return 0 if end["well"] else code_of(end["failures"])
+
+
+def code_of(failures: Sequence[Mapping[str, Any]]) -> int:
+    """The code of the table for these ends. It is used where notes of them could not be left."""
+    first = next((one["code"] for one in by_likelihood(failures)), LOST)
+    if first < 0:
+        return LOST
+    return first if first in TABLE else FAILED
+
+
+def _run(words: Sequence[str], node: int) -> None:
+    args = parse_args(list(words))
+    config, program, arguments = config_from_args(args)
+    # Names of hosts do not always lead back to the host; who is first in the list is known.
+    config.rdzv_configs.setdefault("is_host", str(node == 0))
+    config.log_line_prefix_template = "[rank ${rank}] "
+    if directory := os.environ.get(DIRECTORY):
+        config.logs_specs = RankFiles(Path(directory))
+    elastic_launch(config, program)(*arguments)
+
+
+def failures_of(error: ChildFailedError) -> list[dict[str, Any]]:
+    """The ranks that torchrun found ended, then those that it ended; `code` is negative for a signal."""
+    host = socket.gethostname()
+    return [
+        {"rank": rank, "host": host, "pid": one.pid, "code": one.exitcode, "time": one.timestamp}
+        for rank, one in error.failures.items()
+    ]
+
+
+def end_with_the_launcher() -> None:
+    """When the process that started this agent is gone, however it ended, the ranks are asked to leave."""
+    text = os.environ.get(LAUNCHER, "")
+    if not text.isdigit():
+        return
+    try:
+        line = os.pidfd_open(int(text))
+    except OSError:
+        os._exit(LOST)
+
+    def wait() -> None:
+        select.select([line], [], [])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="torchrelay-launcher", daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,166 @@
+"""A launch on Slurm: one sbatch file, whose job queues itself again when the run was preempted."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from shlex import quote
+
+from torchrelay.errors import UsageError
+from torchrelay.runners.commands.command_line_output import Output
+from torchrelay.runners.ending.time_limits import END_TIME
+from torchrelay.runners.launch.agent_words import GRACE_SECS, agent_command, exports
+from torchrelay.runners.launch.request import LaunchFile, LaunchRequest
+from torchrelay.runners.launch.told import LAUNCHER, NODE, NODE_IN
+
+SCRIPT = "job.sbatch"
+LOG = "job.log"
+_OWN = {
+    "nodes": "-j", "ntasks": "-j", "ntasks-per-node": "-j", "time": "--time-limit", "job-name": "--name",
+    "signal": "--notice", "chdir": "the working directory", "output": "--logs", "error": "--logs",
+    "requeue": "--max-restarts", "no-requeue": "--max-restarts", "open-mode": "launch itself",
+    "array": "one launch per element", "wrap": "the command", "export": "--env", "export-file": "--env",
+}  # fmt: skip
+"""Options of sbatch that a launch sets itself, and what says them here."""
+_OPTION = re.compile(r"[a-z][a-z-]*")
+_PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
+_LEFT_SECS = 60
+"""Of the notice, for what follows the ranks."""
+_SHELLS = re.compile(
+    r"relay_.*|BASH.*|COMP_.*|DIRSTACK|E?UID|PPID|GROUPS|SHELLOPTS|FUNCNAME|HISTCMD|LINENO|IFS|_"
+    r"|S?RANDOM|SECONDS|EPOCH(REALTIME|SECONDS)|OPT(ARG|ERR|IND)|POSIXLY_CORRECT"
+)
+"""Variables that mean something to the shell of the batch script, or that it does not let anybody set."""
+
+
+def files(request: LaunchRequest) -> tuple[LaunchFile, ...]:
+    """The sbatch file; pure. Raises UsageError for what cannot stand in one, or would never end."""
+    _check(request)
+    return (LaunchFile(SCRIPT, f"{_head(request)}\n{_body(request)}", executable=True),)
+
+
+def _check(request: LaunchRequest) -> None:
+    if request.time_limit is not None and request.time_limit <= request.notice:
+        raise UsageError(
+            f"a time limit of {request.time_limit} s leaves nothing before the notice of {request.notice} s: "
+            "give a longer --time-limit or a shorter --notice"
+        )
+    for name, _ in request.environment:
+        if _SHELLS.fullmatch(name):
+            raise UsageError(
+                f"--env {name}: the shell of a batch script has that itself; choose another name"
+            )
+
+
+def submit(request: LaunchRequest, directory: Path, output: Output) -> int:
+    """Hand the file to sbatch and return 0 when the job is queued; it says how it goes on in its log.
+
+    Raises UsageError where there is no sbatch, or it refuses the job.
+    """
+    sbatch = shutil.which("sbatch")
+    if sbatch is None:
+        raise UsageError("there is no sbatch on this machine: launch where Slurm is, or look at --dry-run")
+    words = [sbatch, "--parsable", str(directory / SCRIPT)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)  # noqa: S603 - Slurm's own
+    if done.returncode != 0:
+        raise UsageError(f"sbatch refuses {directory / SCRIPT}: {done.stderr.strip() or done.returncode}")
+    job = done.stdout.strip().partition(";")[0]
+    if not job.isdigit():
+        raise UsageError(
+            f"sbatch has queued nothing: {(done.stdout + done.stderr).strip() or 'it says no more'}"
+        )
+    if output.json:
+        output.value({"job": job, "log": str(directory / LOG), "directory": str(directory)})
+    else:
+        output.line(f"job {job}; its log is {directory / LOG}")
+    return 0
+
+
+def _head(request: LaunchRequest) -> str:
+    lines = [
+        f"--job-name={request.name}",
+        f"--nodes={request.layout.nodes}",
+        "--ntasks-per-node=1",
+        *([f"--time={_clock(request.time_limit)}"] if request.time_limit is not None else []),
+        "--requeue",
+        "--open-mode=append",
+        f"--signal=B:USR1@{request.notice}",
+        f"--chdir={_word(str(request.workdir))}",
+        f"--output={_word(str(request.logs / LOG).replace('%', '%%'))}",
+        *map(_setting, request.options),
+    ]
+    return "\n".join(["#!/bin/bash", *(f"#SBATCH {line}" for line in lines)])
+
+
+def _setting(option: tuple[str, str]) -> str:
+    name, value = option
+    own = next((one for one in _OWN if name and one.startswith(name)), None)  # sbatch takes beginnings, too
+    if own is not None:
+        raise UsageError(f"--set {name}: {own} is said by {_OWN[own]}")
+    if not _OPTION.fullmatch(name):
+        raise UsageError(f"--set {name!r:.80}: the long name of an option of sbatch is wanted")
+    return f"--{name}={_word(value)}" if value else f"--{name}"
+
+
+def _word(text: str) -> str:
+    """A value as sbatch reads it in its own lines, which no shell sees."""
+    if not text.isprintable():
+        raise UsageError(f"{text!r:.200} cannot stand in an #SBATCH line: it has control characters")
+    if _PLAIN.fullmatch(text):
+        return text
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _clock(secs: int) -> str:
+    minutes, secs = divmod(secs, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours // 24}-{hours % 24:02}:{minutes:02}:{secs:02}"
+
+
+def _body(request: LaunchRequest) -> str:
+    grace = max(GRACE_SECS, request.notice - _LEFT_SECS)
+    launch_id = "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
+    endpoint = "${relay_address:-$relay_node}:$relay_port"
+    end = f"{quote(request.python)} -m torchrelay.runners.launch.slurm_end"
+    return f"""\
+# Written by `torchrelay launch --slurm`: {request.layout}, one agent of torchrun per node.
+# Slurm sends USR1 to this script alone, {request.notice} s before the end; the ranks then save and leave.
+# Its own variables begin with relay_, because those of the surroundings belong to the ranks.
+unset {LAUNCHER} {NODE} {END_TIME}  # of a launch that has submitted this one
+{exports(request)}export TORCHRELAY_NOTICE_SECS={grace} {NODE_IN}=SLURM_NODEID
+export TORCHRELAY_LAUNCH_ID="slurm.$SLURM_JOB_ID" TORCHRELAY_LAUNCH_ATTEMPT="${{SLURM_RESTART_COUNT:-0}}"
+export TORCHRELAY_LAUNCH_DIR={quote(str(request.logs))}/attempt_"$TORCHRELAY_LAUNCH_ATTEMPT"
+mkdir -p "$TORCHRELAY_LAUNCH_DIR" || exit 5
+if [ -z "${{SLURM_JOB_END_TIME:-}}" ]; then  # before Slurm 23
+  relay_end="$(squeue -h -j "$SLURM_JOB_ID" -o %e)"
+  case "$relay_end" in
+    [0-9]*-*T*) SLURM_JOB_END_TIME="$(date -d "$relay_end" +%s)" && export SLURM_JOB_END_TIME ;;
+  esac
+fi
+relay_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+relay_address="$(scontrol show node "$relay_node" --oneliner | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')"
+relay_port="$((20000 + (SLURM_JOB_ID * 8 + ${{SLURM_RESTART_COUNT:-0}}) % 10000))"
+
+relay_asked=
+relay_step=
+relay_ask() {{
+  relay_asked="$1"
+  # srun passes USR1 on; of TERM it would kill the ranks at once, and Slurm itself sends that to all.
+  [ -z "$relay_step" ] || [ "$1" = TERM ] || kill -s "$1" "$relay_step" 2> /dev/null
+}}
+trap 'relay_ask USR1' USR1
+trap 'relay_ask TERM' TERM
+srun --kill-on-bad-exit=1 {agent_command(request, endpoint, launch_id, grace)} &
+relay_step="$!"
+[ -z "$relay_asked" ] || relay_ask "$relay_asked"
+while :; do  # a signal interrupts `wait`
+  wait "$relay_step"
+  relay_code="$?"
+  kill -0 "$relay_step" 2> /dev/null || break
+done
+exec {end} --nodes {request.layout.nodes} --restarts {request.restarts} \\
+  --code "$relay_code" --asked "$relay_asked"
+"""

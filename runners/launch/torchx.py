@@ -1,0 +1,183 @@
+"""`launch --torchx`: a launch as a job of TorchX, started by its command line from the script that is shown.
+
+The local schedulers run it here and are waited for; the code is then that of the guide's table, as the ranks
+and `status.json` tell it. Other schedulers get the job and keep it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from shlex import quote
+
+from torchrelay.errors import UsageError
+from torchrelay.runners.commands.command_line_output import Output
+from torchrelay.runners.launch import told
+from torchrelay.runners.launch.evidence import evidence_of
+from torchrelay.runners.launch.request import LaunchFile, LaunchRequest
+from torchrelay.runners.launch.requests_to_end import RequestsToEnd
+from torchrelay.runners.launch.verdict import verdict_of
+
+SCRIPT, ENVIRONMENT = "torchx.sh", "environment.json"
+LOCAL = "local_"
+LOCAL_NOTICE_SECS = 10
+"""TorchX's local schedulers wait so long between SIGTERM and SIGKILL, and cannot be told otherwise."""
+_LOOK_SECS = 0.2
+_LEAVE_SECS = 30.0
+"""What TorchX itself has to end, after the notice of its ranks."""
+
+
+def files(request: LaunchRequest) -> tuple[LaunchFile, ...]:
+    """The script that runs `torchx`, and the ranks' environment where there is one; pure.
+
+    Raises UsageError for options that are not TorchX's and for limits that it cannot keep.
+    """
+    given = _options(request)
+    scheduler = given.pop("scheduler", "local_cwd")
+    _check(request, scheduler)
+    cfg = _cfg(request, scheduler, given.pop("cfg", ""))
+    variables = request.logs / ENVIRONMENT
+    words = [
+        ["-m", "torchx.cli.main", "run", "-s", scheduler, *(["--wait", "--log"] if _here(scheduler) else [])],
+        *([["-cfg", cfg]] if cfg else []),
+        [f"{Path(__file__).with_name('torchx_component.py')}:job"],
+        [
+            "--layout",
+            str(request.layout),
+            "--name",
+            request.name,
+            "--notice",
+            str(_notice(request, scheduler)),
+        ],
+        ["--python", given.pop("python", request.python if _here(scheduler) else "python3")],
+        *([["--run", request.run]] if request.run is not None else []),
+        *([["--environment", str(variables)]] if request.environment else []),
+        *([["--restarts", str(request.restarts)]] if request.restarts else []),
+        *([f"--{_COMPONENT[key]}", value] for key, value in given.items()),
+        ["--", *request.command],
+    ]
+    lines = [quote(request.python), *(" ".join(map(quote, some)) for some in words)]
+    text = f"""#!/bin/sh
+# {request.layout}: {request.layout.ranks} ranks by TorchX's {scheduler}. Run by `torchrelay launch --torchx`.
+cd {quote(str(request.workdir))} || exit
+exec {_CONTINUED.join(lines)}
+"""
+    script = LaunchFile(SCRIPT, text, executable=True)
+    if not request.environment:
+        return (script,)
+    return script, LaunchFile(ENVIRONMENT, json.dumps(dict(request.environment), indent=1) + "\n")
+
+
+def submit(request: LaunchRequest, directory: Path, output: Output) -> int:
+    """Run the script that lies in `directory`; returns the code of the table, 0 for what a cluster has got.
+
+    Raises UsageError where TorchX is not installed.
+    """
+    if importlib.util.find_spec("torchx") is None:
+        raise UsageError("TorchX is not installed: pip install 'torchrelay[torchx]' (--dry-run needs none)")
+    notes = directory / "attempt_0"
+    notes.mkdir()
+    with RequestsToEnd() as asked:
+        well = _run(directory / SCRIPT, notes, asked, LOCAL_NOTICE_SECS + _LEAVE_SECS)
+    if not _here(_options(request).get("scheduler", "local_cwd")):
+        if not well:
+            raise UsageError("torchx did not take the job; it said why above")
+        return 0
+    verdict = verdict_of(evidence_of(notes, well=well, nodes=request.layout.nodes, asked=asked.name))
+    output.notice(f"exit code {verdict.code}: {verdict.why}")
+    return verdict.code
+
+
+_CONTINUED = " \\\n  "
+
+
+def _run(script: Path, notes: Path, asked: RequestsToEnd, leave_secs: float) -> bool:
+    """Whether the script ended with 0. In a session of its own: what is asked is passed on once."""
+    environment = {**os.environ, told.DIRECTORY: str(notes)}
+    process = subprocess.Popen(["/bin/sh", str(script)], env=environment, start_new_session=True)  # noqa: S603
+    end: float | None = None
+    try:
+        while process.poll() is None and not asked.hurry and (end is None or time.monotonic() < end):
+            if asked.pending is not None:
+                number, asked.pending = asked.pending, None
+                process.send_signal(signal.SIGTERM if number == signal.SIGUSR1 else number)
+                end = end or time.monotonic() + leave_secs
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_LOOK_SECS)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    return process.returncode == 0
+
+
+def _here(scheduler: str) -> bool:
+    return scheduler.startswith(LOCAL)
+
+
+def _notice(request: LaunchRequest, scheduler: str) -> int:
+    return min(request.notice, LOCAL_NOTICE_SECS) if _here(scheduler) else request.notice
+
+
+def _check(request: LaunchRequest, scheduler: str) -> None:
+    if request.time_limit is not None:
+        raise UsageError("--time-limit: TorchX has none; give the scheduler's own by --set cfg=...")
+    if request.restarts and _here(scheduler):
+        raise UsageError(f"--max-restarts: TorchX's {scheduler} starts nothing again; use --local for that")
+
+
+def _cfg(request: LaunchRequest, scheduler: str, given: str) -> str:
+    """The scheduler's configuration; a local one keeps its logs beside the launch's."""
+    logs = f"log_dir={request.logs / 'torchx'}"
+    known = given.startswith("log_dir=") or ",log_dir=" in given
+    own = [] if not _here(scheduler) or known or "," in logs else [logs]
+    return ",".join([*own, *([given] if given else [])])
+
+
+def _options(request: LaunchRequest) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for key, value in request.options:
+        if key not in _READ:
+            raise UsageError(f"--set {key} means nothing to TorchX; known are {', '.join(_READ)}")
+        if key in found:
+            raise UsageError(f"--set {key} stands twice: give it once")
+        found[key] = _READ[key](key, value)
+    return found
+
+
+def _any(key: str, text: str) -> str:
+    if not text.strip():
+        raise UsageError(f"--set {key} is empty")
+    return text
+
+
+def _word(key: str, text: str) -> str:
+    if not text.isascii() or not text.isidentifier():
+        raise UsageError(f"--set {key}={text!r:.60} is no name of a scheduler: see torchx run --help")
+    return text
+
+
+def _whole(key: str, text: str) -> str:
+    if not text.isascii() or not text.isdigit() or len(text) > 9:
+        raise UsageError(f"--set {key}={text!r:.60}: a whole number is expected")
+    return text
+
+
+_READ: Mapping[str, Callable[[str, str], str]] = {
+    "scheduler": _word,
+    "cfg": _any,
+    "image": _any,
+    "python": _any,
+    "port": _whole,
+    "cpu": _whole,
+    "gpus": _whole,
+    "memory": _whole,
+}
+_COMPONENT = {"image": "image", "port": "port", "cpu": "cpu", "gpus": "gpu", "memory": "memory"}
