@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,8 @@ from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.reading.seen_twice import seen_twice
 from torchrelay.checkpoint.reading.sharing import options_here
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role
-from torchrelay.checkpoint.storage import Memory
+from torchrelay.checkpoint.storage import Memory, Storage
+from torchrelay.checkpoint.storage_places import is_remote, object_at
 from torchrelay.errors import DamagedError, FormatError, UsageError
 from torchrelay.jobs.collector import undisturbed
 
@@ -43,7 +44,8 @@ LEAVES = ":leaves"
 class BlobFile:
     """An open blob file; its header was checked, no tensor was read."""
 
-    path: Path
+    path: Path | str
+    """Where it lies; a text for a URL."""
     specs: BlobLeaves
     """Every leaf by its name, in the order in which the blobs were given."""
     header: ShardHeader
@@ -86,15 +88,12 @@ def open_blob_file(where: str | os.PathLike[str], *, verify: str = "full") -> Bl
     Raises UsageError where there is no file, DamagedError for one that is cut short or changed,
     FormatError for any other file.
     """
-    path, verifying = local_path(where), verifies(verify)
-    if not path.is_file():
-        raise UsageError(
-            f"{path} is {'no file' if path.exists() else 'not there'}: give a file of save_blobs"
-        )
+    verifying = verifies(verify)
+    path, storage, name = _found(where)
     try:
-        header = read_header(LocalStorage(path.parent), path.name)
+        header = read_header(storage, name)
     except (DamagedError, FormatError) as error:
-        if not _of_others(path):
+        if not _of_others(storage, name):
             raise
         raise FormatError(
             f"{path} was not written by save_blobs: open it with safetensors, or take it over with "
@@ -116,31 +115,61 @@ def open_blob_file(where: str | os.PathLike[str], *, verify: str = "full") -> Bl
     return file
 
 
-def _of_others(path: Path) -> bool:
+def _found(where: str | os.PathLike[str]) -> tuple[Path | str, Storage, str]:
+    """What to call a file that is there, the storage that it lies in, and its name there."""
+    if is_remote(where):
+        storage, name = object_at(str(where), "the blob file")
+        if storage.stat(name) is None:
+            raise UsageError(f"{storage.url}/{name} is not there: give a file of save_blobs")
+        return f"{storage.url}/{name}", storage, name
+    path = local_path(where)
+    if not path.is_file():
+        raise UsageError(
+            f"{path} is {'no file' if path.exists() else 'not there'}: give a file of save_blobs"
+        )
+    return path, LocalStorage(path.parent), path.name
+
+
+def _of_others(storage: Storage, name: str) -> bool:
     """Whether a file is a safetensors file whose metadata say nothing of torchrelay."""
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(LENGTH_LIMIT, path.stat().st_size - 8):
-                return False
-            said = canonical.loads(file.read(length), what="header", limit_bytes=LENGTH_LIMIT)
+        length = int.from_bytes(storage.read_range(name, 0, 8), "little")
+        if not 2 <= length <= min(LENGTH_LIMIT, (storage.stat(name) or 0) - 8):
+            return False
+        said = canonical.loads(storage.read_range(name, 8, length), what="header", limit_bytes=LENGTH_LIMIT)
     except (OSError, DamagedError, FormatError):
         return False
     metadata = said.get("__metadata__", {}) if isinstance(said, dict) else None
     return isinstance(metadata, dict) and METADATA_KEY not in metadata
 
 
-def seal(specs: Iterable[LeafSpec], values: Mapping[str, Json]) -> str:
-    """SHA-256 of everything that a header says of leaves and values."""
-    return canonical.sha256(canonical.dumps([[_row(spec) for spec in specs], dict(values)]))
+def seal(rows: Iterable[str], values: Mapping[str, Json]) -> str:
+    """SHA-256 of everything that a header says of leaves (see `tensor_rows`, `row`) and checked values."""
+    return canonical.sha256(b"[[%b],%b]" % (",".join(rows).encode(), canonical.dumps_read(dict(values))))
 
 
-def _row(one: LeafSpec) -> Json:
-    return [one.name, one.blob, str(one.role), one.kind, one.dtype, list(one.shape), one.alias_of]
+def row(one: LeafSpec) -> str:
+    """What is sealed of a leaf, in canonical JSON; raises UsageError for what has none."""
+    said = [one.name, one.blob, one.role._value_, one.kind, one.dtype, one.shape, one.alias_of]
+    return canonical.dumps(said).decode()
+
+
+def openings(names: Sequence[str], blobs: Sequence[str], roles: Iterable[str]) -> list[str]:
+    """What leaves are to their blobs, in canonical JSON but for the last bracket; UsageError for no text."""
+    words = canonical.words(names)
+    others = words if names == blobs else canonical.words(blobs)
+    return [f'[{name},{blob},"{role}"' for name, blob, role in zip(words, others, roles, strict=True)]
+
+
+def tensor_rows(opened: Iterable[str], dtypes: Iterable[str], shapes: Iterable[Sequence[int]]) -> list[str]:
+    """The rows of very many tensors that are no aliases: few have an element type and shape of their own."""
+    forms = list(zip(dtypes, map(tuple, shapes), strict=True))
+    texts = {form: f',"tensor",{canonical.dumps(form).decode()[1:-1]},null]' for form in set(forms)}
+    return list(map(add, opened, map(texts.__getitem__, forms)))
 
 
 def local_path(where: str | os.PathLike[str]) -> Path:
-    """The path of a blob file; raises UsageError for URLs other than `file://`."""
+    """The path of a local blob file; raises UsageError for what is none."""
     if not isinstance(where, (str, bytes, os.PathLike)):
         raise UsageError(f"{where!r} is no path: give a file")
     text = os.fspath(where)
@@ -155,8 +184,7 @@ class BlobLeaves(Mapping[str, LeafSpec]):
     def __init__(self, header: ShardHeader, said: dict[str, tuple[str, str]]) -> None:
         self._header = header
         self._said = said
-        self._blobs = [blob for blob, _ in said.values()]
-        self._roles = [role for _, role in said.values()]
+        self._blobs, self._roles = _columns(said)
         self._made: dict[str, LeafSpec] = {}
         self._plain = header.entries.keys() - header.values.keys() if all_plain(said) else set()
 
@@ -200,18 +228,18 @@ class BlobLeaves(Mapping[str, LeafSpec]):
         """What `seal` gives for these leaves; raises KeyError, TypeError or ValueError for what is none."""
         if not set(self._roles) <= _ROLES.keys():
             raise ValueError("a leaf has a role that is none")
-        plain = [name for name in self._said if name in self._plain]
-        dtypes, shapes = self._header.entries.forms(plain)
-        if len(plain) == len(self._said):
-            same = (plain, self._blobs, self._roles, repeat("tensor"), dtypes, shapes, repeat(None))
-            rows = list(zip(*same, strict=False))
-        else:
-            forms = dict(zip(plain, zip(dtypes, shapes, strict=True), strict=True))
-            rows = [
-                (name, *said, "tensor", *forms[name], None) if name in forms else _row(self[name])
-                for name, said in self._said.items()
-            ]
-        return canonical.sha256(canonical.dumps_read([rows, dict(values)]))
+        if self._said.keys() <= self._plain:
+            return seal(self._tensor_rows(list(self._said), self._blobs, self._roles), values)
+        plain = {name: said for name, said in self._said.items() if name in self._plain}
+        known = dict(zip(plain, self._tensor_rows(list(plain), *_columns(plain)), strict=True))
+        return seal([known[name] if name in known else row(self[name]) for name in self._said], values)
+
+    def _tensor_rows(self, names: list[str], blobs: list[str], roles: list[str]) -> list[str]:
+        return tensor_rows(openings(names, blobs, roles), *self._header.entries.forms(names))
+
+
+def _columns(said: Mapping[str, tuple[str, str]]) -> tuple[list[str], list[str]]:
+    return [blob for blob, _ in said.values()], [role for _, role in said.values()]
 
 
 _ROLES = {str(role): role for role in Role}

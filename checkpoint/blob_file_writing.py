@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import compress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torchrelay.checkpoint.blob_file import LEAVES, local_path, seal
+from torchrelay.checkpoint.blob_file import LEAVES, local_path, openings, row, seal, tensor_rows
+from torchrelay.checkpoint.disk import canonical
 from torchrelay.checkpoint.disk.canonical import Json
+from torchrelay.checkpoint.disk.dtypes import logical_dtype
 from torchrelay.checkpoint.disk.names import Key, Whole
 from torchrelay.checkpoint.disk.shard import HeaderFrame, Part, ShardEntry, ShardIdentity
 from torchrelay.checkpoint.disk.shard_parts import ShardLimits, cut
 from torchrelay.checkpoint.disk.shard_writer import write_part
 from torchrelay.checkpoint.local_storage import LocalStorage
+from torchrelay.checkpoint.object_storage import ObjectStorage
 from torchrelay.checkpoint.position import Position
-from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, LeafSpec, Value, spec_of
+from torchrelay.checkpoint.remote.staged_file import StagedFile
+from torchrelay.checkpoint.state.dtensors import is_sharded
+from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Value, spec_of
+from torchrelay.checkpoint.storage_places import is_remote, object_at
 from torchrelay.errors import BlobError, RelayError, StorageError, UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 _IDENTITY = ShardIdentity("", Position(0), "blobs", MAIN_GROUP, "")
 _ONE_FILE = ShardLimits(data_bytes=1 << 62, header_bytes=90_000_000)
+_WITHIN = 2
+"""Containers that a value lies in: the metadata and the object of all values."""
 
 
 def write_blob_file(where: str | os.PathLike[str], leaves: Sequence[Leaf], *, overwrite: bool) -> None:
@@ -28,6 +41,9 @@ def write_blob_file(where: str | os.PathLike[str], leaves: Sequence[Leaf], *, ov
 
     Raises UsageError where the name is taken, BlobError for what cannot be stored, StorageError.
     """
+    if is_remote(where):
+        _write_at(str(where), _part(leaves), overwrite=overwrite)
+        return
     path = local_path(where)
     if path.exists() and not (overwrite and path.is_file()):
         raise UsageError(_taken(path))
@@ -40,6 +56,24 @@ def write_blob_file(where: str | os.PathLike[str], leaves: Sequence[Leaf], *, ov
     storage.sync_dir("")
 
 
+def _write_at(url: str, part: Part, *, overwrite: bool) -> None:
+    storage, name = object_at(url, "the blob file")
+    if not overwrite and storage.stat(name) is not None:
+        raise UsageError(f"{storage.url}/{name} exists already: choose another name, or overwrite=True")
+    write_part(_Replacing(storage.system, storage.root, storage.url), name, part)
+
+
+class _Replacing(ObjectStorage):
+    """An object store in which a new object takes the place of one of its name, when it is whole."""
+
+    def open_exclusive(self, path: str) -> StagedFile:
+        """Stage an object; that its name is free, or may be taken, was looked up before."""
+        return self.open_replacing(path)
+
+    def delete(self, path: str) -> None:
+        """Nothing: where writing fails, what lay there before stays."""
+
+
 def file_bytes(leaves: Sequence[Leaf]) -> int:
     """How long the file of these leaves is; their content is not looked at."""
     frame = HeaderFrame(_part(leaves))
@@ -47,32 +81,52 @@ def file_bytes(leaves: Sequence[Leaf]) -> int:
 
 
 def _part(leaves: Sequence[Leaf]) -> Part:
-    specs = [spec_of(leaf) for leaf in leaves]
-    parts = cut(_IDENTITY, _entries(leaves, specs), _values(leaves, specs), _aliases(leaves), _ONE_FILE)
+    entries = {
+        leaf.name: _entry(leaf, leaf.content)
+        for leaf in leaves
+        if leaf.alias_of is None and not isinstance(leaf.content, Value)
+    }
+    values = {leaf.name: leaf.content.json for leaf in leaves if isinstance(leaf.content, Value)}
+    text = _values_text(leaves, entries, values)
+    parts = cut(_IDENTITY, list(entries.values()), values, _aliases(leaves), _ONE_FILE, text)
     if len(parts) > 1:
         raise BlobError(f"{len(leaves)} leaves are too many for one file: save fewer in each")
     return parts[0]
 
 
-def _entries(leaves: Sequence[Leaf], specs: Sequence[LeafSpec]) -> list[ShardEntry]:
-    found = []
-    for leaf, spec in zip(leaves, specs, strict=True):
-        if not isinstance(leaf.content, Value) and leaf.alias_of is None:
-            if spec.sharding is not None:
-                raise BlobError(
-                    f"{leaf.name} is a sharded tensor (DTensor), and one process writes the file: give "
-                    "full_tensor() of it, or ctx.full_state_dict(module)"
-                )
-            found.append(ShardEntry(Whole(leaf.name), str(spec.dtype), spec.shape, leaf.content))
-    return found
+def _entry(leaf: Leaf, content: torch.Tensor) -> ShardEntry:
+    if is_sharded(content):
+        raise BlobError(
+            f"{leaf.name} is a sharded tensor (DTensor), and one process writes the file: give "
+            "full_tensor() of it, or ctx.full_state_dict(module)"
+        )
+    dtype = logical_dtype(content.dtype, leaf.name).name
+    return ShardEntry(Whole(leaf.name), dtype, tuple(content.shape), content)
 
 
-def _values(leaves: Sequence[Leaf], specs: Sequence[LeafSpec]) -> dict[str, Json]:
-    found: dict[str, Json] = {
-        leaf.name: leaf.content.json for leaf in leaves if isinstance(leaf.content, Value)
-    }
-    said = [[leaf.name, leaf.blob, str(leaf.role)] for leaf in leaves]
-    return {**found, LEAVES: {"leaves": said, "sha256": seal(specs, found)}}
+def _values_text(
+    leaves: Sequence[Leaf], entries: Mapping[str, ShardEntry], values: Mapping[str, Json]
+) -> bytes:
+    """The canonical JSON of all values and, as one of them, of what the leaves are to their blobs.
+
+    Put together from texts, for the checks of canonical JSON would take longer than all else.
+    """
+    texts = {name: canonical.dumps(value, within=_WITHIN) for name, value in values.items()}
+    roles = [leaf.role._value_ for leaf in leaves]
+    opened = openings([leaf.name for leaf in leaves], [leaf.blob for leaf in leaves], roles)
+    sealed = seal(_rows(leaves, opened, entries), values)
+    texts[LEAVES] = f'{{"leaves":[{"],".join(opened)}]],"sha256":"{sealed}"}}'.encode()
+    return canonical.object_of(texts)
+
+
+def _rows(leaves: Sequence[Leaf], opened: Sequence[str], entries: Mapping[str, ShardEntry]) -> list[str]:
+    """The rows of all leaves, which begin as `opened` does."""
+    dtypes, shapes = [one.dtype for one in entries.values()], [one.shape for one in entries.values()]
+    if len(entries) == len(leaves):
+        return tensor_rows(opened, dtypes, shapes)
+    stored = [leaf.name in entries for leaf in leaves]
+    rows = iter(tensor_rows(compress(opened, stored), dtypes, shapes))
+    return [next(rows) if here else row(spec_of(leaf)) for leaf, here in zip(leaves, stored, strict=True)]
 
 
 def _aliases(leaves: Sequence[Leaf]) -> dict[str, Key]:

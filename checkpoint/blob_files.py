@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -141,7 +142,7 @@ def _open_all(urls: Url | Sequence[Url], verify: str) -> list[BlobFile]:
     if not given:
         raise UsageError("load_blobs was given no file: name at least one")
     files = [open_blob_file(url, verify=verify) for url in given]
-    paths = [file.path.resolve() for file in files]
+    paths = [os.path.realpath(file.path) if isinstance(file.path, Path) else file.path for file in files]
     for path in paths:
         if paths.count(path) > 1:
             raise UsageError(f"{path} is given twice: list every file once")

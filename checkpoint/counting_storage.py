@@ -6,7 +6,14 @@ import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
-from torchrelay.checkpoint.storage import Memory, ReadHandle, Storage, WriteHandle, open_for_reading
+from torchrelay.checkpoint.storage import (
+    Memory,
+    ReadHandle,
+    Storage,
+    WriteHandle,
+    open_for_reading,
+    worth_of_a_request,
+)
 
 
 class CountingStorage:
@@ -18,6 +25,11 @@ class CountingStorage:
         self.bytes_read = 0
         self.reads = 0
         self._lock = threading.Lock()
+
+    @property
+    def request_bytes(self) -> int:
+        """As of the storage itself."""
+        return worth_of_a_request(self.storage)
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
         """Read and count."""

@@ -17,7 +17,7 @@ from torchrelay.checkpoint.disk.manifest import Manifest
 from torchrelay.checkpoint.disk.paths import shard_path
 from torchrelay.checkpoint.exclusion import SingleWriter, check_single_writer
 from torchrelay.checkpoint.facts import Facts
-from torchrelay.checkpoint.ledger import Ledger, Target
+from torchrelay.checkpoint.ledger_words import Target
 from torchrelay.checkpoint.load import LoadJob, load_all
 from torchrelay.checkpoint.load_blobs import load_some
 from torchrelay.checkpoint.log.keeping import KEEP_ALL, Keeping
@@ -35,8 +35,9 @@ from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.kinds import check_recreatable
 from torchrelay.checkpoint.storage import Placed
-from torchrelay.checkpoint.storage_places import storage_of
 from torchrelay.checkpoint.structure import Structures
+from torchrelay.checkpoint.tier.options import Tier
+from torchrelay.checkpoint.tier.placed import placed
 from torchrelay.checkpoint.timing import Clock
 from torchrelay.errors import UsageError
 from torchrelay.jobs.blobs import Scope
@@ -57,6 +58,7 @@ class Engine:
     a `background` alone, because looking for them holds the training up.
     `compare_every`: epochs between comparisons of all bytes of the replicas (10).
     `share_reads`: what all nodes load is read by one host each and sent to the others.
+    `tier`: a near place before `prefix`, which follows it.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Engine:
         share_reads: bool | None = None,
         compare_every: int | None = None,
         single_writer: SingleWriter = None,
+        tier: Tier | None = None,
     ) -> None:
         self.selection = selection
         if reuse is not None and type(reuse) is not bool:
@@ -80,8 +83,7 @@ class Engine:
         self.share_reads = bool(share_reads)
         looking = background is None if reuse is None else reuse
         self.single_writer = check_single_writer(single_writer)
-        self.storage = storage_of(prefix, "the checkpoint prefix", self.single_writer)
-        self.ledger = Ledger(self.storage, takeover_secs)
+        self.storage, self.ledger = placed(prefix, self.single_writer, tier, keeping, takeover_secs)
         self.retaining = Retaining(self.ledger, keeping)
         self.background = background
         self.stored_names: dict[str, str] = {}
@@ -138,8 +140,9 @@ class Engine:
             for place in session.local_nodes:
                 workspace = session.workspace(place.name)
                 found[place.name] = members_of(workspace)
-                entries = {name: workspace.entries()[name] for name in found[place.name]}
-                registered = [name for name, entry in entries.items() if entry.blob is not None]
+                held = workspace.entries()  # a copy of all
+                entries = {name: held[name] for name in found[place.name]}
+                registered = {name for name, entry in entries.items() if entry.blob is not None}
                 check_recreatable({name: entry.value for name, entry in entries.items()}, registered)
                 check_remade(entries, registered, self.selection)
 
@@ -182,6 +185,7 @@ class Engine:
         holding = self.ledger.required_holding()
         if self._members is None:
             self.seal(session)
+        self.ledger.wait_for_room(session.peers)
         self.retaining.delete_left()
         clock = Clock()
         with clock.spent("stage"):
@@ -246,6 +250,8 @@ class Engine:
         Raises FencedError on all when another job has taken the directory over.
         """
         self.wait()
+        if self.ledger.drain(session.peers):
+            self.retaining.now(session.peers)
         self.retaining.end(session.peers)
 
     def _capture(self, session: Session) -> tuple[tuple[NodeState, ...], Exception | None]:
@@ -308,7 +314,7 @@ class Engine:
             )
 
     def _commit(self, entry: Entry) -> None:
-        self.ledger.required().commit(entry)
+        self.ledger.commit(entry)
 
     # Loading
 

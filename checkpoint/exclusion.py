@@ -10,6 +10,7 @@ import secrets
 from contextlib import suppress
 from typing import Literal, Protocol, runtime_checkable
 
+from torchrelay.checkpoint.remote.retrying import may_pass
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import StorageError, UsageError
 
@@ -56,11 +57,18 @@ def check_exclusion(storage: Storage) -> None:
     path = f".probe-{secrets.token_hex(8)}"
     try:
         fault = _fault(storage, path)
-    finally:
-        with suppress(StorageError):
-            storage.delete(path)
+    except Exception as error:
+        if not may_pass(error):
+            _delete(storage, path)
+        raise  # a store that does not answer was asked for long enough
+    _delete(storage, path)
     if fault:
         raise UsageError(f"{storage.url} {fault}: {_REMEDY}")
+
+
+def _delete(storage: Storage, path: str) -> None:
+    with suppress(StorageError):
+        storage.delete(path)
 
 
 def _fault(storage: Storage, path: str) -> str | None:
@@ -68,6 +76,8 @@ def _fault(storage: Storage, path: str) -> str | None:
     try:
         storage.link_exclusive(path, first)
     except StorageError as error:
+        if may_pass(error):
+            raise
         storage.replace(path, first)  # where this fails, too, it is no matter of exclusion
         return f"refuses to create a file exclusively ({error})"
     try:

@@ -7,16 +7,14 @@ Reading needs no right to write. All verbs are called by all processes in the sa
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torchrelay.checkpoint.disk import facts_disk, manifest_disk
-from torchrelay.checkpoint.disk.manifest import Manifest
 from torchrelay.checkpoint.exclusion import check_exclusion
-from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.ledger_words import Holding, Look, Target
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.deletions import Deletions
 from torchrelay.checkpoint.log.live import Entry
@@ -27,6 +25,7 @@ from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.prove_together import JointProof, prove_together
 from torchrelay.checkpoint.reading.proof import Outcome
 from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.tier.opened import refuse_near
 from torchrelay.errors import (
     DamagedError,
     FencedError,
@@ -43,57 +42,6 @@ TAKEOVER_MARGIN_SECS = 60.0
 """How much longer than the takeover itself the other ranks wait for rank 0."""
 
 
-@dataclass(frozen=True)
-class Look:
-    """What a log says before a run starts.
-
-    `epoch`, `step` and `facts` are of the newest entry of the current branch, not proved yet, `whole` is its
-    newest whole epoch; `request` is what that branch was begun by. `notices` are for people.
-    """
-
-    commits: bool = False
-    branch: int = 0
-    request: Mapping[str, Any] | None = None
-    epoch: int | None = None
-    step: int = 0
-    whole: int | None = None
-    facts: Facts | None = None
-    notices: tuple[str, ...] = ()
-
-    @property
-    def position(self) -> Position | None:
-        """That of the newest entry."""
-        return None if self.epoch is None else Position(self.epoch, self.step)
-
-
-@dataclass(frozen=True)
-class Target:
-    """A proved position, ready to be loaded."""
-
-    entry: Entry
-    manifest: Manifest
-
-    @property
-    def position(self) -> Position:
-        """Where in the run it was taken."""
-        return self.entry.position
-
-    @property
-    def facts(self) -> Facts:
-        """What the manifest remembers of the run."""
-        return self.manifest.facts
-
-
-@dataclass(frozen=True)
-class Holding:
-    """What every process knows of the log that rank 0 holds."""
-
-    job: str
-    uuid: str
-    branch: int
-    generation: int
-
-
 class Ledger:
     """One directory's log, looked at, taken over, appended to and released."""
 
@@ -101,6 +49,10 @@ class Ledger:
         self.storage = storage
         self.takeover_secs = takeover_secs
         self.job_name: str | None = None
+        self.hurried: Callable[[], bool] = lambda: False
+        """Whether the run is about to leave: then nobody waits for another place."""
+        self.secs_left: Callable[[], float | None] = lambda: None
+        """How long this process may still live; None where nobody said so."""
         self.in_run = False
         """A run keeps the log until it ends; a save by hand has it only while it lasts."""
         self.when_fenced: WhenFenced = not_told
@@ -199,21 +151,33 @@ class Ledger:
                     raise
                 return None
 
-        told = decide(
-            peers, "take the log over", take, deadline_secs=self.takeover_secs + TAKEOVER_MARGIN_SECS
-        )
+        self.check_seen(peers)
+        deadline_secs = self.takes_secs + TAKEOVER_MARGIN_SECS
+        told = decide(peers, "take the log over", take, deadline_secs=deadline_secs)
         self.holding = None if told is None else Holding(*told)
+
+    @property
+    def takes_secs(self) -> float:
+        """How long taking over may take, but for the margin."""
+        return self.takeover_secs
+
+    def check_seen(self, peers: Peers) -> None:
+        """What all processes look at together before the log is taken; here nothing."""
 
     def _take(self) -> list[Any]:
         if self.writer is None:
             self._check_exclusion()
-            self.writer = LogWriter.take(
-                self.storage, self.job_name, patience_secs=self.takeover_secs, when_fenced=self.when_fenced
-            )
+            self.writer = self._taken()
         if self._pending_rewind is not None:
             self.writer.rewind(*self._pending_rewind)
             self._pending_rewind = None
         return self._told()
+
+    def _taken(self) -> LogWriter:
+        refuse_near(self.storage)
+        return LogWriter.take(
+            self.storage, self.job_name, patience_secs=self.takeover_secs, when_fenced=self.when_fenced
+        )
 
     def _check_exclusion(self) -> None:
         """Once per ledger: a place does not change."""
@@ -224,7 +188,12 @@ class Ledger:
 
     def _told(self) -> list[Any]:
         writer = self.required()
-        return [writer.view.job_name, writer.view.job_uuid, writer.view.current.id, writer.generation]
+        return [writer.view.job_name, writer.view.job_uuid, writer.view.current.id, self.generation]
+
+    @property
+    def generation(self) -> int:
+        """The start that holds the log, greater than that of every earlier one. Rank 0 only."""
+        return self.required().generation
 
     def rewind(self, peers: Peers, base: Position | None, request: dict[str, Any]) -> None:
         """Begin a new branch at `base` (None: before everything); later epochs are abandoned.
@@ -253,6 +222,35 @@ class Ledger:
             raise NotAllowedNowError("the checkpoint log is not open: save within a train call")
         return self.holding
 
+    def commit(self, entry: Entry) -> None:
+        """Append the commit record of a position. Rank 0 only."""
+        self.required().commit(entry)
+
+    def ask(self) -> None:
+        """Ask the storage whether the run is still ours: FencedError where it is another's. Rank 0 only."""
+        if self.writer is None:
+            raise FencedError("the log was let go")
+        self.writer.ask()
+
+    def last_generation(self) -> int:
+        """The generation of the newest writer, whoever that is, as the storage tells it. Rank 0 only."""
+        return open_log(self.storage, self.job_name).generation
+
+    def needed(self) -> frozenset[str]:
+        """Tries that retention leaves alone, whatever it is told to keep."""
+        return frozenset()
+
+    def wait_for_room(self, peers: Peers) -> None:
+        """Called before a save by all processes: returns when it may begin."""
+
+    def drain(self, peers: Peers) -> bool:
+        """Called at the end of a run by all processes. Returns whether retention may let more go since."""
+        return False
+
+    def take_replicated(self) -> list[Position]:
+        """Positions that came to a second place since the last time; without one there are none."""
+        return []
+
     def close(self) -> None:
         """Release the log, so that the next writer need not wait, after what is being deleted.
 
@@ -262,6 +260,7 @@ class Ledger:
         writer, self.writer = self.writer, None
         self.holding, self._pending_rewind, self.in_run = None, None, False
         self.when_fenced = not_told
+        self.hurried, self.secs_left = lambda: False, lambda: None
         if writer is None:
             return
         try:
@@ -299,7 +298,7 @@ class Ledger:
             )
         if self._proved is not None and self._proved.entry == entry:
             return self._proved
-        proof = prove_together(peers, self.storage, entry)
+        proof = self._joint_proof(peers, entry)
         if proof.outcome is Outcome.DAMAGED:
             raise DamagedError(
                 f"epoch {epoch} in {self.storage.url} is damaged: {proof.reason}; an epoch that was "
@@ -337,13 +336,16 @@ class Ledger:
                     "Restore the files from a copy, or begin anew with resume='never'"
                 )
             entry = entry_of(told["entry"], "the log")
-            proof = prove_together(peers, self.storage, entry)
+            proof = self._joint_proof(peers, entry)
             if proof.outcome is not Outcome.DAMAGED:
                 target = self._target(entry, proof)
                 if told["passed"]:
                     self._fall_back(peers, entry.position)
                 return target
             tried.append(self._give_up(peers, entry, proof.reason, say))
+
+    def _joint_proof(self, peers: Peers, entry: Entry) -> JointProof:
+        return prove_together(peers, self.storage, entry)
 
     def _give_up(self, peers: Peers, entry: Entry, reason: str, say: Callable[[str], None]) -> str:
         """Quarantine a damaged entry and say so."""

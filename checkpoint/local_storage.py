@@ -16,13 +16,12 @@ from torchrelay.checkpoint.exclusion import SingleWriter
 from torchrelay.checkpoint.local_naming import give_name
 from torchrelay.checkpoint.local_reading import LocalReadHandle
 from torchrelay.checkpoint.pacing import SHORT_STRIDE, Pacer
-from torchrelay.checkpoint.storage import Memory
+from torchrelay.checkpoint.storage import PRIVATE, Memory
 from torchrelay.checkpoint.underway import moved, underway
 from torchrelay.errors import StorageError
 from torchrelay.metadata.same_place import SamePlace
 
 MODE = 0o644
-_PRIVATE = ".tmp-"
 
 
 def _refusal(path: str | Path, verb: str, error: OSError) -> StorageError:
@@ -207,7 +206,7 @@ class LocalStorage:
             self._once_beside(full, data, name, sync=sync)
 
     def _once_beside(self, full: Path, data: bytes, name: Callable[[Path], object], *, sync: bool) -> None:
-        temporary = full.with_name(f"{_PRIVATE}{secrets.token_hex(8)}")
+        temporary = full.with_name(f"{PRIVATE}{secrets.token_hex(8)}")
         try:
             self._write_whole(temporary, data, sync=sync)
             name(temporary)
@@ -295,7 +294,7 @@ class LocalStorage:
         full = self._path(path)
         with _named(full, "list"):
             try:
-                return sorted(name for name in os.listdir(full) if not name.startswith(_PRIVATE))
+                return sorted(name for name in os.listdir(full) if not name.startswith(PRIVATE))
             except (FileNotFoundError, NotADirectoryError):
                 return []
 
@@ -304,7 +303,7 @@ class LocalStorage:
         full = self._path(path)
         with _named(full, "list"):
             try:
-                return sorted(name for name in os.listdir(full) if name.startswith(_PRIVATE))
+                return sorted(name for name in os.listdir(full) if name.startswith(PRIVATE))
             except (FileNotFoundError, NotADirectoryError):
                 return []
 
@@ -338,7 +337,7 @@ def _create(full: Path) -> LocalWriteHandle:
 
 def _remove_empty(directory: Path) -> None:
     names = os.listdir(directory)
-    if all(name.startswith(_PRIVATE) for name in names):
+    if all(name.startswith(PRIVATE) for name in names):
         for name in names:
             (directory / name).unlink(missing_ok=True)
     directory.rmdir()

@@ -11,6 +11,7 @@ from torchrelay.checkpoint.log.keeping import BestEpochs
 from torchrelay.checkpoint.manager_base import Manager
 from torchrelay.checkpoint.selection import Patterns
 from torchrelay.checkpoint.storage_places import joined
+from torchrelay.checkpoint.tier.options import Tier
 from torchrelay.errors import UsageError
 from torchrelay.jobs.names import check_node_name
 from torchrelay.metadata.handler import MetadataHandler
@@ -39,6 +40,7 @@ class CheckpointManager(Manager):
         share_reads: bool | None = None,
         compare_every: int | None = None,
         single_writer: SingleWriter = None,
+        tier: Tier | None = None,
     ) -> None:
         super().__init__(
             db_prefix,
@@ -57,6 +59,7 @@ class CheckpointManager(Manager):
             share_reads=share_reads,
             compare_every=compare_every,
             single_writer=single_writer,
+            tier=tier,
         )
         self.node_name = check_node_name(node_name)
 

@@ -13,11 +13,12 @@ from torchrelay.checkpoint.asynchronous.samples import Verify
 from torchrelay.checkpoint.engine import Engine
 from torchrelay.checkpoint.exclusion import SingleWriter
 from torchrelay.checkpoint.facts import Facts
-from torchrelay.checkpoint.ledger import Target
+from torchrelay.checkpoint.ledger_words import Target
 from torchrelay.checkpoint.log.keeping import Best, BestEpochs, Keeping
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.selection import Patterns, selection_of
 from torchrelay.checkpoint.storage_places import joined
+from torchrelay.checkpoint.tier.options import Tier
 from torchrelay.errors import UsageError
 from torchrelay.jobs.group import SessionGroup, TaskGroup
 from torchrelay.jobs.job import Job
@@ -65,6 +66,9 @@ class Manager:
     refuses a place where it does not hold (UsageError). `single_writer="external"` says that something else
     makes sure that never more than one job, or command that tags or pins, writes there; nothing is tried
     then.
+
+    `tier=Tier(near="/local/nvme/run")` saves to a quick local directory, acknowledged as `local`, and sends
+    what is saved there to `db_prefix` behind the training, where it is `replicated`; see `Tier`.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class Manager:
         share_reads: bool | None = None,
         compare_every: int | None = None,
         single_writer: SingleWriter = None,
+        tier: Tier | None = None,
     ) -> None:
         self.db_prefix = str(db_prefix)
         self.metadata_handler = metadata_handler
@@ -99,6 +104,7 @@ class Manager:
             share_reads=share_reads,
             compare_every=compare_every,
             single_writer=single_writer,
+            tier=tier,
         )
         self._nodes: tuple[str, ...] | None = None
         self._path_prefix: str | None = None
@@ -131,6 +137,10 @@ class Manager:
         if len(set(names)) != len(names):
             raise UsageError(f"the node list has repetitions: {', '.join(names)}")
         return names
+
+    def take_replicated(self) -> list[Position]:
+        """Positions that came from the near place to `db_prefix` since the last time; on rank 0."""
+        return self.engine.ledger.take_replicated()
 
     def _use_nodes(self, nodes: Sequence[str] | None) -> bool:
         """Fix the nodes at the first call; returns whether this was the first."""
@@ -204,6 +214,8 @@ class Manager:
         in_run = ledger.in_run
         try:
             self.engine.save(session, position, self._facts)
+            if not in_run:
+                ledger.drain(session.peers)
         finally:
             self._note_holder()
             if not in_run:
@@ -282,13 +294,13 @@ class Manager:
             self.metadata_handler.report(action, self.engine.last_stats(action))
 
     def _note_holder(self) -> None:
-        writer = self.engine.ledger.writer
-        if writer is not None:
-            view, base = writer.view, writer.view.current.base
+        ledger = self.engine.ledger
+        if ledger.writer is not None:
+            view, base = ledger.writer.view, ledger.writer.view.current.base
             self._holder = Holder(
                 str(view.job_uuid),
                 str(view.job_name),
-                writer.generation,
+                ledger.generation,
                 view.current.id,
                 None if base is None else base.epoch,
             )

@@ -8,6 +8,7 @@ from torchrelay.checkpoint.asynchronous.samples import Verify
 from torchrelay.checkpoint.exclusion import SingleWriter
 from torchrelay.checkpoint.log.keeping import BestEpochs
 from torchrelay.checkpoint.selection import Patterns
+from torchrelay.checkpoint.tier.options import Tier
 
 
 class ManagerOptions(TypedDict, total=False):
@@ -17,7 +18,7 @@ class ManagerOptions(TypedDict, total=False):
     `staging_limit` (bytes), `verify_staging`: saves behind the training. `reuse`: whether unchanged
     leaves are referred to. `include`, `exclude`: which leaves are saved. `share_reads`: whether hosts
     read for each other. `compare_every`: epochs between comparisons of all bytes of the replicas.
-    `single_writer`: who sees to it that one job writes.
+    `single_writer`: who sees to it that one job writes. `tier`: a near place before the checkpoints' own.
     """
 
     keep_last: int | None
@@ -33,3 +34,4 @@ class ManagerOptions(TypedDict, total=False):
     share_reads: bool | None
     compare_every: int | None
     single_writer: SingleWriter
+    tier: Tier | None

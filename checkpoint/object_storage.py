@@ -7,28 +7,35 @@ Shards have names that nobody else uses. Nothing is inferred from listings, and 
 
 from __future__ import annotations
 
+import builtins
 import errno
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import IO, Any, TypeVar
 
 from torchrelay.checkpoint.exclusion import SingleWriter
+from torchrelay.checkpoint.remote.multipart import give_up, put_in_parts, takes_parts, unfinished
 from torchrelay.checkpoint.remote.retrying import Patience, persistently, refusal
+from torchrelay.checkpoint.remote.sizes import size_of
 from torchrelay.checkpoint.remote.staged_file import StagedFile
 from torchrelay.checkpoint.remote.urls import open_file_system, shown
+from torchrelay.checkpoint.storage import PRIVATE, Memory, ReadHandle
 from torchrelay.errors import StorageError
 
 T = TypeVar("T")
 
 PUT_IN_ONE_BYTES = 32 * 2**20
-"""Up to here a staged file is one PUT from memory; longer ones fsspec cuts into parts as it likes."""
-_CREATE_EXCLUSIVELY = frozenset({"s3", "s3a", "az", "abfs", "abfss", "memory"})
-"""Protocols whose small `create` is one conditional request; elsewhere fsspec may look first, then write."""
-_FLAT = _CREATE_EXCLUSIVELY | {"gs", "gcs", "adl"}
+"""Up to here a staged file is one PUT from memory; longer ones go in parts."""
+CREATE_IN_ONE_BYTES = 4 * 2**20
+"""What the client of every store here creates in one request."""
+_FLAT = frozenset({"s3", "s3a", "az", "abfs", "abfss", "gs", "gcs", "memory"})
 """Stores without directories."""
-_COLONS = _FLAT | {"sftp", "ssh"}
+_CREATE_EXCLUSIVELY = _FLAT | {"sftp", "ssh"}
+"""Protocols whose client asks for a small `create` in one step: it is then the server that decides, and that
+it does is probed. Elsewhere the client looks first and then writes, which no probe can tell apart."""
+_COLONS = _FLAT | {"sftp", "ssh", "adl"}
 """Stores that take a colon in a name; for others it is percent-encoded."""
 _IN_THIS_PROCESS = threading.Lock()
 """fsspec's memory file system looks before it creates; threads must not come between."""
@@ -40,6 +47,8 @@ class ObjectStorage:
     With `single_writer="external"` somebody else makes sure that one job at a time writes here: a name is
     then only looked up before it is created.
     """
+
+    request_bytes = 1 << 20
 
     def __init__(
         self,
@@ -86,8 +95,13 @@ class ObjectStorage:
 
     def _try(self, verb: str, path: str, work: Callable[[], T], passing: type[Exception] = StorageError) -> T:
         """Do work persistently; what it raises in the end becomes a StorageError, but for `passing`."""
+        return self._try_once(verb, path, lambda: persistently(work, self.patience), passing)
+
+    def _try_once(
+        self, verb: str, path: str, work: Callable[[], T], passing: type[Exception] = StorageError
+    ) -> T:
         try:
-            return persistently(work, self.patience)
+            return work()
         except (passing, StorageError):
             raise
         except Exception as error:
@@ -105,19 +119,45 @@ class ObjectStorage:
         """Stage an object that takes the place of one of that name, if there is one, when it is put whole."""
         return StagedFile(f"{self.url}/{path}", partial(self._put_staged, path))
 
+    def open_creating(self, path: str) -> StagedFile:
+        """Stage an object that is put only where none of that name lies then; raises FileExistsError.
+
+        The store decides where a file goes in one request to one whose client can ask so (`doubt`); of longer
+        ones the name is looked up before, for large uploads ignore conditions in some stores. Bytes that lie
+        there already, the very same, count as ours.
+        """
+        return StagedFile(f"{self.url}/{path}", partial(self._create_staged, path))
+
+    def _create_staged(self, path: str, file: IO[bytes], nbytes: int) -> None:
+        if 0 < nbytes <= CREATE_IN_ONE_BYTES and not self.doubt and self.single_writer is None:
+            file.seek(0)
+            self.link_exclusive(path, file.read())
+            return
+        if self.stat(path) is not None:
+            raise FileExistsError(errno.EEXIST, "the name is taken", f"{self.url}/{path}")
+        self._put_staged(path, file, nbytes)
+
+    def put_file(self, path: str, file: IO[bytes], nbytes: int) -> None:
+        """Put an open local file of so many bytes, over whatever is there."""
+        self._put_staged(path, file, nbytes)
+
     def _put_staged(self, path: str, file: IO[bytes], nbytes: int) -> None:
         name = self._name(path)
 
         def put() -> None:
+            self._make_parent(name)
             if nbytes <= PUT_IN_ONE_BYTES:
                 file.seek(0)
-                self._make_parent(name)
                 self.system.pipe_file(name, file.read())
             else:
-                self._make_parent(name)
                 self.system.put_file(f"/proc/self/fd/{file.fileno()}", name)
 
-        self._try("write", path, put)
+        if nbytes > PUT_IN_ONE_BYTES and takes_parts(self.system):
+            self._try_once(
+                "write", path, lambda: put_in_parts(self.system, name, file, nbytes, self.patience)
+            )
+        else:
+            self._try("write", path, put)
         found = self.stat(path)
         if found != nbytes:
             raise StorageError(f"{self.url}/{path} has {found} bytes after {nbytes} were sent: try again")
@@ -219,16 +259,19 @@ class ObjectStorage:
         destination[: len(data)] = data
         return len(data)
 
+    def open_read(self, path: str) -> ReadHandle:
+        """Nothing is opened: a name at which one GET fills many destinations."""
+        return _Reads(self, path)
+
     def stat(self, path: str) -> int | None:
         """The size that the store tells; None for a name with others below it."""
         name = self._name(path)
 
         def look() -> int | None:
             try:
-                found = self.system.info(name)
+                return size_of(self.system, name)
             except FileNotFoundError:
                 return None
-            return int(found["size"]) if found.get("type") == "file" else None
 
         return self._try("look at", path, look)
 
@@ -239,7 +282,7 @@ class ObjectStorage:
         def delete() -> None:
             try:
                 if not self._flat and self.system.isdir(name):
-                    self.system.rmdir(name)
+                    self._remove_empty(name)
                 else:
                     self.system.rm_file(name)
             except FileNotFoundError:
@@ -247,11 +290,37 @@ class ObjectStorage:
 
         self._try("delete", path, delete)
 
+    def _remove_empty(self, name: str) -> None:
+        found = [one.rstrip("/") for one in self.system.ls(name, detail=False)]
+        if all(one.rpartition("/")[2].startswith(PRIVATE) for one in found):
+            for one in found:
+                self.system.rm_file(one)
+        self.system.rmdir(name)
+
     def list(self, path: str) -> list[str]:
         """Names, sorted."""
+        return [name for name in self._list(path) if not name.startswith(PRIVATE)]
+
+    def leftovers(self, path: str) -> builtins.list[str]:
+        """Files that a client over SFTP had not named when it was killed, or that one writes right now."""
+        if self._flat:
+            return []
+        return [name for name in self._list(path) if name.startswith(PRIVATE)]
+
+    def unfinished(self, path: str) -> builtins.list[tuple[str, str]]:
+        """Uploads in parts below a path that nobody completed or gave up; see `Unfinished`."""
+        if not takes_parts(self.system):
+            return []
+        return self._try("list uploads of", path, lambda: unfinished(self.system, self._name(path)))
+
+    def give_up(self, upload: tuple[str, str]) -> None:
+        """Give one of them up."""
+        self._try("give up an upload to", "", lambda: give_up(self.system, *upload))
+
+    def _list(self, path: str) -> builtins.list[str]:
         name = self._name(path)
 
-        def look() -> list[str]:
+        def look() -> builtins.list[str]:
             try:
                 found = self.system.ls(name, detail=False)
             except (FileNotFoundError, NotADirectoryError):
@@ -261,3 +330,28 @@ class ObjectStorage:
             return sorted(self._decoded(one.rpartition("/")[2]) for one in below)
 
         return self._try("list", path, look)
+
+
+class _Reads:
+    """Reads of one object: what lies side by side comes with one request."""
+
+    def __init__(self, storage: ObjectStorage, path: str) -> None:
+        self._storage, self._path = storage, path
+
+    def read_into(self, offset: int, destination: memoryview, *, direct: bool = False) -> int:
+        """One ranged GET."""
+        return self._storage.read_into(self._path, offset, destination)
+
+    def read_scattered(self, offset: int, destinations: Sequence[Memory]) -> int:
+        """One ranged GET for all destinations, and copies."""
+        views = [memoryview(one).cast("B") for one in destinations]
+        data = memoryview(self._storage.read_range(self._path, offset, sum(map(len, views))))
+        at = 0
+        for view in views:
+            part = data[at : at + len(view)]
+            view[: len(part)] = part
+            at += len(part)
+        return at
+
+    def close(self) -> None:
+        """Nothing is open."""

@@ -22,6 +22,7 @@ from torchrelay.checkpoint.reading.lasting import Lasting
 from torchrelay.checkpoint.reading.metrics import KnownMetrics
 from torchrelay.checkpoint.reading.proof import Outcome
 from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.tier.notes import only_near
 from torchrelay.errors import StorageError, UnknownEpochError
 
 
@@ -67,7 +68,7 @@ def plan_pruning(storage: Storage, view: LogView, keeping: Keeping) -> Pruned:
         raise UnknownEpochError(f"nothing is committed in {storage.url}")
     keeping, doubts = _with_metrics(storage, view, keeping)
     suspects, reasons = _unproved(storage, view)
-    after = replace(view, state=keeping.after(view, suspects))
+    after = replace(view, state=keeping.after(view, suspects, only_near(storage, view)))
     return Pruned(tuple(_losses(storage, view, after.state)), view, after, (*doubts, *reasons))
 
 
@@ -94,7 +95,7 @@ def _as_owner(storage: Storage, writer: LogWriter, keeping: Keeping) -> Pruned:
     before = writer.view
     keeping, doubts = _with_metrics(storage, before, keeping)
     suspects, reasons = _unproved(storage, before)
-    keeping.retire(writer, suspects)
+    keeping.retire(writer, suspects, only_near(storage, before))
     losses = tuple(_losses(storage, before, writer.view.state))
     delete_retired(writer)
     return Pruned(losses, before, writer.view, (*doubts, *reasons))

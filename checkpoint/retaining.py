@@ -86,10 +86,16 @@ class Retaining:
         unproved = self.lasting.unproved(self.ledger.storage, view)
         if not any(proof.outcome is Outcome.UNKNOWN for proof in unproved):
             suspects: frozenset[Key] = frozenset(proof.entry.key for proof in unproved)
-            keeping.retire(writer, suspects)
+            keeping.retire(writer, suspects, self.ledger.needed())
         if unproved:
             doubts.append(f"{'; '.join(proof.told for proof in unproved)}: older ones stay in its place")
         return "; ".join(doubts)
+
+    def at_once(self, writer: LogWriter) -> str:
+        """Say what goes, and delete it, in the calling thread; returns doubts, for people."""
+        unsure = "" if self.keeping.everything else self._retire_but(writer)
+        delete_left(writer)
+        return unsure
 
     def _knowing(self, view: LogView) -> tuple[Keeping, list[str]]:
         """The rules with the metrics that they ask for, and doubts that nobody was told of yet."""

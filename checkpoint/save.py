@@ -27,7 +27,7 @@ from torchrelay.checkpoint.disk.shard_writer import write_shard
 from torchrelay.checkpoint.disk.workers import WRITERS
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.headway import headway
-from torchrelay.checkpoint.ledger import Holding
+from torchrelay.checkpoint.ledger_words import Holding
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.planning.assignments import Assignment, Plan, PlannedLeaf
 from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_of

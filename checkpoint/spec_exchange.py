@@ -11,7 +11,7 @@ digests of all nodes is the same, and is given back as the same objects.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from torchrelay.checkpoint.boundary import NodeState
@@ -79,7 +79,7 @@ class SpecExchange:
         """A node's leaves and scopes with their digest; what is as it was stays the same object."""
         described = (state.specs, state.scopes)
         known = self._mine.get(state.rank)
-        return known if known is not None and known[0] == described else (described, _digest(*described))
+        return known if known is not None and known[0] == described else (described, digest_of(*described))
 
     def _same(self, known: Mapping[str, Described]) -> bool:
         return known.keys() == self._known.keys() and all(known[one] is self._known[one] for one in known)
@@ -97,7 +97,7 @@ class SpecExchange:
         unknown = [digest for digest in first if digest not in self._known]
         if len(first) == 1 or not unknown:
             return
-        told = [_to_json(digest, mine[digest]) for digest in unknown if first[digest] == peers.rank]
+        told = [class_json(digest, mine[digest]) for digest in unknown if first[digest] == peers.rank]
         for part in peers.exchange("save: classes", told):
             for one in part:
                 self._known[one["digest"]] = _from_json(one)
@@ -110,8 +110,8 @@ def _members(by_rank: Mapping[int, str]) -> _Members:
     return {digest: tuple(ranks) for digest, ranks in members.items()}
 
 
-def _digest(specs: Sequence[LeafSpec], scopes: Mapping[str, str]) -> str:
-    """Of everything that a plan depends on."""
+def digest_of(specs: Sequence[LeafSpec], scopes: Mapping[str, str]) -> str:
+    """The digest of a node's leaves: of everything that a plan depends on."""
     leaves = b",".join(map(_described_leaf, specs))
     return canonical.sha256(b"[[%b],%b]" % (leaves, canonical.dumps(dict(scopes))))
 
@@ -123,32 +123,41 @@ def _described_leaf(spec: LeafSpec) -> bytes:
     return b'%b,"%b",%d]' % (identity_head(spec), mesh, large)
 
 
-def _to_json(digest: str, described: Described) -> dict[str, Any]:
+def class_json(digest: str, described: Described) -> dict[str, Any]:
+    """A class as it travels: a mesh, whose nodes may be thousands, once for all leaves on it."""
     specs, scopes = described
+    meshes = {spec.sharding.digest: spec.sharding for spec in specs if spec.sharding is not None}
+    number = {mesh: index for index, mesh in enumerate(meshes)}
     rows = [
-        {**asdict(spec), "role": spec.role.value, "shape": list(spec.shape), "sharding": _mesh_json(spec)}
+        {
+            **asdict(replace(spec, sharding=None)),
+            "role": spec.role.value,
+            "shape": list(spec.shape),
+            "sharding": None if spec.sharding is None else number[spec.sharding.digest],
+        }
         for spec in specs
     ]
-    return {"digest": digest, "specs": rows, "scopes": dict(scopes)}
+    told = [_mesh_json(mesh) for mesh in meshes.values()]
+    return {"digest": digest, "meshes": told, "specs": rows, "scopes": dict(scopes)}
 
 
-def _mesh_json(spec: LeafSpec) -> Any:
-    mesh = spec.sharding
-    return mesh and [list(mesh.nodes), list(mesh.extents), placements_json(mesh.placements)]
+def _mesh_json(mesh: Mesh) -> Any:
+    return [list(mesh.nodes), list(mesh.extents), placements_json(mesh.placements)]
 
 
-def _mesh(json: Any) -> Mesh | None:
-    return json and Mesh(tuple(json[0]), tuple(json[1]), placements_of(json[2]) or ())
+def _mesh(json: Any) -> Mesh:
+    return Mesh(tuple(json[0]), tuple(json[1]), placements_of(json[2]) or ())
 
 
 def _from_json(one: Mapping[str, Any]) -> Described:
+    meshes = [_mesh(json) for json in one["meshes"]]
     specs = tuple(
         LeafSpec(
             **{
                 **row,
                 "role": Role(row["role"]),
                 "shape": tuple(row["shape"]),
-                "sharding": _mesh(row["sharding"]),
+                "sharding": None if row["sharding"] is None else meshes[row["sharding"]],
             }
         )
         for row in one["specs"]

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
+PRIVATE = ".tmp-"
+"""How the names of files begin that have not got their own yet, where a storage gives it last."""
 Memory = memoryview | ctypes.Array[ctypes.c_ubyte]
 """1-D bytes that are written to; of very many, arrays at an address are quicker made."""
 
@@ -112,6 +114,17 @@ class Leftovers(Protocol):
 
 
 @runtime_checkable
+class Unfinished(Protocol):
+    """A storage that keeps parts of files which a crash left unfinished, where no name shows them."""
+
+    def unfinished(self, path: str) -> list[tuple[str, str]]:
+        """What was begun below a directory and is not there yet; some hundreds at most."""
+
+    def give_up(self, upload: tuple[str, str]) -> None:
+        """Forget the parts of one; one that is not there any more is fine."""
+
+
+@runtime_checkable
 class Room(Protocol):
     """A storage that can say how much room is left."""
 
@@ -125,6 +138,19 @@ class Placed(Protocol):
 
     def check_place(self) -> None:
         """Raise LostDirectoryError where writing would go elsewhere than before."""
+
+
+@runtime_checkable
+class Distant(Protocol):
+    """A storage of which each request takes its time, however few bytes it is for."""
+
+    request_bytes: int
+    """So many bytes more come sooner with a request than by one of their own."""
+
+
+def worth_of_a_request(storage: Storage) -> int:
+    """How many bytes beside the wanted ones may be read to save a request; 0 where requests cost nothing."""
+    return storage.request_bytes if isinstance(storage, Distant) else 0
 
 
 class _EachAlone:
@@ -160,10 +186,15 @@ def read_each(
     return done
 
 
+def reads_of(storage: Storage, path: str) -> ReadHandle:
+    """A handle on a file of a storage that keeps none open; nothing is looked at."""
+    return _EachAlone(storage, path)
+
+
 @contextmanager
 def open_for_reading(storage: Storage, path: str) -> Iterator[ReadHandle]:
     """A file for many reads, however the storage does them; raises as `read_into` does."""
-    handle = storage.open_read(path) if isinstance(storage, LongReads) else _EachAlone(storage, path)
+    handle = storage.open_read(path) if isinstance(storage, LongReads) else reads_of(storage, path)
     try:
         yield handle
     finally:

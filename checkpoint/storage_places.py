@@ -7,7 +7,8 @@ import os
 from torchrelay.checkpoint.exclusion import SingleWriter
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.object_storage import ObjectStorage
-from torchrelay.checkpoint.remote.urls import is_url
+from torchrelay.checkpoint.remote.urls import is_url, shown
+from torchrelay.errors import UsageError
 from torchrelay.jobs.directories import local_directory
 
 FILE = "file://"
@@ -17,10 +18,23 @@ def storage_of(
     where: str | os.PathLike[str], what: str, single_writer: SingleWriter = None
 ) -> LocalStorage | ObjectStorage:
     """The storage of a path or URL; touches nothing. Raises UsageError, naming it as `what`."""
-    if isinstance(where, str) and is_url(where) and not where.startswith(FILE):
-        return ObjectStorage.open(where, what, single_writer)
+    if is_remote(where):
+        return ObjectStorage.open(str(where), what, single_writer)
     path = where.removeprefix(FILE) if isinstance(where, str) else where
     return LocalStorage(local_directory(path, what), single_writer=single_writer)
+
+
+def is_remote(where: object) -> bool:
+    """Whether a place lies in a store."""
+    return isinstance(where, str) and is_url(where) and not where.startswith(FILE)
+
+
+def object_at(url: str, what: str) -> tuple[ObjectStorage, str]:
+    """The storage of a URL's parent, and the name in it. Raises UsageError, naming the URL as `what`."""
+    parent, _, name = url.rpartition("/")
+    if not name or parent.endswith((":/", ":")):
+        raise UsageError(f"{shown(url)!r} names no file: give one below a bucket or directory")
+    return ObjectStorage.open(parent, what), name
 
 
 def joined(place: str, name: str) -> str:

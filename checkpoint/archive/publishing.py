@@ -11,10 +11,8 @@ from pathlib import Path
 from torchrelay.checkpoint.archive.zip_writing import Fill, ZipWriter
 from torchrelay.checkpoint.interop.publishing import publish
 from torchrelay.checkpoint.local_storage import LocalStorage
-from torchrelay.checkpoint.object_storage import ObjectStorage
-from torchrelay.checkpoint.remote.urls import is_url
 from torchrelay.checkpoint.storage import WriteHandle
-from torchrelay.checkpoint.storage_places import FILE
+from torchrelay.checkpoint.storage_places import FILE, is_remote, object_at
 from torchrelay.errors import StorageError, UsageError
 
 Where = str | os.PathLike[str]
@@ -27,7 +25,7 @@ def write_archive(where: Where, fill: Fill, *, overwrite: bool) -> str:
     The path is taken as it is written: no suffix is added and no `~` expanded. Raises UsageError where the
     name is taken, StorageError.
     """
-    if _remote(where):
+    if is_remote(where):
         return _write_remote(str(where), fill, overwrite=overwrite)
     path = _local(where)
 
@@ -50,15 +48,17 @@ def _filled(handle: WriteHandle, fill: Fill) -> None:
 
 
 def _write_remote(url: str, fill: Fill, *, overwrite: bool) -> str:
-    storage, name = _object(url)
+    storage, name = object_at(url, "the archive")
     if not overwrite and storage.stat(name) is not None:
         raise UsageError(f"{storage.url}/{name} exists already: choose another name, or overwrite=True")
-    handle = storage.open_replacing(name)
+    handle = storage.open_replacing(name) if overwrite else storage.open_creating(name)
     try:
         writer = ZipWriter(handle)
         fill(writer)
         writer.finish()
         handle.sync_file()
+    except FileExistsError:
+        raise UsageError(f"{storage.url}/{name} exists already: somebody else was faster") from None
     finally:
         handle.close()
     return f"{storage.url}/{name}"
@@ -67,13 +67,13 @@ def _write_remote(url: str, fill: Fill, *, overwrite: bool) -> str:
 @contextmanager
 def fetched(where: Where) -> Iterator[tuple[str, str]]:
     """A local path to read the archive from, and what to call it. Raises UsageError, StorageError."""
-    if not _remote(where):
+    if not is_remote(where):
         path = _local(where)
         if not path.is_file():
             raise UsageError(f"{path} is {'no file' if path.exists() else 'not there'}: give an archive")
         yield str(path), str(path)
         return
-    storage, name = _object(str(where))
+    storage, name = object_at(str(where), "the archive")
     shown = f"{storage.url}/{name}"
     size = storage.stat(name)
     if size is None:
@@ -86,17 +86,6 @@ def fetched(where: Where) -> Iterator[tuple[str, str]]:
             file.write(data)
         file.flush()
         yield f"/proc/self/fd/{file.fileno()}", shown
-
-
-def _remote(where: Where) -> bool:
-    return isinstance(where, str) and is_url(where) and not where.startswith(FILE)
-
-
-def _object(url: str) -> tuple[ObjectStorage, str]:
-    parent, _, name = url.rpartition("/")
-    if not name or parent.endswith((":/", ":")):
-        raise UsageError(f"{url!r} names no file: give one below a bucket or directory")
-    return ObjectStorage.open(parent, "the archive"), name
 
 
 def _local(where: Where) -> Path:

@@ -14,10 +14,14 @@ ALIGNMENT = 64
 
 
 class Block:
-    """Bytes in one piece of memory; pinned where there is a GPU, so that copies run behind it."""
+    """Bytes in one piece; pinned where this process computes on a GPU, so that copies run beside it.
+
+    A machine may have GPUs that the job does not use: pinning would begin to use one, with memory of it
+    and random states that a save then takes along.
+    """
 
     def __init__(self, nbytes: int) -> None:
-        pinned = nbytes > 0 and torch.cuda.is_available()
+        pinned = nbytes > 0 and torch.cuda.is_initialized()
         self.tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned).zero_()
         self.view = memory_of(self.tensor)
         self.address = self.tensor.data_ptr()

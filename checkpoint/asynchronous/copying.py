@@ -26,11 +26,15 @@ class Copier:
         self._ready: dict[torch.device, Any] = {}
         self._streams: dict[torch.device, Any] = {}
         self._done: list[tuple[torch.device, Any]] = []
+        self._current: int | None = None
 
     def copy_now(self, target: Room, source: torch.Tensor, name: str) -> None:
         """Copy any tensor that can be stored; raises BlobError for others."""
         if source.is_cpu and source.nbytes == target.nbytes and is_plain(source):
             ctypes.memmove(target.address, source.data_ptr(), target.nbytes)
+            return
+        if source.nbytes == target.nbytes and is_plain(source):  # from the device right into its place
+            target.tensor.copy_(source.detach().reshape(-1).view(torch.uint8))
             return
         view = stored_bytes(source, name)
         if len(view):
@@ -42,6 +46,15 @@ class Copier:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
             self._ready[device] = event
+            self._current = torch.cuda.current_device()
+
+    def enter_thread(self) -> None:
+        """Let the calling thread compute where the one of `begin` does.
+
+        A new thread begins at device 0, where every rank of a host would take memory for nothing.
+        """
+        if self._current is not None:
+            torch.cuda.set_device(self._current)
 
     def copy_late(self, target: Room, source: torch.Tensor) -> None:
         """Copy a contiguous tensor; complete after `end`."""
@@ -52,7 +65,7 @@ class Copier:
             target.tensor.copy_(source.detach().reshape(-1).view(torch.uint8), non_blocking=True)
 
     def end(self) -> None:
-        """Wait until the late copies are complete."""
+        """Wait until the late copies are complete, those before one that failed too."""
         for device, stream in self._streams.items():
             event = torch.cuda.Event()
             event.record(stream)

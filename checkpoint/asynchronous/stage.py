@@ -88,11 +88,14 @@ class Stage:
         Whoever waits there goes on after that, also when this raises.
         """
         try:
-            for piece in self.late:
-                if piece.moved:  # its memory may be gone; the gate will say so
-                    continue
-                self.copier.copy_late(piece.target, piece.source)
-            self.copier.end()
+            self.copier.enter_thread()
+            try:
+                for piece in self.late:
+                    if piece.moved:  # its memory may be gone; the gate will say so
+                        continue
+                    self.copier.copy_late(piece.target, piece.source)
+            finally:
+                self.copier.end()  # what a device still sends would reach the block of the next save
             also()
         except BaseException as error:
             self.failure = error

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from json.encoder import encode_basestring
 from typing import Any, NoReturn
@@ -59,6 +59,17 @@ def loads(data: bytes, *, what: str, limit_bytes: int = 64 << 20, depth: int = D
     return value
 
 
+def decoded_at(text: str, start: int) -> tuple[Json, int]:
+    """The JSON that begins there, no key twice in it, and where it ends; nothing else is checked.
+
+    Raises ValueError for what is none.
+    """
+    try:
+        return _DECODER.raw_decode(text, start)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
 def dumps_read(value: Json) -> bytes:
     """What `dumps` writes, of what consists of values that `loads` gave, and needs no second look."""
     return _ENCODER.encode(value).encode("utf-8")
@@ -67,6 +78,16 @@ def dumps_read(value: Json) -> bytes:
 def word(text: str | None) -> str:
     """The canonical JSON of a string or null, before it is encoded as UTF-8 (which `dumps` may refuse)."""
     return "null" if text is None else encode_basestring(text)
+
+
+def words(texts: Iterable[str]) -> list[str]:
+    """The canonical JSON of strings; raises UsageError where `dumps` does."""
+    found = list(map(encode_basestring, texts))
+    try:
+        "".join(found).encode("utf-8")
+    except UnicodeEncodeError:
+        raise UsageError(f"{_lone_surrogate(found)} has a lone surrogate, which UTF-8 cannot hold") from None
+    return found
 
 
 def object_of(texts: Mapping[str, bytes]) -> bytes:

@@ -5,7 +5,8 @@ Not cryptographic: they find damage, not forgery. A tensor of no bytes has no bl
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import xxhash
 
@@ -20,6 +21,13 @@ SIZE = 16
 def block_count(nbytes: int) -> int:
     """How many blocks `nbytes` fill, the last one perhaps in part."""
     return -(-nbytes // BLOCK)
+
+
+def first_blocks(sizes: Sequence[int]) -> Sequence[int]:
+    """The numbers of the first blocks of entries of these sizes, and of the one after the last."""
+    if min(sizes, default=0) > 0 and max(sizes) <= BLOCK:
+        return range(len(sizes) + 1)
+    return list(accumulate(map(block_count, sizes), initial=0))
 
 
 def block_digests(view: memoryview) -> bytes:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 import xxhash
 
 from torchrelay.checkpoint.disk import dtypes
 from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, block_count, block_digests, digests_of
+from torchrelay.checkpoint.disk.many_tensors import AT_ONCE, all_dense, all_in_order, memories_of
 from torchrelay.checkpoint.disk.seconds import Seconds
 from torchrelay.checkpoint.disk.shard import ShardEntry
 from torchrelay.errors import BlobError
@@ -102,11 +104,11 @@ def extents(entries: Sequence[ShardEntry], digests: Digests, seconds: Seconds) -
 
     Raises BlobError for data that are not what the entry says.
     """
-    gathered: list[bytes] = []
+    gathered: list[ShardEntry] = []
     room, slot, first = GATHER, 0, 0
     for entry in entries:
         if entry.nbytes < GATHER:
-            gathered.append(_small(entry))
+            gathered.append(entry)
             slot += entry.nbytes > 0
             room -= entry.nbytes
             if room > 0:
@@ -121,10 +123,29 @@ def extents(entries: Sequence[ShardEntry], digests: Digests, seconds: Seconds) -
         yield _together(gathered, first, digests, seconds)
 
 
-def _together(gathered: list[bytes], slot: int, digests: Digests, seconds: Seconds) -> Extent:
+def _together(gathered: list[ShardEntry], slot: int, digests: Digests, seconds: Seconds) -> Extent:
+    copied = memoryview(_copy(gathered))
     with seconds.spent("hash"):
-        digests.put(slot, digests_of(gathered))
-    return Extent(memoryview(b"".join(gathered)), slot, hashing=False)
+        ends = list(accumulate([entry.nbytes for entry in gathered]))
+        digests.put(
+            slot, digests_of([copied[start:end] for start, end in zip([0, *ends], ends, strict=False)])
+        )
+    return Extent(copied, slot, hashing=False)
+
+
+def _copy(gathered: Sequence[ShardEntry]) -> bytes:
+    """The bytes of small entries, one after another."""
+    found: list[bytes] = []
+    for at in range(0, len(gathered), AT_ONCE):
+        some = gathered[at : at + AT_ONCE]
+        tensors = [entry.data for entry in some]
+        if all_dense(tensors) and all_in_order(tensors):
+            memories = memories_of(tensors)
+            if list(map(len, memories)) == [entry.nbytes for entry in some]:
+                found.append(b"".join(memories))
+                continue
+        found += map(_small, some)
+    return found[0] if len(found) == 1 else b"".join(found)
 
 
 def _alone(entry: ShardEntry, slot: int, digests: Digests) -> Extent:

@@ -8,7 +8,7 @@ follows blobs + nodes and not their product.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -154,6 +154,13 @@ class Manifest:
     def groups(self) -> tuple[str, ...]:
         """The groups of files of this epoch."""
         return tuple(sorted({shard.group for shard in self.shards}))
+
+    def removed(self, left: Collection[str]) -> frozenset[str]:
+        """The groups whose files are not `left` any more (empty: all files are left).
+
+        A group that never had files, an optimizer's whose values all stand in here, is not removed.
+        """
+        return frozenset(self.groups).difference(left) if left else frozenset()
 
     @cached_property
     def rows(self) -> Mapping[str, tuple[int, ...]]:

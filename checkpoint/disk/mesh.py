@@ -22,6 +22,7 @@ from torchrelay.checkpoint.disk.boxes import (
     Placement,
     Replicated,
     Sharded,
+    intersect,
     local_intervals,
     pieces,
 )
@@ -90,6 +91,28 @@ class Mesh:
         for node in self.nodes:
             for box in self.stored_by(node, name, shape, item_bytes):
                 yield node, box
+
+    def stored_near(
+        self, name: str, shape: Sequence[int], item_bytes: int, wanted: Sequence[Bounds]
+    ) -> Iterator[tuple[int, Bounds]]:
+        """What of `stored` shares elements with one of the boxes `wanted`, in the same order.
+
+        Looks only at places that are near in every dimension: a rank that loads its part of a leaf on
+        thousands of nodes asks this for every leaf.
+        """
+        owner = _owner(name, self.replicas) if self.replicas > 1 else 0
+        steps = _replica_steps(range(self.replicas), _copied_axes(self.extents, self.placements))
+        found: dict[int, list[Bounds]] = {}
+        for first, boxes in near_boxes(tuple(shape), self.extents, self.placements, tuple(wanted)):
+            lengths = [tuple(stop - start for start, stop in box) for box in boxes]
+            for writing in _writing_replicas(lengths, self.replicas, owner, item_bytes):
+                for replica in writing:
+                    parts = (shared(box, replica, self.replicas, owner, item_bytes) for box in boxes)
+                    near = [part for part in parts if part is not None and _touches(part, wanted)]
+                    found[first + steps[replica]] = near
+        for place in sorted(found):
+            for part in found[place]:
+                yield self.nodes[place], part
 
     @cached_property
     def text(self) -> bytes:
@@ -177,18 +200,83 @@ def writing_places(
 
     Looks at every form of local part once, not at every place.
     """
-    strides = [math.prod(extents[dim + 1 :]) for dim in range(len(extents))]
     sides = [_sides(size, dim, extents, placements) for dim, size in enumerate(shape)]
-    replicas = math.prod(n for n, one in zip(extents, placements, strict=True) if _copies(one))
-    copies = [
-        (n, stride) for n, stride, one in zip(extents, strides, placements, strict=True) if _copies(one)
-    ]
+    copies = _copied_axes(extents, placements)
+    replicas = math.prod(extent for extent, _ in copies)
     found: dict[Places, None] = {}
     for local in itertools.product(*(one.items() for one in sides)):
         boxes = list(itertools.product(*(lengths for lengths, _ in local)))
         for writing in _writing_replicas(boxes, replicas, owner, item_bytes):
             found[(*(steps for _, steps in local), _replica_steps(writing, copies))] = None
     return tuple(found)
+
+
+@lru_cache(maxsize=1 << 12)
+def near_boxes(
+    shape: tuple[int, ...],
+    extents: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    wanted: tuple[Bounds, ...],
+) -> tuple[tuple[int, tuple[Bounds, ...]], ...]:
+    """The local parts of a leaf that touch a box: the first of the places that have each, and its boxes."""
+    found: dict[int, tuple[Bounds, ...]] = {}
+    for box in wanted:
+        sides = [
+            near_side(size, dim, extents, placements, side)
+            for dim, (size, side) in enumerate(zip(shape, box, strict=True))
+        ]
+        for local in itertools.product(*sides):
+            boxes = tuple(itertools.product(*(intervals for _, intervals in local)))
+            found[sum(step for step, _ in local)] = boxes
+    return tuple(found.items())
+
+
+def _touches(part: Bounds, wanted: Sequence[Bounds]) -> bool:
+    return any(intersect(part, box) is not None for box in wanted)
+
+
+@lru_cache(maxsize=1 << 12)
+def near_side(
+    size: int, dim: int, extents: tuple[int, ...], placements: tuple[Placement, ...], side: Interval
+) -> tuple[tuple[int, tuple[Interval, ...]], ...]:
+    """Where along one dimension of a tensor the places are whose part of it touches `side`.
+
+    Each with its step from the first place, and the intervals that it has.
+    """
+    axes = _axes_of(dim, placements)
+    strides = _strides(extents)
+    if len(axes) == 1 and placements[axes[0]] == Sharded(dim):
+        chunk = -(-size // extents[axes[0]])
+        chosen: Iterator[tuple[int, ...]] = (
+            (index,) for index in range(side[0] // max(chunk, 1), -(-side[1] // max(chunk, 1)))
+        )
+    else:
+        chosen = itertools.product(*(range(extents[axis]) for axis in axes))
+    found = []
+    for indices in chosen:
+        at = dict(zip(axes, indices, strict=True))
+        coordinate = [at.get(axis, 0) for axis in range(len(extents))]
+        intervals = local_intervals(size, dim, extents, coordinate, placements)
+        if any(start < side[1] and side[0] < stop for start, stop in intervals):
+            step = sum(strides[axis] * index for axis, index in at.items())
+            found.append((step, tuple(intervals)))
+    return tuple(found)
+
+
+def _axes_of(dim: int, placements: Sequence[Placement]) -> list[int]:
+    """The dimensions of a mesh that split a dimension of a tensor."""
+    return [axis for axis, one in enumerate(placements) if isinstance(one, Sharded) and one.dim == dim]
+
+
+def _strides(extents: Sequence[int]) -> list[int]:
+    """How far apart neighbours along each dimension of a mesh are in row-major order."""
+    return [math.prod(extents[axis + 1 :]) for axis in range(len(extents))]
+
+
+def _copied_axes(extents: Sequence[int], placements: Sequence[Placement]) -> list[tuple[int, int]]:
+    """Extents and strides of the dimensions of a mesh that hold replicas."""
+    each = zip(extents, _strides(extents), placements, strict=True)
+    return [(extent, stride) for extent, stride, one in each if _copies(one)]
 
 
 def _writing_replicas(boxes: Sequence[Lengths], replicas: int, owner: int, item_bytes: int) -> list[range]:
@@ -239,8 +327,7 @@ def _sides(
     """
     if size == 0:
         return {}
-    strides = [math.prod(extents[axis + 1 :]) for axis in range(len(extents))]
-    axes = [axis for axis, one in enumerate(placements) if isinstance(one, Sharded) and one.dim == dim]
+    strides, axes = _strides(extents), _axes_of(dim, placements)
     if not axes:
         return {(size,): range(1)}
     if len(axes) == 1 and placements[axes[0]] == Sharded(dim):

@@ -17,6 +17,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from urllib.parse import unquote_to_bytes
 
+from torchrelay.checkpoint.disk.immutable import immutable
 from torchrelay.checkpoint.position import Position
 from torchrelay.errors import BlobError, DamagedError, UsageError
 
@@ -38,7 +39,7 @@ _KEY = re.compile(
 _METADATA = "__metadata__"
 
 
-@dataclass(frozen=True)
+@immutable()
 class Whole:
     """A leaf that is stored whole under its own name."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.disk.boxes import Bounds, whole
@@ -22,6 +22,24 @@ def parts_of(layout: Layout, row: int, leaf: LeafRow) -> Iterator[tuple[int, Key
     else:
         for piece in layout.pieces(row, leaf.elements):
             yield piece.node, piece_key(leaf, piece)
+
+
+def parts_near(
+    layout: Layout, row: int, leaf: LeafRow, wanted: Sequence[Bounds]
+) -> Iterator[tuple[int, Key]]:
+    """Of `parts_of` at least all that share elements with one of the boxes `wanted`."""
+    if isinstance(layout, Mesh):
+        for node, box in layout.stored_near(leaf.name, leaf.shape, leaf.item_bytes, wanted):
+            yield node, box_key(leaf.name, leaf.shape, box)
+    else:
+        yield from parts_of(layout, row, leaf)
+
+
+def holding(layout: Layout, row: int, leaf: LeafRow) -> tuple[frozenset[int], ...]:
+    """The nodes whose files hold parts of a leaf, as one or several sets; many leaves have the same sets."""
+    if isinstance(layout, Mesh):
+        return layout.writers(leaf.name, leaf.shape, leaf.item_bytes)
+    return (frozenset(piece.node for piece in layout.pieces(row, leaf.elements)),)
 
 
 def parts_held(layout: Layout, node: int, row: int, leaf: LeafRow) -> tuple[Key, ...]:

@@ -15,12 +15,15 @@ import base64
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
 
 from torchrelay.checkpoint.disk import canonical, digest, dtypes, version
 from torchrelay.checkpoint.disk.canonical import Json
+from torchrelay.checkpoint.disk.immutable import immutable
 from torchrelay.checkpoint.disk.lazily import lazily
-from torchrelay.checkpoint.disk.names import Box, Flat, Key, ShardName, format_key
+from torchrelay.checkpoint.disk.names import Box, Flat, Key, ShardName, Whole, all_plain, format_key
 from torchrelay.checkpoint.position import Position
 from torchrelay.errors import BlobError
 
@@ -48,7 +51,7 @@ class ShardIdentity:
         return ShardName(self.node, self.position, self.group, part)
 
 
-@dataclass(frozen=True)
+@immutable()
 class ShardEntry:
     """One tensor, or a piece of one, that goes into a shard.
 
@@ -66,6 +69,11 @@ class ShardEntry:
         """The key as the header has it; raises BlobError for a name that cannot be one."""
         return format_key(self.key)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether a whole leaf is stored, under its own name."""
+        return type(self.key) is Whole
+
     @lazily
     def element(self) -> dtypes.ElementType:
         """The logical element type."""
@@ -74,12 +82,51 @@ class ShardEntry:
     @lazily
     def piece_shape(self) -> tuple[int, ...]:
         """The logical shape of what is stored."""
-        return piece_shape(self.key, self.shape)
+        return self.shape if type(self.key) is Whole else piece_shape(self.key, self.shape)
+
+    @lazily
+    def form(self) -> _Form:
+        """What follows from element type and piece alone."""
+        return _form(self.dtype, self.piece_shape)
 
     @lazily
     def nbytes(self) -> int:
         """Bytes in the file, known without touching the data."""
-        return self.element.nbytes(self.piece_shape)
+        return self.form.nbytes
+
+
+class _Form(NamedTuple):
+    """What entries of one element type and shape have in common: few of them, for very many entries.
+
+    `text` is what their header says before the offsets, `raw` whether elements are stored as plain bytes.
+    """
+
+    nbytes: int
+    blocks: int
+    itemsize: int
+    text: str
+    raw: bool
+
+
+@lru_cache(maxsize=1 << 14)
+def _form(dtype: str, shape: tuple[int, ...]) -> _Form:
+    kind = dtypes.by_name(dtype)
+    stored = ",".join(map(str, kind.stored_shape(shape)))
+    text = f'{{"dtype":"{kind.code}","shape":[{stored}],"data_offsets":['
+    nbytes = kind.nbytes(shape)
+    return _Form(nbytes, digest.block_count(nbytes), kind.itemsize, text, kind.raw)
+
+
+def know_all(entries: Sequence[ShardEntry]) -> None:
+    """Work out all at once what `lazily` finds, where keys are plain names, as nearly all are."""
+    names = [entry.key.name for entry in entries]
+    if not names or not all([entry.is_whole for entry in entries]) or not all_plain(names):  # noqa: C419
+        return
+    for entry, name in zip(entries, names, strict=True):
+        known = entry.__dict__
+        known["text"] = name
+        known["form"] = form = _form(entry.dtype, entry.shape)
+        known["nbytes"] = form.nbytes
 
 
 def piece_shape(key: Key, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -113,6 +160,8 @@ class Part:
     entries: tuple[ShardEntry, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Json] = field(default_factory=dict)
+    values_text: bytes | None = field(default=None, compare=False, repr=False)
+    """The canonical JSON of `values`, where somebody has made it already."""
 
     @property
     def data_bytes(self) -> int:
@@ -122,7 +171,10 @@ class Part:
 
 def ordered(entries: Sequence[ShardEntry]) -> tuple[ShardEntry, ...]:
     """Stored order: item size descending, so that every tensor is aligned, then key."""
-    return tuple(sorted(entries, key=lambda entry: (-entry.element.itemsize, entry.text)))
+    found = sorted(entries, key=attrgetter("text"))
+    if len({entry.form.itemsize for entry in found}) > 1:
+        found.sort(key=lambda entry: -entry.form.itemsize)
+    return tuple(found)
 
 
 def header_bytes(part: Part, digests: bytes) -> bytes:
@@ -139,17 +191,19 @@ class HeaderFrame:
     """The header of a part but for its digests, which become known when the data are written."""
 
     def __init__(self, part: Part) -> None:
-        metadata = _quoted(canonical.dumps(_metadata(part, b"")).decode())
+        metadata = _quoted(_metadata(part, b"").decode())
         # Only `block` and `digest` sort before `digests`: the first place that looks so is the place.
         head, place, tail = metadata.partition(_quoted('"digests":"')[1:-1])
         texts, offset = [f"{tail}}}"], 0
-        for entry in part.entries:
-            texts.append(_entry_text(entry, offset))
-            offset += entry.nbytes
+        words = canonical.words([entry.text for entry in part.entries])
+        for word, entry in zip(words, part.entries, strict=True):
+            end = offset + entry.nbytes
+            texts.append(f"{word}:{entry.form.text}{offset},{end}]}}")
+            offset = end
         self._head = f'{{"__metadata__":{{"{METADATA_KEY}": {head}{place}'.encode()
         self._tail = (",".join(texts) + "}").encode()
         self.data_bytes = offset
-        self.digest_bytes = digest.SIZE * sum(digest.block_count(entry.nbytes) for entry in part.entries)
+        self.digest_bytes = digest.SIZE * sum([entry.form.blocks for entry in part.entries])
         length = 8 + len(self._head) + 4 * -(-self.digest_bytes // 3) + len(self._tail)
         self.nbytes = length + -length % ALIGNMENT
 
@@ -159,18 +213,10 @@ class HeaderFrame:
         return (self.nbytes - 8).to_bytes(8, "little") + text.ljust(self.nbytes - 8)
 
 
-def _entry_text(entry: ShardEntry, offset: int) -> str:
-    kind = entry.element
-    shape = ",".join(map(str, kind.stored_shape(entry.piece_shape)))
-    return (
-        f'{_quoted(entry.text)}:{{"dtype":"{kind.code}","shape":[{shape}],'
-        f'"data_offsets":[{offset},{offset + entry.nbytes}]}}'
-    )
-
-
-def _metadata(part: Part, digests: bytes) -> Json:
-    identity = part.identity
-    return {
+def _metadata(part: Part, digests: bytes) -> bytes:
+    """As canonical JSON, of which the values come last."""
+    identity, values = part.identity, part.values_text
+    said = {
         "format": version.stamp(),
         "job": identity.job,
         "position": [identity.position.epoch, identity.position.step],
@@ -181,15 +227,18 @@ def _metadata(part: Part, digests: bytes) -> Json:
         "digest": digest.NAME,
         "block": digest.BLOCK,
         "digests": base64.b64encode(digests).decode("ascii"),
-        "values": dict(part.values),
         "pieces": _pieces(part),
     }
+    text = canonical.dumps(said)[:-1]
+    if values is None:
+        values = canonical.dumps(dict(part.values), within=1)
+    return b'%b,"values":%b}' % (text, values)
 
 
 def _pieces(part: Part) -> Json:
     pieces: dict[str, Json] = {}
     for entry in part.entries:
-        if said := _piece(entry):
+        if (not entry.is_whole or entry.form.raw) and (said := _piece(entry)):
             pieces[entry.text] = said
     for name, target in part.aliases.items():
         pieces[name] = {"alias_of": target}
@@ -207,12 +256,14 @@ def _piece(entry: ShardEntry) -> Json:
 
 def entry_cost(entry: ShardEntry) -> int:
     """Bytes that an entry takes in the header, at most: what parts are cut by."""
-    text = len(_entry_text(entry, 10**17).encode())
+    text = len(f"{canonical.word(entry.text)}:{entry.form.text}{10**17},{10**17}]}}".encode())
     piece = canonical.dumps({entry.text: _piece(entry)})
-    digests = 4 * (digest.SIZE * digest.block_count(entry.nbytes) // 3 + 1)
+    digests = 4 * (digest.SIZE * entry.form.blocks // 3 + 1)
     return text + len(_quoted(piece.decode()).encode()) + digests + 2
 
 
-def entry_cost_limit(entry: ShardEntry) -> int:
-    """What `entry_cost` never exceeds, at once: eight bytes for a character in two places, at most."""
-    return 256 + 8 * len(entry.text) + 48 * len(entry.shape) + 24 * digest.block_count(entry.nbytes)
+def cost_limit(entries: Sequence[ShardEntry]) -> int:
+    """What `entry_cost` of all never exceeds, at once: eight bytes for a character in two places, at most."""
+    texts = sum([len(entry.text) for entry in entries])
+    dimensions = sum([len(entry.shape) for entry in entries])
+    return 256 * len(entries) + 8 * texts + 48 * dimensions + 24 * sum([one.form.blocks for one in entries])

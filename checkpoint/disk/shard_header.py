@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torchrelay.checkpoint.disk import canonical, digest, dtypes, names, version
 from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.disk.names import Key
+from torchrelay.checkpoint.disk.quick_header import quick_header
 from torchrelay.checkpoint.disk.shard import ALIGNMENT, METADATA_KEY, ShardIdentity
 from torchrelay.checkpoint.disk.stored_entries import (
     Stored,
@@ -53,16 +54,8 @@ def parse(header: bytes, file_bytes: int, *, what: str) -> ShardContent:
     """Understand all bytes before the data; raises DamagedError, or FormatError for another version."""
     if header_length(header, file_bytes, what=what) != len(header):
         raise DamagedError(f"{what}: the header is not {len(header)} bytes long")
-    said = canonical.loads(header[8:], what=f"{what}: header", limit_bytes=LENGTH_LIMIT)
-    if not isinstance(said, dict):
-        raise DamagedError(f"{what}: the header is no JSON object")
-    outer = said.pop("__metadata__", None)
-    text = outer.get(METADATA_KEY) if isinstance(outer, dict) else None
-    if not isinstance(text, str):
-        raise FormatError(f"{what} was not written by torchrelay: its metadata say nothing of it")
-    inner = _parse_metadata(text, what)
-    pieces = _pieces(inner, what)
-    entries = _entries(said, pieces, inner["digests"], range(len(header), file_bytes), what)
+    data = range(len(header), file_bytes)
+    inner, pieces, entries = _quickly(header, data, what) or _decoded(header, data, what)
     return ShardContent(
         identity=_identity(inner, what),
         part=_count(inner, "part", what),
@@ -72,6 +65,35 @@ def parse(header: bytes, file_bytes: int, *, what: str) -> ShardContent:
         data_start=len(header),
         file_bytes=file_bytes,
     )
+
+
+_Understood = tuple[dict[str, Json], dict[str, dict[str, Json]], StoredEntries]
+"""Metadata, what they say of pieces, and the entries."""
+
+
+def _quickly(header: bytes, data: range, what: str) -> _Understood | None:
+    """A header in which every key is the name of a whole leaf that the entry tells all of."""
+    found = quick_header(header[8:], len(data))
+    if found is None:
+        return None
+    inner = _parse_metadata(found.metadata, what)
+    pieces, digests = _pieces(inner, what), inner["digests"]
+    if len(digests) != found.columns.blocks[-1] * digest.SIZE or not pieces.keys().isdisjoint(found.names):
+        return None
+    return inner, pieces, StoredEntries(found.names, {}, Stored(found.columns, digests, data.start))
+
+
+def _decoded(header: bytes, data: range, what: str) -> _Understood:
+    said = canonical.loads(header[8:], what=f"{what}: header", limit_bytes=LENGTH_LIMIT)
+    if not isinstance(said, dict):
+        raise DamagedError(f"{what}: the header is no JSON object")
+    outer = said.pop("__metadata__", None)
+    text = outer.get(METADATA_KEY) if isinstance(outer, dict) else None
+    if not isinstance(text, str):
+        raise FormatError(f"{what} was not written by torchrelay: its metadata say nothing of it")
+    inner = _parse_metadata(text, what)
+    pieces = _pieces(inner, what)
+    return inner, pieces, _entries(said, pieces, inner["digests"], data, what)
 
 
 def _parse_metadata(text: str, what: str) -> dict[str, Json]:

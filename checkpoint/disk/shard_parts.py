@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,8 +13,9 @@ from torchrelay.checkpoint.disk.shard import (
     Part,
     ShardEntry,
     ShardIdentity,
+    cost_limit,
     entry_cost,
-    entry_cost_limit,
+    know_all,
     ordered,
 )
 from torchrelay.errors import BlobError
@@ -42,14 +42,19 @@ def cut(
     values: Mapping[str, Json],
     aliases: Mapping[str, Key],
     limits: ShardLimits,
+    values_text: bytes | None = None,
 ) -> list[Part]:
     """The parts of a shard, at least one; values lie in part 1, an alias beside its target.
+
+    `values_text` is the canonical JSON of the values, where somebody has made it already.
 
     Raises BlobError for a key that occurs twice, an alias without target, or values that alone are
     too much for a header.
     """
+    know_all(entries)
     by_target = _aliases_by_target(entries, aliases)
-    fixed = _fixed_cost(identity, values)
+    text = canonical.dumps(dict(values), within=1) if values_text is None else values_text
+    fixed = _fixed_cost(identity, text)
     if fixed >= limits.header_bytes:
         largest = max(values, key=lambda name: len(canonical.dumps(values[name])), default=identity.job)
         raise BlobError(
@@ -58,7 +63,8 @@ def cut(
     parts: list[Part] = []
     for chosen in _runs(ordered(entries), by_target, fixed, limits):
         here = {alias: target for entry in chosen for alias, target in by_target.get(entry.text, ())}
-        parts.append(Part(identity, len(parts) + 1, tuple(chosen), here, {} if parts else values))
+        first = (values, text) if not parts else ({}, None)
+        parts.append(Part(identity, len(parts) + 1, tuple(chosen), here, *first))
     return parts
 
 
@@ -84,8 +90,8 @@ def _runs(
 
 def _fit_together(entries: Sequence[ShardEntry], fixed: int, limits: ShardLimits) -> bool:
     """Whether one file holds all without a closer look."""
-    header = fixed + sum(map(entry_cost_limit, entries))
-    return header < limits.header_bytes and sum(entry.nbytes for entry in entries) < limits.data_bytes
+    header = fixed + cost_limit(entries)
+    return header < limits.header_bytes and sum([entry.nbytes for entry in entries]) < limits.data_bytes
 
 
 def _aliases_by_target(
@@ -104,10 +110,10 @@ def _aliases_by_target(
     return found
 
 
-def _fixed_cost(identity: ShardIdentity, values: Mapping[str, Json]) -> int:
+def _fixed_cost(identity: ShardIdentity, values: bytes) -> int:
     """An upper bound of what a header holds beside its entries."""
-    said = canonical.dumps([identity.job, identity.node, identity.group, identity.try_name, dict(values)])
-    return _quoted_bytes(said) + ALIGNMENT
+    said = canonical.dumps([identity.job, identity.node, identity.group, identity.try_name])
+    return _quoted_bytes(said) + _quoted_bytes(values) + ALIGNMENT
 
 
 def _text_cost(pair: tuple[str, str]) -> int:
@@ -115,5 +121,5 @@ def _text_cost(pair: tuple[str, str]) -> int:
 
 
 def _quoted_bytes(text: bytes) -> int:
-    """What JSON takes within the JSON of the header."""
-    return len(json.dumps(text.decode(), ensure_ascii=False).encode())
+    """What JSON, which has no control characters, takes within the JSON of the header."""
+    return len(text) + text.count(b'"') + text.count(b"\\") + 2

@@ -18,9 +18,15 @@ from torchrelay.checkpoint.disk.shard_header import (
     parse,
 )
 from torchrelay.checkpoint.disk.side_by_side import each
-from torchrelay.checkpoint.disk.small_entries import Batch, batches
+from torchrelay.checkpoint.disk.small_entries import FAR_BYTES, Batch, batches
 from torchrelay.checkpoint.disk.stored_entries import StoredEntries, StoredEntry
-from torchrelay.checkpoint.storage import Memory, ReadHandle, Storage, open_for_reading
+from torchrelay.checkpoint.storage import (
+    Memory,
+    ReadHandle,
+    Storage,
+    open_for_reading,
+    worth_of_a_request,
+)
 from torchrelay.errors import DamagedError, UsageError
 
 RUN = 2 * BLOCK
@@ -98,6 +104,8 @@ class ShardHeader:
         self.content = content
         self.header_sha256 = header_sha256
         self._storage = storage
+        self._gap = worth_of_a_request(storage)
+        self._run = FAR_BYTES if self._gap else RUN
 
     @property
     def entries(self) -> StoredEntries:
@@ -134,7 +142,7 @@ class ShardHeader:
         position = start_byte
         while position < stop_byte:
             first = position // BLOCK * BLOCK
-            inside = min(stop_byte, first + RUN)
+            inside = min(stop_byte, first + self._run)
             whole_end = entry.nbytes if inside == entry.nbytes else inside // BLOCK * BLOCK
             if position == first and whole_end > first:
                 part = target[first - start_byte : whole_end - start_byte]
@@ -159,7 +167,7 @@ class ShardHeader:
             self._read_batches(self._numbers(keys), keys, memories, options)
         if not parts:
             return
-        located = self._located(piece for request in parts for piece in _pieces(request))
+        located = self._located(piece for request in parts for piece in _pieces(request, self._run))
         nbytes = sum(request.stop - request.start for _, request in located)
         runs = options.turned(list(_neighbours(located)))
         with open_for_reading(self._storage, self.path) as handle:
@@ -209,6 +217,7 @@ class ShardHeader:
                 [numbers[place] for place in wanted],
                 [keys[place] for place in wanted],
                 [memories[place] for place in wanted],
+                self._gap,
             )
         )
         if not runs:
@@ -263,11 +272,13 @@ class ShardHeader:
 
         What the page cache does not have is read past it, so that others find their bytes there as before.
         """
-        scratch = memoryview(bytearray(min(RUN, max((e.nbytes for e in self.entries.values()), default=0))))
+        scratch = memoryview(
+            bytearray(min(self._run, max((e.nbytes for e in self.entries.values()), default=0)))
+        )
         with open_for_reading(self._storage, self.path) as handle:
             for key, entry in self.entries.items():
-                for start in range(0, entry.nbytes, RUN):
-                    part = scratch[: min(RUN, entry.nbytes - start)]
+                for start in range(0, entry.nbytes, self._run):
+                    part = scratch[: min(self._run, entry.nbytes - start)]
                     request = ReadRequest(key, start, start + len(part), part)
                     self._read_verified(_File(handle, PLAIN, direct=True), request, entry, start, part)
         if self._storage.stat(self.path) != self.content.file_bytes:
@@ -300,8 +311,8 @@ class ShardHeader:
     def _read_exactly(
         self, file: _File, entry: StoredEntry, request: ReadRequest, target: memoryview
     ) -> None:
-        for at in range(0, len(target), RUN):
-            self._fill(file, request, entry.start + request.start + at, target[at : at + RUN])
+        for at in range(0, len(target), self._run):
+            self._fill(file, request, entry.start + request.start + at, target[at : at + self._run])
 
     def _fill(self, file: _File, request: ReadRequest, offset: int, target: memoryview) -> None:
         count = file.handle.read_into(offset, target, direct=file.direct)
@@ -336,14 +347,14 @@ class ShardHeader:
             target[:] = view[request.start : request.stop]
 
 
-def _pieces(request: ReadRequest) -> Iterator[ReadRequest]:
+def _pieces(request: ReadRequest, run: int) -> Iterator[ReadRequest]:
     """A long request in pieces that end with a block, so that no block is read twice."""
-    if request.stop - request.start <= RUN or len(request.destination) != request.stop - request.start:
+    if request.stop - request.start <= run or len(request.destination) != request.stop - request.start:
         yield request
         return
     target, start = request.destination.cast("B"), request.start
     while start < request.stop:
-        stop = min(request.stop, (start // RUN + 1) * RUN)
+        stop = min(request.stop, (start // run + 1) * run)
         piece = target[start - request.start : stop - request.start]
         yield ReadRequest(request.key, start, stop, piece)
         start = stop

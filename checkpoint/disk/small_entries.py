@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, digests_of
 from torchrelay.checkpoint.disk.stored_entries import Stored
@@ -18,11 +19,16 @@ TOGETHER = 256
 """Entries that are read with one call; the systems that there are take 1,024."""
 BYTES = 2 * BLOCK
 """Bytes that are read and then verified while the processor's cache still has them."""
+FAR_BYTES = 8 * BLOCK
+"""The same where requests are what costs."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Entries of a file that lie side by side, none empty, with the memory of each."""
+    """Entries of a file in its order, none empty, with the memory of each.
+
+    What lies between them, where they do not lie side by side, is read and forgotten.
+    """
 
     path: str
     stored: Stored
@@ -42,16 +48,26 @@ class Batch:
 
     def read(self, scattered: Callable[[int, Sequence[Memory]], int], *, verify: bool) -> None:
         """Fill all memories; raises DamagedError naming file, key and block."""
-        count = scattered(self.start, self.memories)
+        count = scattered(self.start, self._with_gaps())
         if count != self.nbytes:
             key = self.keys[self._at(self.start + count)]
             raise DamagedError(f"{self.path} ends inside of {key}, at byte {self.start + count}")
         if verify:
             self._verify(digests_of(self.memories))
 
+    def _with_gaps(self) -> Sequence[Memory]:
+        columns = self.stored.columns
+        gaps = [columns.starts[behind] - columns.stops[before] for before, behind in pairwise(self.numbers)]
+        if not any(gaps):
+            return self.memories
+        unwanted = memoryview(bytearray(max(gaps)))
+        found = [self.memories[0]]
+        for gap, memory in zip(gaps, self.memories[1:], strict=True):
+            found += [unwanted[:gap], memory] if gap else [memory]
+        return found
+
     def _verify(self, found: bytes) -> None:
-        blocks = self.stored.columns.blocks
-        expected = self.stored.digests[blocks[self.numbers[0]] * SIZE : blocks[self.numbers[-1] + 1] * SIZE]
+        expected = self._expected()
         if found == expected:
             return
         for at, number in enumerate(self.numbers):
@@ -62,6 +78,13 @@ class Batch:
                     " is not what was saved"
                 )
 
+    def _expected(self) -> bytes:
+        blocks, digests = self.stored.columns.blocks, self.stored.digests
+        first, last = self.numbers[0], self.numbers[-1]
+        if last - first == len(self.numbers) - 1:
+            return digests[blocks[first] * SIZE : blocks[last + 1] * SIZE]
+        return b"".join(digests[blocks[number] * SIZE : blocks[number + 1] * SIZE] for number in self.numbers)
+
     def _at(self, offset: int) -> int:
         """The place among the entries of the one that an offset of the file lies in."""
         stops = self.stored.columns.stops
@@ -70,28 +93,40 @@ class Batch:
 
 
 def batches(
-    path: str, stored: Stored, numbers: Sequence[int], keys: Sequence[str], memories: Sequence[Memory]
+    path: str,
+    stored: Stored,
+    numbers: Sequence[int],
+    keys: Sequence[str],
+    memories: Sequence[Memory],
+    gap: int = 0,
 ) -> Iterator[Batch]:
-    """Entries, in the order of the file and none of them empty or above a block, in batches."""
+    """Entries, in the order of the file and none of them empty or above a block, in batches.
+
+    Those with up to `gap` bytes between them are read together; one that is wanted twice is read twice.
+    """
     starts = [stored.columns.starts[number] for number in numbers]
     stops = [stored.columns.stops[number] for number in numbers]
-    for at, end in _runs(starts, stops):
+    for at, end in _runs(starts, stops, gap):
         yield Batch(path, stored, numbers[at:end], keys[at:end], memories[at:end])
 
 
-def _runs(starts: Sequence[int], stops: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Places from where to where entries lie side by side, of bounded number and bytes."""
+def _runs(starts: Sequence[int], stops: Sequence[int], gap: int) -> Iterator[tuple[int, int]]:
+    """Places from where to where entries are read together, of bounded number and bytes."""
     for at in range(0, len(starts), TOGETHER):
         end = min(at + TOGETHER, len(starts))
         if starts[at + 1 : end] == stops[at : end - 1] and stops[end - 1] - starts[at] <= BYTES:
             yield at, end
         else:
-            yield from _divided(starts, stops, at, end)
+            yield from _divided(starts, stops, (at, end), gap)
 
 
-def _divided(starts: Sequence[int], stops: Sequence[int], first: int, end: int) -> Iterator[tuple[int, int]]:
+def _divided(
+    starts: Sequence[int], stops: Sequence[int], places: tuple[int, int], gap: int
+) -> Iterator[tuple[int, int]]:
+    first, end = places
+    most = FAR_BYTES if gap else BYTES
     for at in range(first + 1, end):
-        if starts[at] != stops[at - 1] or stops[at] - starts[first] > BYTES:
+        if not 0 <= starts[at] - stops[at - 1] <= gap or stops[at] - starts[first] > most:
             yield first, at
             first = at
     yield first, end

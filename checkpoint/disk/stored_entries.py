@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import chain
 from operator import mul, sub
 from typing import NamedTuple
 
@@ -88,14 +88,8 @@ def columns_of(said: Mapping[str, Json], data_bytes: int, digest_bytes: int) -> 
         return None
     if 0 in sizes and any(too_large(shape) for shape, size in zip(shapes, sizes, strict=True) if not size):
         return None
-    blocks = _first_blocks(sizes)
+    blocks = digest.first_blocks(sizes)
     return Columns(kinds, shapes, starts, stops, blocks) if digest_bytes == blocks[-1] * digest.SIZE else None
-
-
-def _first_blocks(sizes: Sequence[int]) -> Sequence[int]:
-    if min(sizes, default=0) > 0 and max(sizes) <= digest.BLOCK:
-        return range(len(sizes) + 1)
-    return list(accumulate(map(digest.block_count, sizes), initial=0))
 
 
 def too_large(shape: Sequence[int]) -> bool:

@@ -65,8 +65,12 @@ class Epoch:
         return {item.name: item for item in _items(self.manifest)}
 
     def gone(self, item: Item) -> bool:
-        """Whether retention has removed the files that hold it."""
-        return bool(self.groups) and item.leaf.group not in self.groups
+        """Whether retention has removed the files of its group."""
+        return item.leaf.group in self._removed
+
+    @cached_property
+    def _removed(self) -> frozenset[str]:
+        return self.manifest.removed(self.groups)
 
     def chosen(self, patterns: Sequence[str]) -> dict[str, Item]:
         """The items that match any pattern, or all without patterns; perhaps none."""

@@ -133,7 +133,7 @@ class Source:
         self._held = {}
         files: dict[str, tuple[ShardHeader, list[ReadRequest]]] = {}
         for part in wanted:
-            if 0 < part.nbytes <= SMALL_BYTES:
+            if 0 < part.nbytes <= SMALL_BYTES and (part.header.path, part.key) not in self._held:
                 view = self._held[part.header.path, part.key] = memoryview(bytearray(part.nbytes))
                 requests = files.setdefault(part.header.path, (part.header, []))[1]
                 requests.append(ReadRequest(part.key, 0, part.nbytes, view))

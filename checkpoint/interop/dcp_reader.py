@@ -97,10 +97,9 @@ class DcpReader(StorageReader):
 
 def _addresses(checkpoint: Checkpoint, *kinds: str) -> list[str]:
     """All leaves, those that nodes have of their own by `node:name`; without random states."""
-    manifest, kept = checkpoint.manifest, checkpoint.entry.groups
-    left_out = {
-        leaf.name for leaf in manifest.leaves if leaf.role == "rng" or (kept and leaf.group not in kept)
-    }
+    manifest = checkpoint.manifest
+    removed = manifest.removed(checkpoint.entry.groups)
+    left_out = {leaf.name for leaf in manifest.leaves if leaf.role == "rng" or leaf.group in removed}
     found = []
     for kind in kinds or ("tensor", "value"):
         shared = [name for name, _ in choose(manifest, "*", kind, strict=False)]

@@ -64,9 +64,9 @@ def _chosen(checkpoint: Checkpoint, blobs: str | Sequence[str] | None) -> list[t
         found += hits
     if blobs is None:
         rng = {leaf.name for leaf in manifest.leaves if leaf.role == "rng"}
-        gone = {leaf.name for leaf in manifest.leaves if leaf.group not in checkpoint.entry.groups}
-        kept = rng | (gone if checkpoint.entry.groups else set())
-        found = [one for one in found if one[0] not in kept]
+        removed = manifest.removed(checkpoint.entry.groups)
+        gone = {leaf.name for leaf in manifest.leaves if leaf.group in removed}
+        found = [one for one in found if one[0] not in rng | gone]
     found = list(dict.fromkeys(found))
     if len({name for name, _, _ in found}) != len(found):
         raise UsageError(f"{patterns} mean leaves of several nodes under one name: export them one by one")

@@ -12,12 +12,14 @@ from torchrelay.checkpoint.disk.dtypes import memory_of
 from torchrelay.checkpoint.interop.content import Content
 from torchrelay.checkpoint.interop.epoch_content import content_of, mapping_of
 from torchrelay.checkpoint.interop.huggingface import write_huggingface
-from torchrelay.checkpoint.interop.publishing import check_free, publish
+from torchrelay.checkpoint.interop.publishing import check_free
+from torchrelay.checkpoint.interop.remote_publishing import check_free_at, publish_anywhere
 from torchrelay.checkpoint.interop.safetensors_files import write_safetensors
 from torchrelay.checkpoint.interop.scratch import mapped_tensors
 from torchrelay.checkpoint.interop.torch_files import check_savable, write_torch_file
 from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.checkpoint.reading.casting import Cast
+from torchrelay.checkpoint.storage_places import is_remote
 from torchrelay.errors import UsageError
 from torchrelay.jobs.directories import local_directory
 
@@ -29,7 +31,7 @@ SHARD_BYTES = 5_000_000_000
 class Exported:
     """What an export wrote; `left_out` names the leaves that the format, or nobody, asked for."""
 
-    path: Path
+    path: Path | str
     tensors: int
     values: int
     bytes: int
@@ -55,15 +57,18 @@ def export_checkpoint(
     only. `prefix`, with which some name must begin, is taken off; `dtype` converts floating-point tensors,
     all or by pattern of the new names. Every byte is verified on its way; memory stays bounded. The result
     appears whole and durable or not at all; a file is replaced only with `overwrite`, a directory never.
+    `path` may be a URL: files are then made in the directory for temporary ones, and sent, an index last.
     Raises UsageError, BlobError for what the format cannot hold, and what `open_checkpoint` raises.
     """
     if to not in FORMATS:
         raise UsageError(f"to={to!r} is no format: give one of {', '.join(FORMATS)}")
     if type(shard_bytes) is not int or shard_bytes < 1:
         raise UsageError(f"shard_bytes is {shard_bytes!r}; it is a whole number from 1")
-    target = Path(local_directory(path, "the target"))
     directory = to in ("hf", "dcp")
-    check_free(target, overwrite=overwrite, directory=directory)
+    if is_remote(path):
+        check_free_at(str(path), overwrite=overwrite, directory=directory)
+    else:
+        check_free(Path(local_directory(path, "the target")), overwrite=overwrite, directory=directory)
     content = content_of(open_checkpoint(where, epoch), blobs, prefix, dtype)
     if not content.tensors and to in ("safetensors", "hf"):
         raise UsageError(f"there is no tensor to export, and {to} holds nothing else")
@@ -73,7 +78,7 @@ def export_checkpoint(
         "torch": lambda at: write_torch_file(at, _mapped(content, at)),
         "dcp": lambda at: _write_dcp(content, at),
     }
-    publish(target, writers[to], overwrite=overwrite, directory=directory)
+    target = publish_anywhere(path, writers[to], overwrite=overwrite, directory=directory)
     kept = content.values if to in ("torch", "dcp") else {}
     lost = [name for name in content.values if name not in kept]
     nbytes = sum(tensor.nbytes for tensor in content.tensors.values())

@@ -20,7 +20,12 @@ from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.interop.content import Incoming
 from torchrelay.checkpoint.interop.huggingface import read_huggingface
 from torchrelay.checkpoint.interop.incoming_leaves import leaves_from
-from torchrelay.checkpoint.interop.publishing import check_free, publish
+from torchrelay.checkpoint.interop.publishing import check_free
+from torchrelay.checkpoint.interop.remote_publishing import (
+    check_free_at,
+    fetched_anywhere,
+    publish_anywhere,
+)
 from torchrelay.checkpoint.interop.safetensors_files import read_safetensors
 from torchrelay.checkpoint.interop.torch_files import read_torch_file
 from torchrelay.checkpoint.local_storage import LocalStorage
@@ -31,6 +36,7 @@ from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_o
 from torchrelay.checkpoint.planning.plan import plan_classes
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.state.leaf import Leaf, Value, spec_of
+from torchrelay.checkpoint.storage_places import is_remote
 from torchrelay.errors import UsageError
 from torchrelay.jobs.directories import local_directory
 from torchrelay.jobs.places import NodePlace
@@ -42,7 +48,7 @@ FORMATS = ("torch", "dcp", "safetensors", "hf")
 class Imported:
     """What an import made."""
 
-    path: Path
+    path: Path | str
     tensors: int
     values: int
     bytes: int
@@ -64,25 +70,33 @@ def import_checkpoint(
     unpickler; DCP's metadata are not, so they need `trust=True`. Memory stays bounded: sources are
     mapped. `prefix` must be new or empty; it appears whole or not at all.
     Raises UsageError, BlobError for what cannot be stored, FormatError or DamagedError for a source that
-    is not what it should be, StorageError.
+    is not what it should be, StorageError. Both places may be URLs; a copy of the source is then made.
     """
     if format not in FORMATS:
         raise UsageError(f"format={format!r} is no format: give one of {', '.join(FORMATS)}")
-    path, target = Path(local_directory(source, "the source")), Path(local_directory(prefix, "the prefix"))
-    check_free(target, overwrite=False, directory=True)
-    if not path.exists():
-        raise UsageError(f"{path} is not there: give what shall be imported")
-    made: list[Imported] = []
+    if is_remote(prefix):
+        check_free_at(str(prefix), overwrite=False, directory=True)
+    else:
+        check_free(Path(local_directory(prefix, "the prefix")), overwrite=False, directory=True)
+    with fetched_anywhere(source, "the source") as path:
+        if not path.exists():
+            raise UsageError(f"{source} is not there: give what shall be imported")
+        return _imported(path, prefix, format, blob, trust=trust)
+
+
+def _imported(
+    path: Path, prefix: str | os.PathLike[str], format: str, blob: str | None, *, trust: bool
+) -> Imported:
+    made: list[tuple[int, int, int]] = []
 
     def make(temporary: Path) -> None:
         leaves = leaves_from(_read(path, format, temporary, trust=trust), blob)
         _write_epoch(temporary, leaves)
         tensors = [spec_of(leaf) for leaf in leaves if not isinstance(leaf.content, Value)]
         stored = sum(spec.nbytes for spec in tensors if spec.alias_of is None)
-        made.append(Imported(target, len(tensors), len(leaves) - len(tensors), stored))
+        made.append((len(tensors), len(leaves) - len(tensors), stored))
 
-    publish(target, make, directory=True)
-    return made[0]
+    return Imported(publish_anywhere(prefix, make, directory=True), *made[0])
 
 
 def _read(path: Path, format: str, scratch: Path, *, trust: bool) -> Incoming:

@@ -54,7 +54,7 @@ def committed(state: State, entry: Entry) -> State:
             "the next save writes those bytes again"
         )
     over = [one for one in state.entries if _completed_by(one, entry)]
-    return _without(replace(state, entries=_sorted((*state.entries, entry))), over)
+    return without(replace(state, entries=_sorted((*state.entries, entry))), over)
 
 
 def _completed_by(one: Entry, entry: Entry) -> bool:
@@ -103,7 +103,7 @@ def retired(state: State, retirements: Iterable[Retirement]) -> tuple[State, tup
         entry = next((e for e in state.entries if e.try_name == one.try_name), None)
         if entry is None or entry.key in protected(state) or _needed_by_others(state, entry):
             continue
-        state = _without(state, [entry]) if one.groups is None else _less_groups(state, entry, one.groups)
+        state = without(state, [entry]) if one.groups is None else _less_groups(state, entry, one.groups)
         allowed.append(one)
     return state, tuple(allowed)
 
@@ -148,8 +148,8 @@ def _must_live(state: State, key: Key) -> None:
         raise UnknownEpochError(f"epoch {key} is not committed: list the epochs and choose one")
 
 
-def _without(state: State, gone: Iterable[Entry]) -> State:
-    """Drop entries; tries that nobody needs any more begin to retire."""
+def without(state: State, gone: Iterable[Entry]) -> State:
+    """Drop entries that are not marked; tries that nobody needs any more begin to retire."""
     keys = {entry.key for entry in gone if entry.key not in state.marked}
     before = state.tries
     state = replace(state, entries=tuple(entry for entry in state.entries if entry.key not in keys))

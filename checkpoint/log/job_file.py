@@ -7,6 +7,7 @@ this directory, so that files of another one never pass for its own.
 from __future__ import annotations
 
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
@@ -90,6 +91,37 @@ def open_job(storage: Storage, name: str | None) -> JobFile:
         return open_job(storage, name)
     storage.sync_dir("")
     return job
+
+
+def same_job(one: Storage, other: Storage) -> None:
+    """Refuse two places that belong to different jobs (UsageError), also such of one name."""
+    jobs = read_job(one), read_job(other)
+    if jobs[0] is not None and jobs[1] is not None and jobs[0].uuid != jobs[1].uuid:
+        raise UsageError(
+            f"{one.url} and {other.url} belong to two jobs, or to one that was begun twice: choose an empty "
+            "directory for one of them"
+        )
+
+
+def share_job(near: Storage, far: Storage, name: str | None) -> None:
+    """Make both places those of one job: where one has begun none, it gets the other's file.
+
+    Raises what `open_job` and `same_job` raise.
+    """
+    if read_job(near) is None:
+        open_job(far, name)
+        _copy(far, near)
+    elif read_job(far) is None:
+        _copy(near, far)
+    same_job(near, far)
+
+
+def _copy(source: Storage, target: Storage) -> None:
+    data = _bytes_of(source)
+    target.mkdir("")
+    with suppress(FileExistsError):
+        target.link_exclusive(PATH, data or b"")
+    target.sync_dir("")
 
 
 def directory_name(storage: Storage) -> str:

@@ -108,28 +108,36 @@ class Keeping:
         asked = [f"{name}={value}" for name, value in asked_for if value is not None]
         return ", ".join(asked) or "what a rewind abandoned goes once it is passed"
 
-    def chosen(self, view: LogView, suspects: Collection[Key] = ()) -> tuple[Retirement, ...]:
-        """What goes whole. `suspects` are entries that are not proved: none of them is a reason to let go."""
-        return to_retire(_suspecting(view, suspects), self.policy)
+    def chosen(
+        self, view: LogView, suspects: Collection[Key] = (), needed: Collection[str] = ()
+    ) -> tuple[Retirement, ...]:
+        """What goes whole. `suspects` are entries that are not proved: none of them is a reason to let go.
 
-    def chosen_optimizers(self, view: LogView, suspects: Collection[Key] = ()) -> tuple[Retirement, ...]:
+        `needed` are tries that stay, whatever the rules.
+        """
+        return to_retire(_suspecting(view, suspects), self.policy, needed)
+
+    def chosen_optimizers(
+        self, view: LogView, suspects: Collection[Key] = (), needed: Collection[str] = ()
+    ) -> tuple[Retirement, ...]:
         """What loses its optimizer."""
         if self.optimizer_last is None:
             return ()
-        return optimizers_to_retire(_suspecting(view, suspects), self.optimizer_last)
+        found = optimizers_to_retire(_suspecting(view, suspects), self.optimizer_last)
+        return tuple(one for one in found if one.try_name not in needed)
 
-    def after(self, view: LogView, suspects: Collection[Key] = ()) -> State:
+    def after(self, view: LogView, suspects: Collection[Key] = (), needed: Collection[str] = ()) -> State:
         """What `retire` would leave of a log; changes nothing."""
-        state, _ = changes.retired(view.state, self.chosen(view, suspects))
-        thinner = self.chosen_optimizers(replace(view, state=state), suspects)
+        state, _ = changes.retired(view.state, self.chosen(view, suspects, needed))
+        thinner = self.chosen_optimizers(replace(view, state=state), suspects, needed)
         return changes.retired(state, thinner)[0]
 
-    def retire(self, writer: LogWriter, suspects: Collection[Key] = ()) -> None:
+    def retire(self, writer: LogWriter, suspects: Collection[Key] = (), needed: Collection[str] = ()) -> None:
         """Say durably, in the log, what is given up; deletes nothing. Raises FencedError and StorageError."""
-        writer.retire(lambda view: self.chosen(view, suspects), self.rule)
+        writer.retire(lambda view: self.chosen(view, suspects, needed), self.rule)
         if self.optimizer_last is not None:
             rule = f"keep_optimizer_last={self.optimizer_last}"
-            writer.retire(lambda view: self.chosen_optimizers(view, suspects), rule)
+            writer.retire(lambda view: self.chosen_optimizers(view, suspects, needed), rule)
 
 
 KEEP_ALL = Keeping()

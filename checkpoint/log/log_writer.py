@@ -204,6 +204,15 @@ class LogWriter:
         """The reason `name` is gone."""
         return self._append_draft(unpin_draft(name, self.generation))
 
+    def change(
+        self, kind: str, change: Callable[[State], tuple[State, Mapping[str, Json]] | None]
+    ) -> LogView:
+        """Append a record that makes this log follow another one of its job (`checkpoint.tier`).
+
+        `change` says what the record states, from the log as it is in its slot; None appends nothing.
+        """
+        return self._append(kind, change)
+
     def forget(self, deleted: Iterable[Retirement]) -> None:
         """These retirements are deleted completely; the next record stops listing them."""
         with self._lock:  # an append by another thread may be looking through them
@@ -213,6 +222,12 @@ class LogWriter:
         """Raise FencedError if another writer was seen to have taken over. Asks no storage."""
         if self._fenced is not None:
             raise self._fenced
+
+    def ask(self) -> None:
+        """As `check`, having asked the storage, in one question, whether the log went on without us."""
+        with self._lock:
+            self._look_ahead()
+        self.check()
 
     def release(self) -> None:
         """Say that we are done, so that the next writer need not wait, and close."""

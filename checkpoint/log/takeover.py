@@ -20,7 +20,7 @@ from torchrelay.checkpoint.log.log_append import Draft, OvertakenError, append
 from torchrelay.checkpoint.log.log_reader import Tail, read_tail
 from torchrelay.checkpoint.log.record import LOG
 from torchrelay.checkpoint.log.writer import Right, WriterIdentity, describe, judge
-from torchrelay.checkpoint.storage import Leftovers, Storage
+from torchrelay.checkpoint.storage import Leftovers, Storage, Unfinished
 from torchrelay.errors import DirectoryInUseError, StorageError
 
 Json = Any
@@ -64,13 +64,14 @@ def take_over(
         if verdict.right is Right.WATCH and moves(storage, patience_secs):
             raise DirectoryInUseError(f"{storage.url} is in use by {describe(holder, _REMEDY)}")
         older_tries = frozenset(storage.list(DATA))
-        cut_off = _temporaries(storage)
+        cut_off, begun = _temporaries(storage), _begun(storage)
         storage.sync_dir(LOG)  # never act on a name that a power cut could still remove
         try:
             appended = append(storage, tail, _takeover(me, nonce, verdict.reason))
         except OvertakenError:
             continue
         _delete(storage, cut_off)
+        _give_up(storage, begun)
         return Taken(appended.tail, older_tries)
     raise DirectoryInUseError(f"{storage.url} is in use by {describe(holder, _REMEDY)}")
 
@@ -91,6 +92,21 @@ def _delete(storage: Storage, paths: list[str]) -> None:
     for path in paths:
         with suppress(StorageError):
             storage.delete(path)
+
+
+def _begun(storage: Storage) -> list[tuple[str, str]]:
+    """Parts of shards that older writers sent; without the right to list them there is nothing to be done."""
+    if isinstance(storage, Unfinished):
+        with suppress(StorageError):
+            return storage.unfinished(DATA)
+    return []
+
+
+def _give_up(storage: Storage, begun: list[tuple[str, str]]) -> None:
+    if isinstance(storage, Unfinished):
+        for one in begun:
+            with suppress(StorageError):
+                storage.give_up(one)
 
 
 def _takeover(me: WriterIdentity, nonce: str, reason: str) -> Draft:

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchrelay.checkpoint.disk.boxes import Bounds, volume
 from torchrelay.checkpoint.disk.canonical import INTEGER_LIMIT, dumps, word
+from torchrelay.checkpoint.disk.immutable import immutable
 from torchrelay.checkpoint.disk.layouts import Layout, PerNode, Split
+from torchrelay.checkpoint.disk.lazily import lazily
 from torchrelay.checkpoint.disk.manifest import VALUE_LIMIT_BYTES, BlobRow, LeafRow
 from torchrelay.checkpoint.disk.mesh import Mesh, placements_json
 from torchrelay.checkpoint.disk.names import Flat, Key, Whole
@@ -30,7 +32,7 @@ class NodeClass:
     leaves: tuple[LeafSpec, ...]
 
 
-@dataclass(frozen=True)
+@immutable()
 class Assignment:
     """Elements `first` up to, not including, `last` of a leaf that one node writes; a value has (0, 1)."""
 
@@ -42,12 +44,12 @@ class Assignment:
     box: Bounds | None = None
     """The part of a sharded leaf; `first` and `last` then only count its elements."""
 
-    @property
+    @lazily
     def whole(self) -> bool:
         """Whether the node writes all of the leaf."""
         return self.last - self.first == elements(self.leaf)
 
-    @property
+    @lazily
     def key(self) -> Key:
         """The name under which a shard holds it."""
         if self.box is not None:
@@ -308,25 +310,31 @@ def identity_head(leaf: LeafSpec) -> bytes:
 def _head(leaf: LeafSpec) -> bytes:
     """Put together here, because a call of the encoder costs more than all of this."""
     size = leaf.nbytes if leaf.kind == "tensor" else 0
-    if max(size, *leaf.shape, 0) >= INTEGER_LIMIT:
+    form = _form(leaf.group, leaf.alias_of, leaf.kind, leaf.role.value, leaf.dtype, leaf.shape, size)
+    if not form:
         return _encoded_head(leaf)
     name = word(leaf.name)
     blob = name if leaf.blob == leaf.name else word(leaf.blob)
-    kind = f"{_word(leaf.kind)},{_word(leaf.role.value)},{_word(leaf.dtype)}"
-    shape = ",".join(map(str, leaf.shape))
-    text = f"[{name},{blob},{_word(leaf.group)},{word(leaf.alias_of)},{kind},[{shape}],{size}"
     try:
-        return text.encode("utf-8")
+        return f"[{name},{blob},{form}".encode()
     except UnicodeEncodeError:
         return _encoded_head(leaf)
+
+
+@lru_cache(maxsize=1 << 14)
+def _form(
+    group: str, alias: str | None, kind: str, role: str, dtype: str | None, shape: tuple[int, ...], size: int
+) -> str:
+    """What very many leaves have in common but for their names; empty for numbers that JSON has not."""
+    if max(size, *shape, 0) >= INTEGER_LIMIT:
+        return ""
+    extents = ",".join(map(str, shape))
+    return f"{','.join(map(word, (group, alias, kind, role, dtype)))},[{extents}],{size}"
 
 
 def _encoded_head(leaf: LeafSpec) -> bytes:
     """The same from the encoder; raises UsageError saying what of it is no canonical JSON."""
     return dumps(identity(replace(leaf, sharding=None)))[:-1]
-
-
-_word = lru_cache(maxsize=256)(word)
 
 
 def sorted_leaves(leaves: Iterable[LeafSpec]) -> list[LeafSpec]:

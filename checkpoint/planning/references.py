@@ -8,7 +8,7 @@ from dataclasses import replace
 from torchrelay.checkpoint.disk.layouts import Cut, Layout, PerNode, Replicated, Split
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest, ShardRow, in_order
 from torchrelay.checkpoint.disk.mesh import Mesh
-from torchrelay.checkpoint.disk.parts import alike, parts_of
+from torchrelay.checkpoint.disk.parts import alike, holding
 
 
 def with_references(
@@ -102,7 +102,11 @@ class _Merging:
             if leaf.alias_of is None and row not in self.old.values and place not in seen:
                 seen.add(place)
                 holders.update(
-                    dict.fromkeys((leaf.source, node, leaf.group) for node, _ in parts_of(layout, row, leaf))
+                    dict.fromkeys(
+                        (leaf.source, node, leaf.group)
+                        for nodes in holding(layout, row, leaf)
+                        for node in sorted(nodes)
+                    )
                 )
         for holder in holders:
             yield from self.old.files[holder]

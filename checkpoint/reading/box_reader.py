@@ -52,6 +52,10 @@ class BoxPlan:
         for read in reads:
             self._add(read, opened)
 
+    def sizes(self) -> list[int]:
+        """The bytes of each read that goes through a slab."""
+        return [one.slab.nbytes(one.item_bytes) for one in self._slabs]
+
     def read_slabs(self, read_many: ReadMany, options: ReadOptions) -> None:
         """Read all slabs, begun in the order of the files, and put them into place, batch by batch.
 

@@ -21,7 +21,7 @@ from torchrelay.checkpoint.disk.layouts import Replicated, Split
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.disk.names import Flat, Key, encode_name, format_key
-from torchrelay.checkpoint.disk.parts import parts_of
+from torchrelay.checkpoint.disk.parts import parts_near, parts_of
 from torchrelay.checkpoint.disk.read_options import PLAIN, ReadOptions
 from torchrelay.checkpoint.disk.shard_reader import ReadRequest, ShardHeader
 from torchrelay.checkpoint.disk.windows import Target, whole_target
@@ -90,19 +90,23 @@ class LeafReader:
         StorageError for what the storage has.
         """
         by_file: dict[str, tuple[ShardHeader, list[ReadRequest]]] = {}
+        found, plan = self.planned(reads)
+        for header, request in [*found, *plan.straight]:
+            by_file.setdefault(header.path, (header, []))[1].append(request)
+        for path in sorted(by_file):
+            _read_twice(*by_file[path], self.options)
+        plan.read_slabs(_read_twice, self.options)
+
+    def planned(self, reads: Iterable[LeafRead]) -> tuple[list[tuple[ShardHeader, ReadRequest]], BoxPlan]:
+        """What `read_many` reads, of leaves that all nodes have alike and of boxes; opens headers alone."""
         boxes: list[BoxRead] = []
         found: list[tuple[ShardHeader, ReadRequest]] = []
         for read in reads:
             if read.target is None and not self._sharded(read):
                 found += self._requests(read)
             else:
-                boxes.append(self._boxes(read))
-        plan = BoxPlan(boxes, self.header)
-        for header, request in [*found, *plan.straight]:
-            by_file.setdefault(header.path, (header, []))[1].append(request)
-        for path in sorted(by_file):
-            _read_twice(*by_file[path], self.options)
-        plan.read_slabs(_read_twice, self.options)
+                boxes.append(self.boxes(read))
+        return found, BoxPlan(boxes, self.header)
 
     def holder(self, row: int) -> Holder | None:
         """Whose file holds a leaf of its own, that is alike on all nodes, whole; None for any other leaf."""
@@ -203,12 +207,15 @@ class LeafReader:
     def _sharded(self, read: LeafRead) -> bool:
         return isinstance(self.manifest.layouts[self.spec(read.leaf, read.node).layout], Mesh)
 
-    def _boxes(self, read: LeafRead) -> BoxRead:
+    def boxes(self, read: LeafRead) -> BoxRead:
+        """Which stored parts the boxes of a read come from; opens no file. Raises as `read_many` does."""
         row = find_row(self.manifest, read.leaf, read.node)
         spec = self.manifest.leaves[row]
         target = read.target or whole_target(spec.shape)
         memory = _memory(spec, read, prod(target.shape))
-        parts = self._parts(row, holder_of(self.manifest, row, read.node))
+        owner = holder_of(self.manifest, row, read.node)
+        near = parts_near(self.manifest.layouts[spec.layout], row, spec, [w.box for w in target.windows])
+        parts = [part for part in near if owner is None or part[0] == owner]
         return BoxRead(spec, tuple(parts), target, memory)
 
     def _places(self, leaf: str, node: str | None) -> list[_Place]:

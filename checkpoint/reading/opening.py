@@ -20,6 +20,7 @@ from torchrelay.checkpoint.reading.proof import Outcome, Proof, prove
 from torchrelay.checkpoint.remote.urls import is_url
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.storage_places import FILE, joined, storage_of
+from torchrelay.checkpoint.tier.opened import opened
 from torchrelay.errors import NoProvableEpochError, StorageError, UnknownEpochError, UsageError
 
 Best = tuple[str, str]
@@ -61,7 +62,7 @@ def place_of(where: str | os.PathLike[str] | Storage) -> Place:
             f"{path} holds no checkpoints: give a run directory (it has checkpoints/) or the prefix "
             "that the manager was given"
         )
-    return Place(CountingStorage(LocalStorage(path)))
+    return Place(CountingStorage(opened(path)))
 
 
 def _place_at_url(url: str) -> Place:

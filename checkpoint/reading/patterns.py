@@ -101,6 +101,8 @@ def check_prefix_used(names: Iterable[str], prefix: str) -> None:
 
 def renamed_all(names: Iterable[str], rename: Rename | None) -> dict[str, str]:
     """New name to old; raises UsageError where two would become one, or one would have no name."""
+    if rename is None:
+        return {name: name for name in names}
     found: dict[str, str] = {}
     for name in names:
         new = renamed(name, rename)

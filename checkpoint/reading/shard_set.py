@@ -13,7 +13,7 @@ from typing import Any
 
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest, ShardRow
 from torchrelay.checkpoint.disk.names import all_plain, format_key
-from torchrelay.checkpoint.disk.parts import alike, parts_of
+from torchrelay.checkpoint.disk.parts import alike, holding
 from torchrelay.checkpoint.disk.paths import position_of, shard_path
 from torchrelay.checkpoint.disk.shard import ShardIdentity
 from torchrelay.checkpoint.disk.shard_reader import ShardExpectation, ShardHeader, read_header
@@ -143,18 +143,21 @@ class ShardSet:
 def holders_of(manifest: Manifest, rows: Sequence[int]) -> Iterator[Holder]:
     """Whose files hold the bytes of leaf rows, each once; rows of values in the manifest need none."""
     seen: set[Holder] = set()
-    layouts: set[tuple[object, ...]] = set()
+    looked_at: set[tuple[object, ...]] = set()
     for row in rows:
         leaf = manifest.leaves[row]
         layout = manifest.layouts[leaf.layout]
         form = alike(layout, leaf)
-        place = (leaf.layout, leaf.source, leaf.group, form)
-        if leaf.alias_of is not None or row in manifest.values or place in layouts:
+        place = (leaf.layout, leaf.source, leaf.group, row if form is None else form)
+        if leaf.alias_of is not None or row in manifest.values or place in looked_at:
             continue
-        if form is not None:
-            layouts.add(place)
-        for node, _ in parts_of(layout, row, leaf):
-            holder = (leaf.source, node, leaf.group)
-            if holder not in seen:
-                seen.add(holder)
-                yield holder
+        looked_at.add(place)
+        for nodes in holding(layout, row, leaf):
+            if (leaf.source, leaf.group, nodes) in looked_at:  # one set of thousands, of very many leaves
+                continue
+            looked_at.add((leaf.source, leaf.group, nodes))
+            for node in sorted(nodes):
+                holder = (leaf.source, node, leaf.group)
+                if holder not in seen:
+                    seen.add(holder)
+                    yield holder

@@ -67,7 +67,7 @@ def refusal(place: str, verb: str, error: BaseException) -> StorageError:
     """The error of ours for what a store answered."""
     reason = str(error).strip() or type(error).__name__
     number = error.errno if isinstance(error, OSError) else None
-    if isinstance(error, PermissionError):
+    if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
         hint = "; check the credentials and what they allow"
     elif isinstance(error, FileNotFoundError):
         hint = "; check that the bucket exists"

@@ -20,6 +20,7 @@ from torchrelay.checkpoint.log.tail import STRIDE, find_tail, floor
 from torchrelay.checkpoint.repair.bases import LostBase, lost_bases
 from torchrelay.checkpoint.repair.history import History, read_history
 from torchrelay.checkpoint.storage import Leftovers, Storage
+from torchrelay.checkpoint.tier import notes
 from torchrelay.errors import DamagedError, UnknownEpochError
 
 Json = Any
@@ -28,7 +29,7 @@ Does = Literal["mend", "delete", "keep"]
 
 _SLOT = re.compile(r"[0-9]{20}\.json", re.ASCII)
 _BASE = re.compile(r"base-[0-9a-f]{6,64}\.json", re.ASCII)
-_TOP = frozenset({job_file.PATH, counter.PATH, LOG, DATA, "pins", "requests"})
+_TOP = frozenset({job_file.PATH, counter.PATH, notes.PATH, LOG, DATA, "pins", "requests"})
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import TypeGuard
+
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from torchrelay.checkpoint.disk.dtypes import check_dense, is_storable, logical_dtype
+from torchrelay.checkpoint.disk.many_tensors import all_dense
 from torchrelay.checkpoint.state.dtensors import is_sharded, local_of
 from torchrelay.checkpoint.state.subclasses import is_typed_memory, is_wrapper, plain
 from torchrelay.errors import BlobError
@@ -28,6 +33,20 @@ def admitted(tensor: torch.Tensor, name: str) -> torch.Tensor:
         check_dense(tensor, name)
         logical_dtype(tensor.dtype, name)
     return tensor.detach()
+
+
+def is_plain_memory(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether this is a tensor that is stored as it is, and can be loaded into: nothing to refuse."""
+    return type(value) in _PLAIN and _is_plain(value) and value.is_contiguous()  # type: ignore[attr-defined, arg-type]
+
+
+def all_plain_memory(values: Sequence[object]) -> TypeGuard[Sequence[torch.Tensor]]:
+    """The same of many at once."""
+    return (
+        all_dense(values)
+        and all(map(torch.Tensor.is_contiguous, values))
+        and all(map(is_storable, set(map(attrgetter("dtype"), values))))
+    )
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from torchrelay.errors import BlobError
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 
@@ -28,9 +30,19 @@ def _is_dtensor(kind: type) -> bool:
 
 def sharding_of(tensor: torch.Tensor, name: str) -> Mesh:
     """The mesh of a DTensor, by global ranks; raises BlobError naming a placement that has no parts."""
-    mesh = _dtensor(tensor).device_mesh
-    nodes = tuple(int(rank) for rank in mesh.mesh.flatten().tolist())
-    return Mesh(nodes, tuple(mesh.shape), _placements(tensor, name))
+    mesh, placements = _dtensor(tensor).device_mesh, _placements(tensor, name)
+    known = _meshes.setdefault(mesh, {})
+    if placements not in known:
+        nodes = tuple(int(rank) for rank in mesh.mesh.flatten().tolist())
+        known[placements] = Mesh(nodes, tuple(mesh.shape), placements)
+    return known[placements]
+
+
+_meshes: weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[Placement, ...], Mesh]] = (
+    weakref.WeakKeyDictionary()
+)
+"""All leaves on equal device meshes (FSDP makes one for every module) have the same object: of thousands of
+ranks a mesh is long, and its text is made once."""
 
 
 def target_of(tensor: torch.Tensor, name: str) -> Target:

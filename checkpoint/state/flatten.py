@@ -6,12 +6,13 @@ state is named by the parameters of the registered modules, and of several names
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.state.admission import admitted
+from torchrelay.checkpoint.disk.many_tensors import AT_ONCE
+from torchrelay.checkpoint.state.admission import admitted, all_plain_memory, is_plain_memory
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, OPTIM_GROUP, Leaf, Role
 from torchrelay.checkpoint.state.module_leaves import module_leaves, named_parameters, own_leaves
@@ -35,11 +36,30 @@ def named_leaves(objects: Mapping[str, Any]) -> tuple[list[Leaf], dict[int, str]
     names = parameter_names(objects)
     first_names: dict[int, str] = {}
     found: dict[str, Leaf] = {}
-    for blob, value in objects.items():
+    for blob, value, content in _detached(objects):
+        if content is not None and blob not in found:
+            first = first_names.setdefault(id(value), blob)
+            alias = None if first == blob else first
+            found[blob] = Leaf(blob, blob, tensor_role(value), MAIN_GROUP, content, alias)
+            continue
         for leaf in _leaves(blob, value, names, first_names):
             _check_unused(leaf, found)
             found[leaf.name] = leaf
     return list(found.values()), names
+
+
+def _detached(objects: Mapping[str, Any]) -> Iterator[tuple[str, Any, torch.Tensor | None]]:
+    """All blobs; those that are plain memory, of which there may be very many, with a detached tensor."""
+    blobs, values = list(objects), list(objects.values())
+    for at in range(0, len(values), AT_ONCE):
+        part = slice(at, at + AT_ONCE)
+        yield from zip(blobs[part], values[part], _detached_some(values[part]), strict=True)
+
+
+def _detached_some(values: Sequence[Any]) -> Iterable[torch.Tensor | None]:
+    if all_plain_memory(values):
+        return map(torch.Tensor.detach, values)
+    return (value.detach() if is_plain_memory(value) else None for value in values)
 
 
 def parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
@@ -47,6 +67,9 @@ def parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
     found: dict[int, str] = {}
     optimizers: dict[str, Any] = {}
     for blob, value in objects.items():
+        if type(value) is torch.Tensor:
+            found.setdefault(id(value), blob)
+            continue
         kind = kind_of(value)
         if kind is Kind.MODULE:
             for name, parameter in named_parameters(blob, value):

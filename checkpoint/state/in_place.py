@@ -17,6 +17,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from torchrelay.checkpoint.disk.many_tensors import (
+    AT_ONCE,
+    all_dense,
+    all_in_order,
+    memories_at,
+    memories_of,
+)
 from torchrelay.checkpoint.state.restoring import dtype_name
 from torchrelay.checkpoint.storage import Memory
 from torchrelay.errors import RelayError
@@ -39,7 +46,10 @@ class InPlace:
 
     def memories(self) -> list[Memory]:
         """The bytes of each, to be written to as long as the tensors are there."""
-        return _at(self._addresses(), self._sizes())
+        live, found = list(self.tensors.values()), []
+        for at in range(0, len(live), AT_ONCE):
+            found += memories_of(live[at : at + AT_ONCE])
+        return found
 
     def beside(self) -> tuple[list[Memory], Memory]:
         """As much memory of its own for each, and what all of that is cut from."""
@@ -47,7 +57,7 @@ class InPlace:
         ends = list(accumulate(sizes))
         whole = (ctypes.c_ubyte * (ends[-1] if ends else 0))()
         first = ctypes.addressof(whole)
-        return _at([first + end - size for end, size in zip(ends, sizes, strict=True)], sizes), whole
+        return memories_at([first + end - size for end, size in zip(ends, sizes, strict=True)], sizes), whole
 
     def put(self, memories: Iterable[Memory]) -> None:
         """Copy what was read beside into place."""
@@ -83,59 +93,40 @@ def fitting(
 ) -> InPlace:
     """Of these stored leaves, each the only one of a blob of its name, those that its object fits."""
     live = [objects[name] for name in names]
-    if not set(map(type, live)) <= PLAIN:
-        return _fitting_some(objects, [type(one) in PLAIN for one in live], names, dtypes, shapes)
-    # Only dense tensors can be asked all of the questions.
-    if any(map(attrgetter("is_nested"), live)) or not set(map(attrgetter("layout"), live)) <= {torch.strided}:
-        dense = [not one.is_nested and one.layout is torch.strided for one in live]
-        return _fitting_some(objects, dense, names, dtypes, shapes)
-    good = (
-        len(set(map(id, live))) == len(live)
+    twice = _twice(live)
+    found: dict[str, torch.Tensor] = {}
+    for at in range(0, len(live), AT_ONCE):
+        part = slice(at, at + AT_ONCE)
+        some = live[part], dtypes[part], shapes[part]
+        if not twice and _all_usual(*some):
+            found.update(zip(names[part], some[0], strict=True))
+        else:
+            rows = zip(*some, strict=True)
+            usual = [
+                id(one) not in twice and _all_usual([one], [dtype], [shape]) for one, dtype, shape in rows
+            ]
+            found.update(compress(zip(names[part], some[0], strict=True), usual))
+    return InPlace(found)
+
+
+def _twice(live: Sequence[Any]) -> set[int]:
+    """The ids of what is there more than once."""
+    if len(set(map(id, live))) == len(live):
+        return set()
+    return {one for one, count in Counter(map(id, live)).items() if count > 1}
+
+
+def _all_usual(live: Sequence[Any], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> bool:
+    """Whether nothing is odd about any of these tensors."""
+    return (
+        all_dense(live)
         and _dtypes(live) == list(dtypes)
         and list(map(attrgetter("shape"), live)) == list(map(tuple, shapes))
-        and all(map(attrgetter("is_cpu"), live))
-        and all(map(torch.Tensor.is_contiguous, live))
-        and not any(map(torch.Tensor.is_conj, live))
-        and not any(map(torch.Tensor.is_neg, live))
+        and all_in_order(live)
     )
-    if good:
-        return InPlace(dict(zip(names, live, strict=True)))
-    return _fitting_some(objects, _usual(live, dtypes, shapes), names, dtypes, shapes) if live else NOTHING
-
-
-def _fitting_some(
-    objects: Mapping[str, Any],
-    chosen: Sequence[bool],
-    names: Sequence[str],
-    dtypes: Sequence[str],
-    shapes: Sequence[Sequence[int]],
-) -> InPlace:
-    columns = (list(compress(names, chosen)), list(compress(dtypes, chosen)), list(compress(shapes, chosen)))
-    return fitting(objects, *columns)
-
-
-def _usual(
-    live: Sequence[torch.Tensor], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
-) -> list[bool]:
-    """Of which tensors nothing is odd."""
-    times = Counter(map(id, live))
-    return [
-        times[id(one)] == 1
-        and dtype_name(one.dtype) == dtype
-        and one.shape == tuple(shape)
-        and one.is_cpu
-        and one.is_contiguous()
-        and not (one.is_conj() or one.is_neg())
-        for one, dtype, shape in zip(live, dtypes, shapes, strict=True)
-    ]
 
 
 def _dtypes(live: Sequence[torch.Tensor]) -> list[str]:
     found = list(map(attrgetter("dtype"), live))
     names = {dtype: dtype_name(dtype) for dtype in set(found)}
     return list(map(names.__getitem__, found))
-
-
-def _at(addresses: Sequence[int], sizes: Sequence[int]) -> list[Memory]:
-    kinds = {size: ctypes.c_ubyte * size for size in set(sizes)}
-    return [kinds[size].from_address(address) for address, size in zip(addresses, sizes, strict=True)]

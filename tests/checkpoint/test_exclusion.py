@@ -201,3 +201,12 @@ def test_a_record_of_another_is_never_replaced():
         storage.link_exclusive("log/00000000000000000001.json", b"another")
     assert storage.read_range("log/00000000000000000001.json", 0, 1 << 20) == before
     assert open_log(storage).newest() == entry(1)
+
+
+def test_a_store_that_is_away_is_asked_for_so_long_once(monkeypatch):
+    """A store that does not answer is not asked twice for as long as a call may take, nor a third time."""
+    storage = store_of(Faulty(itertools.repeat("reset")), patience=Patience(0.0, 0.0, 0.0))
+    monkeypatch.setattr(storage, "replace", lambda *_: pytest.fail("asked again"))
+    monkeypatch.setattr(storage, "delete", lambda *_: pytest.fail("asked again"))
+    with pytest.raises(StorageError, match="try again when the store answers"):
+        check_exclusion(storage)

@@ -135,6 +135,15 @@ def test_torch_load_reads_exports_with_ties(run, tmp_path):
     assert "own" not in found
 
 
+@pytest.mark.parametrize("form", ["torch", "dcp"])
+def test_an_optimizer_without_state_goes_out(tmp_path, form):
+    """The settings of an optimizer that has no file of its own (SGD without momentum) are exported, too."""
+    with Writing(tmp_path / "run/checkpoints") as writing:
+        writing.save(1, [parameter("model.w", torch.ones(2)), value("optimizer.lr", 0.1, "optim")])
+    exported = export_checkpoint(tmp_path / "run", tmp_path / "out", to=form)
+    assert (exported.values, list(exported.left_out)) == (1, [])
+
+
 def test_dcp_reads_exports_and_epochs(run, tmp_path):
     """dcp.load gives the same from an exported directory and, by DcpReader, from the epoch itself."""
     export_checkpoint(run, tmp_path / "dcp", to="dcp", blobs=["model", "total"])

@@ -11,7 +11,7 @@ import pytest
 from torchrelay.checkpoint import pacing
 from torchrelay.checkpoint.disk.canonical import dumps
 from torchrelay.checkpoint.disk.names import Whole, encode_name, format_key, parse_key
-from torchrelay.checkpoint.disk.shard import Part, ShardEntry, ShardIdentity, entry_cost, entry_cost_limit
+from torchrelay.checkpoint.disk.shard import Part, ShardEntry, ShardIdentity, cost_limit, entry_cost
 from torchrelay.checkpoint.disk.side_by_side import WORTH_IT, each
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.pacing import STRIDE, Pacer
@@ -131,7 +131,7 @@ def test_keys_of_plain_and_other_names_come_back(name):
 def test_the_quick_bound_of_a_header_entry_holds(name, shape, dtype):
     """Files are never left uncut on the strength of a bound that an entry exceeds."""
     entry = ShardEntry(Whole(name), dtype, shape, memoryview(b""))
-    assert entry_cost(entry) <= entry_cost_limit(entry)
+    assert entry_cost(entry) <= cost_limit([entry])
 
 
 def test_a_header_frame_has_the_length_it_announces():

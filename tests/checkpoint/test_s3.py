@@ -1,4 +1,4 @@
-"""Checkpoints on a real S3 server with conditional PUTs; without `torchrelay[test-s3]` skipped, and said."""
+"""Checkpoints on a real S3 server with conditional PUTs; without `torchrelay[test]` skipped, and said."""
 
 from __future__ import annotations
 

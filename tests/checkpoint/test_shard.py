@@ -215,6 +215,18 @@ def test_many_small_reads_become_few(storage):
     assert counting.bytes_read - nbytes == sum(map(len, buffers.values()))
 
 
+def test_an_entry_that_is_wanted_twice_is_read_twice(storage):
+    """Two requests for one small entry both get its bytes."""
+    entries = [raw(f"k{i}", os.urandom(50 + i)) for i in range(3)]
+    report = write_shard(storage, "", IDENTITY, entries)[0]
+    header = read_header(storage, report.path, expectation(report))
+    keys = ["k0", "k1", "k1", "k2", "k1"]
+    found = [bytearray(header.entries[key].nbytes) for key in keys]
+    header.read_many(ReadRequest(key, 0, len(b), memoryview(b)) for key, b in zip(keys, found, strict=True))
+    written = {entry.key.name: entry.data for entry in entries}
+    assert found == [written[key] for key in keys]
+
+
 def test_pieces_keep_what_they_are_pieces_of(storage):
     """A box and a flat range know the shape of their leaf, and read back as written."""
     tensor = torch.arange(24).to(torch.complex128).reshape(4, 6)

@@ -52,6 +52,17 @@ def test_a_module_that_was_just_evaluated_shows_its_shards():
     assert not [leaf.name for leaf in leaves if leaf.name.endswith(".step") and leaf.name in sharded]
 
 
+def test_leaves_on_equal_device_meshes_have_one_mesh():
+    """However many device meshes FSDP makes for its modules: of thousands of ranks a mesh is long."""
+    model = fsdp()
+    assert model[0].weight.device_mesh is not model[1].weight.device_mesh
+    specs = [spec_of(leaf) for leaf in leaves_of({"model": model}) if isinstance(leaf.content, DTensor)]
+    assert len(specs) == 4 and len({id(spec.sharding) for spec in specs}) == 1
+    other = distribute_tensor(torch.ones(4, 4), model[0].weight.device_mesh, [Shard(1)])
+    (leaf,) = leaves_of({"other": other})
+    assert spec_of(leaf).sharding != specs[0].sharding
+
+
 def test_fsdp1_is_refused_with_the_way_out():
     """Flat parameters are not saved under names that nobody could load."""
     model = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))

@@ -161,8 +161,6 @@ def _dropout(call: Call, x: Tensor, ratio: Any = None, training: Any = None) -> 
     on = call.training if training is None or 2 in call.fixed else bool(training)
     if not on or share == 0:
         return x, torch.ones_like(x, dtype=torch.bool)
-    if not call.gives(1):
-        return functional.dropout(x, share, training=True)
     mask = torch.rand_like(x) >= share
     return x * mask / (1 - share), mask
 

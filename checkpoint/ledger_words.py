@@ -1,0 +1,63 @@
+"""What the processes of a session know of a log: what a look found, what was proved, who holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torchrelay.checkpoint.disk.manifest import Manifest
+from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.position import Position
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a log says before a run starts.
+
+    `epoch`, `step` and `facts` are of the newest entry of the current branch, not proved yet, `whole` is its
+    newest whole epoch; `request` is what that branch was begun by. `notices` are for people.
+    """
+
+    commits: bool = False
+    branch: int = 0
+    request: Mapping[str, Any] | None = None
+    epoch: int | None = None
+    step: int = 0
+    whole: int | None = None
+    facts: Facts | None = None
+    notices: tuple[str, ...] = ()
+
+    @property
+    def position(self) -> Position | None:
+        """That of the newest entry."""
+        return None if self.epoch is None else Position(self.epoch, self.step)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A proved position, ready to be loaded."""
+
+    entry: Entry
+    manifest: Manifest
+
+    @property
+    def position(self) -> Position:
+        """Where in the run it was taken."""
+        return self.entry.position
+
+    @property
+    def facts(self) -> Facts:
+        """What the manifest remembers of the run."""
+        return self.manifest.facts
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What every process knows of the log that rank 0 holds."""
+
+    job: str
+    uuid: str
+    branch: int
+    generation: int

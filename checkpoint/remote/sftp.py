@@ -1,0 +1,225 @@
+"""Files over SFTP, with what a storage needs of them: whole or absent, created exclusively, read in part.
+
+fsspec's own two implementations overwrite where they should create, look before they write, or read whole
+files where a range was asked for. Here a file is written under a private name, made durable by OpenSSH's
+`fsync`, and then given its name: by a hard link, which the server refuses where the name is taken, or by a
+rename that replaces. The connection is made when it is first needed, and again after it was lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import secrets
+import stat
+import weakref
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import asyncssh
+from fsspec.asyn import AsyncFileSystem, sync_wrapper
+from fsspec.utils import infer_storage_options
+
+from torchrelay.checkpoint.storage import PRIVATE
+
+_PIECE_BYTES = 8 << 20
+_PATIENCE = {"connect_timeout": 20, "login_timeout": 20, "keepalive_interval": 10, "keepalive_count_max": 3}
+"""In seconds; a server that is silent for half a minute is lost."""
+
+
+class SftpFileSystem(AsyncFileSystem):  # type: ignore[misc]  # fsspec is not annotated
+    """Files of an SFTP server; `options` are those of `asyncssh.connect`, of which none turns checks off.
+
+    The server's key has to be known, as for every ssh: in `~/.ssh/known_hosts`, or in the file `known_hosts`.
+    """
+
+    protocol = ("sftp", "ssh")
+    cachable = False
+
+    def __init__(self, host: str, **options: Any) -> None:
+        super().__init__(use_listings_cache=False)
+        self.host, self._options = host, {**_PATIENCE, **options}
+        self._line: tuple[Any, Any] | None = None
+        self._connecting: asyncio.Lock | None = None
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        if isinstance(path, list):
+            return [cls._strip_protocol(one) for one in path]
+        return infer_storage_options(path)["path"].rstrip("/")
+
+    @asynccontextmanager
+    async def _client(self) -> AsyncIterator[Any]:
+        """The connection; its errors in the words of the system."""
+        line = await self._connected()
+        try:
+            yield line[1]
+        except asyncssh.SFTPError as error:
+            self._drop_if_lost(line, error)
+            raise _in_other_words(error) from error
+        except (asyncssh.Error, ConnectionError) as error:
+            self._drop(line)
+            raise ConnectionResetError(f"the connection to {self.host} was lost: {error}") from error
+
+    async def _connected(self) -> tuple[Any, Any]:
+        if self._connecting is None:
+            self._connecting = asyncio.Lock()
+        async with self._connecting:
+            if self._line is None:
+                self._line = await self._connect()
+            return self._line
+
+    async def _connect(self) -> tuple[Any, Any]:
+        try:
+            connection = await asyncssh.connect(self.host, **self._options)
+            weakref.finalize(self, _close, self.loop, connection)
+            return connection, await connection.start_sftp_client()
+        except (asyncssh.PermissionDenied, asyncssh.HostKeyNotVerifiable) as error:
+            raise PermissionError(f"{self.host} and this process do not trust each other: {error}") from error
+        except (asyncssh.Error, TimeoutError, asyncio.TimeoutError) as error:
+            raise ConnectionResetError(f"no connection to {self.host}: {error}") from error
+
+    def _drop_if_lost(self, line: tuple[Any, Any], error: Exception) -> None:
+        if isinstance(error, (asyncssh.SFTPConnectionLost, asyncssh.SFTPNoConnection)):
+            self._drop(line)
+
+    def _drop(self, line: tuple[Any, Any]) -> None:
+        if self._line is line:
+            self._line = None
+        line[0].abort()
+
+    # Reading
+
+    async def _info(self, path: str, **_: Any) -> dict[str, Any]:
+        path = self._strip_protocol(path)
+        async with self._client() as client:
+            return _told(path, await client.stat(path))
+
+    async def _ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
+        path = self._strip_protocol(path)
+        async with self._client() as client:
+            if not stat.S_ISDIR((await client.stat(path)).permissions or 0):
+                raise NotADirectoryError(path)
+            found = [one for one in await client.readdir(path) if one.filename not in (".", "..")]
+        told = [_told(f"{path}/{one.filename}", one.attrs) for one in found]
+        return told if detail else [one["name"] for one in told]
+
+    async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+        first = start or 0
+        async with self._client() as client, client.open(self._strip_protocol(path), "rb") as file:
+            return bytes(await file.read(-1 if end is None else max(0, end - first), first))
+
+    # Writing
+
+    async def _pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
+        path = self._strip_protocol(path)
+        async with self._client() as client, _beside(client, path) as temporary:
+            async with client.open(temporary, "xb") as file:
+                for at in range(0, len(value), _PIECE_BYTES):
+                    await file.write(value[at : at + _PIECE_BYTES], at)
+                await _sync(file)
+            await (_link if mode == "create" else _replace)(client, temporary, path)
+
+    async def _put_file(self, lpath: str, rpath: str, **_: Any) -> None:
+        path = self._strip_protocol(rpath)
+        async with self._client() as client, _beside(client, path) as temporary:
+            with Path(lpath).open("rb") as source:
+                async with client.open(temporary, "xb") as file:
+                    at = 0
+                    while piece := source.read(_PIECE_BYTES):
+                        await file.write(piece, at)
+                        at += len(piece)
+                    await _sync(file)
+            await _replace(client, temporary, path)
+
+    async def _makedirs(self, path: str, exist_ok: bool = False) -> None:
+        async with self._client() as client:
+            await client.makedirs(self._strip_protocol(path), exist_ok=exist_ok)
+
+    async def _mkdir(self, path: str, create_parents: bool = True, **_: Any) -> None:
+        await self._makedirs(path, exist_ok=create_parents)
+
+    async def _rm_file(self, path: str, **_: Any) -> None:
+        async with self._client() as client:
+            await client.remove(self._strip_protocol(path))
+
+    async def _rmdir(self, path: str) -> None:
+        async with self._client() as client:
+            await client.rmdir(self._strip_protocol(path))
+
+    async def _rm(self, path: Any, recursive: bool = False, **_: Any) -> None:
+        for one in [path] if isinstance(path, str) else path:
+            async with self._client() as client:
+                await (client.rmtree if recursive else client.remove)(self._strip_protocol(one))
+
+    mkdir = sync_wrapper(_mkdir)
+    makedirs = sync_wrapper(_makedirs)
+    rmdir = sync_wrapper(_rmdir)
+
+
+@asynccontextmanager
+async def _beside(client: Any, path: str) -> AsyncIterator[str]:
+    """A new private name beside a path; what lies under it afterwards goes."""
+    temporary = str(PurePosixPath(path).with_name(f"{PRIVATE}{secrets.token_hex(8)}"))
+    try:
+        yield temporary
+    finally:
+        with suppress(asyncssh.Error, OSError):
+            await client.remove(temporary)
+
+
+async def _link(client: Any, temporary: str, path: str) -> None:
+    """Give a file a name that is free. Servers without links refuse to rename to one that is taken."""
+    try:
+        try:
+            await client.link(temporary, path)
+        except asyncssh.SFTPOpUnsupported:
+            await client.rename(temporary, path)
+    except asyncssh.SFTPNoSuchFile as error:  # a takeover removes what lies there without a name
+        raise InterruptedError(errno.EINTR, f"{temporary} was removed by somebody") from error
+    except (asyncssh.SFTPFailure, asyncssh.SFTPFileAlreadyExists) as error:  # most say no more than that
+        if await client.exists(path):
+            raise FileExistsError(f"{path} is taken") from error
+        raise
+
+
+async def _replace(client: Any, temporary: str, path: str) -> None:
+    """Give a file a name, of what had it before there is nothing left. Without the extension in two steps."""
+    try:
+        await client.posix_rename(temporary, path)
+    except asyncssh.SFTPOpUnsupported:
+        with suppress(asyncssh.SFTPNoSuchFile):
+            await client.remove(path)
+        await client.rename(temporary, path)
+
+
+async def _sync(file: Any) -> None:
+    with suppress(asyncssh.SFTPOpUnsupported):  # then a server says nothing of when bytes are durable
+        await file.fsync()
+
+
+def _told(path: str, attributes: Any) -> dict[str, Any]:
+    permissions = attributes.permissions or 0
+    kinds = (("directory", stat.S_ISDIR), ("link", stat.S_ISLNK), ("file", stat.S_ISREG))
+    kind = next((kind for kind, is_it in kinds if is_it(permissions)), "other")
+    return {"name": path, "size": attributes.size, "type": kind, "mtime": attributes.mtime}
+
+
+def _in_other_words(error: Exception) -> Exception:
+    """The error of the system that says the same."""
+    if isinstance(error, (asyncssh.SFTPNoSuchFile, asyncssh.SFTPNoSuchPath)):
+        return FileNotFoundError(str(error))
+    if isinstance(error, (asyncssh.SFTPPermissionDenied, asyncssh.SFTPWriteProtect)):
+        return PermissionError(str(error))
+    if isinstance(error, asyncssh.SFTPFileAlreadyExists):
+        return FileExistsError(str(error))
+    if isinstance(error, (asyncssh.SFTPConnectionLost, asyncssh.SFTPNoConnection)):
+        return ConnectionResetError(str(error))
+    return OSError(f"the server refuses: {error}")
+
+
+def _close(loop: Any, connection: Any) -> None:
+    with suppress(RuntimeError):  # the loop may have ended with its program
+        loop.call_soon_threadsafe(connection.abort)

@@ -1,0 +1,68 @@
+"""`tier.json` in a near directory: what is known of the far place, so that nothing is sent twice.
+
+It is a note, not a proof: lost or damaged, files are sent again and every epoch counts as `local`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchrelay.checkpoint.disk.sealed import LIMIT_BYTES, seal, unseal
+from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.storage import Storage
+
+Json = Any
+PATH = "tier.json"
+
+
+@dataclass(frozen=True)
+class Notes:
+    """`far`: where it is. `holder`: the nonce of our writer of its log. `replicated`: tries that it has.
+
+    `sent`: files of tries that are under way, complete and durable there: size and SHA-256 by path.
+    """
+
+    far: str = ""
+    holder: str | None = None
+    replicated: frozenset[str] = frozenset()
+    sent: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+
+    def made(self, far: LogView) -> bool:
+        """Whether the far log was last taken over from this near place."""
+        return self.holder is not None and far.holder.get("nonce") == self.holder
+
+
+def read_notes(near: Storage) -> Notes | None:
+    """None where the directory is no near place, or where its note cannot be trusted."""
+    try:
+        told = unseal("tier", near.read_range(PATH, 0, LIMIT_BYTES + 1), PATH)
+        holder = told["holder"]
+        return Notes(
+            str(told["far"]),
+            holder if isinstance(holder, str) else None,
+            frozenset(str(name) for name in told["replicated"]),
+            {str(path): (int(size), str(digest)) for path, (size, digest) in told["sent"].items()},
+        )
+    except (OSError, LookupError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def only_near(near: Storage, view: LogView) -> frozenset[str]:
+    """Tries of a near directory that are still to be sent, and the newest that was; none of other places.
+
+    Without a note that can be trusted everything may still have to be sent.
+    """
+    if near.stat(PATH) is None:
+        return frozenset()
+    notes, line = read_notes(near) or Notes(), view.line()
+    known = [number for number, entry in enumerate(line) if entry.try_name in notes.replicated]
+    return frozenset(entry.try_name for entry in line[known[-1] if known else 0 :])
+
+
+def write_notes(near: Storage, notes: Notes) -> None:
+    """Replace the note. Raises StorageError."""
+    sent = {path: list(one) for path, one in notes.sent.items()}
+    told = {"far": notes.far, "holder": notes.holder, "replicated": sorted(notes.replicated), "sent": sent}
+    near.replace(PATH, seal("tier", told))

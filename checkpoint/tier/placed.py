@@ -1,0 +1,28 @@
+"""From what managers are given, a place and perhaps a tier, to a storage and its log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torchrelay.checkpoint.exclusion import SingleWriter
+from torchrelay.checkpoint.ledger import Ledger
+from torchrelay.checkpoint.log.keeping import Keeping
+from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage_places import storage_of
+from torchrelay.checkpoint.tier.options import Tier, check_tier
+from torchrelay.checkpoint.tier.tier_ledger import TierLedger
+from torchrelay.checkpoint.tier.tier_storage import TierStorage
+
+
+def placed(
+    prefix: str | Path, single_writer: SingleWriter, tier: Tier | None, keeping: Keeping, takeover_secs: float
+) -> tuple[Storage, Ledger]:
+    """The storage that is written and its log; with a tier both are the near ones, and the far ones follow.
+
+    Touches nothing. Raises UsageError for a prefix or a tier that cannot be.
+    """
+    place = storage_of(prefix, "the checkpoint prefix", single_writer)
+    if check_tier(tier) is None or tier is None:
+        return place, Ledger(place, takeover_secs)
+    storage = TierStorage(tier.directory, place)
+    return storage, TierLedger(storage, tier, keeping, takeover_secs)

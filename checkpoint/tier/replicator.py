@@ -1,0 +1,274 @@
+"""Keeps the far log as far as the near one: a thread of rank 0, from the start of a run to its end.
+
+One step at a time, each of which leaves the far place valid: follow a rewind, or send and commit the oldest
+epoch that it lacks. A step that fails is kept for people, and tried again; being fenced ends the thread.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from torchrelay.checkpoint.headway import headway
+from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.log.live import Entry, State
+from torchrelay.checkpoint.log.log_writer import LogWriter
+from torchrelay.checkpoint.log.record import entry_json
+from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.reading.proof import Outcome, prove
+from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.tier import histories
+from torchrelay.checkpoint.tier.notes import Notes, read_notes, write_notes
+from torchrelay.checkpoint.tier.options import Tier
+from torchrelay.checkpoint.tier.sending import Sending, StoppedError
+from torchrelay.errors import DamagedError, FencedError, StorageError
+
+Json = Any
+FIRST_PAUSE_SECS, LONGEST_PAUSE_SECS = 0.5, 60.0
+_NICE = 10
+STOP_SECS = 30.0
+"""How long the end of a run waits for a call that is under way when nothing more is to be sent."""
+Retain = Callable[[LogWriter], str]
+"""Lets old epochs go at the far place, at once; returns doubts, for people."""
+
+
+class Replicator:
+    """`near` alone is read; both writers are ours. Begins to work with `start`."""
+
+    def __init__(self, tier: Tier, near: Storage, writer: LogWriter, far: LogWriter, retain: Retain) -> None:
+        self._tier, self._near, self._writer, self._far, self._retain = tier, near, writer, far, retain
+        noted = read_notes(near)
+        mine = noted is not None and noted.far == far.storage.url
+        self._notes = noted if noted is not None and mine else Notes(far.storage.url)
+        self._changed = threading.Condition()
+        self._awake, self._stopping = True, False
+        self._fenced: FencedError | None = None
+        self._failures: list[str] = []
+        self._replicated: list[Position] = []
+        self._thread = threading.Thread(target=self._run, name="torchrelay tier", daemon=True)
+        self._note()
+
+    # For the run
+
+    def start(self) -> None:
+        """Begin with what an earlier start left."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """The near log has something new."""
+        with self._changed:
+            self._awake = True
+            self._changed.notify_all()
+
+    @property
+    def pending(self) -> tuple[Entry, ...]:
+        """What is `local` only, oldest first. Asks no storage."""
+        return histories.to_send(self._writer.view, self._far.view)
+
+    @property
+    def needed(self) -> frozenset[str]:
+        """Tries that must stay near, whatever retention wants."""
+        far = self._far.view
+        return frozenset(entry.try_name for entry in self.pending) | histories.anchor(far)
+
+    @property
+    def newest(self) -> Position | None:
+        """The newest position of the run that is replicated."""
+        found = histories.newest_replicated(self._writer.view, self._far.view)
+        return None if found is None else found.position
+
+    def check(self) -> None:
+        """Raise FencedError where another job has the far log. Asks no storage."""
+        if self._fenced is not None:
+            raise self._fenced
+        self._far.check()
+
+    def wait(self, most: int, patience_secs: float, hurried: Callable[[], bool] = lambda: False) -> bool:
+        """Return when at most so many positions are `local` only; False after `patience_secs`, or if hurried.
+
+        Raises FencedError.
+        """
+        deadline = time.monotonic() + patience_secs
+        with self._changed:
+            while len(self.pending) > most or (not most and self._branches_differ):
+                self.check()
+                left = deadline - time.monotonic()
+                if left <= 0 or hurried() or self._stopping:
+                    return False
+                self._changed.wait(min(left, 0.5))
+        return True
+
+    @property
+    def _branches_differ(self) -> bool:
+        return histories.branches_differ(self._writer.view, self._far.view)
+
+    def take_failures(self) -> list[str]:
+        """What failed since the last time, for people; the last of many alike."""
+        with self._changed:
+            taken, self._failures = self._failures, []
+        return taken
+
+    def take_replicated(self) -> list[Position]:
+        """What was replicated since the last time."""
+        with self._changed:
+            taken, self._replicated = self._replicated, []
+        return taken
+
+    def stop(self) -> bool:
+        """End the thread at its next piece; what is not sent stays near. False if a call does not return."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join(STOP_SECS)
+        return not self._thread.is_alive()
+
+    # In the thread
+
+    def _run(self) -> None:
+        _yield_to_training()
+        pause = 0.0
+        while self._is_wanted(pause):
+            try:
+                while not self._stopping and self._step():
+                    self._tell_waiting()
+                    pause = 0.0
+                pause = 0.0
+            except StoppedError:
+                return
+            except FencedError as error:
+                self._fenced = error
+                self._tell_waiting()
+                return
+            except Exception as error:
+                pause = min(max(2 * pause, FIRST_PAUSE_SECS), LONGEST_PAUSE_SECS)
+                self._fail(str(error))
+
+    def _is_wanted(self, pause: float) -> bool:
+        """Wait for something to do, or until a failed step is due again; False at the end."""
+        with self._changed:
+            if pause:
+                self._changed.wait_for(lambda: self._stopping, pause)
+            else:
+                self._changed.wait_for(lambda: self._awake or self._stopping)
+            self._awake = False
+            return not self._stopping
+
+    def _step(self) -> bool:
+        """Do one thing; False where nothing is left to do."""
+        near, far = self._writer.view, self._far.view
+        if histories.branches_differ(near, far):
+            self._far.change("rewind", self._follow)
+            return True
+        entries = histories.to_send(near, far)
+        if not entries:
+            return False
+        self._replicate(entries[0])
+        return True
+
+    def _follow(self, state: State) -> tuple[State, Mapping[str, Json]]:
+        near = self._writer.view
+        return histories.branched_like(state, near.state), histories.branch_payload(near.current)
+
+    def _replicate(self, entry: Entry) -> None:
+        try:
+            with headway(f"replicating epoch {entry.position}"):
+                self._sending().send(entry, self._far.view.state.tries)
+        except (OSError, DamagedError) as error:
+            if self._writer.view.entry(entry.key) is None:
+                return  # a whole epoch has taken the place of this position meanwhile
+            self._judge(entry, error)
+            return
+        self._commit(entry)
+
+    def _commit(self, entry: Entry) -> None:
+        def change(state: State) -> tuple[State, Mapping[str, Json]] | None:
+            after = histories.mirrored(state, replace(entry, health="ok"))
+            return None if after is None else (after, {"entry": entry_json(entry)})
+
+        self._far.change("commit", change)
+        with self._changed:
+            self._replicated.append(entry.position)
+            self._changed.notify_all()
+        self._notes = replace(self._notes, sent={})
+        doubts = ""
+        try:
+            doubts = self._retain(self._far)
+        except StorageError as error:
+            doubts = str(error)
+        self._note()
+        if doubts:
+            self._fail(f"old epochs could not be deleted in {self._far.storage.url}: {doubts}", whole=True)
+
+    def _judge(self, entry: Entry, error: Exception) -> None:
+        """An epoch whose near files are damaged is never sent; all else is tried again."""
+        if isinstance(error, DamagedError):
+            proof = prove(self._near, entry, level="full")
+            if proof.outcome is Outcome.DAMAGED:
+                self._writer.quarantine(entry.key, proof.reason)
+                self._fail(
+                    f"epoch {entry.position} is damaged and is not replicated: {proof.reason}", whole=True
+                )
+                return
+        raise error
+
+    def _sending(self) -> Sending:
+        check, ask = self._check_going_on, self._far.ask
+        return Sending(
+            self._near, self._far.storage, self._tier.uploads, check, ask, self._is_sent, self._sent
+        )
+
+    def _check_going_on(self) -> None:
+        if self._stopping:
+            raise StoppedError
+        self._far.check()
+
+    def _is_sent(self, path: str, nbytes: int, digest: str) -> bool:
+        return self._notes.sent.get(path) == (nbytes, digest)
+
+    def _sent(self, path: str, nbytes: int, digest: str) -> None:
+        with self._changed:
+            self._notes = replace(self._notes, sent={**self._notes.sent, path: (nbytes, digest)})
+            self._note()
+
+    def _note(self) -> None:
+        """A note that cannot be written costs a second sending."""
+        far = self._far.view
+        self._notes = replace(
+            self._notes,
+            holder=_holder(far),
+            replicated=frozenset(entry.try_name for entry in far.entries),
+        )
+        with suppress(StorageError):
+            write_notes(self._near, self._notes)
+
+    def _fail(self, reason: str, *, whole: bool = False) -> None:
+        text = (
+            reason if whole else f"what is saved near cannot be sent to {self._far.storage.url} now: {reason}"
+        )
+        with self._changed:
+            if text not in self._failures:
+                self._failures.append(text)
+            self._changed.notify_all()
+
+    def _tell_waiting(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+
+def _yield_to_training() -> None:
+    """From now on this thread, and those that it starts, come after others; Linux alone can say so of one."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
+def _holder(view: LogView) -> str | None:
+    nonce = view.holder.get("nonce")
+    return nonce if isinstance(nonce, str) else None

@@ -1,0 +1,165 @@
+"""The files of one epoch, from near to far, byte for byte; every block is verified while it is read.
+
+    shards     of all tries that the epoch needs, as far as the far place lacks them
+    manifest   of its own try, when all of its shards are durable
+    proof      of the whole, at the far place: only then may the far log name it
+
+Whatever interrupts this leaves files there that no record names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from torchrelay.checkpoint.disk import manifest_disk
+from torchrelay.checkpoint.disk.canonical import sha256
+from torchrelay.checkpoint.disk.manifest import Manifest, ShardRow
+from torchrelay.checkpoint.disk.paths import DATA, manifest_path, shard_path, stats_path, try_directory
+from torchrelay.checkpoint.disk.read_options import ReadOptions
+from torchrelay.checkpoint.disk.shard_reader import ReadRequest, ShardExpectation, ShardHeader, read_header
+from torchrelay.checkpoint.disk.workers import share
+from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.reading.proof import prove
+from torchrelay.checkpoint.storage import Storage, WriteHandle
+from torchrelay.errors import StorageError
+
+WINDOW = 8 << 20
+"""Bytes that a sending thread holds at most."""
+_STATS_LIMIT = 1 << 20
+_ALONE = ReadOptions(threads=1)
+
+
+class StoppedError(Exception):
+    """Whoever waits for the sending does so no longer."""
+
+
+@dataclass(frozen=True)
+class Sending:
+    """How files are sent. `check` is called between pieces; what it raises ends the sending.
+
+    `ask` is called before something is deleted, and raises FencedError where the far log is another's: who
+    was frozen for long would else delete what that one has sent and named meanwhile.
+
+    `is_sent` tells whether a file of this size and digest was sent completely before, `note_sent` that it is.
+    """
+
+    near: Storage
+    far: Storage
+    uploads: int
+    check: Callable[[], None]
+    ask: Callable[[], None]
+    is_sent: Callable[[str, int, str], bool]
+    note_sent: Callable[[str, int, str], None]
+
+    def send(self, entry: Entry, kept: frozenset[str]) -> None:
+        """Send what the far place lacks of an epoch; of `kept` tries, which its log needs, no file goes.
+
+        Raises DamagedError where the near files are not what was saved, StorageError where a place fails,
+        or the far one does not have afterwards what it was sent.
+        """
+        manifest = manifest_disk.read(self.near, entry)
+        own = entry.try_name
+        tries = {own, *(manifest.tries[row.source] for row in manifest.shards)}
+        for name in sorted(tries):
+            self.far.mkdir(try_directory(name))
+        self._send_shards(manifest, kept)
+        self._send_small(
+            manifest_path(own), self.near.read_range(manifest_path(own), 0, entry.manifest_bytes)
+        )
+        self._send_stats(own)
+        for name in sorted(tries):
+            self.far.sync_dir(try_directory(name))
+        self.far.sync_dir(DATA)
+        self.check()
+        proof = prove(self.far, entry)
+        if not proof.proved:
+            raise StorageError(f"{self.far.url} has not got what it was sent: {proof.told}")
+
+    def _send_shards(self, manifest: Manifest, kept: frozenset[str]) -> None:
+        def some(rows: Iterator[ShardRow]) -> None:
+            for row in rows:
+                path, needed = shard_path(manifest, row), manifest.tries[row.source] in kept
+                if not (needed and self.far.stat(path) is not None):
+                    self._send_shard(path, row)
+
+        threads = min(self.uploads, max(1, len(manifest.shards)))
+        share(some, manifest.shards, threads, name="torchrelay upload")
+
+    def _send_shard(self, path: str, row: ShardRow) -> None:
+        if self._lies_there(path, row.nbytes, row.header_sha256):
+            return
+        header = read_header(
+            self.near, path, ShardExpectation(row.nbytes, row.header_bytes, row.header_sha256)
+        )
+        start = self.near.read_range(path, 0, row.header_bytes)
+
+        def write(handle: WriteHandle) -> None:
+            handle.preallocate(row.nbytes)
+            handle.write_at(0, memoryview(start))
+            done = len(start)
+            for offset, window in _windows(header):
+                self.check()
+                handle.write_at(offset, window)
+                done += len(window)
+            if done != row.nbytes or sha256(start) != row.header_sha256:
+                raise StorageError(f"{self.near.url}/{path} changed while it was read: it is sent again")
+
+        self._create(path, write)
+        self.note_sent(path, row.nbytes, row.header_sha256)
+
+    def _send_small(self, path: str, data: bytes) -> None:
+        if not self._lies_there(path, len(data), sha256(data)):
+            self._create(path, lambda handle: handle.write_at(0, memoryview(data)))
+            self.note_sent(path, len(data), sha256(data))
+
+    def _send_stats(self, try_name: str) -> None:
+        """Times are no part of the epoch."""
+        with suppress(OSError):
+            path = stats_path(try_name)
+            self.far.replace(path, self.near.read_range(path, 0, _STATS_LIMIT))
+
+    def _lies_there(self, path: str, nbytes: int, digest: str) -> bool:
+        """Whether the file was sent before; what else lies there was cut off, and goes."""
+        self.check()
+        found = self.far.stat(path)
+        if found == nbytes and self.is_sent(path, nbytes, digest):
+            return True
+        if found is not None:
+            self.ask()
+            self.far.delete(path)
+        return False
+
+    def _create(self, path: str, write: Callable[[WriteHandle], None]) -> None:
+        handle = self.far.open_exclusive(path)
+        try:
+            write(handle)
+            handle.sync_file()
+        finally:
+            handle.close()
+
+
+def _windows(header: ShardHeader) -> Iterator[tuple[int, memoryview]]:
+    """The data of a shard in the order of the file, verified, each piece with its place there."""
+    buffer = memoryview(bytearray(min(WINDOW, max(1, header.content.file_bytes))))
+    begin, requests, filled = 0, list[ReadRequest](), 0
+    entries = sorted(header.entries.items(), key=lambda item: (item[1].start, item[1].stop))
+    for key, entry in entries:
+        done = 0
+        while done < entry.nbytes:
+            if not requests:
+                begin, filled = entry.start + done, 0
+            count = min(entry.nbytes - done, len(buffer) - filled)
+            requests.append(ReadRequest(key, done, done + count, buffer[filled : filled + count]))
+            done, filled = done + count, filled + count
+            if filled == len(buffer):
+                yield begin, _read(header, requests, buffer[:filled])
+                requests = []
+    if requests:
+        yield begin, _read(header, requests, buffer[:filled])
+
+
+def _read(header: ShardHeader, requests: list[ReadRequest], window: memoryview) -> memoryview:
+    header.read_many(requests, _ALONE)
+    return window

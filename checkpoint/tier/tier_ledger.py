@@ -1,0 +1,320 @@
+"""The log of a run with a near place: the near log tells the run, the far one follows it.
+
+A start takes both over, the far one first, and reconciles them: where the near log is ahead it goes on, else
+it adopts what the far one says. Only rank 0 touches either.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+import warnings
+from contextlib import suppress
+from typing import Any
+
+from torchrelay.checkpoint.exclusion import check_exclusion
+from torchrelay.checkpoint.ledger import Ledger
+from torchrelay.checkpoint.ledger_words import Look, Target
+from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.log.job_file import same_job, share_job
+from torchrelay.checkpoint.log.keeping import Keeping
+from torchrelay.checkpoint.log.live import Entry, State
+from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.log.log_writer import LogWriter
+from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.prove_together import JointProof, prove_together
+from torchrelay.checkpoint.reading.proof import Level, Outcome
+from torchrelay.checkpoint.retaining import Retaining
+from torchrelay.checkpoint.tier import histories
+from torchrelay.checkpoint.tier.notes import Notes, read_notes
+from torchrelay.checkpoint.tier.options import Tier
+from torchrelay.checkpoint.tier.replicator import Replicator
+from torchrelay.checkpoint.tier.tier_storage import TierStorage
+from torchrelay.errors import FencedError, RelayError, SaveFailedError, UsageError
+from torchrelay.jobs.peers import Peers, together
+
+SEEN_WITHIN_SECS = 10.0
+TURN_SECS = 2.0
+"""How long is waited until the processes ask each other whether one of them has to leave."""
+RESERVE_SECS = 5.0
+"""What is left of the time before the process has to be gone, for what follows the draining."""
+
+
+class TierLedger(Ledger):
+    """See the module. `storage` is the near place, which shows the far one's tries behind it."""
+
+    storage: TierStorage
+
+    def __init__(self, storage: TierStorage, tier: Tier, keeping: Keeping, takeover_secs: float) -> None:
+        super().__init__(storage, takeover_secs)
+        self.tier = tier
+        self.keeping = keeping
+        self.replicator: Replicator | None = None
+        """On rank 0, while the logs are ours."""
+        self._far_writer: LogWriter | None = None
+
+    # Looking
+
+    def look(self, peers: Peers, *, tolerant: bool = False) -> Look:
+        """As without a tier, but never tolerant: without both logs nobody can tell what is newest."""
+        return super().look(peers)
+
+    def open(self, peers: Peers, *, tolerant: bool = False) -> None:
+        """As without a tier, but never tolerant, as `look`."""
+        super().open(peers)
+
+    def view(self) -> LogView:
+        """What the log of the run says: the near one's where that is ahead, else the far one's."""
+        if self.writer is not None:
+            return self.writer.view
+        same_job(self.storage.near, self.storage.far)
+        near = open_log(self.storage.near, self.job_name)
+        far = open_log(self.storage.far, self.job_name)
+        return near if histories.is_ahead(near, far, untouched=self._notes().made(far)) else far
+
+    def _notes(self) -> Notes:
+        notes = read_notes(self.storage.near)
+        return notes if notes is not None and notes.far == self.storage.far.url else Notes()
+
+    # Holding
+
+    @property
+    def takes_secs(self) -> float:
+        """Two logs are taken over, one after the other."""
+        return 2 * self.takeover_secs
+
+    def check_seen(self, peers: Peers) -> None:
+        """Raise UsageError where a process does not see rank 0's near directory."""
+        if peers.size == 1:
+            return
+        probe = f".probe-{peers.exchange('near directory', secrets.token_hex(8))[0]}"
+
+        def write() -> None:
+            if peers.rank == 0:
+                self.storage.mkdir("")
+                self.storage.replace(probe, b"seen\n")
+
+        together(peers, "write to the near directory", write)
+        try:
+            seen = peers.exchange("near directory seen", _appears(self.storage, probe))
+        finally:
+            if peers.rank == 0:
+                with suppress(RelayError):
+                    self.storage.delete(probe)
+        blind = [str(rank) for rank, sees in enumerate(seen) if not sees]
+        if blind:
+            raise UsageError(
+                f"the near directory {self.storage.url} is not the one that rank {', '.join(blind)} sees: "
+                "a tier needs one that all ranks share; on several hosts without one leave the tier out"
+            )
+
+    def _taken(self) -> LogWriter:
+        """Take the far log, then the near one, and make one history of them."""
+        near, far = self.storage.near, self.storage.far
+        far.mkdir("")
+        check_exclusion(far)
+        share_job(near, far, self.job_name)
+        before = open_log(far, self.job_name)
+        far_writer = self._take_one(far)
+        untouched = self._notes().made(before) and before.slot + 1 == far_writer.generation
+        try:
+            writer = self._take_one(near)
+            try:
+                self._reconcile(writer, far_writer, untouched=untouched)
+            except BaseException:
+                writer.close()
+                raise
+        except BaseException:
+            _let_go(far_writer)
+            raise
+        self._far_writer = far_writer
+        far_ledger = Ledger(far, self.takeover_secs)
+        far_ledger.writer = far_writer
+        retaining = Retaining(far_ledger, self.keeping)
+        self.replicator = Replicator(self.tier, near, writer, far_writer, retaining.at_once)
+        self.replicator.start()
+        return writer
+
+    def _take_one(self, storage: Any) -> LogWriter:
+        return LogWriter.take(
+            storage, self.job_name, patience_secs=self.takeover_secs, when_fenced=self.when_fenced
+        )
+
+    def _reconcile(self, writer: LogWriter, far_writer: LogWriter, *, untouched: bool) -> None:
+        near, far = writer.view, far_writer.view
+        if histories.is_ahead(near, far, untouched=untouched):
+            return
+
+        def adopt(state: State) -> tuple[State, dict[str, Any]]:
+            return histories.adopted(state, far.state), dict(histories.branch_payload(far.current))
+
+        there = far.state.tries | self._notes().replicated
+        lost = [str(entry.position) for entry in near.line() if entry.try_name not in there]
+        writer.change("rewind", adopt)
+        if lost:
+            warnings.warn(
+                f"{self.storage.far.url} went on without {self.storage.url}: the run follows it, and what "
+                f"was saved near only (epoch {', '.join(lost)}) is given up",
+                stacklevel=2,
+            )
+
+    @property
+    def generation(self) -> int:
+        """That of the far log: near ones begin anew when a near directory does."""
+        return super().generation if self._far_writer is None else self._far_writer.generation
+
+    def ask(self) -> None:
+        """Ask both places: a job elsewhere has a near directory of its own, and takes the far log alone."""
+        super().ask()
+        if self._far_writer is not None:
+            self._far_writer.ask()
+
+    def last_generation(self) -> int:
+        """That of the far log, as `generation`."""
+        return open_log(self.storage.far, self.job_name).generation
+
+    def commit(self, entry: Entry) -> None:
+        """Append the commit record near, and begin to send."""
+        super().commit(entry)
+        if self.replicator is not None:
+            self.replicator.wake()
+
+    def rewind(self, peers: Peers, base: Position | None, request: dict[str, Any]) -> None:
+        """As without a tier; the far log follows behind the training."""
+        super().rewind(peers, base, request)
+        if self.replicator is not None:
+            self.replicator.wake()
+
+    def needed(self) -> frozenset[str]:
+        """What is not replicated stays near."""
+        return frozenset() if self.replicator is None else self.replicator.needed
+
+    def wait_for_room(self, peers: Peers) -> None:
+        """Return when the save that follows leaves at most `lag` positions `local`.
+
+        Raises SaveFailedError on all processes after `patience_secs`, FencedError where another job has the
+        far log.
+        """
+        if not self.in_run:
+            return
+        until = time.monotonic() + self.tier.patience_secs
+        told = [[False, False]]
+        # In turns, for a signal may have come to another process than the one that waits.
+        while not (told[0][0] or any(leaves for _, leaves in told)):
+            told = together(peers, "save: lag", lambda: [self._has_room(until), self.hurried()])
+
+    def _has_room(self, until: float) -> bool:
+        if self.replicator is None:
+            return True
+        self.replicator.check()
+        self._tell_failures()
+        left = max(0.0, until - time.monotonic())
+        if self.replicator.wait(self.tier.lag - 1, min(left, TURN_SECS), self.hurried):
+            return True
+        if left > TURN_SECS or self.hurried():
+            return False
+        self._tell_failures()
+        raise SaveFailedError(
+            f"{len(self.replicator.pending)} saved positions are in {self.storage.url} only, as many as may "
+            f"be, and none came to {self.storage.far.url} within {self.tier.patience_secs:g} s: mend what "
+            "keeps it away, or allow more (Tier(lag=...))"
+        )
+
+    def drain(self, peers: Peers) -> bool:
+        """Wait for what is still `local`, as long as there is time; the rest goes up at the next start."""
+        until, over = time.monotonic() + self.tier.drain_secs, False
+        while not over:  # in turns: a signal may come while this waits, and to any process
+            told = together(peers, "replicate the rest", lambda: self._drained(until))
+            spare = [secs for _, _, secs in told if secs is not None]
+            over = bool(told[0][0]) or min([told[0][1], *spare]) <= 0
+        self._tell_rest()
+        return True
+
+    def _drained(self, until: float) -> list[Any]:
+        """Whether nothing is left to send, how long that may be waited for, and how long this process may."""
+        left, spare = until - time.monotonic(), self._spare_secs()
+        done = True
+        if self.replicator is not None:
+            secs = min(TURN_SECS, left) if spare is None else min(TURN_SECS, left, spare)
+            done = self.replicator.wait(0, max(0.0, secs))
+        return [done, until - time.monotonic(), self._spare_secs()]
+
+    def _spare_secs(self) -> float | None:
+        """What may be waited for; None where nobody said when the process has to be gone."""
+        left = self.secs_left()
+        return None if left is None else left - RESERVE_SECS
+
+    def _tell_rest(self) -> None:
+        if self.replicator is None:
+            return
+        if pending := self.replicator.pending:
+            told = ", ".join(str(entry.position) for entry in pending)
+            warnings.warn(
+                f"epoch {told} is in {self.storage.url} only: the next start with this directory sends it to "
+                f"{self.storage.far.url}",
+                stacklevel=3,
+            )
+        self._tell_failures()
+
+    def _tell_failures(self) -> None:
+        for failure in self.replicator.take_failures() if self.replicator is not None else ():
+            warnings.warn(failure, stacklevel=2)
+
+    def take_replicated(self) -> list[Position]:
+        """What came to the far place since the last time. Rank 0 only; others get nothing."""
+        return [] if self.replicator is None else self.replicator.take_replicated()
+
+    def close(self) -> None:
+        """Stop sending, and release both logs."""
+        replicator, self.replicator = self.replicator, None
+        far_writer, self._far_writer = self._far_writer, None
+        stopped = replicator is None or replicator.stop()
+        if far_writer is not None and stopped:
+            _let_go(far_writer)
+        elif far_writer is not None:
+            far_writer.close()  # a call may still return: nobody may think that all is done
+        super().close()
+
+    # Proving
+
+    def instead_of(self, peers: Peers, failed: Target, error: RelayError, say: Any) -> Target:
+        """The same position from the far place, where only its near blocks are damaged; else an older one."""
+        if not self.storage.prefers_far(failed.entry.try_name):
+            proof = self._joint_proof(peers, failed.entry, level="full")
+            if proof.outcome is Outcome.PROVED and self.storage.prefers_far(failed.entry.try_name):
+                return self._target(failed.entry, proof)
+        return super().instead_of(peers, failed, error, say)
+
+    def _joint_proof(self, peers: Peers, entry: Entry, *, level: Level = "headers") -> JointProof:
+        """Damage that is near alone costs nothing: the far files are proved, and used, instead."""
+        proof = prove_together(peers, self.storage, entry, level=level)
+        if proof.outcome is not Outcome.DAMAGED or self.storage.prefers_far(entry.try_name):
+            return proof
+        self.storage.prefer_far(entry.tries)
+        second = prove_together(peers, self.storage, entry, level=level)
+        if second.outcome is Outcome.PROVED:
+            if peers.rank == 0:
+                text = f"epoch {entry.position} is damaged near ({proof.reason}): it is read from"
+                warnings.warn(f"{text} {self.storage.far.url}", stacklevel=2)
+            return second
+        self.storage.prefer_near(entry.tries)
+        return second if second.outcome is Outcome.UNKNOWN else proof
+
+
+def _appears(storage: TierStorage, probe: str) -> bool:
+    """Whether the file is seen in time; listing refreshes what a network file system remembers."""
+    deadline = time.monotonic() + SEEN_WITHIN_SECS
+    while probe not in storage.list(""):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _let_go(writer: LogWriter) -> None:
+    try:
+        writer.release()
+    except FencedError:
+        pass  # it is another's by now
+    except (RelayError, OSError) as error:
+        warnings.warn(f"the log of {writer.storage.url} was not released: {error}", stacklevel=2)

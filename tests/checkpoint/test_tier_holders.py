@@ -1,0 +1,81 @@
+"""Who may use a near place and its far one: one job, all of whose ranks see the same directory."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+from paired_sessions import Meeting, PairedPeers
+from tiers import WAIT_SECS, Places, numbers_in, until
+
+from torchrelay import Tier
+from torchrelay.checkpoint.local_storage import LocalStorage
+from torchrelay.checkpoint.log import log_writer
+from torchrelay.checkpoint.log.keeping import KEEP_ALL
+from torchrelay.checkpoint.log.log_writer import LogWriter
+from torchrelay.checkpoint.tier import tier_ledger
+from torchrelay.checkpoint.tier.tier_ledger import TierLedger
+from torchrelay.checkpoint.tier.tier_storage import TierStorage
+from torchrelay.errors import FencedError, UsageError
+
+
+@pytest.fixture
+def near(tmp_path: Path) -> Path:
+    return tmp_path / "near"
+
+
+@pytest.fixture
+def far(tmp_path: Path) -> Path:
+    return tmp_path / "far"
+
+
+def test_fenced_by_another(near: Path, far: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another job that takes the far log fences the run, which learns of it and sends nothing more."""
+    told: list[FencedError] = []
+    places = Places(near, far, when_fenced=told.append)
+    places.save(0, 0)
+    places.replicate()
+    monkeypatch.setattr(log_writer, "_LIVE", weakref.WeakValueDictionary())  # as in another process
+    other = LogWriter.take(LocalStorage(far), "test", patience_secs=0.0)
+    places.save(1, 1)
+    until(lambda: places.replicator._fenced is not None and told)
+    with pytest.raises(FencedError, match="was taken over"):
+        places.ledger.wait_for_room(places.peers)
+    with pytest.raises(FencedError):
+        places.ledger.drain(places.peers)
+    places.crash()
+    other.release()
+    assert len(told) == 1  # by the counter's thread, which would end a run that saves nothing
+    assert numbers_in(far) == {"0": 0} and numbers_in(near) == {"0": 0, "1": 1}
+
+
+def test_two_jobs_never_share_a_place(near: Path, far: Path, tmp_path: Path) -> None:
+    """A near directory that belongs to another history is refused."""
+    Places(near, far).close()
+    Places(tmp_path / "near2", tmp_path / "far2").close()
+    with pytest.raises(UsageError, match="belong to two jobs"):
+        Places(near, tmp_path / "far2")
+
+
+def test_every_rank_must_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A near directory that is another one on another host is refused before anything is written."""
+    monkeypatch.setattr(tier_ledger, "SEEN_WITHIN_SECS", 0.0)
+    meeting, errors = Meeting(2), dict[int, str]()
+
+    def rank(number: int) -> None:
+        storage = TierStorage(tmp_path / f"host{number}", LocalStorage(tmp_path / "far"))
+        storage.mkdir("")
+        ledger = TierLedger(storage, Tier(tmp_path / f"host{number}"), KEEP_ALL, 0.0)
+        try:
+            ledger.check_seen(PairedPeers(number, 2, meeting))  # type: ignore[arg-type]
+        except UsageError as error:
+            errors[number] = str(error)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_SECS)
+    assert len(errors) == 2 and all("is not the one that rank 1 sees" in one for one in errors.values())
