@@ -170,6 +170,10 @@ class BlobRegistry:
 
 
 def _flat(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(given, Mapping):
+        raise UsageError(
+            f"blobs are named, as in blobs=dict(model=model, optimizer=optimizer); got {type(given).__name__}"
+        )
     for key, value in given.items():
         if not isinstance(key, str):
             raise UsageError(f"{prefix or 'blobs'}: the key {key!r} is no str, so it cannot name a blob")

@@ -106,6 +106,11 @@ class EpochLoader:
         self._place = (rank, world)
         return self
 
+    @property
+    def world(self) -> int:
+        """How many ranks share a step: those of the job, or as many as `placed` said."""
+        return self._share()[1]
+
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of `epoch`; does nothing when the loader is in it, wherever it stands."""
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:

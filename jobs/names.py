@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from torchrelay.errors import UsageError
 
@@ -56,7 +56,32 @@ def check_blob_names(names: Iterable[str]) -> None:
 
     Leaves are addressed `blob.leaf`, so with both `a` and `a.b` nobody could tell whose `a.b.c` is.
     """
-    known = {check_blob_name(name) for name in names}
+    given = list(names)
+    if not _all_plain(given):
+        for name in given:
+            check_blob_name(name)
+    known, prefixes = set(given), _prefixes(given)
+    if RANDOM_STATES in known or RANDOM_STATES in prefixes or not known.isdisjoint(prefixes):
+        _refuse_mixed(known)
+
+
+def _prefixes(names: Iterable[str]) -> set[str]:
+    """What lies before any dot of any name. Very many names have few such prefixes between them."""
+    found: set[str] = set()
+    while names := {name[: name.rindex(".")] for name in names if "." in name} - found:
+        found |= names
+    return found
+
+
+def _all_plain(names: Iterable[object]) -> bool:
+    try:
+        return all(map(_PLAIN.fullmatch, names))  # type: ignore[arg-type]
+    except TypeError:  # no text
+        return False
+
+
+def _refuse_mixed(known: Collection[str]) -> None:
+    """Say by UsageError which name it is."""
     for name in sorted(known):
         if name == RANDOM_STATES or name.startswith(f"{RANDOM_STATES}."):
             raise UsageError(f"blob name {name!r} is reserved for random states: choose another name")

@@ -49,12 +49,25 @@ _GENERATION_FILE = re.compile(r"(metrics|events)\.([0-9]+)\.jsonl")
 
 
 class RunDirectory:
-    """The files of one run; creating the object touches nothing."""
+    """The files of one run; creating the object touches nothing.
 
-    def __init__(self, path: str | Path) -> None:
+    Of a run in a store `url` says where, and `path` is where this host has its small files.
+    """
+
+    def __init__(self, path: str | Path, url: str | None = None) -> None:
         self.path = Path(path).absolute()
-        self.checkpoints = self.path / "checkpoints"
+        self.url = url
         self._place = SamePlace(self.path)
+
+    @property
+    def where(self) -> Path | str:
+        """What users call the run: its directory, or its URL."""
+        return self.url or self.path
+
+    @property
+    def checkpoints(self) -> Path | str:
+        """Where its checkpoints lie, a directory or a URL."""
+        return self.path / "checkpoints" if self.url is None else f"{self.url}/checkpoints"
 
     @property
     def stop_file(self) -> Path:
@@ -101,7 +114,8 @@ class RunDirectory:
             "python": platform.python_version(),
         }
         try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            made = self.path / "checkpoints" if self.url is None else self.path
+            made.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StorageError(
                 f"cannot create the run directory {self.path}: {error.strerror}; "
@@ -145,7 +159,7 @@ class RunDirectory:
         return [
             name
             for name in names
-            if name not in own and not name.startswith((".probe-", ".tmp-", "captured."))
+            if name not in own and not name.startswith((".probe-", ".tmp-", ".torchrelay-", "captured."))
         ]
 
     def identity(self) -> dict[str, Any] | None:
@@ -157,12 +171,12 @@ class RunDirectory:
         version = stamp.get("major") if isinstance(stamp, dict) else None
         if type(version) is int and version != FORMAT["major"]:
             raise FormatError(
-                f"{self.path}/run.json was written by another version of torchrelay (format {version}, this "
+                f"{self.where}/run.json was written by another version of torchrelay (format {version}, this "
                 f"one reads {FORMAT['major']}): use the one that wrote it, or a newer one"
             )
         if version is None or not all(isinstance(found.get(key), str) for key in ("job", "uuid")):
             raise DamagedError(
-                f"{self.path}/run.json is no identity of a run: restore it from a copy, or delete it (the "
+                f"{self.where}/run.json is no identity of a run: restore it from a copy, or delete it (the "
                 "checkpoints are not touched, the run gets a new identity)"
             )
         return found
@@ -176,7 +190,7 @@ class RunDirectory:
     def _check_same_job(self, identity: Mapping[str, Any], job_name: str) -> None:
         if identity.get("job") != job_name:
             raise UsageError(
-                f"{self.path} holds a run of job {identity.get('job')!r}, this is job {job_name!r}: "
+                f"{self.where} holds a run of job {identity.get('job')!r}, this is job {job_name!r}: "
                 "give this job another run directory"
             )
 

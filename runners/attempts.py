@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torchrelay.checkpoint.ledger import Target
+from torchrelay.checkpoint.ledger_words import Target
 from torchrelay.errors import NoProgressError
 from torchrelay.jobs.peers import decide
 from torchrelay.runners.choosing import Choice
@@ -38,7 +38,7 @@ def check_attempts(life: Life, choice: Choice, target: Target | None) -> None:
         life.journal.uncount()
         where = "the beginning" if target is None else f"epoch {target.position}"
         raise NoProgressError(
-            f"{before} starts in a row began at {where} in {life.run_directory.path} and got no further: "
+            f"{before} starts in a row began at {where} in {life.run_directory.where} and got no further: "
             f"`torchrelay show` tells what ended them; mend it, and start with "
             f"--max-attempts {before + most} (or max_attempts=; 0 for no limit)"
         )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.blobs import Blob, kind_of
+from torchrelay.jobs.data_parallel import bare_ddp_instances
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.peers import together
 from torchrelay.jobs.step import invoke
@@ -55,3 +57,12 @@ def _bind(blob: Blob, session: SessionBase, workspace: Workspace) -> None:
             f"give a factory, for example {blob.name}=lambda ctx: ..., so that each node has its own"
         )
     workspace.register(blob, blob.source)
+
+
+def warn_of_bare_ddp(session: SessionBase, warn: Callable[[str], None]) -> None:
+    """Bare DDP regroups its buckets after the first step; on three and more ranks sums then differ."""
+    if len(session.nodes) > 2 and bare_ddp_instances():
+        warn(
+            "a module is wrapped in bare DistributedDataParallel: on more than 2 ranks a resumed run "
+            "ends in other bits; wrap it with torchrelay.data_parallel(module) for exact resume"
+        )

@@ -18,7 +18,7 @@ from torchrelay.runners.distributed.process_groups import (
     choose_backend,
     choose_device,
 )
-from torchrelay.runners.distributed.world import START_SECS, World, current_world, is_consequence
+from torchrelay.runners.distributed.world import START_SECS, World, code_of, current_world, is_consequence
 from torchrelay.runners.session_base import SessionBase
 
 if TYPE_CHECKING:
@@ -143,6 +143,11 @@ class DistributedSession(SessionBase):
         self._alarm = threading.Timer(MEETING_SECS, self.world.blame, (what, error))
         self._alarm.daemon = True
         self._alarm.start()
+
+    def code_of(self, error: BaseException) -> int:
+        """A connection that another rank's end has broken is that rank's failure, not one of the program."""
+        first = self.world.watcher.failure if self.world.watcher else None
+        return first.exit_code if first is not None and is_consequence(error) else code_of(error)
 
     def release(self) -> None:
         """Let go of all workspaces as `close` does; the processes and groups in `world` go on."""

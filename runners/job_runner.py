@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torchrelay.checkpoint.manager_base import Manager
 from torchrelay.checkpoint.manager_options import ManagerOptions
 from torchrelay.checkpoint.multi_node import MultiNodeCheckpointManager
-from torchrelay.checkpoint.remote.urls import is_url
+from torchrelay.checkpoint.storage_places import FILE
 from torchrelay.checkpoint.upload import UploadTaskGroupBuilder
 from torchrelay.errors import NotAllowedNowError, UsageError
 from torchrelay.jobs.directories import local_directory
@@ -45,6 +45,8 @@ from torchrelay.runners.saving import report_stats
 from torchrelay.runners.session_base import SessionBase
 from torchrelay.runners.stages.given import InitFrom, Upstream, given_of
 from torchrelay.runners.start import current_or_new_session
+from torchrelay.runners.stored_runs.run_url import canonical, is_remote
+from torchrelay.runners.stored_runs.workspaces import workspace_of
 from torchrelay.runners.wording import interval_secs
 
 if TYPE_CHECKING:
@@ -57,15 +59,17 @@ RUN_DIRECTORY_FAILED_SAVES = 3
 class JobRunner:
     """Runs a job and keeps its history in a run directory, or through a manager of the user's.
 
-    `where` is a run directory (made if missing, with its own manager and handler), a manager, or
-    None: then nothing is saved. `resume` is for run directories: `auto` continues the newest
-    provable epoch, `must` refuses to start without one, `never` begins anew (older epochs are
-    kept as an abandoned branch). `best=(metric, "max" or "min")` says which epoch `"best"` names.
+    `where` is a run directory (made if missing, with its own manager and handler), or the URL of one
+    (`s3://bucket/runs/hello`), a manager, or None: then nothing is saved. `resume` is for run
+    directories: `auto` continues the newest provable epoch, `must` refuses to start without one, `never`
+    begins anew (older epochs are kept as an abandoned branch). `best=(metric, "max" or "min")` says which
+    epoch `"best"` names.
     `max_failed_saves` saves that fail in a row end the run (3 for run directories; a bare manager
     only warns). `save_initial=False` leaves epoch 0, the state after `init`, out.
     A run directory also takes the options of its manager, `ManagerOptions`: `keep_last`, `keep_every`,
     `keep_best`, `keep_optimizer_last`, `asynchronous`, `staging_limit`, `verify_staging`, `reuse`,
-    `include`, `exclude`, `share_reads`, `compare_every`, `single_writer`.
+    `include`, `exclude`, `share_reads`, `compare_every`, `single_writer`,
+    `tier`.
     `metadata_handler` hears of epochs beside the run directory's own handler, and decides where a run starts
     only where it says so (`decides = True`); a manager is given its handler itself.
     `upload_task_group_builder` builds the group that sends the last epoch elsewhere; `agree_every` is
@@ -277,17 +281,14 @@ class JobRunner:
 
 
 def _run_directory(where: Any) -> RunDirectory | None:
-    """That of a path; None for a manager, and for nothing."""
-    return RunDirectory(_directory_of_run(where)) if isinstance(where, (str, Path)) else None
-
-
-def _directory_of_run(where: str | Path) -> Path:
-    if isinstance(where, str) and is_url(where):
-        raise UsageError(
-            f"the run directory {where!r} is a URL; runs lie in local or mounted directories so far, and "
-            "only checkpoints may go to a store: give a path, or MultiNodeCheckpointManager with that URL"
-        )
-    return local_directory(where, "the run directory")
+    """That of a path or URL; None for a manager, and for nothing."""
+    if not isinstance(where, (str, Path)):
+        return None
+    if isinstance(where, str) and is_remote(where):
+        url = canonical(where, "the run directory")
+        return RunDirectory(workspace_of(url), url)
+    path = where.removeprefix(FILE) if isinstance(where, str) else where
+    return RunDirectory(local_directory(path, "the run directory"))
 
 
 def _check_job(job: Any, resume: str) -> Job:

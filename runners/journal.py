@@ -12,16 +12,17 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torchrelay.checkpoint.ledger import Holding, Look
+from torchrelay.checkpoint.ledger_words import Holding, Look
 from torchrelay.checkpoint.position import Position
-from torchrelay.errors import DirectoryInUseError, PreemptedError, StorageError, UsageError, exit_code_of
+from torchrelay.errors import DirectoryInUseError, PreemptedError, StorageError, UsageError
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.peers import Peers, decide
 from torchrelay.metadata.run_directory import RunDirectory, State
 from torchrelay.runners.choosing import Choice
+from torchrelay.runners.launch.told import tell_run
 from torchrelay.runners.progress import Progress
 from torchrelay.runners.result import RunResult
 from torchrelay.runners.run_state import RunState
@@ -49,6 +50,8 @@ class Journal:
         self._tail: dict[str, Any] = {}
         self._attempt = 0
         self._attempts: Any = None
+        self._replicated: dict[str, str] = {}
+        """The newest position that was, for the status; empty without a near place."""
 
     @property
     def writes(self) -> bool:
@@ -71,7 +74,7 @@ class Journal:
         if self.peers.rank == 0 and (strangers := run.strangers()):
             some = ", ".join(strangers[:4]) + (", ..." if strangers[4:] else "")
             self.warn(
-                f"the run directory {run.path} held other things already ({some}); the run lies beside them"
+                f"the run directory {run.where} held other things already ({some}); the run lies beside them"
             )
         self.run_id = decide(
             self.peers, "run identity", lambda: run.create(name, best, len(session.nodes))["uuid"]
@@ -83,6 +86,7 @@ class Journal:
         self._branch, self._epoch = look.branch, look.epoch
         if not self.writes or self.run is None:
             return
+        tell_run(self.run.path)
         before = self._status_before(self.run)
         attempt = before.get("attempt")
         self._attempt = attempt + 1 if type(attempt) is int else 0
@@ -148,6 +152,12 @@ class Journal:
         self.progress.saved(position, None)
         self._event("save failed", epoch=position.epoch, error=str(error), in_a_row=in_a_row)
         self.warn(f"epoch {position} was NOT saved ({in_a_row} failed in a row): {error}")
+
+    def replicated(self, positions: Sequence[Position]) -> None:
+        """Note what came from the near place to the checkpoints' own (`checkpoint.tier`)."""
+        for position in positions:
+            self._event("replicated", epoch=position.epoch, step=position.step)
+            self._replicated = {"replicated": str(position)}
 
     def warn(self, text: str) -> None:
         """A Python warning on rank 0, so that programs and tests can see it."""
@@ -250,18 +260,17 @@ class Journal:
                 f"stopped at epoch {int(result)} ({reason}): where that is gone the same command goes on"
             )
 
-    def failed(self, error: BaseException, state: RunState) -> None:
-        """Note a failure; never raises, because the failure itself is on its way."""
+    def failed(self, error: BaseException, state: RunState, reason: str, code: int) -> None:
+        """Note a failure, why, and the exit code; never raises: the failure itself is on its way."""
         self.progress.close()
         if isinstance(error, DirectoryInUseError):
             return  # somebody else's status
         if isinstance(error, (KeyboardInterrupt, UsageError)):
             self.uncount()
         try:
-            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
             epoch = state.epoch or self._epoch  # before the loop the run is where the log says
             self._event("failure", error=reason, epoch=epoch)
-            self._status("FAILED", epoch=epoch, error=reason, exit_code=exit_code_of(error))
+            self._status("FAILED", epoch=epoch, error=reason, exit_code=code)
             if isinstance(error, KeyboardInterrupt):
                 resumes = "; the same command resumes from the newest saved epoch" if self.run else ""
                 self.say(f"interrupted in epoch {epoch or 0}{resumes}")
@@ -283,6 +292,7 @@ class Journal:
                 pid=os.getpid(),
                 tail=self._tail,
                 attempts=self._attempts,
+                **self._replicated,
                 **details,
             )
 

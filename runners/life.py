@@ -10,24 +10,24 @@ phases all are asked whether somebody wants to end early (`ending.boundaries`).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.facts import Facts
-from torchrelay.checkpoint.ledger import Look, Target
+from torchrelay.checkpoint.ledger_words import Look, Target
 from torchrelay.checkpoint.manager_base import Manager
 from torchrelay.checkpoint.position import Position
-from torchrelay.errors import PartiallyLoadedError, StorageError, exit_code_of
-from torchrelay.jobs.data_parallel import bare_ddp_instances
+from torchrelay.errors import PartiallyLoadedError, StorageError
 from torchrelay.jobs.data_parallel import drop as drop_wrappers
 from torchrelay.jobs.random_streams import RandomStreams
 from torchrelay.jobs.seeding import current_seed
 from torchrelay.runners.attempts import check_attempts
-from torchrelay.runners.binding import bind_blobs
+from torchrelay.runners.binding import bind_blobs, warn_of_bare_ddp
 from torchrelay.runners.choosing import Choice
+from torchrelay.runners.distributed.world import why_of
+from torchrelay.runners.ending.asked_here import requests_of
 from torchrelay.runners.ending.boundaries import go_on
 from torchrelay.runners.ending.interruption import Interrupted
 from torchrelay.runners.ending.on_crash import save_at_crash
@@ -35,9 +35,8 @@ from torchrelay.runners.ending.on_demand import save_now
 from torchrelay.runners.ending.place import places_for
 from torchrelay.runners.ending.preemption import leave_for_now
 from torchrelay.runners.ending.put_back import PutBack
-from torchrelay.runners.ending.requests import ASKED, Requests
+from torchrelay.runners.ending.requests import ASKED, PREEMPT
 from torchrelay.runners.ending.signals import signals_ask
-from torchrelay.runners.ending.time_limits import deadlines_of
 from torchrelay.runners.fence import FenceGuard
 from torchrelay.runners.journal import Journal
 from torchrelay.runners.onlookers import Onlookers
@@ -51,6 +50,7 @@ from torchrelay.runners.saving import Saver
 from torchrelay.runners.session_base import SessionBase
 from torchrelay.runners.stages.stages import Stages
 from torchrelay.runners.stopping import Verdict, ask_all, limits_of, only_time_is_up, over_by_facts
+from torchrelay.runners.stored_runs.stored_run import StoredRun
 from torchrelay.runners.tail import run_tail
 
 if TYPE_CHECKING:
@@ -90,18 +90,18 @@ class Life:
         self.exporting = Exporting(self, runner.exports)
         self.stages = Stages(runner.built_on, runner.run_directory, session.peers)
         self.streams: dict[str, RandomStreams] = {}
+        self.stored = StoredRun(self)
         self.status: Status = "FINISHED"
-        self.requests = Requests(
-            deadlines_of(plan.time_limit_secs, os.environ),
-            runner.run_directory.stop_file if runner.run_directory and session.peers.rank == 0 else None,
-            lambda: self.saver.longest_secs,
+        first = session.peers.rank == 0
+        self.requests = requests_of(
+            plan.time_limit_secs, runner.run_directory, lambda: self.saver.longest_secs, looks=first
         )
         self._verdict = Verdict()
         """Of the newest epoch that is over."""
         self._target_inside: Target | None = None
         self._places: Mapping[str, Any] = {}
         """Where the nodes were in the epoch to be continued."""
-        self._began = False
+        self._began = self._has_failed = False
 
     # The whole
 
@@ -120,9 +120,11 @@ class Life:
                 self._close()
 
     def _run(self) -> RunResult:
+        self.stored.begin(self.session.local_nodes[0])
         choice = look_and_choose(self)
         finished = finished_already(self, choice)
         if finished is not None:
+            self.stored.finish_over()
             return finished
         if choice.start == "fresh":
             self.stages.look()
@@ -145,6 +147,7 @@ class Life:
     def _live_to_the_end(self, choice: Choice) -> RunResult:
         target = self._target(choice)
         check_attempts(self, choice, target)
+        self.stored.goes_on(target)
         self.onlookers.watch(self)
         self._set_up(target)
         go_on(self.session.peers, self.requests)
@@ -171,11 +174,16 @@ class Life:
         ledger = self.manager.engine.ledger
         self.journal.create(self.job, self.plan.best, self.session)
         ledger.in_run, ledger.when_fenced = True, self.guard.fenced
+        ledger.hurried, ledger.secs_left = self._is_leaving, self.requests.secs_left
         tolerant = self.run_directory is None and choice.start != "newest"
         ledger.open(self.session.peers, tolerant=tolerant)
         self.journal.opened(ledger.holding, self.look, choice)
         self.capturing.write(self.journal, self.session)
         self.stages.capture()
+        self.stored.opened()
+
+    def _is_leaving(self) -> bool:
+        return self.requests.level() == PREEMPT
 
     def _begin_branch(self, choice: Choice) -> None:
         """Rewind the log where the choice asks for it.
@@ -206,15 +214,7 @@ class Life:
         self.recorder.watch(self.session.workspace(first.name), first.rank)
         if self.manager is not None:
             self.manager.engine.prepare(self.session)
-        self._warn_of_bare_ddp()
-
-    def _warn_of_bare_ddp(self) -> None:
-        """Bare DDP regroups its buckets after the first step; on three and more ranks sums then differ."""
-        if len(self.session.nodes) > 2 and bare_ddp_instances():
-            self.journal.warn(
-                "a module is wrapped in bare DistributedDataParallel: on more than 2 ranks a resumed run "
-                "ends in other bits; wrap it with torchrelay.data_parallel(module) for exact resume"
-            )
+        warn_of_bare_ddp(self.session, self.journal.warn)
 
     def _start_fresh(self, choice: Choice) -> Verdict:
         self.session.run(self.job.init_group)
@@ -301,6 +301,7 @@ class Life:
             saved = self._save(epoch, verdict)
             self.journal.epoch_done(self.state, metrics, saved, verdict)
             self.onlookers.epoch_done(metrics)
+            self.stored.look()
             self.exporting.epoch_done(metrics, saved)
         if only_time_is_up(self.job, verdict):
             self.status = "STOPPED"
@@ -368,7 +369,7 @@ class Life:
             status=self.status,
             stop=verdict.reasons,
             metrics=self.state.metrics,
-            run_dir=self.run_directory.path if self.run_directory else None,
+            run_dir=self.run_directory.where if self.run_directory else None,
             committed=self.saver.newest_saved,
             warm_starts=self.stages.warmed,
         )
@@ -377,10 +378,12 @@ class Life:
 
     def _failed(self, error: BaseException) -> None:
         """Note the failure; tasks for after a failure run only in a run that began."""
+        self._has_failed = True
         self.saver.drain(self.session)
-        self.journal.failed(error, self.state)
+        code = self.session.code_of(error)
+        self.journal.failed(error, self.state, why_of(error), code)
         if self._began:
-            self.session.run_on_failure(self.job.exit_group, exit_code_of(error))
+            self.session.run_on_failure(self.job.exit_group, code)
 
     def _close(self) -> None:
         self.guard.close()
@@ -390,6 +393,8 @@ class Life:
             drop_wrappers()
             if self.manager is not None:
                 self.manager.engine.wait()
+                self.stored.finish(failed=self._has_failed)
                 self.manager.engine.ledger.close()
         finally:
+            self.stored.close()
             self.session.end()

@@ -5,6 +5,7 @@ Nothing is changed anywhere, and nothing is left behind.
 
 from __future__ import annotations
 
+import os
 import uuid
 from contextlib import suppress
 from dataclasses import asdict
@@ -22,7 +23,12 @@ if TYPE_CHECKING:
     from torchrelay.runners.life import Life
 
 PROCESS = uuid.uuid4().hex
-"""Tells requests of this process from those of an earlier one."""
+"""Drawn at the first import; processes that are forked later share it."""
+
+
+def this_process() -> str:
+    """Tells requests of this process from those of an earlier one, also where both are forks of one."""
+    return f"{PROCESS}.{os.getpid()}"
 
 
 def look_and_choose(life: Life) -> Choice:
@@ -63,7 +69,7 @@ def look_and_choose(life: Life) -> Choice:
 
 def request_of(choice: Choice) -> dict[str, Any]:
     """What a branch that this process begins for a choice remembers, to be known again by the next one."""
-    return {"epoch": choice.epoch, "process": PROCESS}
+    return {"epoch": choice.epoch, "process": this_process()}
 
 
 def finished_already(life: Life, choice: Choice) -> RunResult | None:
@@ -80,7 +86,7 @@ def finished_already(life: Life, choice: Choice) -> RunResult | None:
         status="STOPPED" if only_time_is_up(life.job, verdict) else "FINISHED",
         stop=tuple(v["reason"] for v in look.facts.stop.values() if v["stop"]),
         metrics=look.facts.metrics,
-        run_dir=run.path if run else None,
+        run_dir=run.where if run else None,
         committed=look.epoch,
     )
 
@@ -122,7 +128,7 @@ def _wish(life: Life, manager: Manager) -> Wish:
         resume=life.plan.resume,
         automatic=in_directory,
         again=life.again,
-        process=PROCESS,
+        process=this_process(),
     )
 
 

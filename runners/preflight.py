@@ -72,6 +72,8 @@ def check_run_directory(
 
     peers = session.peers
     together(peers, "check the run directory", lambda: check() if peers.rank == 0 else None)
+    if run.url is not None:
+        return  # its store was tried before its files were brought from there
     with _probe(run.path, peers, single_writer) as probe:
         seen = peers.exchange("run directory seen", [session.local_nodes[0].host, _appears(probe)])
     blind = sorted({host for host, sees in seen if not sees})

@@ -15,14 +15,15 @@ Status = Literal["FINISHED", "STOPPED", "PREEMPTED"]
 class RunResult(int):
     """The last epoch, as Caffe2's runner returned it, with the rest as attributes.
 
-    `warm_starts` tells what each `init_from` took and skipped, where this call began the run.
+    `run_dir` is the run's directory, or its URL; `warm_starts` tells what each `init_from` took and
+    skipped, where this call began the run.
     Always true, epoch 0 included: a train call that returns has done what it was asked.
     """
 
     status: Status
     stop: tuple[str, ...]
     metrics: Mapping[str, float]
-    run_dir: Path | None
+    run_dir: Path | str | None
     committed: int | None
     warm_starts: tuple[WarmStart, ...]
 
@@ -33,7 +34,7 @@ class RunResult(int):
         status: Status = "FINISHED",
         stop: tuple[str, ...] = (),
         metrics: Mapping[str, float] | None = None,
-        run_dir: Path | None = None,
+        run_dir: Path | str | None = None,
         committed: int | None = None,
         warm_starts: tuple[WarmStart, ...] = (),
     ) -> RunResult:

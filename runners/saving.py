@@ -14,7 +14,7 @@ from torchrelay.jobs.peers import decide
 from torchrelay.runners.session_base import SessionBase
 
 if TYPE_CHECKING:
-    from torchrelay.checkpoint.ledger import Look, Target
+    from torchrelay.checkpoint.ledger_words import Look, Target
     from torchrelay.runners.journal import Journal
 
 
@@ -69,6 +69,7 @@ class Saver:
         """Wait for the save in flight and treat its outcome as that of any save; all processes together."""
         if self.manager is None:
             return
+        self.journal.replicated(self.manager.take_replicated())
         for outcome in self.manager.settle(session):
             if outcome.error is not None:
                 self._failed(outcome.position, outcome.error)
@@ -93,6 +94,7 @@ class Saver:
         """Return when saves and what follows from them are done; all processes together."""
         if self.manager is not None:
             self.manager.finish(session)
+            self.journal.replicated(self.manager.take_replicated())
 
     def drain(self, session: SessionBase) -> None:
         """Wait for the save in flight after a failure of the run: without the others, and it only warns."""

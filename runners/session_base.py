@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from torchrelay.errors import NotAllowedNowError, UsageError
+from torchrelay.errors import NotAllowedNowError, UsageError, exit_code_of
 from torchrelay.jobs.context import Managed
 from torchrelay.jobs.group import SessionGroup, TaskGroup
 from torchrelay.jobs.output import TaskOutput
@@ -97,6 +97,10 @@ class SessionBase(Managed):
 
     def task_failed(self, what: str, error: BaseException) -> None:
         """Called before the processes meet, so that none waits for one whose task has failed."""
+
+    def code_of(self, error: BaseException) -> int:
+        """The code that this process ends with for an error: that of its cause, where another one has it."""
+        return exit_code_of(error)
 
     def prepare(self, group: TaskGroup) -> None:
         """Called before a group runs for anything that must precede it."""

@@ -87,9 +87,24 @@ def _consistent(reading: Reading, where: Where, runner: Mapping[str, Any]) -> No
         reading.wrong(
             (*where, "stop", "max_epochs"), "`epochs` of the runner says it already: keep one", key=True
         )
+    _onnx_files(reading, where, runner)
     if type(count := runner.get("worker_num")) is int and count > 1 and runner.get("class") != LOCAL_TRAIN:
         message = f"only class `{LOCAL_TRAIN}` starts processes; others run in those that torchrun started"
         reading.wrong((*where, "worker_num"), message, key=True)
+
+
+def _onnx_files(reading: Reading, where: Where, runner: Mapping[str, Any]) -> None:
+    onnx = runner.get("onnx")
+    if not isinstance(onnx, dict):
+        return
+    if onnx.get("best") is True and runner.get("keep_best") is None:
+        reading.wrong((*where, "onnx", "best"), "`keep_best` missing, which says what is best", key=True)
+    if onnx.get("every") is None and onnx.get("best") is not True and not _broken_below(reading, where):
+        reading.wrong((*where, "onnx"), "`every` missing, or `best: true`: it would write nothing", key=True)
+
+
+def _broken_below(reading: Reading, where: Where) -> bool:
+    return any(one[: len(where) + 1] == (*where, "onnx") for one in reading.tree.broken)
 
 
 def _infer_range(reading: Reading, where: Where, runner: Mapping[str, Any]) -> None:

@@ -79,6 +79,22 @@ class CheckpointKeys:
     compare_every: int | None = key(
         Whole(1), "all bytes of the replicas are compared every so many epochs; 10 if missing", identity=False
     )
+    near: str | None = key(
+        PathAt(), "save below this quick local directory, and send it on behind the training", identity=False
+    )
+    lag: int | None = key(
+        Whole(1), "with `near`: so many saved epochs may be there only; 2 if missing", identity=False
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnnxKeys:
+    """Which ONNX files of the models a run makes while it trains; `every`, `best`, or both."""
+
+    every: int | None = key(Whole(1), "`<model>-epoch-<k>.onnx` every so many epochs", identity=False)
+    best: bool = key(
+        Truth(), "`<model>-best.onnx` of the epoch that `keep_best` means", default=False, identity=False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +170,11 @@ class Runner:
     save_inference_path: str | None = key(
         PathAt(),
         "where these go, `<epoch>/<phase>.safetensors`; `inference/` of the run if it is missing",
+        identity=False,
+    )
+    onnx: OnnxKeys | None = key(
+        Section(OnnxKeys),
+        "ONNX files of the models, in `exports/` of the run; needs the extra `onnx`",
         identity=False,
     )
     keep_last: int | None = key(

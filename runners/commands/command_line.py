@@ -22,7 +22,7 @@ import torchrelay
 from torchrelay.errors import RelayError, StorageError
 from torchrelay.jobs.collector import undisturbed
 from torchrelay.runners.commands.command_line_arguments import Add, Run
-from torchrelay.runners.commands.command_line_output import Output, printable
+from torchrelay.runners.commands.command_line_output import Output, by_url, printable
 from torchrelay.runners.commands.command_line_parser import Parser
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ _VERBS = {
     "chaos": "chaos:add_chaos",
     "serve": "serve:add_serve",
     "run": "run:add_run_config",
+    "launch": "launch:add_launch",
 }
 """What defines each verb, `command_line_<module>:<function>`. Only that of the verb that was typed is
 imported: looking at a run takes a tenth of a second, and most of that would be imports of other verbs."""
@@ -177,5 +178,5 @@ def _refuse(error: RelayError) -> int:
     """Print one line on stderr; of what has a report of more, all of them. Returns the exit code."""
     report = getattr(error, "report", None)
     lines = report() if report else [f"torchrelay: {error}"]
-    sys.stderr.write("".join(f"{printable(line)}\n" for line in lines))
+    sys.stderr.write("".join(f"{printable(by_url(line))}\n" for line in lines))
     return error.exit_code

@@ -20,10 +20,10 @@ _EPOCH = "@7, @last, @best, @tag=NAME, @epoch=7,branch=0"
 def add_run(parser: argparse.ArgumentParser, *, many: bool = False) -> None:
     """`RUN`: a run directory with its own notes; `RUN_OR_RUNS...` where there may be `many`."""
     if many:
-        several = "run directories, or directories with runs in them"
+        several = "run directories, or directories with runs in them; or the URLs of such"
         parser.add_argument("path", metavar="RUN_OR_RUNS", nargs="+", help=several)
     else:
-        parser.add_argument("path", metavar="RUN", help="a run directory")
+        parser.add_argument("path", metavar="RUN", help="a run directory, or its URL")
 
 
 def add_place(parser: argparse.ArgumentParser, *, runs: bool = False) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.commands.command_line_report import add_limits, limits_of
+from torchrelay.runners.stored_runs.run_url import is_remote
 
 if TYPE_CHECKING:
     from torchrelay.runners.dashboard.run_store import RunStore
@@ -27,7 +28,7 @@ _NORM_BYTES = 64_000_000
 def add_dashboard(verb: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the verb to the parser."""
     parser = verb("dashboard", "serve the pages of runs, live, until Ctrl-C", dashboard)
-    parser.add_argument("runs", metavar="RUNS", help="the directory in which runs lie, or one run")
+    parser.add_argument("runs", metavar="RUNS", help="the directory or URL in which runs lie, or one run")
     parser.add_argument(
         "--port", type=_port, default=_PORT, metavar="P", help=f"default: {_PORT}; 0 takes any"
     )
@@ -44,10 +45,9 @@ def add_dashboard(verb: Callable[..., argparse.ArgumentParser]) -> None:
 
 def dashboard(chosen: argparse.Namespace, output: Output) -> int:
     """Serve until SIGINT or SIGTERM, which end it at once, with 0."""
-    from torchrelay.runners.dashboard.run_store import RunStore
     from torchrelay.runners.dashboard.server import DashboardServer
 
-    store = RunStore(Path(chosen.runs))
+    store = _store(chosen.runs)
     limits = limits_of(chosen)
     signal.signal(signal.SIGTERM, _stop)
     with (
@@ -59,12 +59,22 @@ def dashboard(chosen: argparse.Namespace, output: Output) -> int:
     return 0
 
 
+def _store(text: str) -> RunStore:
+    if is_remote(text):
+        from torchrelay.runners.dashboard.far_runs import FarRuns
+
+        return FarRuns(text)
+    from torchrelay.runners.dashboard.run_store import RunStore
+
+    return RunStore(Path(text))
+
+
 def _say(server: DashboardServer, store: RunStore, chosen: argparse.Namespace, output: Output) -> None:
     if output.json:
         output.value({"url": server.url, "runs": store.names(), "token": chosen.token is not None})
         return
     how = "?token=..." if chosen.token is not None else ""
-    output.line(f"serving {store.root} at {server.url}{how} (Ctrl-C ends it)")
+    output.line(f"serving {store.shown} at {server.url}{how} (Ctrl-C ends it)")
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

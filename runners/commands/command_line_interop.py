@@ -24,7 +24,9 @@ def add_export(add: Add) -> None:
     add_epoch(parser)
     formats = (*FORMATS, ONNX)
     parser.add_argument("--to", choices=formats, required=True, help="the format; hf and dcp are directories")
-    parser.add_argument("-o", "--output", metavar="PATH", required=True, help="what to write; must be new")
+    parser.add_argument(
+        "-o", "--output", metavar="PATH", required=True, help="what to write, a path or URL; must be new"
+    )
     add_blobs(parser)
     parser.add_argument("--prefix", metavar="TEXT", default="", help="take this off names, such as model.")
     parser.add_argument("--dtype", metavar="TYPE", help="convert floating-point tensors, such as bfloat16")
@@ -38,7 +40,7 @@ def add_export(add: Add) -> None:
 def add_import(add: Add) -> None:
     """Define `import`."""
     parser = add("import", "make a directory of checkpoints of what another format holds", import_)
-    parser.add_argument("path", metavar="PATH", help="a file or directory")
+    parser.add_argument("path", metavar="PATH", help="a file or directory, or its URL")
     parser.add_argument("--from", dest="format", choices=FORMATS, required=True, help="its format")
     parser.add_argument("-o", "--output", metavar="PREFIX", required=True, help="the new directory")
     names = parser.add_mutually_exclusive_group()

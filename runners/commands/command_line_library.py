@@ -15,8 +15,9 @@ from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.commands.command_line_runs_diff import difference_json, say_difference
 from torchrelay.runners.commands.command_line_times import time_text
 from torchrelay.runners.commands.library_line import LibraryLine, library_line
-from torchrelay.runners.commands.run_library import add_library, find_run, library, runs_in
+from torchrelay.runners.commands.run_library import add_library, find_run, library, runs_in, shown
 from torchrelay.runners.commands.runs_difference import Difference, difference
+from torchrelay.runners.stored_runs.run_url import is_remote, parent
 
 _COLUMNS = ("run", "experiment", "state", "epoch", "metric", "code", "config", "comment")
 
@@ -46,15 +47,19 @@ def ls(chosen: argparse.Namespace, output: Output) -> int:
     lines = sorted((library_line(one, root) for one in runs_in(root)), key=_by_age)
     lines = [one for one in lines if chosen.state in (None, one.state)]
     if output.json:
-        output.value({"library": str(root), "runs": [one.json() for one in lines]})
+        output.value({"library": shown(root), "runs": [one.json() for one in lines]})
         return 0
     if not lines:
-        output.line(f"no run is in {root}" if chosen.state is None else f"no run in {root} is {chosen.state}")
+        output.line(
+            f"no run is in {shown(root)}"
+            if chosen.state is None
+            else f"no run in {shown(root)} is {chosen.state}"
+        )
         return 0
     output.table(_COLUMNS, [_cells(one) for one in lines], spare=("config", "code", "experiment"))
     for one in lines:
         if one.problem:
-            output.notice(f"{one.path}: {one.problem}")
+            output.notice(f"{shown(one.path)}: {one.problem}")
     return 0
 
 
@@ -63,7 +68,7 @@ def show(chosen: argparse.Namespace, output: Output) -> int:
     root, path = library(chosen.runs), find_run(chosen.path, chosen.runs).path
     line = library_line(path, root)
     asked = chosen.against
-    before = _predecessor(line) if asked is None else str(find_run(asked, chosen.runs).path)
+    before = _predecessor(line) if asked is None else str(find_run(asked, chosen.runs).where)
     with ExitStack() as stack:
         found, why = _difference(before, line, stack)
         if output.json:
@@ -85,17 +90,19 @@ def _difference(before: str | None, line: LibraryLine, stack: ExitStack) -> tupl
     if before is None:
         return None, "no earlier run of the same experiment"
     try:
-        return difference(before, str(line.path), stack), ""
+        return difference(before, shown(line.path), stack), ""
     except RelayError as error:
         return None, str(error)
 
 
 def _predecessor(line: LibraryLine) -> str | None:
     """The run of the same directory that was made before this one."""
-    root = line.path.parent
+    root, url = line.path.parent, shown(line.path)
+    if is_remote(url) and (above := parent(url)) is not None:
+        library(above)  # brings the runs beside it
     beside = sorted((library_line(one, root) for one in runs_in(root) if one.parent == root), key=_by_age)
     earlier = [one for one in beside if _by_age(one) < _by_age(line) and one.id != line.id]
-    return str(earlier[-1].path) if earlier else None
+    return shown(earlier[-1].path) if earlier else None
 
 
 def _by_age(line: LibraryLine) -> tuple[str, float, str]:
@@ -119,7 +126,7 @@ def _facts(line: LibraryLine) -> list[tuple[str, Any]]:
     amended = "".join(f", amended from {(one or '?')[:SHORT]}" for one in line.amended)
     return [
         ("run", line.id),
-        ("in", line.path.parent),
+        ("in", shown(line.path).rpartition("/")[0]),
         ("state", f"{line.state} ({line.why or line.problem})" if line.why or line.problem else line.state),
         ("epoch", "none" if line.epoch is None else line.epoch),
         ("metric", line.key_metric),

@@ -11,6 +11,7 @@ from torchrelay.checkpoint.disk.manifest_glance import Glance, glance_or_notes
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.live import Entry, Key
 from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.tier.notes import Notes, read_notes
 from torchrelay.jobs.collector import undisturbed
 from torchrelay.runners.commands.command_line_arguments import Add, add_place
 from torchrelay.runners.commands.command_line_entries import (
@@ -89,12 +90,17 @@ def ls(chosen: argparse.Namespace, output: Output) -> int:
 def _lines(storage: Storage, view: LogView) -> list[EpochLine]:
     """What is abandoned first, then the current line: the newest is the last."""
     current = current_keys(view)
-    return [_line(storage, view, entry, current) for entry in (*view.abandoned(), *view.line())]
+    notes = read_notes(storage)
+    return [_line(storage, view, entry, current, notes) for entry in (*view.abandoned(), *view.line())]
 
 
-def _line(storage: Storage, view: LogView, entry: Entry, current: Collection[Key]) -> EpochLine:
+def _line(
+    storage: Storage, view: LogView, entry: Entry, current: Collection[Key], notes: Notes | None
+) -> EpochLine:
     seen = _seen(storage, entry)
     states = states_of(entry, current)
+    if notes is not None:
+        states.append("replicated" if entry.try_name in notes.replicated else "local")
     if seen is None and entry.healthy:
         states.append("manifest unreadable")
     return EpochLine(

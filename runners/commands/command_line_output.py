@@ -92,7 +92,7 @@ class Output:
 
     def notice(self, text: str) -> None:
         """Print something that people should know, beside the result."""
-        sys.stderr.write(f"torchrelay: {printable(text)}\n")
+        sys.stderr.write(f"torchrelay: {printable(by_url(text))}\n")
 
     def progress(self, text: str) -> None:
         """Show how far a long verb is, where a person watches: one line on stderr, written over."""
@@ -124,6 +124,12 @@ def _picked(
     numbers: Sequence[int], columns: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> tuple[list[str], list[list[str]]]:
     return [columns[one] for one in numbers], [[row[one] for one in numbers] for row in rows]
+
+
+def by_url(text: str) -> str:
+    """A message as it was meant: where a run at a URL was looked at, its directory here has another name."""
+    mirrors = sys.modules.get("torchrelay.runners.stored_runs.mirrors")
+    return text if mirrors is None else str(mirrors.with_urls(text))
 
 
 def printable(text: str) -> str:

@@ -12,11 +12,14 @@ from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.job_file import PATH as JOB_FILE
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.reading.opening import Best, best_of_run, place_of
-from torchrelay.checkpoint.remote.urls import is_url
 from torchrelay.checkpoint.storage import Storage
-from torchrelay.checkpoint.storage_places import FILE
+from torchrelay.checkpoint.storage_places import FILE, storage_of
+from torchrelay.checkpoint.tier.opened import opened
 from torchrelay.errors import UsageError
 from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.runners.commands.command_line_output import Output
+from torchrelay.runners.stored_runs.run_names import for_a_glance, for_a_look, travels
+from torchrelay.runners.stored_runs.run_url import is_remote
 
 _RUN_FILE = "run.json"
 _NAMED_RUNS = 5
@@ -24,7 +27,7 @@ _NAMED_RUNS = 5
 
 @dataclass(frozen=True)
 class Place:
-    """What lies at `where`, a path or URL: `run` is None for a bare directory of checkpoints and at a URL.
+    """What lies at `where`, a path or URL: `run` is None for a bare directory of checkpoints.
 
     `best` is the metric by which the run calls an epoch its best, where it said one.
     """
@@ -39,26 +42,40 @@ class Place:
         return open_log(self.storage)
 
 
-def locate(text: str) -> Place:
+def locate(text: str, *, whole: bool = False) -> Place:
     """Find what a path or URL names; raises UsageError for anything that torchrelay did not make.
 
-    At a URL lie checkpoints alone: what a run notes beside them is looked at where it was written.
+    Of a run at a URL the notes are brought here, with `whole` also its source and what else it keeps.
     """
-    if is_url(text) and not text.startswith(FILE):
-        found = place_of(text)
-        return Place(text, None, found.storage.storage, found.best)
+    if is_remote(text):
+        return _locate_at(text, whole=whole)
     path = existing_directory(text.removeprefix(FILE))
-    run = RunDirectory(path)
-    if (path / _RUN_FILE).is_file() or (run.checkpoints / JOB_FILE).is_file():
-        return Place(text, run, LocalStorage(run.checkpoints), best_of_run(path))
+    run, checkpoints = RunDirectory(path), path / "checkpoints"
+    if (path / _RUN_FILE).is_file() or (checkpoints / JOB_FILE).is_file():
+        return Place(text, run, LocalStorage(checkpoints), best_of_run(path))
     if (path / JOB_FILE).is_file():
-        return Place(text, None, LocalStorage(path))
+        return Place(text, None, opened(path))
     raise UsageError(f"{text} is no run and holds no checkpoints{_below(text)}")
 
 
-def locate_run(text: str) -> RunDirectory:
+def _locate_at(url: str, *, whole: bool) -> Place:
+    from torchrelay.runners.stored_runs.mirrors import mirror_of  # imported late: paths need no store
+
+    mirror = mirror_of(url)
+    if not mirror.is_run():
+        if runs := mirror.names():
+            raise UsageError(f"{url} is no run{_named(runs)}")
+        found = place_of(url)
+        return Place(url, None, found.storage.storage, found.best)
+    run = mirror.run(wanted=travels if whole else for_a_look)
+    for name, why in mirror.left_out.items():
+        Output().notice(f"{name} is not looked at: {why}")
+    return Place(url, run, storage_of(run.checkpoints, "the checkpoints"), best_of_run(run.path))
+
+
+def locate_run(text: str, *, whole: bool = True) -> RunDirectory:
     """Find a run directory; raises UsageError for anything else, checkpoints without a run included."""
-    run = locate(text).run
+    run = locate(text, whole=whole).run
     if run is None:
         raise UsageError(f"{text} holds checkpoints but no run ({_RUN_FILE}): torchrelay ls lists its epochs")
     return run
@@ -81,15 +98,32 @@ def existing_directory(text: str) -> Path:
 
 def runs_below(text: str) -> list[Path]:
     """The runs that lie directly in a directory, by name; none for a run itself, and what is no directory."""
+    if is_remote(text):
+        return [run.path for run in stored_runs_below(text)]
     path = Path(text.removeprefix(FILE))
-    if is_url(str(path)) or (path / _RUN_FILE).exists() or (path / JOB_FILE).exists():
+    if (path / _RUN_FILE).exists() or (path / JOB_FILE).exists():
         return []
     return sorted(one.parent for one in path.glob(f"*/{_RUN_FILE}"))
 
 
+def stored_runs_below(url: str, depth: int = 1) -> list[RunDirectory]:
+    """The runs below a URL, each with the notes that lists show; none for a run itself."""
+    from torchrelay.runners.stored_runs.mirrors import mirror_of
+
+    mirror = mirror_of(url)
+    names = [] if mirror.is_run() else mirror.names(depth)
+    return [mirror.run(name, for_a_glance) for name in names]
+
+
 def each_run(texts: Sequence[str]) -> list[str]:
     """The same texts, but for a directory of runs its runs."""
-    return [one for text in texts for one in (list(map(str, runs_below(text))) or [text])]
+    return [one for text in texts for one in (_runs_in(text) or [text])]
+
+
+def _runs_in(text: str) -> list[str]:
+    if is_remote(text):
+        return [str(run.where) for run in stored_runs_below(text)]
+    return list(map(str, runs_below(text)))
 
 
 def _like(path: Path) -> str:
@@ -105,7 +139,9 @@ def _like(path: Path) -> str:
 
 def _below(text: str) -> str:
     names = [one.name for one in runs_below(text)]
-    if not names:
-        return ": give the path of a run directory or of its checkpoints"
+    return _named(names) if names else ": give the path of a run directory or of its checkpoints"
+
+
+def _named(names: Sequence[str]) -> str:
     more = ", ..." if len(names) > _NAMED_RUNS else ""
     return f"; below it are the runs {', '.join(names[:_NAMED_RUNS])}{more}: give the path of one"

@@ -12,6 +12,7 @@ from functools import partial
 from torchrelay.errors import UsageError
 from torchrelay.runners.commands.command_line_arguments import Add, add_model_options
 from torchrelay.runners.commands.command_line_output import Output
+from torchrelay.runners.commands.command_line_run_status import is_run, run_status
 from torchrelay.runners.experiment.request import VERBS, Request, add_options
 
 _PROGRAM = re.compile(r".*\.py|[^\W\d][\w.]*:[^\W\d]\w*")
@@ -55,7 +56,9 @@ def add_package(add: Add) -> None:
 def _add(add: Add, verb: str) -> argparse.ArgumentParser:
     parser = add(verb, VERBS[verb], partial(_perform, verb))
     text = "script.py, or package.module:Class"
-    text += {"package": ", or a run, RUN@best", "server": ""}.get(verb, "; without one -m says all")
+    text += {"package": ", or a run, RUN@best", "server": "", "status": ", or a run or its URL"}.get(
+        verb, "; without one -m says all"
+    )
     alone = verb not in ("package", "server")  # what a configuration alone can do
     nargs = "?" if alone else None
     parser.add_argument("program", metavar="PROGRAM", nargs=nargs, help=text)
@@ -67,6 +70,8 @@ def _perform(verb: str, chosen: argparse.Namespace, output: Output) -> int:
     """Hand over to the program, or to the steps of the configuration, which end the process."""
     if verb == "eval" and chosen.program is not None and chosen.config is not None:
         _without_program(chosen)
+    if verb == "status" and chosen.program is not None and is_run(chosen.program):
+        return run_status(chosen.program, chosen, output)
     _refuse_configuration(verb, chosen.program)
     request = Request.of(chosen, verb)
     if chosen.program is None and request.config is None:

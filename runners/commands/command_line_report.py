@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from torchrelay.checkpoint.storage_places import is_remote, object_at
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.metadata.files import write_new
 from torchrelay.metadata.run_directory import RunDirectory
@@ -22,7 +23,7 @@ def add_report(verb: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the verb to the parser."""
     parser = verb("report", "write one page about runs, to be opened in a browser", report)
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="a run directory; several are laid over each other"
+        "runs", nargs="+", metavar="RUN", help="a run directory or its URL; several are laid over each other"
     )
     parser.add_argument("-o", "--output", default="report.html", metavar="FILE", help="default: report.html")
     add_limits(parser)
@@ -51,16 +52,21 @@ def report(chosen: argparse.Namespace, output: Output) -> int:
     from torchrelay.runners.report.page import report_page
 
     runs = _runs(chosen.runs)
-    target = Path(chosen.output)
-    _check_target(target, runs)
+    target = None if is_remote(chosen.output) else Path(chosen.output)
+    if target is not None:
+        _check_target(target, runs)
     facts = [gather(run, limits_of(chosen)) for run in runs]
     page = report_page(facts).encode()
-    _replace(target, page)
+    if target is None:
+        storage, name = object_at(chosen.output, "the page")
+        storage.replace(name, page)
+    else:
+        _replace(target, page)
     trouble = [text for run in facts for text in run.trouble]
     if output.json:
         output.value(
             {
-                "output": str(target),
+                "output": chosen.output if target is None else str(target),
                 "bytes": len(page),
                 "runs": [run.name for run in facts],
                 "trouble": trouble,
@@ -69,14 +75,14 @@ def report(chosen: argparse.Namespace, output: Output) -> int:
         return 0
     for text in trouble:
         output.notice(text)
-    output.line(f"wrote {target} ({human_bytes(len(page))}): {', '.join(run.name for run in facts)}")
+    output.line(f"wrote {chosen.output} ({human_bytes(len(page))}): {', '.join(run.name for run in facts)}")
     return 0
 
 
 def _runs(paths: list[str]) -> list[RunDirectory]:
     found: dict[Path, RunDirectory] = {}
     for path in paths:
-        run = locate_run(path)
+        run = locate_run(path, whole=False)
         found.setdefault(run.path.resolve(), run)
     return list(found.values())
 
@@ -88,8 +94,8 @@ def _check_target(target: Path, runs: list[RunDirectory]) -> None:
     if not target.absolute().parent.is_dir():
         raise UsageError(f"{target.parent} is no directory: make it, or give -o another place")
     for run in runs:
-        if target.resolve().is_relative_to(run.checkpoints.resolve()):
-            raise UsageError(f"{target} lies among the checkpoints of {run.path}: give -o another place")
+        if target.resolve().is_relative_to((run.path / "checkpoints").resolve()):
+            raise UsageError(f"{target} lies among the checkpoints of {run.where}: give -o another place")
 
 
 def _replace(target: Path, page: bytes) -> None:

@@ -19,7 +19,7 @@ REASON = "made again by repair: how the run ended is not known"
 
 def lost_notes(place: Place, view: LogView | None) -> tuple[Finding, ...]:
     """`run.json` and `status.json`, where they are missing or damaged and the log is there."""
-    if place.run is None or view is None or view.slot < 0:
+    if place.run is None or place.run.url is not None or view is None or view.slot < 0:
         return ()
     found: list[Finding] = []
     for name, read in (("run.json", place.run.identity), ("status.json", place.run.status)):
@@ -56,7 +56,7 @@ def _identity(run: RunDirectory, view: LogView, manifest: Manifest | None) -> di
         "format": FORMAT,
         "uuid": known or view.job_uuid,
         "job": view.job_name or run.name,
-        "created": round((run.checkpoints / "job.json").stat().st_mtime, 3),
+        "created": round((run.path / "checkpoints" / "job.json").stat().st_mtime, 3),
         "best": None,
         "world_size": None if manifest is None else len(manifest.world.nodes),
         "command": [],

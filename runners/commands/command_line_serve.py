@@ -7,6 +7,8 @@ process of its own.
 from __future__ import annotations
 
 import argparse
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -37,7 +39,7 @@ def add_serve(add: Add) -> None:
     parser.add_argument(
         "--model",
         metavar="MODULE:FUNCTION",
-        help="makes the module; of a program's run its archived code does",
+        help="makes the module; of the run of a program or configuration its archived code does",
     )
     parser.add_argument("--blob", metavar="NAME", help=f"what of the epoch goes into it (default: {_BLOB})")
     parser.add_argument("--handler", metavar="MODULE:CLASS", help="what stands around the module")
@@ -56,18 +58,10 @@ def serve_model(chosen: argparse.Namespace, output: Output) -> int:
         return _served(options, lambda: _package(chosen))
     selector = parse_selector(chosen.path)
     if chosen.model is not None:
-        return _served(options, lambda: _plain(chosen, selector))
+        return _served(options, lambda: _named_model(chosen, selector))
     note = read_note(Path(selector.path)) if Path(selector.path).is_dir() else None
     if note is None or not note.is_of_program:
-        from torchrelay.runners.commands.command_line_place import locate
-
-        _check_there(selector)
-        locate(selector.path)
-        raise UsageError(
-            f"{selector.path} is no run of a program, so nothing tells how clients send samples: "
-            f"give --model module:function; of the run of a configuration, "
-            f"`torchrelay package {chosen.path} --out FILE` makes a package, which can be served"
-        )
+        _serve_configured(chosen, selector, options)
     from torchrelay.runners.experiment.archived_process import run_process
 
     _refuse_given(chosen, ("blob", "handler", "signature", "device"), "the program says it; or give --model")
@@ -75,6 +69,45 @@ def serve_model(chosen: argparse.Namespace, output: Output) -> int:
     words = [*options.words(), *(["--epoch", selector.epoch] if selector.wish is not None else [])]
     output.close()
     return run_process(run, "server", words)
+
+
+def _serve_configured(chosen: argparse.Namespace, selector: Selector, options: ServeOptions) -> NoReturn:
+    from torchrelay.runners.commands.command_line_place import locate
+
+    _check_there(selector)
+    locate(selector.path)
+    if is_url(selector.path) or not (Path(selector.path) / "run.json").is_file():
+        raise UsageError(
+            f"{selector.path} has checkpoints alone, so nothing tells their model: give --model "
+            "module:function"
+        )
+    from torchrelay.runners.leaving import run_and_leave
+
+    work = _by_program if chosen.handler is None else _by_handler
+    run_and_leave(lambda: work(chosen, selector, options))
+
+
+def _by_program(chosen: argparse.Namespace, selector: Selector, options: ServeOptions) -> int:
+    """Serve a program of the model that the run's archived source and configuration make."""
+    from torchrelay.runners.serving.configured import configured_model
+    from torchrelay.runners.serving.epochs import EpochSource
+
+    _refuse_given(chosen, ("signature",), "the program of the run's model has its own")
+
+    def source(scratch: Path) -> Source:
+        model = configured_model(Path(selector.path).resolve(), scratch, chosen.blob, chosen.device)
+        return EpochSource(selector.path, selector.epoch, model, say)
+
+    with tempfile.TemporaryDirectory(prefix="torchrelay-serve-") as scratch:
+        return serve(options, lambda: source(Path(scratch)))
+
+
+def _by_handler(chosen: argparse.Namespace, selector: Selector, options: ServeOptions) -> int:
+    """Serve that model itself, its code and all, by a handler of the user's."""
+    from torchrelay.runners.rebuilding.model_of_run import rebuilt
+
+    with rebuilt(Path(selector.path).resolve(), None, chosen.blob) as found:
+        return serve(options, lambda: _plain(chosen, selector, lambda: found.make().module, found.blob))
 
 
 def _check_kind(path: Path) -> None:
@@ -106,16 +139,21 @@ def _served(options: ServeOptions, source: Any) -> NoReturn:
     run_and_leave(lambda: serve(options, source))
 
 
-def _plain(chosen: argparse.Namespace, selector: Selector) -> Source:
+def _named_model(chosen: argparse.Namespace, selector: Selector) -> Source:
     from torchrelay.runners.rebuilding.named_functions import named
+
+    return _plain(chosen, selector, named(chosen.model, "--model"), chosen.blob or _BLOB)
+
+
+def _plain(chosen: argparse.Namespace, selector: Selector, make: Callable[[], Any], blob: str) -> Source:
     from torchrelay.runners.serving.epochs import EpochSource, name_of
     from torchrelay.runners.serving.models import PlainModel, code_id_of_run, handler_of, read_signature
 
     where = selector.path
     model = PlainModel(
         name_of(where),
-        named(chosen.model, "--model"),
-        chosen.blob or _BLOB,
+        make,
+        blob,
         handler_of(chosen.handler),
         read_signature(chosen.signature),
         chosen.device,

@@ -28,7 +28,7 @@ def add_show(add: Add) -> None:
 
 def show(chosen: argparse.Namespace, output: Output) -> int:
     """Print `run.json`, `status.json` and the last events."""
-    run = locate_run(chosen.path)
+    run = locate_run(chosen.path, whole=False)
     identity, status = run.identity() or {}, run.status()
     events = list(deque(run.events(), maxlen=chosen.events)) if chosen.events else []
     if output.json:

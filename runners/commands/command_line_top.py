@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torchrelay.errors import StorageError
 from torchrelay.metadata.run_look import RunLook, look_at, runs_at
 from torchrelay.runners.commands.command_line_arguments import Add, add_run
 from torchrelay.runners.commands.command_line_output import Output, human_number
 from torchrelay.runners.commands.command_line_place import existing_directory
 from torchrelay.runners.pace import duration, per_second
+from torchrelay.runners.stored_runs.run_names import for_a_glance
+from torchrelay.runners.stored_runs.run_url import is_remote
 
 _COLUMNS = ("run", "state", "epoch", "step", "rate", "eta", "last save")
 _QUIET_SECS = 150.0
@@ -34,19 +38,35 @@ def add_top(add: Add) -> None:
 
 def top(chosen: argparse.Namespace, output: Output) -> int:
     """Show the runs at the paths; those that come and go meanwhile are shown from and up to then."""
-    paths = [existing_directory(text) for text in chosen.path]
-    looks = _looks(paths)
+    places = [_place(text) for text in chosen.path]
+    looks = _looks(places)
     if output.json:
         output.value({"time": round(time.time(), 3), "runs": [look.json() for look in looks]})
     elif chosen.once or not output.rich:
         _print(looks, output, chosen.path)
     else:
-        _watch(paths, chosen.interval, output)
+        _watch(places, chosen.interval, output)
     return 0
 
 
-def _looks(paths: Sequence[Path]) -> list[RunLook]:
-    return [look_at(run) for path in paths for run in runs_at(path)]
+def _place(text: str) -> Callable[[], list[Path]]:
+    """What says, at each look, which runs are there now."""
+    if not is_remote(text):
+        return partial(runs_at, existing_directory(text))
+
+    from torchrelay.runners.stored_runs.mirrors import mirror_of
+
+    mirror = mirror_of(text)
+
+    def runs() -> list[Path]:
+        names = [""] if mirror.is_run() else mirror.names()
+        return [mirror.run(name, for_a_glance).path for name in names]
+
+    return runs
+
+
+def _looks(places: Sequence[Callable[[], list[Path]]]) -> list[RunLook]:
+    return [look_at(run) for place in places for run in place()]
 
 
 def _print(looks: Sequence[RunLook], output: Output, paths: Sequence[str]) -> None:
@@ -59,14 +79,19 @@ def _print(looks: Sequence[RunLook], output: Output, paths: Sequence[str]) -> No
             output.line(note)
 
 
-def _watch(paths: Sequence[Path], every_secs: float, output: Output) -> None:
+def _watch(places: Sequence[Callable[[], list[Path]]], every_secs: float, output: Output) -> None:
     from rich.live import Live
 
+    looks: list[RunLook] = []
     with suppress(KeyboardInterrupt), Live(auto_refresh=False) as live:
         while True:
-            looks = _looks(paths)
+            trouble = []
+            try:
+                looks = _looks(places)
+            except StorageError as error:  # a store may be away for a while; the next look shows it
+                trouble = [f"as they were: {error}"]
             cells = [_cells(look) for look in looks]
-            live.update(output.renderable(_COLUMNS, cells, _all_notes(looks)), refresh=True)
+            live.update(output.renderable(_COLUMNS, cells, [*trouble, *_all_notes(looks)]), refresh=True)
             time.sleep(every_secs)
 
 

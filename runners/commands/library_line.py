@@ -15,7 +15,7 @@ from torchrelay.metadata.experiment.results import newest_result
 from torchrelay.metadata.experiment.standing import standing
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.commands.command_line_output import finite, human_number
-from torchrelay.runners.commands.run_library import experiment_of
+from torchrelay.runners.commands.run_library import experiment_of, shown
 from torchrelay.runners.commands.run_notes import best_of
 
 
@@ -53,7 +53,7 @@ class LibraryLine:
         tested = self.tested
         return {
             "id": self.id,
-            "path": str(self.path),
+            "path": shown(self.path),
             "experiment": self.experiment,
             "state": self.state,
             "why": self.why,

@@ -10,6 +10,8 @@ from pathlib import Path
 from torchrelay.errors import UsageError
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.commands.command_line_place import existing_directory, locate_run
+from torchrelay.runners.stored_runs.run_names import for_a_look, travels
+from torchrelay.runners.stored_runs.run_url import is_remote, last_name, parent
 
 _DEPTH = 4
 """`runs/<name>/<runner>/<id>` is the deepest that torchrelay makes."""
@@ -23,8 +25,23 @@ def add_library(parser: argparse.ArgumentParser) -> None:
 
 
 def library(asked: str | None) -> Path:
-    """The directory of the library: as asked for, else as the environment says, else `runs`."""
-    return Path(asked or os.environ.get("TORCHRELAY_RUNS") or "runs")
+    """The directory of the library: as asked for, else as the environment says, else `runs`.
+
+    Of a URL it is the directory that stands for it, with the notes of the runs as they are now.
+    """
+    text = asked or os.environ.get("TORCHRELAY_RUNS") or "runs"
+    return _stored_library(text) if is_remote(text) else Path(text)
+
+
+def _stored_library(url: str) -> Path:
+    from torchrelay.runners.stored_runs.mirrors import mirror_of
+
+    mirror = mirror_of(url)
+    names = [""] if mirror.is_run() else mirror.names(_DEPTH)
+    mirror.root.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        mirror.run(name, for_a_look)
+    return mirror.root
 
 
 def runs_in(root: Path) -> list[Path]:
@@ -34,19 +51,48 @@ def runs_in(root: Path) -> list[Path]:
 
 def find_run(text: str, asked: str | None = None) -> RunDirectory:
     """A run by its path, by its id, or by a part of its id that no other has; raises UsageError."""
+    if is_remote(text):
+        return _stored_run(text)
     if Path(text).exists():
         return locate_run(text)
     root = library(asked)
     there = runs_in(root) if root.is_dir() else []
     found = [one for one in there if one.name == text] or [one for one in there if text and text in one.name]
     if len(found) == 1:
-        return RunDirectory(found[0])
+        return _whole(found[0])
     if not found and "/" not in text and there:
-        raise UsageError(f"there is no run {text}, and none in {root} with that in its id: {_newest(there)}")
+        raise UsageError(
+            f"there is no run {text}, and none in {shown(root)} with that in its id: {_newest(there)}"
+        )
     if not found:
         return locate_run(text)  # which says what is wrong with the path
-    named = ", ".join(str(one) for one in found[:_NAMED])
-    raise UsageError(f"{len(found)} runs in {root} have {text!r} in their ids: {named}; give more of the id")
+    named = ", ".join(shown(one) for one in found[:_NAMED])
+    raise UsageError(
+        f"{len(found)} runs in {shown(root)} have {text!r} in their ids: {named}; give more of the id"
+    )
+
+
+def _stored_run(url: str) -> RunDirectory:
+    """Beside the others of its directory, so that it can be compared with them."""
+    from torchrelay.runners.stored_runs.mirrors import mirror_of
+
+    locate_run(url, whole=False)  # which says what is wrong with it
+    name, above = last_name(url.rstrip("/")), parent(url.rstrip("/"))
+    return mirror_of(url).run() if above is None else mirror_of(above).run(name)
+
+
+def _whole(path: Path) -> RunDirectory:
+    """A run of a library; of one in a store all that it keeps."""
+    from torchrelay.runners.stored_runs.mirrors import mirrored_run
+
+    return mirrored_run(path, travels)
+
+
+def shown(path: Path) -> str:
+    """How people call what lies at a path of a library: a URL, where the directory stands for one."""
+    from torchrelay.runners.stored_runs.mirrors import shown_place
+
+    return shown_place(path)
 
 
 def _newest(there: Sequence[Path]) -> str:

@@ -31,6 +31,7 @@ from torchrelay.runners.lifecycle.packages import config_file
 from torchrelay.runners.lifecycle.processes_of_run import let_go, session_on
 from torchrelay.runners.lifecycle.recording import source_of
 from torchrelay.runners.lifecycle.selection import run_directory_of
+from torchrelay.runners.stored_runs.run_url import refuse_remote
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class ConfiguredScene(BaseScene):
     def store(self) -> RunStore:
         """The runs of the profile; raises UsageError where `torchrelay run` keeps one run."""
         said = self.request.runs or os.environ.get(RUNS)
+        refuse_remote(said or "", "torchrelay train -m")
         name = self.config.settings.name or self.config.workspace.name
         place = Path(os.path.abspath(said)) / name / self.runner.name if said else self._place  # noqa: PTH100
         if (place / "run.json").exists():

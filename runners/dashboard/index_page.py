@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.storage_places import storage_of
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.report.committed import not_alive
 from torchrelay.runners.report.course import course_of, moment_of
@@ -33,11 +33,11 @@ def glance(run: RunDirectory) -> RunFacts:
     identity = troubles.tried(run.identity, None) or {}
     status: dict[str, Any] = troubles.tried(run.status, {})
     epoch, state, job = status.get("epoch"), status.get("state"), identity.get("job")
-    storage = LocalStorage(run.checkpoints)
+    storage = storage_of(run.checkpoints, "the checkpoints")
     alive = not_alive(troubles.tried(lambda: open_log(storage), LogView())) if state == "RUNNING" else ""
     return RunFacts(
         name=run.name,
-        path=str(run.path),
+        path=str(run.where),
         job=job if isinstance(job, str) else None,
         state=state if isinstance(state, str) else None,
         epoch=epoch if type(epoch) is int else None,

@@ -29,6 +29,7 @@ class RunStore:
             what = "a file" if root.exists() else "not there"
             raise UsageError(f"{root} is {what}: give the directory in which runs lie")
         self.root = root.absolute()
+        self.shown = str(self.root)
         self._single = is_run(self.root)
 
     def names(self) -> list[str]:
@@ -81,7 +82,7 @@ def _now_and_then(run: RunDirectory) -> str:
 def _watched(run: RunDirectory) -> Iterator[Path]:
     yield from _notes(run)
     for name in _OF_CHECKPOINTS:
-        yield run.checkpoints / name
+        yield run.path / "checkpoints" / name
 
 
 def _notes(run: RunDirectory) -> Iterator[Path]:

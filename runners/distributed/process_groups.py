@@ -36,7 +36,8 @@ def choose_device(env: LaunchEnv, wanted: str | torch.device | None = None) -> t
     if env.local_rank >= count:
         raise UsageError(
             f"LOCAL_RANK={env.local_rank} but this host shows {count} GPUs: start one process per GPU "
-            "(torchrun --nproc-per-node=gpu), or ask for device='cpu'"
+            "(torchrun --nproc-per-node=gpu), ask for device='cuda:0' where every process is shown only its "
+            "own GPU, or for device='cpu'"
         )
     return torch.device("cuda", env.local_rank)
 

@@ -29,6 +29,8 @@ from torchrelay.runners.distributed.processes import LifeLines, ProcessId
 from torchrelay.runners.distributed.roll_call import ranks_text
 from torchrelay.runners.distributed.store import Deadline, StoreClient
 from torchrelay.runners.distributed.warden_line import WardenLine
+from torchrelay.runners.last_words import say_last_words
+from torchrelay.runners.launch.told import tell_failure
 from torchrelay.runners.phase import phase, stack_of_main_thread
 
 _FAILURE = "failure"
@@ -79,7 +81,11 @@ def patience_of(environ: Mapping[str, str]) -> Patience:
 
 
 def end_process(code: int) -> None:
-    """Flush what was printed and end this process at once, wherever its threads are."""
+    """Flush what was printed and end this process at once, wherever its threads are.
+
+    Of a run in a store what its files say is put up first, for at most four seconds.
+    """
+    say_last_words()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -219,6 +225,7 @@ class Watcher:
             self._state.leave_at = time.monotonic() + grace
         sys.stderr.write(first.report(self._rank))
         sys.stderr.flush()
+        tell_failure(first.rank, first.host, first.headline(), first.exit_code)
         return True
 
     def _await_shown(self) -> None:

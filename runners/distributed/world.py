@@ -213,15 +213,40 @@ _SIGNS = ("connection closed by peer", "connection reset", "broken pipe", "timed
 def is_consequence(error: BaseException) -> bool:
     """Whether an error looks as if another process were its cause."""
     chain = _chain(error)
-    return _is_broken(chain) or any(isinstance(one, RelayError) and one.of_rank is not None for one in chain)
+    return _is_broken(chain) or _told(chain)
 
 
 def code_of(error: BaseException) -> int:
     """The code to end with: a failed task whose connection broke is a lost peer, not a failed task."""
     code = exit_code_of(error)
     chain = _chain(error)
-    told = any(isinstance(one, RelayError) and one.of_rank is not None for one in chain)
-    return PeerError.exit_code if code == 1 and not told and _is_broken(chain) else code
+    return PeerError.exit_code if code == 1 and not _told(chain) and _is_broken(chain) else code
+
+
+def why_of(error: BaseException) -> str:
+    """Why a run failed, in a line.
+
+    Of an error that the end of another rank has caused (a broken connection, say) it is that end, then this.
+    """
+    reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+    world = current_world()
+    first = world.watcher.failure if world is not None and world.watcher is not None else None
+    chain = _chain(error)
+    if (
+        world is None
+        or first is None
+        or first.rank == world.env.rank
+        or _told(chain)
+        or not _is_broken(chain)
+    ):
+        return reason
+    headline = first.headline()
+    return reason if headline in reason else f"{headline}; what that broke here: {reason}"
+
+
+def _told(chain: list[BaseException]) -> bool:
+    """Whether any of the errors is one that another rank had, and told of."""
+    return any(isinstance(one, RelayError) and one.of_rank is not None for one in chain)
 
 
 def _is_broken(chain: list[BaseException]) -> bool:

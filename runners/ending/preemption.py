@@ -41,7 +41,7 @@ def leave_for_now(life: Life) -> RunResult:
         status="PREEMPTED",
         stop=(outlook.reason,),
         metrics=life.state.metrics,
-        run_dir=life.run_directory.path if life.run_directory else None,
+        run_dir=life.run_directory.where if life.run_directory else None,
         committed=life.saver.newest_saved,
     )
     lost = outlook.why_not if inside and outlook.why_not != NOTHING_NEW else None

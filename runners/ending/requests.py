@@ -27,7 +27,8 @@ class Requests:
     """Mutable; one per run and process. `save_secs` tells how long a save takes, which needs to fit in.
 
     `deadlines` end this start of the run in time for one more save; `stop_file` is looked for once a second
-    (None: by another process).
+    (None: by another process), and called `stop_name` where that is another. `notice_secs` is how long before
+    the end SIGUSR1 comes.
     """
 
     def __init__(
@@ -36,11 +37,15 @@ class Requests:
         stop_file: Path | None = None,
         save_secs: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        notice_secs: float = GRACE_SECS,
+        stop_name: str | None = None,
     ) -> None:
         self.deadlines = deadlines
         self._save_secs = save_secs
-        self._stop_file = stop_file
+        self._stop_file, self._stop_name = stop_file, stop_name or str(stop_file)
         self._clock = clock
+        self._notice_secs = notice_secs
         self._signal: str | None = None
         self._save: str | None = None
         self._kill_at: float | None = None
@@ -49,8 +54,12 @@ class Requests:
 
     def preempt(self, name: str) -> None:
         """A signal of this name came: leave, within the grace from now on. Signal handlers call this."""
+        grace = self._notice_secs if name == "SIGUSR1" else GRACE_SECS
+        kill_at = self._clock() + grace
         if self._signal is None:
-            self._signal, self._kill_at = name, self._clock() + GRACE_SECS
+            self._signal, self._kill_at = name, kill_at
+        elif name != "SIGUSR1" and self._kill_at is not None:
+            self._kill_at = min(self._kill_at, kill_at)  # notice was given, now the end has come
 
     def save(self, name: str) -> None:
         """A signal of this name came: save at the next safe point. Signal handlers call this."""
@@ -82,7 +91,7 @@ class Requests:
         late = self._late()
         if self._signal is not None or late is not None:
             return self._signal or (late.name if late else None)
-        return f"the file {self._stop_file}" if self._stop else None
+        return f"the file {self._stop_name}" if self._stop else None
 
     def secs_left(self) -> float | None:
         """Seconds until this process has to be gone; None where nobody said so."""

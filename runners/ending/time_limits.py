@@ -14,6 +14,11 @@ from torchrelay.jobs.durations import seconds_in
 SLURM_MARGIN_SECS = 30.0
 """Slurm's clock is coarse, and it sends SIGTERM at the end: better to be gone before."""
 
+END_TIME = "TORCHRELAY_END_TIME"
+"""When `torchrelay launch` ends the job, in seconds since 1970."""
+_LAUNCH_MARGIN_SECS = 5.0
+_NOTICE = "TORCHRELAY_NOTICE_SECS"
+
 TimeLimit = str | float | timedelta
 
 
@@ -38,13 +43,22 @@ def seconds_of(limit: TimeLimit) -> float:
 
 
 def deadlines_of(limit_secs: float | None, environ: Mapping[str, str]) -> tuple[Deadline, ...]:
-    """The deadlines of a start that begins now: of `limit_secs`, and of SLURM_JOB_END_TIME if it is set."""
-    now = time.monotonic()
+    """The deadlines of a start that begins now: of `limit_secs`, and those that its launcher has set."""
     found = []
     if limit_secs is not None:
-        found.append(Deadline(now + limit_secs, f"the time limit of {limit_secs:g} s"))
-    end = environ.get("SLURM_JOB_END_TIME", "")  # seconds since 1970; Slurm before 23 does not set it
-    if end.isascii() and end.isdigit() and int(end) > time.time():
-        left = int(end) - time.time()
-        found.append(Deadline(now + left, "the end of the Slurm job", SLURM_MARGIN_SECS))
+        found.append(Deadline(time.monotonic() + limit_secs, f"the time limit of {limit_secs:g} s"))
+    # Slurm before 23 sets no end by itself; `torchrelay launch --slurm` asks for it.
+    for key, name, margin in (
+        ("SLURM_JOB_END_TIME", "the end of the Slurm job", SLURM_MARGIN_SECS),
+        (END_TIME, "the time limit of the launch", _LAUNCH_MARGIN_SECS),
+    ):
+        end = environ.get(key, "")
+        if end.isascii() and end.isdigit() and int(end) > time.time():
+            found.append(Deadline(time.monotonic() + int(end) - time.time(), name, margin))
     return tuple(found)
+
+
+def notice_of(environ: Mapping[str, str], default: float) -> float:
+    """How many seconds before the end SIGUSR1 comes, as `torchrelay launch` says; never below `default`."""
+    text = environ.get(_NOTICE, "")
+    return max(default, float(text)) if text.isascii() and text.isdigit() and len(text) <= 9 else default

@@ -1,7 +1,8 @@
 """Which launch this process belongs to, so that a launch that is repeated goes on with the run that it made.
 
-A launch with an id is that id: torchrun's (`--rdzv-id`, and of its own making with `--standalone`), or a job
-step of Slurm. Without one it is the launcher's process. A plain `python script.py` has none.
+`torchrelay launch` gives an id that is the same in every attempt. Else a launch with an id is that id:
+torchrun's (`--rdzv-id`, and of its own making with `--standalone`), or a job step of Slurm. Without one it is
+the launcher's process. A plain `python script.py` has none.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from torchrelay.runners.distributed.launch_env import read_launch_env
+from torchrelay.runners.launch.told import ATTEMPT, LAUNCH_ID
 
 
 def launch_of(environ: Mapping[str, str] | None = None) -> str:
     """A text that is the same in every attempt of one launch; empty where there is none."""
     env = os.environ if environ is None else environ
     found = read_launch_env(env)
+    if env.get(LAUNCH_ID) and found.launched:
+        return f"launch {env[LAUNCH_ID]}"
     if found.run_id:
         return f"torchrun {found.run_id}"
     if env.get("SLURM_JOB_ID"):
@@ -29,7 +33,8 @@ def launch_of(environ: Mapping[str, str] | None = None) -> str:
 
 def is_restart(environ: Mapping[str, str] | None = None) -> bool:
     """Whether the launcher started its processes before."""
-    return read_launch_env(environ).restart_count > 0
+    env = os.environ if environ is None else environ
+    return read_launch_env(env).restart_count > 0 or env.get(ATTEMPT, "0") not in ("", "0")
 
 
 def _began(pid: int) -> str:

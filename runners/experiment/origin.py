@@ -14,6 +14,7 @@ from torchrelay.metadata.code.main_script import main_script
 from torchrelay.metadata.code.snapshot import Snapshot, take
 from torchrelay.metadata.code.sources import Root, Sources, sources_of
 from torchrelay.metadata.experiment.run_store import RunStore
+from torchrelay.runners.stored_runs.run_url import refuse_remote
 
 RUNS = "TORCHRELAY_RUNS"
 """The variable that says where runs lie; `--runs` comes before it."""
@@ -43,6 +44,7 @@ class Origin:
     def store(self, runs: str | None, environ: Mapping[str, str] | None = None) -> RunStore:
         """Where the runs lie: as asked for, else as the environment says, else as the program says."""
         said = runs or (os.environ if environ is None else environ).get(RUNS)
+        refuse_remote(said or "", f"the program {self.name}")
         return RunStore(Path(os.path.abspath(said or self.runs)) / self.name)  # noqa: PTH100 - without `..`
 
 

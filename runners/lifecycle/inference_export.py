@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.checkpoint.interop.export import export_checkpoint
+from torchrelay.errors import UsageError
 from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
 from torchrelay.metadata.several_handlers import SeveralHandlers
 from torchrelay.runners.lifecycle.selection import MODEL
+from torchrelay.runners.stored_runs.run_url import is_remote
 
 
 @dataclass(frozen=True)
@@ -68,11 +70,23 @@ class InferenceExport:
             self.export(epoch)
 
 
+def local_beside(given: str | None, run_dir: str, name: str, key: str) -> Path:
+    """A directory for files of a run that are no epochs: the given one, else a name in the run directory.
+
+    Raises UsageError for a run in a store: such files are written by path.
+    """
+    if given is None and is_remote(run_dir):
+        raise UsageError(
+            f"`{key}` missing: the run is in a store, {run_dir}, and these files need a directory"
+        )
+    return Path(given or f"{run_dir}/{name}")
+
+
 def inference_export(runner: RunnerKeys, run_dir: str, phases: Sequence[str]) -> InferenceExport | None:
     """What the keys of a profile ask for; None where they do not. Every epoch unless an interval is given."""
     if runner.save_inference_path is None and runner.save_inference_interval is None:
         return None
-    path = Path(runner.save_inference_path or f"{run_dir}/inference")
+    path = local_beside(runner.save_inference_path, run_dir, "inference", "save_inference_path")
     return InferenceExport(run_dir, path, phases, runner.save_inference_interval or 1)
 
 

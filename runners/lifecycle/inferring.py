@@ -135,9 +135,10 @@ def _measured(phase: PhaseState, ctx: Context, batch: Any, tally: Tally) -> Any:
     values = metrics_of(phase, outputs, moved)
     if callable(loss := getattr(phase.model, "loss", None)):
         values = {"loss": loss(outputs, moved), **values}
+    weight = phase.weight(batch.count, ctx.world_size)
     for name, value in values.items():
-        ctx.log(f"{phase.prefix}{name}", value, weight=batch.count)
-    ctx.log(f"{phase.prefix}samples", batch.count, reduce="sum")
+        ctx.log(f"{phase.prefix}{name}", value, weight=weight)
+    ctx.log(f"{phase.prefix}samples", weight, reduce="sum")
     return outputs
 
 

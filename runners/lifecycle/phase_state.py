@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrelay.jobs.config.data_keys import Phase
 from torchrelay.runners.lifecycle.scope import PhaseScope
-from torchrelay.runners.lifecycle.selection import LOADER, MODEL, OPTIMIZER
+from torchrelay.runners.lifecycle.selection import LOADER, MODEL, OPTIMIZER, SCHEDULER
 
 if TYPE_CHECKING:
     from torch import nn, optim
@@ -21,7 +21,8 @@ class PhaseState:
     """A model with its data. `trained` is the model as it is called: wrapped where there are several ranks.
 
     `scope` is its part of the workspace. `prefix` stands before the names of its metrics: empty where the
-    profile has one phase. `optimizer` is None where nothing is trained.
+    profile has one phase. `optimizer` is None where nothing is trained; `scheduler` is stepped behind each of
+    its steps, where there is one.
     """
 
     name: str
@@ -32,10 +33,17 @@ class PhaseState:
     scope: PhaseScope
     prefix: str
     optimizer: optim.Optimizer | None = None
+    scheduler: Any = None
+
+    def weight(self, count: int, ranks: int) -> float:
+        """What `count` samples of this process weigh: less where several ranks read the same ones."""
+        return count * self.loader.world / ranks
 
     def blobs(self) -> Mapping[str, Any]:
         """What a checkpoint has of it, by blob name."""
         found = {MODEL: self.model, LOADER: self.loader}
         if self.optimizer is not None:
             found[OPTIMIZER] = self.optimizer
+        if self.scheduler is not None:
+            found[SCHEDULER] = self.scheduler
         return {f"{self.name}.{part}": thing for part, thing in found.items()}

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.remote.urls import is_url
 from torchrelay.errors import PreemptedError, UsageError
 from torchrelay.jobs.config.config import Config
 from torchrelay.jobs.config.nearest import hint
@@ -33,6 +32,9 @@ from torchrelay.runners.lifecycle.stepping import StepFailedError, run_steps
 from torchrelay.runners.lifecycle.training import runner_options
 from torchrelay.runners.lifecycle.unread import Unread
 from torchrelay.runners.result import RunResult
+from torchrelay.runners.stored_runs.mirrors import mirror_of
+from torchrelay.runners.stored_runs.run_names import for_a_glance
+from torchrelay.runners.stored_runs.run_url import is_remote
 
 JobOptions = Mapping[str, Any]
 
@@ -113,7 +115,7 @@ def _chosen(config: Config, mode: Sequence[str] | None) -> Sequence[RunnerKeys]:
 def _check_place(config: Config, runner: RunnerKeys) -> None:
     """Refuse to make one run where the verbs keep several: they could not go on there."""
     place = run_directory_of(config.settings, runner)
-    if is_url(place) or (Path(place) / "run.json").exists() or not RunStore(Path(place)).runs():
+    if is_remote(place) or (Path(place) / "run.json").exists() or not RunStore(Path(place)).runs():
         return
     raise UsageError(
         f"{place} holds the runs of `torchrelay train -m {config.name}`, a directory each: go on with that, "
@@ -160,25 +162,26 @@ class _Profile:
         settings, runner = self.config.settings, self.runner
         place = epochs_place if runner.infers else run_directory_of
         own = self.run_dir if not runner.infers or is_of_training(settings, runner) else None
+        where = own or place(settings, runner)
         return StepContext(
             config=self.config,
             settings=settings,
             runner=runner,
             runner_name=runner.name,
             is_infer=runner.infers,
-            run_dir=own or place(settings, runner),
-            job_options={} if runner.infers else self._job_options(),
+            run_dir=where,
+            job_options={} if runner.infers else self._job_options(where),
             classes=self.classes,
             env=self.config.resolved,
             config_yaml=self.config.name,
             workspace=self.config.workspace,
         )
 
-    def _job_options(self) -> dict[str, Any]:
+    def _job_options(self, where: str | Path) -> dict[str, Any]:
         config = self.config
         known = {"configuration": recorded(config), "code": source_of(config), **built_on(config)}
         replay = replayed(config.settings, self.runner)
-        return {**known, **runner_options(self.runner), **replay, **self.job_options}
+        return {**known, **runner_options(self.runner, str(where)), **replay, **self.job_options}
 
     def _on_local_ranks(self, later: Sequence[str]) -> ProfileResult:
         overrides = self.config.overrides.texts
@@ -197,7 +200,8 @@ class _Profile:
     def _was_preempted(self) -> bool:
         """What its processes ended with is known to the run alone: torchrun tells 1 for all codes."""
         place = self.run_dir or run_directory_of(self.config.settings, self.runner)
-        return not is_url(place) and RunDirectory(place).status().get("state") == "PREEMPTED"
+        run = mirror_of(place).run(wanted=for_a_glance) if is_remote(place) else RunDirectory(place)
+        return run.status().get("state") == "PREEMPTED"
 
 
 def _close(context: StepContext, *, world_stays: bool) -> Callable[[], None]:

@@ -13,7 +13,7 @@ from torchrelay.jobs.config.data_keys import Dataset, Phase
 from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
 from torchrelay.jobs.config.schema import Settings
 
-MODEL, OPTIMIZER, LOADER = "model", "optimizer", "loader"
+MODEL, OPTIMIZER, LOADER, SCHEDULER = "model", "optimizer", "loader", "scheduler"
 """What a phase's blobs are called, below its name."""
 
 

@@ -28,6 +28,7 @@ from torchrelay.runners.lifecycle.devices import device_of
 from torchrelay.runners.lifecycle.growing_data import growing_loader, grows
 from torchrelay.runners.lifecycle.inference_export import inference_export, with_export
 from torchrelay.runners.lifecycle.inferring import agreed_epochs, infer_epochs
+from torchrelay.runners.lifecycle.onnx_exports import with_onnx
 from torchrelay.runners.lifecycle.phase_state import PhaseState
 from torchrelay.runners.lifecycle.processes_of_run import session_on
 from torchrelay.runners.lifecycle.scope import PhaseScope
@@ -78,15 +79,19 @@ class Network(Step):
         train = not context.is_infer
         model = self.build_model(context, phase)
         model.to(context.device)
+        trained = self.build_trained(context, model)
+        loader = self.build_loader(context, phase, dataset)
+        optimizer = self.build_optimizer(context, model) if train else None
         return PhaseState(
             name=phase.name,
             keys=phase,
             model=model,
-            trained=data_parallel(model) if train else model,
-            loader=self.build_loader(context, phase, dataset),
+            trained=trained,
+            loader=loader,
             scope=PhaseScope(context.session.workspace(), phase.name),
             prefix=prefix,
-            optimizer=self.build_optimizer(context, model) if train else None,
+            optimizer=optimizer,
+            scheduler=None if optimizer is None else self.build_scheduler(context, optimizer),
         )
 
     def build_model(self, context: StepContext, phase: Phase) -> nn.Module:
@@ -95,6 +100,14 @@ class Network(Step):
         hyper_parameters = context.config.section("hyper_parameters")
         train = not context.is_infer
         return made_model(kind, hyper_parameters, train=train, what=f"phase.{phase.name}.model")
+
+    def build_trained(self, context: StepContext, model: nn.Module) -> nn.Module:
+        """The model as training calls it: in DDP on several ranks. Asked before the optimizer is made.
+
+        Here it is compiled, or sharded (`fully_shard`, `parallelize_module`: in place, returned as it is).
+        What is done in place holds where it is evaluated, too; `infer` asks as well.
+        """
+        return model if context.is_infer else data_parallel(model)
 
     def build_loader(self, context: StepContext, phase: Phase, dataset: Dataset | None) -> EpochLoader:
         """The data of a phase, in the input's order unless `shuffle_filelist` draws another per epoch."""
@@ -119,6 +132,10 @@ class Network(Step):
         path = optimizer_path(context.settings)
         own = None if path is None else context.classes.of(path)
         return made_optimizer(model, context.settings.hyper_parameters.optimizer, own)
+
+    def build_scheduler(self, context: StepContext, optimizer: Any) -> Any:
+        """What is stepped behind every step of the optimizer, and saved as `<phase>.scheduler`; None here."""
+        return None
 
 
 class Startup(Step):
@@ -149,7 +166,8 @@ class Runner(Step):
             context.result = infer_epochs(context)
             return
         export = inference_export(context.runner, context.run_dir, list(context.phases))
-        runner = JobRunner(context.job, context.run_dir, **with_export(context.job_options, export))
+        options = with_onnx(with_export(context.job_options, export), context)
+        runner = JobRunner(context.job, context.run_dir, **options)
         context.result = result = runner.train(context.session)
         if export is not None and result.status == "FINISHED":
             decide(context.session.peers, "inference export", lambda: export.finish(int(result)))

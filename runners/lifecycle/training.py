@@ -9,7 +9,11 @@ from typing import Any
 import torch
 
 from torchrelay.checkpoint.blob_files import save_blobs
+from torchrelay.checkpoint.disk.canonical import sha256
+from torchrelay.checkpoint.storage_places import joined
+from torchrelay.checkpoint.tier.options import Tier
 from torchrelay.jobs.batch import make_batch
+from torchrelay.jobs.config.runner_keys import CheckpointKeys
 from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.stop import early_stopping, max_epochs, max_steps, max_time
@@ -18,6 +22,7 @@ from torchrelay.metadata.files import append_line
 from torchrelay.runners.context import Context
 from torchrelay.runners.lifecycle.context import StepContext
 from torchrelay.runners.lifecycle.growing_data import ends_of_data, look
+from torchrelay.runners.lifecycle.inference_export import local_beside
 from torchrelay.runners.lifecycle.meter import Meter
 from torchrelay.runners.lifecycle.operator_times import watched
 from torchrelay.runners.lifecycle.phase_state import PhaseState
@@ -53,8 +58,8 @@ def _ends(runner: RunnerKeys) -> list[Any]:
     return ends
 
 
-def runner_options(runner: RunnerKeys) -> dict[str, Any]:
-    """What JobRunner is told of the keys of a profile."""
+def runner_options(runner: RunnerKeys, where: str) -> dict[str, Any]:
+    """What JobRunner is told of the keys of a profile, whose run lies at `where`."""
     found = keeping(runner) | {"on_crash": runner.on_crash}
     signal = runner.save_signal
     if runner.time_limit is not None:
@@ -63,8 +68,18 @@ def runner_options(runner: RunnerKeys) -> dict[str, Any]:
         found |= {"include": checkpoint.include, "exclude": checkpoint.exclude}
         found |= {"asynchronous": checkpoint.asynchronous, "max_failed_saves": checkpoint.max_failed_saves}
         found["compare_every"] = checkpoint.compare_every
+        found["tier"] = _tier(checkpoint, runner.name, where)
     kept = {name: one for name, one in found.items() if one is not None or name == "best"}
     return kept | {"save_signal": None if signal == "none" else signal}
+
+
+def _tier(checkpoint: CheckpointKeys, name: str, where: str) -> Tier | None:
+    """The near place of a profile's run: every run has a directory of its own below the one that is given."""
+    if checkpoint.near is None:
+        return None
+    own = f"{name}-{sha256(where.encode())[:12]}"
+    lag = {} if checkpoint.lag is None else {"lag": checkpoint.lag}
+    return Tier(joined(checkpoint.near, own), **lag)
 
 
 def phase_task(context: StepContext, phase: PhaseState) -> Callable[[Context], None]:
@@ -83,7 +98,7 @@ def phase_task(context: StepContext, phase: PhaseState) -> Callable[[Context], N
 
     def train(ctx: Context) -> None:
         phase.trained.train()
-        meter, tally = Meter(context.runner.print_interval, ctx.world_size), Tally(phase.model)
+        meter, tally = Meter(context.runner.print_interval, phase.loader.world), Tally(phase.model)
         look(phase, ctx.session.peers)
         for batch in meter.over(watch(ctx)):
             values = train_step(phase, ctx, batch, tally)
@@ -109,10 +124,12 @@ def train_step(phase: PhaseState, ctx: Context, batch: Any, tally: Tally) -> dic
         phase.optimizer.zero_grad()
         (loss * batch.weight).backward()
         phase.optimizer.step()
+        if phase.scheduler is not None:
+            phase.scheduler.step()
     tally.add(outputs, moved)
     values = {"loss": loss.detach(), **metrics_of(phase, outputs, moved)}
     for name, value in values.items():
-        ctx.log(f"{phase.prefix}{name}", value, weight=batch.count)
+        ctx.log(f"{phase.prefix}{name}", value, weight=phase.weight(batch.count, ctx.world_size))
     return values
 
 
@@ -146,7 +163,7 @@ def _keep(context: StepContext, phase: PhaseState, ctx: Context, values: Mapping
         shown = {name: float(value) for name, value in values.items()}
         append_line(path, {"epoch": ctx.epoch, "phase": phase.name, "step": ctx.step, **shown})
     if runner.save_step_interval is not None and ctx.step % runner.save_step_interval == 0:
-        folder = Path(runner.save_step_path or f"{context.run_dir}/steps")
+        folder = local_beside(runner.save_step_path, context.run_dir, "steps", "save_step_path")
         folder.mkdir(parents=True, exist_ok=True)
         name = f"epoch_{ctx.epoch}_step_{ctx.step}.safetensors"
         save_blobs(folder / name, phase.blobs(), overwrite=True)

@@ -125,7 +125,7 @@ class _One:
             return None, None
         metric, mode = self._measure
         try:
-            opened = open_checkpoint(self._life.run_directory.path, "best", best=(metric, mode))
+            opened = open_checkpoint(self._life.run_directory.where, "best", best=(metric, mode))
             return opened.epoch, opened.metrics[metric]
         except (RelayError, KeyError):  # nothing has that metric yet
             return None, None
@@ -208,7 +208,7 @@ class _One:
         """A copy with the weights of a saved epoch."""
         module = self._module()
         copied = own_copy(module) if self._wanted.build is None else bare_module(self._wanted.build())
-        opened = open_checkpoint(self._life.run_directory.path, epoch)  # type: ignore[union-attr]
+        opened = open_checkpoint(self._life.run_directory.where, epoch)  # type: ignore[union-attr]
         opened.load({self._blob(module): copied})
         return copied, opened.metrics
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.checkpoint.disk.manifest import Manifest
-from torchrelay.checkpoint.local_storage import LocalStorage
+from torchrelay.checkpoint.storage_places import storage_of
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.report.committed import (
     Committed,
@@ -34,7 +34,7 @@ _UPSTREAM_BYTES = 16 << 10
 def gather(run: RunDirectory, limits: Limits | None = None) -> RunFacts:
     """Read a run directory; damaged and missing parts are named in `trouble`."""
     limits, troubles = limits or Limits(), Troubles()
-    storage = LocalStorage(run.checkpoints)
+    storage = storage_of(run.checkpoints, "the checkpoints")
     identity = troubles.tried(run.identity, None) or {}
     status: dict[str, Any] = troubles.tried(run.status, {})
     committed = committed_of(storage, troubles)
@@ -47,7 +47,7 @@ def gather(run: RunDirectory, limits: Limits | None = None) -> RunFacts:
     events = events_of(run, troubles)
     return RunFacts(
         name=run.name,
-        path=str(run.path),
+        path=str(run.where),
         job=_text(identity.get("job")) or committed.view.job_name,
         state=_text(status.get("state")),
         alive=alive,

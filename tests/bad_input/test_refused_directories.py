@@ -33,15 +33,21 @@ def test_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "where",
-    ["", "  ", "s3://bucket/run", "nosuch://bucket/run", "file:///tmp/x", "a\nb", "a\0b", "\x1b[2J", "/"],
+    ["", "  ", "nosuch://bucket/run", "s3://", "a\nb", "a\0b", "\x1b[2J", "/"],
 )
 def test_paths_that_are_none(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Empty paths, URLs, control characters and the root are refused; nothing is made of them here."""
+    """Empty paths, URLs of nothing, control characters and the root are refused; nothing is made of them."""
     monkeypatch.chdir(tmp_path)
     text = refuse(tmp_path, where)
     assert "\n" not in text and "\0" not in text and "\x1b" not in text
-    if where.strip() not in ("", "/") and not where.startswith(("s3:", "file:")):
+    if where.strip() not in ("", "/"):
         refused(UsageError, 2, "prefix", below=tmp_path, work=lambda: MultiNodeCheckpointManager(where))
+
+
+def test_a_file_url_is_a_path(tmp_path: Path) -> None:
+    """`file://` in front of a path changes nothing."""
+    runner = JobRunner(Trial().job, f"file://{tmp_path}/run")
+    assert runner.run_directory is not None and runner.run_directory.path == tmp_path / "run"
 
 
 def test_a_path_that_is_too_long(tmp_path: Path) -> None:

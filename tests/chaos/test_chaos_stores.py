@@ -130,7 +130,7 @@ def test_a_real_server_with_conditional_writes(monkeypatch: pytest.MonkeyPatch, 
         for name, value in env.items():
             monkeypatch.setenv(name, value)
         with built_in(Wish(seed=6, scenarios=scenarios(["resume"])), f"s3://{BUCKET}/chaos") as target:
-            for kind in TRIALS:
+            for kind in ("kill", "errno"):  # each trial asks the server some hundred times
                 tried(target, kind, 2, tell)
             assert target.place.options() == {"single_writer": None}
         import s3fs

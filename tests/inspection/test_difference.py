@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from epochs import Writing, moment, parameter, value
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from meshes import Saved, random_mesh, random_shape
 
@@ -137,6 +137,15 @@ def test_every_kind_of_change(tmp_path: Path):
         changes(both.a, both.b, Wish(("nothing",)))
 
 
+def test_an_optimizer_without_state_is_compared(tmp_path: Path):
+    """What stands in the manifest is there, though no file is of its group (SGD without momentum)."""
+    same, lr = value("o.same", 1, "optim"), [value("o.lr", rate, "optim") for rate in (0.1, 0.2)]
+    both = Both(tmp_path, *([parameter("m.w", torch.ones(2)), same, rate] for rate in lr))
+    assert both.a.groups == both.b.groups == ("main",)
+    kinds = {name: one.kind for name, one in changes(both.a, both.b).items()}
+    assert kinds == {"m.w": "same", "o.same": "same", "o.lr": "value"}
+
+
 def test_types_without_numbers_are_told_by_their_bytes(tmp_path: Path):
     """Of a type of less than a byte it is told whether it changed, without figures."""
     bits = torch.arange(5, dtype=torch.uint8)
@@ -169,6 +178,7 @@ def epoch_of(whole: torch.Tensor, mesh: Mesh | None, world: int = 10) -> Epoch:
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 1 << 30), st.sampled_from(["float32", "bfloat16", "complex128", "int64", "bool"]))
+@example(10946, "float32")  # one part of the second lies in several of the first
 def test_any_mesh_against_any_mesh(seed, dtype):
     """On random meshes, plain ranks among them: the elements that changed are found, whatever the layouts."""
     rng = random.Random(seed)

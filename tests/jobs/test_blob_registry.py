@@ -130,3 +130,10 @@ def test_setup_declares_its_blobs_anew_at_every_start():
         blobs(b=2)
         blobs.freeze()
     assert blobs.names == ("a", "b")
+
+
+@pytest.mark.parametrize("given", [[torch.zeros(1)], torch.nn.Linear(1, 1)])
+def test_blobs_without_names_are_refused(given):
+    """A list of objects, or a bare module, is a mistake in usage that says how blobs are named."""
+    with pytest.raises(UsageError, match=r"blobs=dict\(model=model.*got (list|Linear)"):
+        BlobRegistry().add(given)

@@ -41,6 +41,7 @@ def test_the_resolved_form_passes(tmp_path):
         "upstream: {a: {strict: true}}", "runner: [{name: a, class: infer, epoch: 5-6}]",
         "runner: [{name: a, epochs: 1, keep_best: {metric: a}}]",
         "runner: [{name: a, epochs: 1, selected_gpus: [x]}]",
+        "runner: [{name: a, epochs: 1, onnx: {every: 0}}]",
         "hyper_parameters: {optimizer: {learning_rate: 0}}",
     ],
 )  # fmt: skip

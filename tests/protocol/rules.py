@@ -41,8 +41,10 @@ class OrderRule:
     exclusive: bool = True
 
 
-def _deleted_first(self: Keeping, writer: LogWriter, suspects: Collection[Key] = ()) -> None:
-    retirements = tuple(self.chosen(writer.view, suspects))
+def _deleted_first(
+    self: Keeping, writer: LogWriter, suspects: Collection[Key] = (), needed: Collection[str] = ()
+) -> None:
+    retirements = tuple(self.chosen(writer.view, suspects, needed))
     for one in retirements:
         _delete_try(writer.storage, one)
     writer.retire(retirements)

@@ -22,7 +22,6 @@ import torch
 from weak_disk import Snapshot, WeakDisk
 
 from torchrelay import LocalSession
-from torchrelay.checkpoint import engine as engine_module
 from torchrelay.checkpoint.engine import Engine
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.log import (
@@ -43,6 +42,7 @@ from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.sweep import delete_left
 from torchrelay.checkpoint.log.writer import WriterIdentity
 from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.tier import placed as placed_module
 from torchrelay.errors import PartiallyLoadedError, RelayError, StorageError
 
 NODES = ("a", "b")
@@ -162,7 +162,7 @@ class Run:
         self.record = record
         self.session = LocalSession(NODES)
         with (
-            patch.object(engine_module, "storage_of", lambda *where: disk),
+            patch.object(placed_module, "storage_of", lambda *where: disk),
         ):
             self.engine = Engine("job", takeover_secs=0.0, keeping=Keeping(keep_last))
         self.engine.ledger.deletions = _AtOnce()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from torchrelay.errors import PeerError, TaskFailedError, UsageError
-from torchrelay.runners.distributed.world import code_of, is_consequence
+from torchrelay.runners.distributed import world
+from torchrelay.runners.distributed.failure import Failure
+from torchrelay.runners.distributed.world import code_of, is_consequence, why_of
 
 
 def raised(error: Exception, cause: Exception | None = None) -> Exception:
@@ -36,3 +40,34 @@ def test_the_failure_that_another_rank_told_keeps_its_code():
     error = TaskFailedError("step 'train' failed on trainer_1: RuntimeError: Connection closed by peer")
     error.of_rank = 1
     assert code_of(error) == 1 and is_consequence(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "of_rank", "begins", "named"),
+    [
+        (
+            TaskFailedError("step"),
+            RuntimeError("Connection reset by peer"),
+            None,
+            "rank 1 on gpu07 failed",
+            1,
+        ),
+        (
+            PeerError("late: rank 1 on gpu07 failed in the job: PeerError: gone"),
+            None,
+            None,
+            "PeerError: l",
+            1,
+        ),
+        (TaskFailedError("step"), ValueError("bad sample"), None, "TaskFailedError: step", 0),
+        (TaskFailedError("rank 1: step"), None, 1, "TaskFailedError: rank 1", 0),
+    ],
+)
+def test_a_run_keeps_what_broke_it_not_what_that_broke(monkeypatch, error, cause, of_rank, begins, named):
+    """What is noted of a connection that broke is the end of the rank behind it, once."""
+    first = Failure(1, "gpu07", "the job", "PeerError: gone", 6)
+    known = SimpleNamespace(env=SimpleNamespace(rank=0), watcher=SimpleNamespace(failure=first))
+    monkeypatch.setattr(world, "_current", [known])
+    error.of_rank = of_rank
+    reason = why_of(raised(error, cause))
+    assert reason.startswith(begins) and reason.count("PeerError: gone") == named

@@ -14,6 +14,8 @@ from program_cases import Script
 import torchrelay
 from torchrelay import Job, JobRunner, OnnxExport, max_epochs, open_checkpoint, run_to_onnx
 from torchrelay.errors import UsageError
+from torchrelay.jobs.config.problems import ConfigError
+from torchrelay.jobs.config.reading import load_config
 from torchrelay.runners.commands.command_line import main
 from torchrelay.runners.journal import SaveWarning
 
@@ -178,3 +180,33 @@ def test_sng_9_an_epoch_of_a_plain_job_needs_its_model(tmp_path, capsys, monkeyp
     assert main([*typed, "--model", "made_here:model", "--input", "input=float32[batch,2]"]) == 0
     assert "input float32[batch, 2] -> output float32[batch, 1]" in capsys.readouterr().out
     torch.testing.assert_close(answer("m.onnx"), of_epoch("run", 1))
+
+
+def test_sng_14_a_configuration_makes_onnx_files_while_it_trains(tmp_path: Path) -> None:
+    """SNG-14: `onnx: {every: 2, best: true}` of a profile; labels are no input, answers are the epoch's."""
+    words = ["runner.train1.onnx={every: 2, best: true}", "runner.train1.keep_best={metric: loss, mode: max}"]
+    lifecycle_cases.run(tmp_path, *words, "runner.train1.epochs=3")
+    folder = tmp_path / "run/exports"
+    made = ["model-best.onnx", "model-epoch-2.onnx", "model.json"]
+    assert sorted(one.name for one in folder.iterdir()) == made
+    assert json.loads((folder / "model.json").read_text())["files"]["model-best.onnx"]["epoch"] == 1
+    stored = torchrelay.open_checkpoint(tmp_path / "run", 2).load_tensors("a.model")
+    x = torch.rand(5, 2)
+    line = torch.nn.functional.linear(x, stored["a.model.line.weight"], stored["a.model.line.bias"])
+    assert torch.allclose(answer(folder / "model-epoch-2.onnx", x), line.squeeze(1), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ("{best: true}", "`keep_best` missing, which says what is best"),
+        ("{best: false}", "`every` missing, or `best: true`: it would write nothing"),
+        ("{every: 0}", "a whole number from 1"),
+    ],
+)
+def test_a_key_for_onnx_files_that_means_nothing_is_refused(tmp_path: Path, keys: str, says: str) -> None:
+    """At the check of the configuration, in one line, without torch."""
+    path = lifecycle_cases.written(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        load_config(path, [f"runner.train1.onnx={keys}"])
+    assert says in "\n".join(error.value.report())

@@ -11,7 +11,6 @@ import torch
 from served import Held, train
 
 from torchrelay.errors import UsageError
-from torchrelay.metadata.experiment.note import Note, write_note
 from torchrelay.runners.commands.command_line import main
 from torchrelay.runners.rebuilding.named_functions import named
 from torchrelay.runners.serving.models import handler_of, read_signature
@@ -39,7 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ((), "give --model module:function"),
+        ((), "give the model by --model module:function"),
         (("--model", "served"), "give module:name"),
         (("--model", "served:nothing"), "has no nothing"),
         (("--model", "nowhere:make"), "there is no module nowhere"),
@@ -79,14 +78,13 @@ def test_places_that_are_none_and_options_for_others(run: Path, capsys: pytest.C
     assert "leave what is behind @ out" in capsys.readouterr().err
 
 
-def test_the_run_of_a_configuration_is_packaged_first(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    """The command that makes the package is told; no process is started that could not know the program."""
-    shutil.copytree(run, tmp_path / "run")
-    write_note(tmp_path / "run", Note("run", str(tmp_path / "config.yaml"), None, None, 0.0))
-    assert code(f"{tmp_path}/run@best") == 2
-    assert f"`torchrelay package {tmp_path}/run@best --out FILE`" in capsys.readouterr().err
+def test_the_run_of_a_job_needs_its_model(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Where nothing is archived that makes it, and where there are checkpoints alone, `--model` is named."""
+    shutil.copytree(run / "checkpoints", tmp_path / "checkpoints")
+    assert code(f"{tmp_path}/checkpoints@best") == 2
+    assert "give --model module:function" in capsys.readouterr().err
+    assert code(f"{run}@last", "--signature", "x.json") == 2
+    assert "--signature: the program of the run's model" in capsys.readouterr().err
 
 
 def test_options_are_typed_again_for_the_archived_code():

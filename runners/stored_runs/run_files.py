@@ -1,0 +1,175 @@
+"""The small files of a run in a store: listed with their versions, brought into files, put whole."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any
+
+from torchrelay.checkpoint.exclusion import SingleWriter
+from torchrelay.checkpoint.object_storage import ObjectStorage
+from torchrelay.checkpoint.remote.urls import open_file_system, shown
+from torchrelay.errors import StorageError
+from torchrelay.runners.stored_runs.run_names import DEEPEST, is_name
+
+_PIECE_BYTES = 4 << 20
+_AT_ONCE_BYTES = 8 << 20
+"""Up to here a file is one PUT from memory; a longer one is staged, so that it is put as it was."""
+_SIDE_BY_SIDE = 8
+_THREADS_MAY_SHARE = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "local", "file"})
+_VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "generation", "mtime", "LastModified", "last_modified")
+_TIMES = ("LastModified", "last_modified", "mtime", "modified", "updated", "created")
+MOST_FILES = 20_000
+
+
+@dataclass(frozen=True)
+class Listed:
+    """An object, or a folder, as a listing tells it; `version` is another one when the bytes may be.
+
+    `link`: it is a link, or neither file nor folder, of a store that has such.
+    `modified` is in seconds since 1970; None, as an empty `version`, where the store does not say.
+    """
+
+    name: str
+    folder: bool
+    size: int = 0
+    version: str = ""
+    modified: float | None = None
+    link: bool = False
+    coarse: bool = False
+    """The version is a time in whole seconds: within one the bytes may change without it."""
+
+
+class RunFiles(ObjectStorage):
+    """A run's place in a store. Raises StorageError, as the storage of checkpoints does."""
+
+    @classmethod
+    def at(cls, url: str, what: str, single_writer: SingleWriter = None) -> RunFiles:
+        """The place of a URL; asks the store nothing. Raises UsageError, naming the URL as `what`."""
+        return cls(*open_file_system(url, what), shown(url), single_writer=single_writer)
+
+    @property
+    def side_by_side(self) -> int:
+        """How many threads may use the file system at a time."""
+        return _SIDE_BY_SIDE if self._protocols & _THREADS_MAY_SHARE else 1
+
+    def entries(self, path: str) -> list[Listed]:
+        """What lies in a folder; empty where there is none."""
+        name = self._name(path)
+
+        def look() -> list[Listed]:
+            try:
+                found = self.system.ls(name, detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+            below = [one for one in found if str(one["name"]).rstrip("/").startswith(f"{name}/")]
+            return [self._listed(one, str(one["name"]).rstrip("/")[len(name) + 1 :]) for one in below]
+
+        return self._try("list", path, look)
+
+    def _listed(self, told: Mapping[str, Any], name: str) -> Listed:
+        link = bool(told.get("islink")) or told.get("type") in ("link", "other")
+        folder = told.get("type") == "directory" and not link
+        size = int(told.get("size") or 0)
+        return Listed(self._decoded(name), folder, size, _version(told), _modified(told), link, _coarse(told))
+
+    def version(self, path: str) -> str | None:
+        """The version of one object; None where there is none."""
+        name = self._name(path)
+
+        def look() -> str | None:
+            try:
+                return _version(self.system.info(name))
+            except FileNotFoundError:
+                return None
+
+        return self._try("look at", path, look)
+
+    def walk(self, enter: Callable[[str], bool], folder: str = "") -> Iterator[tuple[str, Listed]]:
+        """All files below a folder by their names, of folders that `enter` wants; at most MOST_FILES.
+
+        Names that could be no file here come as they were told, with a version of "odd". Links are none
+        that are entered.
+        """
+        left = [folder]
+        count = 0
+        while left:
+            here = left.pop()
+            for one in self.entries(here):
+                name = f"{here}/{one.name}" if here else one.name
+                if not is_name(one.name) or name.count("/") >= DEEPEST:
+                    yield name, Listed(one.name, one.folder, version="odd")
+                elif one.folder and enter(name):
+                    left.append(name)
+                elif not one.folder and (count := count + 1) <= MOST_FILES:
+                    yield name, one
+
+    def copy_into(self, path: str, file: IO[bytes], most: int) -> None:
+        """Bring the first `most` bytes of an object; FileNotFoundError where there is none (any more)."""
+        at = 0
+        while at < most:
+            wanted = min(_PIECE_BYTES, most - at)
+            data = self.read_range(path, at, wanted)
+            file.write(data)
+            at += len(data)
+            if len(data) < wanted:
+                return
+
+    def put_as_it_is(self, path: str, local: Path) -> None:
+        """Put a file as it is now, up to the size that it has now; OSError where it cannot be read."""
+        descriptor = os.open(local, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+        with os.fdopen(descriptor, "rb") as file:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise StorageError(f"{local} is no regular file: remove it")
+            if found.st_size <= _AT_ONCE_BYTES:
+                self.replace(path, file.read(found.st_size))
+            else:
+                self._put_long(path, file, found.st_size)
+
+    def _put_long(self, path: str, file: IO[bytes], nbytes: int) -> None:
+        staged = self.open_replacing(path)
+        try:
+            at = 0
+            while at < nbytes and (data := file.read(min(_PIECE_BYTES, nbytes - at))):
+                staged.write_at(at, memoryview(data))
+                at += len(data)
+            staged.sync_file()
+        finally:
+            staged.close()
+
+    def each(self, work: Callable[[str], object], names: list[str]) -> None:
+        """Do `work` for each name, several at a time where the store allows; raises the first error."""
+        if self.side_by_side == 1 or len(names) < 2:
+            for name in names:
+                work(name)
+            return
+        with ThreadPoolExecutor(self.side_by_side, "torchrelay-run-files") as pool:
+            for _ in pool.map(work, names):
+                pass
+
+
+def _version(told: Mapping[str, Any]) -> str:
+    """Size and whatever the store changes with the bytes; of memory:// the moment of creation."""
+    known = [str(told[name]) for name in (*_VERSIONS, "created") if told.get(name) is not None]
+    return f"{told.get('size')} {known[0]}" if known else ""
+
+
+def _coarse(told: Mapping[str, Any]) -> bool:
+    known = [name for name in _VERSIONS if told.get(name) is not None]
+    return known[:1] == ["mtime"] and isinstance(told["mtime"], int)
+
+
+def _modified(told: Mapping[str, Any]) -> float | None:
+    for name in _TIMES:
+        found = told.get(name)
+        if isinstance(found, datetime):
+            return found.timestamp()
+        if isinstance(found, (int, float)):
+            return float(found)
+    return None

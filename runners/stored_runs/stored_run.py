@@ -1,0 +1,279 @@
+"""A run in a store, as one train call has it: brought down before it begins, put up behind it and at its end.
+
+Rank 0 puts everything, each other process its own log and what it leaves of a crash. Of a run in a directory
+all of this does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchrelay.checkpoint.ledger import Ledger
+from torchrelay.checkpoint.ledger_words import Target
+from torchrelay.checkpoint.log.job_file import PATH as JOB_FILE
+from torchrelay.checkpoint.remote.retrying import Patience
+from torchrelay.errors import FencedError, RelayError, StorageError
+from torchrelay.jobs.peers import decide, together
+from torchrelay.jobs.places import NodePlace
+from torchrelay.metadata.note_text import read_note
+from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.runners.last_words import forget_last_words, remember_last_words
+from torchrelay.runners.stored_runs.behind import EVERY_SECS, Behind
+from torchrelay.runners.stored_runs.bringing import Brought, bring, found_in, unlisted
+from torchrelay.runners.stored_runs.curves import mend_curves
+from torchrelay.runners.stored_runs.joining import local_goes_on
+from torchrelay.runners.stored_runs.putting import Putter
+from torchrelay.runners.stored_runs.run_files import RunFiles
+from torchrelay.runners.stored_runs.run_names import CHECKPOINTS, NEEDED, STOP, for_a_start, travels
+from torchrelay.runners.stored_runs.store_check import check_store
+from torchrelay.runners.stored_runs.workspaces import WorkspaceLock, make_workspace, set_aside
+
+if TYPE_CHECKING:
+    from torchrelay.runners.life import Life
+
+BEGIN_SECS, END_SECS = 30.0, 60.0
+"""How long a start waits until the run can be seen in the store, and an end until all is there."""
+FAILED_SECS, LAST_WORDS_SECS = 8.0, 4.0
+"""The same after a failure, for launchers end a job soon; and where a thread ends the process."""
+_OTHERS_SECS = 60.0
+_BEHIND = Patience(deadline_secs=15.0, longest_pause_secs=2.0)
+_NAMED = 4
+_IDENTITY_BYTES = 1 << 20
+BRINGING_SECS = 1800.0
+
+
+class StoredRun:
+    """That of one life, whose journal warns and says on rank 0 alone."""
+
+    def __init__(self, life: Life) -> None:
+        self._life, self._peers = life, life.session.peers
+        run = life.run_directory
+        self._run = run if run is not None and run.url is not None else None
+        self._files: RunFiles | None = None
+        self._behind: Behind | None = None
+        self._putter: Putter | None = None
+        self._lock: WorkspaceLock | None = None
+        self._brought = Brought()
+        if self._run is not None and life.manager is not None:
+            writers = life.manager.engine.single_writer
+            self._files = RunFiles.at(str(self._run.url), "the run directory", writers)
+
+    # Before the run
+
+    def begin(self, place: NodePlace) -> None:
+        """Make the workspace, look whether the store can be used, bring down what a start needs.
+
+        All call it. Raises UsageError, StorageError, DirectoryInUseError on all processes.
+        """
+        run, files = self._run, self._files
+        if run is None or files is None:
+            return
+
+        def make() -> None:
+            make_workspace(run.path)
+            if self._peers.rank == 0:
+                self._lock = WorkspaceLock(run.path)
+                self._lock.take()
+
+        together(self._peers, "make the workspace", make)
+        check_store(files, self._peers, place)
+        decide(
+            self._peers, "bring the run down", lambda: self._bring(run, files), deadline_secs=BRINGING_SECS
+        )
+
+    def _bring(self, run: RunDirectory, files: RunFiles) -> None:
+        found, left_out = found_in(files, for_a_start)
+        found = {**unlisted(files, NEEDED.difference(found, left_out)), **found}
+        if self._is_of_another(run, files, known="run.json" in found):
+            beside = set_aside(run.path)
+            self._life.journal.say(f"the workspace had files of another run, which lie in {beside} now")
+        self._brought = bring(files, found, run.path, local_goes_on)
+        self._brought.left_out.update(left_out)
+        for name, why in self._brought.left_out.items():
+            self._life.journal.warn(f"{run.url}/{name} is left where it is: {why}")
+        wanted = files.stat(STOP) is not None
+        if wanted:
+            run.stop_file.touch()
+        else:
+            run.stop_file.unlink(missing_ok=True)
+
+    def _is_of_another(self, run: RunDirectory, files: RunFiles, *, known: bool) -> bool:
+        """Whether what lies in the workspace is of a run that the store does not have, or not any more."""
+        try:
+            here = run.identity()
+        except RelayError:
+            return True
+        if here is None:
+            return False
+        if not known:  # lost before its first files were put, unless somebody has deleted the run
+            return files.stat(f"{CHECKPOINTS}/{JOB_FILE}") is None
+        try:
+            there = read_note(files.read_range("run.json", 0, _IDENTITY_BYTES))
+        except (StorageError, ValueError):
+            return False  # what is wrong with it is said by whoever reads it
+        return isinstance(there, dict) and there.get("uuid") != here["uuid"]
+
+    # While it runs
+
+    def opened(self) -> None:
+        """The log is ours: what this process writes is put up from now on. Rank 0 waits for a first pass."""
+        ledger = self._ledger
+        if ledger is None or self._peers.rank != 0:
+            return
+        with suppress(StorageError):
+            self._give_up_parts()
+        self._begin_behind(travels, ledger.ask, EVERY_SECS)
+        if self._behind is not None and not self._behind.flush(BEGIN_SECS):
+            self.look()
+
+    def _give_up_parts(self) -> None:
+        """End uploads of the run's files that a killed process began; the log sees to those of epochs."""
+        files = self._files
+        for name, upload in files.unfinished("") if files is not None else ():
+            if files is not None and not name.startswith(f"{files.root.lstrip('/')}/{CHECKPOINTS}/"):
+                files.give_up((name, upload))
+
+    def goes_on(self, target: Target | None) -> None:
+        """It is known from where, and as which attempt: rank 0 mends curves, others put their own files."""
+        if self._ledger is None:
+            return
+        attempt = self._life.state.attempt
+        if self._peers.rank == 0:
+            self._mend(self._ledger, target, attempt)
+            return
+        log = f"logs/attempt_{attempt}/rank_{self._peers.rank}.log"
+        nodes = [place.name for place in self._life.session.local_nodes]
+        own = {log, f"{log}.1", *(f"crash/{node}.attempt_{attempt}.safetensors" for node in nodes)}
+        self._begin_behind(own.__contains__, lambda: None, _OTHERS_SECS)
+
+    @property
+    def _ledger(self) -> Ledger | None:
+        """The log of a run in a store; None where there is no such run."""
+        manager = self._life.manager
+        return None if self._run is None or manager is None else manager.engine.ledger
+
+    def _begin_behind(self, wanted: Callable[[str], bool], may_put: Callable[[], None], every: float) -> None:
+        run, files = self._run, self._files
+        if run is None or files is None:
+            return
+        files.patience = _BEHIND
+        self._putter = Putter(files, run.path, wanted)
+        self._putter.kept.update(self._brought.left_out)
+        look = self._look_around if self._peers.rank == 0 else lambda: None
+        self._behind = Behind(self._putter, may_put, look, every)
+        remember_last_words(self._last_words)
+
+    def _look_around(self) -> None:
+        """Has somebody asked for the end; has somebody written over our status."""
+        run, files, putter = self._run, self._files, self._putter
+        if run is None or files is None or putter is None:
+            return
+        if files.stat(STOP) is not None and not run.stop_file.exists():
+            with suppress(OSError):
+                run.stop_file.touch()
+        putter.look_at_status()
+
+    def _mend(self, ledger: Ledger, target: Target | None, attempt: int) -> None:
+        """Lines of metrics that a lost process took with it are made again from the checkpoints."""
+        run, writer = self._run, ledger.writer
+        if run is None or target is None or writer is None:
+            return
+        with suppress(StorageError):
+            upto = target.position.epoch
+            mended = mend_curves(run, writer.view, ledger.storage, ledger.generation, upto, attempt)
+            if mended:
+                some = f"epochs {mended[0]} to {mended[-1]}" if len(mended) > 1 else f"epoch {mended[0]}"
+                self._life.journal.say(f"metrics of {some}, lost with a process, come from the checkpoints")
+
+    def look(self) -> None:
+        """At a boundary: have the store brought up to date soon, and tell once what keeps it from that."""
+        behind = self._behind
+        if behind is None or self._run is None:
+            return
+        trouble = behind.trouble()
+        if trouble is not None and self._peers.rank == 0:
+            self._life.journal.warn(
+                f"{self._run.url} is not up to date: {trouble}. Training goes on, and it is tried again; the "
+                f"files lie in {self._run.path}"
+            )
+        behind.nudge()
+
+    # At its end
+
+    def _last_words(self) -> None:
+        if self._behind is not None:
+            self._behind.flush(LAST_WORDS_SECS)
+
+    def finish(self, *, failed: bool = False, secs: float = END_SECS) -> None:
+        """Put up what is left, within seconds where the run `failed`, and tell what could not be.
+
+        The log is still ours then.
+        """
+        behind, self._behind = self._behind, None
+        if behind is None or self._run is None:
+            return
+        forget_last_words(self._last_words)
+        left = behind.close(min(secs, self._secs_left(failed=failed)))
+        if self._peers.rank != 0:
+            return
+        if left:
+            why = f" ({behind.reason})" if behind.reason else ""
+            self._life.journal.warn(
+                f"{self._run.url} lacks the newest of {len(left)} files ({_some(left)}), which could not be "
+                f"put up in time{why}. They lie in {self._run.path}; the same command puts them up from here"
+            )
+        if self._putter is not None and (links := sorted(self._putter.links)):
+            self._life.journal.warn(
+                f"links and odd files are not put up ({_some(links)}): put copies into the run directory"
+            )
+
+    def _secs_left(self, *, failed: bool) -> float:
+        if failed:
+            return FAILED_SECS
+        left = self._life.requests.secs_left()
+        return END_SECS if left is None else max(LAST_WORDS_SECS, left - LAST_WORDS_SECS)
+
+    def finish_over(self) -> None:
+        """A run that is over: a process that was lost at its end may have left something here to put up."""
+        run, files = self._run, self._files
+        if run is None or files is None or self._peers.rank != 0:
+            return
+        with suppress(RelayError):
+            if files.read_range("status.json", 0, 1 << 20) != _bytes_of(run.path / "status.json"):
+                self._put_apart(run.status().get("generation"))
+
+    def finish_by_hand(self) -> None:
+        """Put up what a save outside of a train call has left; the log is nobody's then."""
+        if self._ledger is not None and self._peers.rank == 0:
+            self._put_apart(self._ledger.last_generation())
+
+    def _put_apart(self, generation: object) -> None:
+        """Put up what is here, unless another has written there since that generation."""
+        ledger = self._ledger
+
+        def may_put() -> None:
+            if ledger is None or ledger.last_generation() != generation:
+                raise FencedError("the run has been gone on with elsewhere")
+
+        self._begin_behind(travels, may_put, EVERY_SECS)
+        self.finish(secs=BEGIN_SECS)
+
+    def close(self) -> None:
+        """Let the workspace go; a second call does nothing."""
+        self.finish(secs=0.0)
+        if self._lock is not None:
+            self._lock.release()
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (", ..." if names[_NAMED:] else "")
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
