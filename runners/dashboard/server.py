@@ -72,7 +72,7 @@ class Pages:
             run.name: known[run.name] if known.get(run.name, ("",))[0] == seen else (seen, glance(run))
             for run, seen in states
         }
-        return index_page(str(self.store.root), [facts for _, facts in self._glances.values()], tag)
+        return index_page(self.store.shown, [facts for _, facts in self._glances.values()], tag)
 
 
 class DashboardServer(ThreadingHTTPServer):
@@ -133,8 +133,13 @@ class DashboardServer(ThreadingHTTPServer):
         self.lines.cut()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no news; anything else is told as the base class does."""
-        if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
+        """A client that went away is no news; anything else is told as the base class does.
+
+        Neither is a line that was hung up here: a signal that comes while a line is accepted closes it, and
+        the thread that was to answer finds it closed.
+        """
+        gone = isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError))
+        if not gone and request.fileno() != -1:
             super().handle_error(request, client_address)
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from browser import look, needs_browser
@@ -239,6 +240,32 @@ def test_signals_end_it_at_once(story: RunDirectory, number: int) -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_signal_while_a_line_is_accepted_is_no_error(story: RunDirectory, capfd) -> None:
+    """The end may close a line whose thread has not begun: the thread says nothing of it."""
+    closed = threading.Event()
+
+    class Accepting(DashboardServer):
+        def process_request(self, request: Any, client_address: Any) -> None:
+            super().process_request(request, client_address)
+            raise KeyboardInterrupt  # as the signal's handler does, wherever the loop is
+
+        def process_request_thread(self, request: Any, client_address: Any) -> None:
+            assert closed.wait(60)
+            super().process_request_thread(request, client_address)
+
+    with (
+        Accepting(RunStore(story.path.parent), "127.0.0.1", 0, None, QUICK) as server,
+        socket.create_connection(server.server_address[:2], timeout=100),
+    ):
+        before = set(threading.enumerate())
+        with pytest.raises(KeyboardInterrupt):
+            server.handle_request()
+        closed.set()
+        for thread in set(threading.enumerate()) - before:
+            thread.join(60)
+    assert capfd.readouterr().err == ""
 
 
 @needs_browser
