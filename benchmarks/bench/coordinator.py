@@ -23,7 +23,7 @@ from torchrelay.checkpoint.disk.boxes import Replicated, Sharded
 from torchrelay.checkpoint.disk.manifest import ShardRow
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.facts import Facts
-from torchrelay.checkpoint.ledger import Holding
+from torchrelay.checkpoint.ledger_words import Holding
 from torchrelay.checkpoint.local_storage import LocalStorage, LocalWriteHandle
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.log_writer import LogWriter
@@ -68,6 +68,9 @@ class Unsynced(LocalStorage):
 
     def sync_dir(self, path: str) -> None:
         """Do nothing: the device is left aside."""
+
+    def room(self) -> None:
+        """Nobody asks how much is free for shards that nobody writes."""
 
     @staticmethod
     def _aside(handle: LocalWriteHandle) -> LocalWriteHandle:
@@ -157,17 +160,26 @@ class Crowd:
 def specs_of(kind: str, blobs: int, nodes: int) -> tuple[LeafSpec, ...]:
     """The leaves of `blobs` float32 tensors: `ddp` replicated, `fsdp` on one mesh, `hsdp` on n/8 x 8."""
     mesh = _mesh(kind, nodes)
-    found = []
-    for index in range(blobs):
-        shape = _SHAPES[index % len(_SHAPES)]
-        name, nbytes = f"model.layers.{index:05d}.weight", 4
-        for extent in shape:
-            nbytes *= extent
-        leaf = LeafSpec(
-            name, name, Role.PARAMETER, MAIN_GROUP, "tensor", "float32", shape, nbytes, sharding=mesh
+    return tuple(leaf_of(index, mesh) for index in range(blobs))
+
+
+def places_of(nodes: int) -> tuple[NodePlace, ...]:
+    """All ranks, eight to a host."""
+    return tuple(
+        NodePlace(
+            f"trainer_{rank}", rank, nodes, f"host{rank // PER_HOST:04d}", rank // PER_HOST, process=rank
         )
-        found.append(leaf)
-    return tuple(found)
+        for rank in range(nodes)
+    )
+
+
+def leaf_of(index: int, mesh: Mesh | None) -> LeafSpec:
+    """One of the leaves, on a mesh or replicated."""
+    shape = _SHAPES[index % len(_SHAPES)]
+    name, nbytes = f"model.layers.{index:05d}.weight", 4
+    for extent in shape:
+        nbytes *= extent
+    return LeafSpec(name, name, Role.PARAMETER, MAIN_GROUP, "tensor", "float32", shape, nbytes, sharding=mesh)
 
 
 def _mesh(kind: str, nodes: int) -> Mesh | None:
@@ -198,17 +210,7 @@ class Coordinator:
         self._writer = LogWriter.take(self._storage, "growth")
         job = self._writer.view
         self._holding = Holding("growth", "0" * 32, job.current.id, self._writer.generation)
-        self._places = tuple(
-            NodePlace(
-                f"trainer_{rank}",
-                rank,
-                self.nodes,
-                f"host{rank // PER_HOST:04d}",
-                rank // PER_HOST,
-                process=rank,
-            )
-            for rank in range(self.nodes)
-        )
+        self._places = places_of(self.nodes)
         self._specs = specs_of(self.kind, self.blobs, self.nodes)
         self._exchange = SpecExchange()
         hosts = Hosts.of(
@@ -282,14 +284,15 @@ class Coordinator:
         for node, group in sorted(plan.writers):
             groups.setdefault(node, []).append(group)
         rows = [
-            self._report(place.rank, groups.get(place.rank, []), plan.largest_share) for place in self._places
+            self.report(place.rank, groups.get(place.rank, []), plan.largest_share) for place in self._places
         ]
         posts: list[Json] = [{"value": [row]} for row in rows]
         posts[1]["value"] = rows[:2]
         return posts
 
     @staticmethod
-    def _report(rank: int, groups: Sequence[str], nbytes: int) -> Json:
+    def report(rank: int, groups: Sequence[str], nbytes: int) -> Json:
+        """What a rank says of the files that it has not written."""
         shards = tuple(
             ShardRow(
                 rank,

@@ -3,6 +3,7 @@
     benchmarks/growth ranks     the coordinator of 1,000 blobs x 8 to 10,000 ranks (see `coordinator`)
     benchmarks/growth blobs     real saves and loads of 1,000 to 100,000 blobs in one process
     benchmarks/growth real      real saves of 1 to 64 processes
+    benchmarks/growth scale     10,000 blobs on 10,000 ranks: plan, commit, read back (see `scale`)
     benchmarks/growth plot FILE.jsonl FILE.png
 
 With `--output FOLDER` the lines, a page and a plot are left there. `--small` runs a small configuration;
@@ -32,6 +33,7 @@ KINDS = ("ddp", "fsdp", "hsdp")
 RANKS, SMALL_RANKS = (8, 64, 512, 10_000), (8, 64)
 BLOBS, SMALL_BLOBS = (1_000, 10_000, 100_000), (100, 1_000)
 PROCESSES, SMALL_PROCESSES = (1, 2, 4, 8, 16, 32, 64), (1, 2)
+SCALE, SMALL_SCALE = 10_000, 160
 ELEMENTS = 16
 """Of each blob in `blobs`: what costs there is not its bytes."""
 
@@ -71,6 +73,16 @@ def blob_lines(counts: Sequence[int], saves: int) -> Iterator[Line]:
         yield found[-1]
     exponents = {key: _exponent(found, key) for key in ("save_secs", "load_secs") if len(found) > 1}
     yield {"what": "growth with blobs", "exponents": exponents}
+
+
+def scale_lines(size: int, *, every: bool) -> Iterator[Line]:
+    """As many blobs as ranks, of every kind: plan, manifest, commit and what a reader makes of it."""
+    from bench.everybody import KINDS as ALL_KINDS
+    from bench.scale import measured as measured_at_scale
+
+    for kind in ALL_KINDS:
+        with tempfile.TemporaryDirectory() as root:
+            yield measured_at_scale(Path(root), kind, size, size, every=every)
 
 
 def _save_and_load(root: Path, count: int, saves: int) -> list[Line]:
@@ -178,11 +190,13 @@ def _exponent(lines: Sequence[Line], key: str) -> float:
 def parsed() -> argparse.Namespace:
     """The command line, checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("ranks", "blobs", "real", "plot"), default="ranks")
+    whats = ("ranks", "blobs", "real", "scale", "plot")
+    parser.add_argument("what", nargs="?", choices=whats, default="ranks")
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--saves", type=int, default=5)
     parser.add_argument("--flat", action="store_true")
+    parser.add_argument("--every", action="store_true", help="scale: the shares of all ranks (an hour)")
     parser.add_argument("--output", type=Path, help="a folder for the lines, a page and a plot")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -201,6 +215,8 @@ def measured(asked: argparse.Namespace) -> Iterator[Line]:
         return coordinator_lines(SMALL_RANKS if asked.small else RANKS, asked.saves, flat=asked.flat)
     if asked.what == "blobs":
         return blob_lines(SMALL_BLOBS if asked.small else BLOBS, asked.saves)
+    if asked.what == "scale":
+        return scale_lines(SMALL_SCALE if asked.small else SCALE, every=asked.every)
     return process_lines(SMALL_PROCESSES if asked.small else PROCESSES, asked.saves)
 
 

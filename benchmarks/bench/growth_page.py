@@ -14,6 +14,11 @@ Line = dict[str, Any]
 NOTES = {
     "coordinator": "The coordinator alone: the real code, the other ranks, the network and the device aside. "
     "Seconds are those of the processor.",
+    "scale": "One process plays all ranks: the code is the real one, the network and the device aside. "
+    "Rank 0 plans and commits into a real log; four ranks write their files, the others' are holes. "
+    "`share_secs`: a rank's own part of the plan. `open_secs`: log, manifest and the sizes of all files. "
+    "`load_plan_secs`: which bytes of which files one rank reads for its part. What was really read was "
+    "compared.",
     "blobs": "One process; wall seconds until a save is durable, and of a load into live tensors.",
     "processes": "Real processes under torchrun with gloo, which all have 1,000 replicated tensors of 64 "
     "bytes. `save_secs` is what rank 0 waits from the call to the acknowledgement, `processor_secs` what its "
@@ -82,7 +87,9 @@ def plot(lines: Iterable[Line], path: Path) -> bool:
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    drawn = _tables(lines)
+    drawn = {what: found for what, found in _tables(lines).items() if what != "scale"}
+    if not drawn:
+        return False  # of one size
     figure, axes = pyplot.subplots(1, len(drawn), figsize=(6 * len(drawn), 4), squeeze=False)
     for axis, (what, found) in zip(axes[0], drawn.items(), strict=True):
         by = "blobs" if what == "blobs" else "ranks"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -94,18 +93,20 @@ class Trained:
 
 def train(
     session: SessionBase,
-    run_dir: Path,
+    where: Any,
     *,
     seed: int,
     killer: Killer | None = None,
     all_buffers: bool = False,
     ddp: dict[str, Any] | None = None,
     epochs: int = EPOCHS,
+    runner: dict[str, Any] | None = None,
     **how: Any,
 ) -> Trained:
     """Build everything anew from `seed` and train, as a program that was just started does.
 
-    `all_buffers`: every rank's buffers count, not only those of rank 0, which DDP sends to the others.
+    `where` and `runner` are JobRunner's. `all_buffers`: every rank's buffers count, not only those of
+    rank 0, which DDP sends to the others.
     """
     torchrelay.seed(seed)
     forget_what_init_made(session)
@@ -145,7 +146,7 @@ def train(
         trail[f"end of {ctx.epoch}"] = digest()
 
     job.stop_when(max_epochs(epochs))
-    last = JobRunner(job, run_dir).train(session, **how)
+    last = JobRunner(job, where, **(runner or {})).train(session, **how)
     return Trained(int(last), digest(), trail)
 
 

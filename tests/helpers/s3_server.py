@@ -1,4 +1,4 @@
-"""A real S3 server on loopback, in a process of its own, where it is installed (`torchrelay[test-s3]`)."""
+"""A real S3 server on loopback, in a process of its own, where it is installed (`torchrelay[test]`)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from store_servers import Served
 
 BUCKET = "relay"
 MISSING = [name for name in ("moto", "s3fs", "flask") if importlib.util.find_spec(name) is None]
 needs_s3 = pytest.mark.skipif(
-    bool(MISSING), reason=f"NOTHING IS TRIED ON S3: {', '.join(MISSING)} missing; install torchrelay[test-s3]"
+    bool(MISSING), reason=f"NOTHING IS TRIED ON S3: {', '.join(MISSING)} missing; install torchrelay[test]"
 )
 
 
@@ -55,3 +56,12 @@ def _make_bucket(url: str) -> None:
     )
     client.create_bucket(Bucket=BUCKET)
     client.close()
+
+
+@contextmanager
+def moto() -> Iterator[Served]:
+    """The same in the form that all servers of tests have."""
+    with s3_server() as environment:
+        port = int(environment["AWS_ENDPOINT_URL"].rpartition(":")[2])
+        told = {**environment, "AWS_ENDPOINT_URL": "http://127.0.0.1:{port}"}
+        yield Served(f"s3://{BUCKET}/", port, told)

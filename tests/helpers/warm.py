@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -36,16 +37,22 @@ def warmed(program: Sequence[str]) -> list[str]:
 
 
 @cache
-def server() -> str:
-    """Where this process's server listens; started at the first call, it ends with this process."""
+def server(*also: str, source: str = "") -> str:
+    """Where this process's server listens; started at the first call, it ends with this process.
+
+    `also` names more modules that it imports, first of all from the folder `source`: for programs that are no
+    test of them.
+    """
     folder = tempfile.TemporaryDirectory(prefix="torchrelay-warm-")
     place = Path(folder.name, "socket")
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(str(place))
     listening.listen(64)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    if source:
+        env["PYTHONPATH"] = source
     process = subprocess.Popen(
-        [sys.executable, __file__, str(listening.fileno())],
+        [sys.executable, __file__, str(listening.fileno()), *also],
         stdin=subprocess.PIPE, env=env, pass_fds=[listening.fileno()], start_new_session=True,
     )  # fmt: skip
     listening.close()
@@ -132,8 +139,8 @@ def become(order: dict[str, Any]) -> None:
         runpy.run_path(program, run_name="__main__")
 
 
-def preload() -> None:
-    """What programs of tests import sooner or later, and nothing of this project."""
+def preload(*also: str) -> None:
+    """What programs of tests import sooner or later, and nothing of this project but what was asked for."""
     import torch
     import torch._dynamo  # by the first step of an optimizer
     import torch.distributed.fsdp
@@ -141,11 +148,13 @@ def preload() -> None:
     import torch.distributed.tensor.parallel
 
     torch.set_num_threads(1)
+    for name in also:
+        importlib.import_module(name)
     gc.freeze()
 
 
 if __name__ == "__main__":
-    preload()
+    preload(*sys.argv[2:])
     wanted = _Served(socket.socket(fileno=int(sys.argv[1]))).run()
     if wanted is not None:
         become(wanted)
