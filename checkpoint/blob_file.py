@@ -161,9 +161,9 @@ def openings(names: Sequence[str], blobs: Sequence[str], roles: Iterable[str]) -
     return [f'[{name},{blob},"{role}"' for name, blob, role in zip(words, others, roles, strict=True)]
 
 
-def tensor_rows(opened: Iterable[str], dtypes: Iterable[str], shapes: Iterable[Sequence[int]]) -> list[str]:
+def tensor_rows(opened: Iterable[str], dtypes: Iterable[str], shapes: Iterable[tuple[int, ...]]) -> list[str]:
     """The rows of very many tensors that are no aliases: few have an element type and shape of their own."""
-    forms = list(zip(dtypes, map(tuple, shapes), strict=True))
+    forms = list(zip(dtypes, shapes, strict=True))
     texts = {form: f',"tensor",{canonical.dumps(form).decode()[1:-1]},null]' for form in set(forms)}
     return list(map(add, opened, map(texts.__getitem__, forms)))
 
@@ -187,6 +187,7 @@ class BlobLeaves(Mapping[str, LeafSpec]):
         self._blobs, self._roles = _columns(said)
         self._made: dict[str, LeafSpec] = {}
         self._plain = header.entries.keys() - header.values.keys() if all_plain(said) else set()
+        self._all_plain = said.keys() <= self._plain
 
     def __getitem__(self, name: str) -> LeafSpec:
         found = self._made.get(name)
@@ -207,6 +208,8 @@ class BlobLeaves(Mapping[str, LeafSpec]):
 
     def plain_blobs(self, among: Collection[str]) -> list[str]:
         """The blobs among these that are one tensor, whose name is its key."""
+        if self._all_plain and self._blobs == list(self._said) and set(self._roles) <= _BLOBS:
+            return [name for name in self._said if name in among]
         times = Counter(self._blobs) if len(set(self._blobs)) < len(self._blobs) else None
         return [
             name
@@ -228,7 +231,7 @@ class BlobLeaves(Mapping[str, LeafSpec]):
         """What `seal` gives for these leaves; raises KeyError, TypeError or ValueError for what is none."""
         if not set(self._roles) <= _ROLES.keys():
             raise ValueError("a leaf has a role that is none")
-        if self._said.keys() <= self._plain:
+        if self._all_plain:
             return seal(self._tensor_rows(list(self._said), self._blobs, self._roles), values)
         plain = {name: said for name, said in self._said.items() if name in self._plain}
         known = dict(zip(plain, self._tensor_rows(list(plain), *_columns(plain)), strict=True))
@@ -243,7 +246,7 @@ def _columns(said: Mapping[str, tuple[str, str]]) -> tuple[list[str], list[str]]
 
 
 _ROLES = {str(role): role for role in Role}
-_BLOBS = (str(Role.TENSOR), str(Role.PARAMETER))
+_BLOBS = frozenset((str(Role.TENSOR), str(Role.PARAMETER)))
 
 
 def _plain_spec(header: ShardHeader, name: str, blob: str, role: Role) -> LeafSpec:

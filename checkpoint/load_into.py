@@ -198,15 +198,16 @@ class FileSource:
 
     def _in_place(self, objects: Mapping[str, Any]) -> InPlace:
         """The tensors that are blobs by themselves and that nothing need be asked about."""
-        blobs = [name for name in self.file.specs.plain_blobs(objects) if name not in self.file.inner]
+        blobs, inner = self.file.specs.plain_blobs(objects), self.file.inner
+        if inner:
+            blobs = [name for name in blobs if name not in inner]
         return fitting(objects, blobs, *self.file.header.entries.forms(blobs))
 
     def _planned(
         self, objects: Mapping[str, Any], rename: Rename | None, in_place: InPlace, *, strict: bool
     ) -> tuple[dict[str, str], dict[str, LeafSpec], Restoration]:
         """New names with stored ones, the leaves, and what to do, of what is not in place."""
-        settled = in_place.tensors
-        rest = {name: one for name, one in objects.items() if name not in settled} if settled else objects
+        rest = in_place.rest(objects)
         stored = self._stored_names(rest, rename)
         specs = self._specs(rest, stored)
         known = {spec.blob for spec in specs.values()}
@@ -215,7 +216,7 @@ class FileSource:
                 f"there is no blob {strange[0]!r} in {self.file.path}{nearest(strange[0], self.kinds())}"
             )
         values = {new: self.file.values[old] for new, old in stored.items() if old in self.file.values}
-        return stored, specs, restoration(objects, specs, values, strict=strict, in_place=settled)
+        return stored, specs, restoration(objects, specs, values, strict=strict, in_place=in_place.tensors)
 
     def _stored_names(self, objects: Mapping[str, Any], rename: Rename | None) -> dict[str, str]:
         """New name to stored name of what goes into the objects; tensors inside values keep their names."""

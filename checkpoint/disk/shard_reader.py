@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
+from operator import sub
 from typing import NamedTuple
 
 from torchrelay.checkpoint.disk.canonical import Json, sha256
@@ -185,8 +186,8 @@ class ShardHeader:
             self.read_many([ReadRequest(key, 0, len(one), memoryview(one)) for key, one in pairs], options)
             return
         numbers, sizes = self._numbers(keys), list(map(len, memories))
-        columns = self.entries.stored.columns
-        stored = [columns.stops[number] - columns.starts[number] for number in numbers]
+        starts, stops = self.entries.stored.columns.bounds(numbers)
+        stored = list(map(sub, stops, starts))
         if stored != sizes:
             key, size, room = next(one for one in zip(keys, stored, sizes, strict=True) if one[1] != one[2])
             raise UsageError(f"{key}, which has {size} bytes, does not fit into {room}")
@@ -208,18 +209,12 @@ class ShardHeader:
         self, numbers: Sequence[int], keys: Sequence[str], memories: Sequence[Memory], options: ReadOptions
     ) -> None:
         """Read whole entries of a block at most."""
-        order = sorted(range(len(numbers)), key=numbers.__getitem__)
-        wanted = [place for place in order if len(memories[place])]
-        runs = list(
-            batches(
-                self.path,
-                self.entries.stored,
-                [numbers[place] for place in wanted],
-                [keys[place] for place in wanted],
-                [memories[place] for place in wanted],
-                self._gap,
-            )
-        )
+        if not (isinstance(numbers, range) and all(map(len, memories))):
+            order = sorted(range(len(numbers)), key=numbers.__getitem__)
+            wanted = [place for place in order if len(memories[place])]
+            numbers = [numbers[place] for place in wanted]
+            keys, memories = [keys[place] for place in wanted], [memories[place] for place in wanted]
+        runs = list(batches(self.path, self.entries.stored, numbers, keys, memories, self._gap))
         if not runs:
             return
         with open_for_reading(self._storage, self.path) as handle:
@@ -229,7 +224,7 @@ class ShardHeader:
 
             each(read, options.turned(runs), sum(run.nbytes for run in runs), options.threads)
 
-    def _numbers(self, keys: Sequence[str]) -> list[int]:
+    def _numbers(self, keys: Sequence[str]) -> Sequence[int]:
         try:
             return self.entries.numbers(keys)
         except KeyError as error:

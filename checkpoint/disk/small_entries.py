@@ -104,8 +104,7 @@ def batches(
 
     Those with up to `gap` bytes between them are read together; one that is wanted twice is read twice.
     """
-    starts = [stored.columns.starts[number] for number in numbers]
-    stops = [stored.columns.stops[number] for number in numbers]
+    starts, stops = stored.columns.bounds(numbers)
     for at, end in _runs(starts, stops, gap):
         yield Batch(path, stored, numbers[at:end], keys[at:end], memories[at:end])
 

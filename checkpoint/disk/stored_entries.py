@@ -6,15 +6,16 @@ A file has tens of thousands of entries of which a load may need five.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from operator import mul, sub
+from operator import attrgetter, mul, sub
 from typing import NamedTuple
 
 from torchrelay.checkpoint.disk import canonical, digest, dtypes, names
 from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.disk.dtypes import ElementType
+from torchrelay.checkpoint.disk.lazily import lazily
 from torchrelay.checkpoint.disk.names import Key
 from torchrelay.checkpoint.disk.shard import piece_shape
 from torchrelay.errors import FormatError
@@ -58,6 +59,13 @@ class Columns:
     starts: Sequence[int]
     stops: Sequence[int]
     blocks: Sequence[int]
+
+    def bounds(self, numbers: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+        """Where these entries begin and end."""
+        if isinstance(numbers, range) and numbers.step == 1:
+            some = slice(numbers.start, numbers.stop)
+            return self.starts[some], self.stops[some]
+        return [self.starts[number] for number in numbers], [self.stops[number] for number in numbers]
 
 
 def columns_of(said: Mapping[str, Json], data_bytes: int, digest_bytes: int) -> Columns | None:
@@ -129,6 +137,10 @@ class Stored:
 _NOTHING = Stored(Columns((), (), (), (), (0,)), b"", 0)
 
 
+Forms = tuple[list[str], list[tuple[int, ...]]]
+"""Names of element types, and shapes."""
+
+
 class StoredEntries(Mapping[str, StoredEntry]):
     """The entries of a file by key, in its order.
 
@@ -150,6 +162,10 @@ class StoredEntries(Mapping[str, StoredEntry]):
             self._known[key] = found
         return found
 
+    def keys(self) -> KeysView[str]:
+        """As a dictionary gives them, in the time that a dictionary takes."""
+        return self._numbers.keys()
+
     def __contains__(self, key: object) -> bool:
         return key in self._numbers
 
@@ -164,17 +180,33 @@ class StoredEntries(Mapping[str, StoredEntry]):
         """Whether all entries lie in columns, as they do but where each was looked at alone."""
         return len(self.stored.columns.kinds) == len(self._numbers)
 
-    def numbers(self, keys: Iterable[str]) -> list[int]:
+    def numbers(self, keys: Sequence[str]) -> Sequence[int]:
         """The numbers of entries in the columns of the file; raises KeyError."""
+        if self._are_all(keys):
+            return range(len(keys))
         return list(map(self._numbers.__getitem__, keys))
 
-    def forms(self, keys: Sequence[str]) -> tuple[list[str], list[Sequence[int]]]:
+    def forms(self, keys: Sequence[str]) -> Forms:
         """The names of element types, and the shapes, of leaves."""
         if self._known:
             found = list(map(self.form, keys))
-            return [kind.name for kind, _ in found], [shape for _, shape in found]
+            return [kind.name for kind, _ in found], [tuple(shape) for _, shape in found]
+        if self._are_all(keys):
+            return self._all_forms
         numbers, columns = self.numbers(keys), self.stored.columns
-        return [columns.kinds[n].name for n in numbers], [columns.shapes[n] for n in numbers]
+        return _forms([columns.kinds[n] for n in numbers], [columns.shapes[n] for n in numbers])
+
+    @lazily
+    def _all_forms(self) -> Forms:
+        return _forms(self.stored.columns.kinds, self.stored.columns.shapes)
+
+    @lazily
+    def _order(self) -> list[str]:
+        return list(self._numbers)
+
+    def _are_all(self, keys: Sequence[str]) -> bool:
+        """Whether these are all that there are, in their order: then nothing is looked up."""
+        return len(keys) == len(self._numbers) and list(keys) == self._order
 
     def form(self, key: str) -> tuple[ElementType, Sequence[int]]:
         """Element type and shape of a leaf; makes no object, because whoever asks for all needs none."""
@@ -182,3 +214,7 @@ class StoredEntries(Mapping[str, StoredEntry]):
             return found.dtype, found.shape
         number, columns = self._numbers[key], self.stored.columns
         return columns.kinds[number], columns.shapes[number]
+
+
+def _forms(kinds: Sequence[ElementType], shapes: Sequence[Sequence[int]]) -> Forms:
+    return list(map(attrgetter("name"), kinds)), list(map(tuple, shapes))

@@ -114,7 +114,7 @@ def _plan(
 ) -> tuple[dict[str, _Found], Restoration]:
     """The stored leaves of all objects that are not in place, and what to do."""
     settled, rename = in_place.tensors, wish.rename
-    rest = {name: one for name, one in objects.items() if name not in settled} if settled else objects
+    rest = in_place.rest(objects)
     found = _find(reader, rest, wish)
     _check_blobs(reader, rest, found, rename)
     kept = [leaf.name for leaf in leaves_of(rest) if wish.leaves_out(leaf.name)] if wish.exclude else []

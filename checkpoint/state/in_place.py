@@ -44,6 +44,15 @@ class InPlace:
         """Bytes of all."""
         return sum(map(attrgetter("nbytes"), self.tensors.values()))
 
+    def rest(self, objects: Mapping[str, T]) -> Mapping[str, T]:
+        """Those objects that are not here."""
+        settled = self.tensors
+        if not settled:
+            return objects
+        if len(settled) == len(objects):
+            return {}
+        return {name: one for name, one in objects.items() if name not in settled}
+
     def memories(self) -> list[Memory]:
         """The bytes of each, to be written to as long as the tensors are there."""
         live, found = list(self.tensors.values()), []
