@@ -142,11 +142,12 @@ def class_json(digest: str, described: Described) -> dict[str, Any]:
 
 
 def _mesh_json(mesh: Mesh) -> Any:
-    return [list(mesh.nodes), list(mesh.extents), placements_json(mesh.placements)]
+    return [list(mesh.nodes), list(mesh.extents), placements_json(mesh.placements), mesh.rule]
 
 
 def _mesh(json: Any) -> Mesh:
-    return Mesh(tuple(json[0]), tuple(json[1]), placements_of(json[2]) or ())
+    nodes, extents, placements, rule = json
+    return Mesh(tuple(nodes), tuple(extents), placements_of(placements) or (), rule)
 
 
 def _from_json(one: Mapping[str, Any]) -> Described:

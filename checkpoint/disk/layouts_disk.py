@@ -7,7 +7,8 @@ from typing import Any
 
 from torchrelay.checkpoint.disk.fields import Fields
 from torchrelay.checkpoint.disk.layouts import Cut, Layout, PerNode, Replicated, Split
-from torchrelay.checkpoint.disk.mesh import RULE, Mesh, placements_json, placements_of
+from torchrelay.checkpoint.disk.mesh import Mesh, placements_json, placements_of
+from torchrelay.checkpoint.disk.mesh_rules import KNOWN
 from torchrelay.checkpoint.disk.runs import pack_numbers, unpack_numbers
 from torchrelay.errors import FormatError
 
@@ -22,8 +23,8 @@ def layout_json(layout: Layout, number: int) -> Json:
         return {"kind": "replicated", "class": number}
     if isinstance(layout, Mesh):
         placements = placements_json(layout.placements)
-        mesh = list(layout.extents)
-        return {"kind": "mesh", "class": number, "mesh": mesh, "placements": placements, "rule": RULE}
+        mesh, rule = list(layout.extents), layout.rule
+        return {"kind": "mesh", "class": number, "mesh": mesh, "placements": placements, "rule": rule}
     return {
         "kind": "replicated",
         "class": number,
@@ -66,7 +67,7 @@ def _split(fields: Fields, nodes: tuple[int, ...]) -> Split:
 
 
 def _mesh(fields: Fields, nodes: tuple[int, ...]) -> Mesh:
-    if (rule := fields.integer("rule")) != RULE:
+    if (rule := fields.integer("rule")) not in KNOWN:
         raise FormatError(
             f"{fields.what} has a mesh whose replicas share the writing by rule {rule}, which this version "
             "does not know: use the version of torchrelay that wrote it, or a newer one"
@@ -76,4 +77,4 @@ def _mesh(fields: Fields, nodes: tuple[int, ...]) -> Mesh:
         raise fields.wrong("mesh")
     if placements is None or len(placements) != len(extents):
         raise fields.wrong("placements")
-    return Mesh(nodes, tuple(extents), placements)
+    return Mesh(nodes, tuple(extents), placements, rule)

@@ -1,13 +1,12 @@
 """Meshes: which boxes of a sharded leaf every node has, and which of them it stores.
 
 A mesh is a grid of nodes; each of its dimensions splits one dimension of the tensor or holds replicas.
-The places that hold the same boxes differ only along replicated dimensions. Rule 1 chooses who of them
-stores what, from the leaf alone; it is part of the disk format, so readers need nothing else.
+The places that hold the same boxes differ only along replicated dimensions. A rule of `mesh_rules` chooses
+who of them stores what.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -24,18 +23,14 @@ from torchrelay.checkpoint.disk.boxes import (
     Sharded,
     intersect,
     local_intervals,
-    pieces,
 )
+from torchrelay.checkpoint.disk.mesh_rules import RULE, Among, first_share, share, writing_replicas
 
 Json = Any
 Lengths = tuple[int, ...]
 Steps = range | tuple[int, ...]
 Places = tuple[Steps, ...]
 """Places of a grid: one of each steps, added up."""
-RULE = 1
-"""The version of the rule by which replicas share the writing."""
-SPLIT_BYTES = 1 << 20
-"""Replicas divide a box of at least so many bytes; a smaller one has one owner."""
 MAX_SPLIT_FACTOR = 1 << 16
 """No placements, all strides together, cut a tensor into more parts than this."""
 
@@ -44,12 +39,14 @@ MAX_SPLIT_FACTOR = 1 << 16
 class Mesh:
     """Sharded over a grid of `extents`; `nodes` are those of its places in row-major order.
 
-    There is one placement per mesh dimension, applied from left to right.
+    There is one placement per mesh dimension, applied from left to right. Replicas share the writing by
+    `rule`.
     """
 
     nodes: tuple[int, ...]
     extents: tuple[int, ...]
     placements: tuple[Placement, ...]
+    rule: int = RULE
 
     @property
     def split(self) -> bool:
@@ -81,9 +78,8 @@ class Mesh:
         if node not in self.place:
             return ()
         boxes = itertools.product(*self.local_intervals(shape, node))
-        replica = self._replica(self._coordinate(self.place[node]))
-        owner = _owner(name, self.replicas) if self.replicas > 1 else 0
-        shares = (shared(box, replica, self.replicas, owner, item_bytes) for box in boxes)
+        replica, among = self._replica(self._coordinate(self.place[node])), self._among(name, item_bytes)
+        shares = (share(box, replica, among) for box in boxes)
         return tuple(box for box in shares if box is not None)
 
     def stored(self, name: str, shape: Sequence[int], item_bytes: int) -> Iterator[tuple[int, Bounds]]:
@@ -100,24 +96,23 @@ class Mesh:
         Looks only at places that are near in every dimension: a rank that loads its part of a leaf on
         thousands of nodes asks this for every leaf.
         """
-        owner = _owner(name, self.replicas) if self.replicas > 1 else 0
-        steps = _replica_steps(range(self.replicas), _copied_axes(self.extents, self.placements))
+        among, copies = self._among(name, item_bytes), _copied_axes(self.extents, self.placements)
         found: dict[int, list[Bounds]] = {}
         for first, boxes in near_boxes(tuple(shape), self.extents, self.placements, tuple(wanted)):
             lengths = [tuple(stop - start for start, stop in box) for box in boxes]
-            for writing in _writing_replicas(lengths, self.replicas, owner, item_bytes):
-                for replica in writing:
-                    parts = (shared(box, replica, self.replicas, owner, item_bytes) for box in boxes)
+            for writing in writing_replicas(lengths, among):
+                for replica, step in zip(writing, _replica_steps(writing, copies), strict=True):
+                    parts = (share(box, replica, among) for box in boxes)
                     near = [part for part in parts if part is not None and _touches(part, wanted)]
-                    found[first + steps[replica]] = near
+                    found[first + step] = near
         for place in sorted(found):
             for part in found[place]:
                 yield self.nodes[place], part
 
     @cached_property
     def text(self) -> bytes:
-        """Nodes, extents and placements as canonical JSON, without the brackets around the three."""
-        described = [list(self.nodes), list(self.extents), placements_json(self.placements)]
+        """Nodes, extents, placements and rule as canonical JSON, without the brackets around the four."""
+        described = [list(self.nodes), list(self.extents), placements_json(self.placements), self.rule]
         return canonical.dumps(described)[1:-1]
 
     @cached_property
@@ -129,7 +124,8 @@ class Mesh:
         """The nodes that store something of leaf `name`, as one or several sets that all leaves share."""
         form = self.alike(name, shape, item_bytes)
         if form not in self._writers:
-            places = writing_places(tuple(shape), item_bytes, self.extents, self.placements, form[2])
+            among = self._among(name, item_bytes)
+            places = writing_places(tuple(shape), self.extents, self.placements, among)
             self._writers[form] = tuple(map(self._nodes_at, places))
         return self._writers[form]
 
@@ -148,15 +144,19 @@ class Mesh:
         return {}
 
     def largest_share(self, shape: Sequence[int], item_bytes: int) -> int:
-        """The most bytes that a node stores of a leaf, if it is the one that stores the small boxes."""
+        """The most bytes that a node stores of a leaf, whatever its name."""
         sides = [_sides(size, dim, self.extents, self.placements) for dim, size in enumerate(shape)]
         locals_ = itertools.product(*sides)
-        shares = (_first_share(list(itertools.product(*one)), self.replicas, item_bytes) for one in locals_)
+        among = Among(self.rule, self.replicas, 0, item_bytes)
+        shares = (first_share(list(itertools.product(*one)), among) for one in locals_)
         return max(shares, default=0) * item_bytes
 
     def alike(self, name: str, shape: Sequence[int], item_bytes: int) -> tuple[tuple[int, ...], int, int]:
         """Equal for leaves that the same nodes store in the same boxes."""
-        return (tuple(shape), item_bytes, _owner(name, self.replicas) if self.replicas > 1 else 0)
+        return (tuple(shape), item_bytes, self._among(name, item_bytes).owner)
+
+    def _among(self, name: str, item_bytes: int) -> Among:
+        return Among.of(name, self.replicas, item_bytes, self.rule)
 
     def _coordinate(self, place: int) -> tuple[int, ...]:
         found = []
@@ -172,41 +172,20 @@ class Mesh:
         return number
 
 
-def shared(box: Bounds, replica: int, replicas: int, owner: int, item_bytes: int) -> Bounds | None:
-    """Rule 1: what one of the replicas of a box stores of it, where `owner` stores small boxes."""
-    if replicas == 1:
-        return box
-    if splits_rows([b - a for a, b in box], replicas, item_bytes):
-        rows = pieces(box[:1], replicas, replica)
-        return (rows[0], *box[1:]) if rows else None
-    return box if replica == owner else None
-
-
-def splits_rows(lengths: Sequence[int], replicas: int, item_bytes: int) -> bool:
-    """Whether the replicas of a box divide its rows, by rule 1; else one of them stores it."""
-    large = math.prod(lengths) * item_bytes >= SPLIT_BYTES
-    return large and len(lengths) > 0 and lengths[0] >= replicas
-
-
 @lru_cache(maxsize=1 << 10)
 def writing_places(
-    shape: tuple[int, ...],
-    item_bytes: int,
-    extents: tuple[int, ...],
-    placements: tuple[Placement, ...],
-    owner: int,
+    shape: tuple[int, ...], extents: tuple[int, ...], placements: tuple[Placement, ...], among: Among
 ) -> tuple[Places, ...]:
-    """The places that store something of a leaf of which `owner` stores the small boxes.
+    """The places that store something of a leaf.
 
     Looks at every form of local part once, not at every place.
     """
     sides = [_sides(size, dim, extents, placements) for dim, size in enumerate(shape)]
     copies = _copied_axes(extents, placements)
-    replicas = math.prod(extent for extent, _ in copies)
     found: dict[Places, None] = {}
     for local in itertools.product(*(one.items() for one in sides)):
         boxes = list(itertools.product(*(lengths for lengths, _ in local)))
-        for writing in _writing_replicas(boxes, replicas, owner, item_bytes):
+        for writing in writing_replicas(boxes, among):
             found[(*(steps for _, steps in local), _replica_steps(writing, copies))] = None
     return tuple(found)
 
@@ -279,28 +258,6 @@ def _copied_axes(extents: Sequence[int], placements: Sequence[Placement]) -> lis
     return [(extent, stride) for extent, stride, one in each if _copies(one)]
 
 
-def _writing_replicas(boxes: Sequence[Lengths], replicas: int, owner: int, item_bytes: int) -> list[range]:
-    """The numbers of the replicas that store something of boxes of these lengths."""
-    first, owned = 0, False
-    for box in boxes:
-        if splits_rows(box, replicas, item_bytes):
-            first = max(first, -(-box[0] // -(-box[0] // replicas)))
-        else:
-            owned = True
-    return [range(first)] * (first > 0) + [range(owner, owner + 1)] * (owned and owner >= first)
-
-
-def _first_share(boxes: Sequence[Lengths], replicas: int, item_bytes: int) -> int:
-    """The elements that replica 0 stores of boxes of these lengths, all small ones included."""
-    found = 0
-    for box in boxes:
-        rows = box[:1]
-        if replicas > 1 and splits_rows(box, replicas, item_bytes):
-            rows = (-(-box[0] // replicas),)
-        found += math.prod((*rows, *box[1:]))
-    return found
-
-
 def _replica_steps(numbers: range, copies: Sequence[tuple[int, int]]) -> Steps:
     """Where the replicas of these numbers are, relative to the first; `copies` are extents and strides."""
     if len(copies) == 1:
@@ -367,10 +324,6 @@ def intervals_at(
 
 def _copies(placement: Placement) -> bool:
     return isinstance(placement, Replicated)
-
-
-def _owner(name: str, replicas: int) -> int:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % replicas
 
 
 def placements_json(placements: Sequence[Placement]) -> list[Json]:

@@ -287,7 +287,7 @@ def identity(leaf: LeafSpec) -> list[object]:
     mesh = leaf.sharding
     if mesh is None:
         return described
-    return [*described, list(mesh.nodes), list(mesh.extents), placements_json(mesh.placements)]
+    return [*described, list(mesh.nodes), list(mesh.extents), placements_json(mesh.placements), mesh.rule]
 
 
 def identity_parts(leaf: LeafSpec, *, inline: bool) -> tuple[bytes, ...]:

@@ -56,7 +56,9 @@ def _joined(group: Sequence[Held]) -> Held:
             "build its device mesh alike on all ranks"
         )
     extents = (len(meshes), *meshes[0].extents)
-    whole = Mesh(places, extents, (Replicated(), *meshes[0].placements))
+    whole = replace(
+        meshes[0], nodes=places, extents=extents, placements=(Replicated(), *meshes[0].placements)
+    )
     return replace(leaf, sharding=whole), tuple(sorted({node for _, some in group for node in some}))
 
 

@@ -36,12 +36,13 @@ TRY = "e00000001-abcdef"
 
 
 def random_mesh(rng: random.Random, shape: Sequence[int], most: int = 8) -> Mesh:
-    """A mesh of 1 to 3 dimensions over some ranks, with placements that fit the shape."""
+    """A mesh of 1 to 3 dimensions over some ranks, with placements that fit the shape, by either rule."""
     extents = [rng.randint(1, 4) for _ in range(rng.randint(1, 3))]
     while math.prod(extents) > most:
         extents[rng.randrange(len(extents))] = 1
     nodes = rng.sample(range(math.prod(extents) + rng.randint(0, 2)), math.prod(extents))
-    return Mesh(tuple(nodes), tuple(extents), tuple(_placement(rng, len(shape)) for _ in extents))
+    placements = tuple(_placement(rng, len(shape)) for _ in extents)
+    return Mesh(tuple(nodes), tuple(extents), placements, rng.choice([1, 2]))
 
 
 def _placement(rng: random.Random, dims: int) -> Placement:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from mesh_hunt import hunt
 from meshes import Saved, load, local_part, random_mesh, random_shape, target
 
 from torchrelay.checkpoint.disk import boxes
-from torchrelay.checkpoint.disk.boxes import Replicated, Sharded
+from torchrelay.checkpoint.disk.boxes import Replicated, Sharded, volume
 from torchrelay.checkpoint.disk.manifest import Manifest
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.planning.assignments import NodeClass
@@ -32,7 +34,7 @@ def test_stored_boxes_cover_a_tensor_exactly_once():
     rng = random.Random(0)
     for _ in range(3000):
         shape = random_shape(rng)
-        mesh, item = random_mesh(rng, shape), rng.choice([1, 4, 1 << 20])
+        mesh, item = random_mesh(rng, shape), rng.choice([1, 4, 1 << 18, 1 << 20])
         stored = list(mesh.stored("name", shape, item))
         assert boxes.uncovered(shape, [box for _, box in stored]) is None
         for node, box in stored:
@@ -43,9 +45,34 @@ def test_stored_boxes_cover_a_tensor_exactly_once():
 def test_replicas_share_the_writing():
     """Replicas of a large box write equal rows of it; small leaves go to different replicas."""
     mesh = Mesh(tuple(range(8)), (4, 2), (Replicated(), Sharded(1)))
-    assert mesh.stored_by(5, "w", (1024, 512), 4) == (((512, 768), (256, 512)),)
+    rows = sorted(box[0] for node, box in mesh.stored("w", (4096, 512), 4) if node % 2)
+    assert rows == [(0, 1024), (1024, 2048), (2048, 3072), (3072, 4096)]
     owners = {rank for n in range(50) for rank in range(8) if mesh.stored_by(rank, f"w{n}", (4, 4), 4)}
     assert owners == set(range(8))
+
+
+def test_thousands_of_replicas_write_no_crumbs():
+    """A box of 16 MiB is cut into 16 pieces, whatever the number of replicas; all of these write."""
+    mesh, shape = Mesh(tuple(range(200)), (200,), (Replicated(),)), (4096, 1024)
+    written = Counter()
+    for number in range(300):
+        stored = list(mesh.stored(f"w{number}", shape, 4))
+        assert [volume(box) * 4 for _, box in stored] == [1 << 20] * 16
+        written.update(node for node, _ in stored)
+    assert len(written) == 200 and max(written.values()) < 2.5 * 300 * 16 / 200
+
+
+@pytest.mark.parametrize("rule", [1, 2])
+def test_the_writers_of_a_mesh_are_those_of_its_rule(rule):
+    """What is asked of all nodes at once, and of what lies near, is what each node by itself is told."""
+    rng = random.Random(rule)
+    for number in range(300):
+        shape = rng.choice([random_shape(rng), (rng.choice([5, 600, 1031]), rng.choice([1024, 999]))])
+        mesh, name = replace(random_mesh(rng, shape, most=16), rule=rule), f"w{number}"
+        stored = list(mesh.stored(name, shape, 4))
+        assert set().union(*mesh.writers(name, shape, 4)) == {node for node, _ in stored}
+        everything = [tuple((0, extent) for extent in shape)]
+        assert list(mesh.stored_near(name, shape, 4, everything)) == stored
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -126,14 +153,18 @@ def test_a_mesh_must_be_complete():
 
 
 def test_the_frozen_boxes_and_manifest_are_still_written(monkeypatch):
-    """Today's rule gives the committed boxes, today's writer the committed manifest, and readers read it."""
+    """The rules give the committed boxes, today's writer the committed manifest; readers read old and new."""
     monkeypatch.syspath_prepend(str(GOLDEN))
     import make_mesh
 
-    assert make_mesh.box_rows() == json.loads((GOLDEN / "stored_boxes.json").read_text())
-    data = (GOLDEN / "manifest_mesh_v1.json").read_bytes()
-    assert make_mesh.manifest().encode() == data
-    assert Manifest.decode(data).encode() == data
+    assert make_mesh.box_rows(1) == json.loads((GOLDEN / "stored_boxes.json").read_text())
+    assert make_mesh.box_rows(2) == json.loads((GOLDEN / "stored_boxes_rule2.json").read_text())
+    old, new = (GOLDEN / f"manifest_mesh_{name}.json" for name in ("v1", "rule2"))
+    assert make_mesh.manifest().encode() == new.read_bytes()
+    for path, rule in ((old, 1), (new, 2)):
+        read = Manifest.decode(path.read_bytes())
+        assert read.encode() == path.read_bytes()
+        assert {layout.rule for layout in read.layouts if isinstance(layout, Mesh)} == {rule}
 
 
 def test_the_frozen_manifest_that_refers_to_it_is_still_written_and_read(monkeypatch):
@@ -141,9 +172,14 @@ def test_the_frozen_manifest_that_refers_to_it_is_still_written_and_read(monkeyp
     monkeypatch.syspath_prepend(str(GOLDEN))
     import make_referring
 
-    data = (GOLDEN / "manifest_referring_v1.json").read_bytes()
+    data = (GOLDEN / "manifest_referring_rule2.json").read_bytes()
     assert make_referring.manifest().encode() == data
-    read, earlier = Manifest.decode(data), make_referring.earlier()
+    for name in ("v1", "rule2"):
+        _check_referring((GOLDEN / f"manifest_referring_{name}.json").read_bytes(), make_referring.earlier())
+
+
+def _check_referring(data, earlier):
+    read = Manifest.decode(data)
     assert read.encode() == data
     assert read.facts.selection == Selection(None, ("optimizer*",))
     (old,), (new,) = earlier.rows["model.all"], read.rows["model.all"]
@@ -157,7 +193,7 @@ def test_the_frozen_manifest_that_refers_to_it_is_still_written_and_read(monkeyp
 @pytest.mark.parametrize(
     ("key", "value", "error"),
     [
-        ("rule", 2, FormatError),
+        ("rule", 3, FormatError),
         ("mesh", [2, 3], DamagedError),
         ("mesh", [2, 0], DamagedError),
         ("mesh", ["2", 2], DamagedError),

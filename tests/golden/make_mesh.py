@@ -1,7 +1,8 @@
-"""Makes `manifest_mesh_v1.json` and `stored_boxes.json`: sharded leaves, frozen.
+"""Makes `manifest_mesh_rule2.json` and `stored_boxes*.json`: sharded leaves, frozen.
 
-The manifest has a leaf on a mesh, one on two sub-meshes, and an alias; the table says who stores which
-boxes of a leaf by rule 1. To change either is to change the format.
+The manifest has a leaf on a mesh, one on two sub-meshes, and an alias; the tables say who stores which
+boxes of a leaf by rules 1 and 2. To change one is to change the format. `manifest_mesh_v1.json` was written
+when there was rule 1 alone.
 """
 
 from __future__ import annotations
@@ -35,14 +36,21 @@ CASES: list[tuple[tuple[int, ...], tuple[Placement, ...], tuple[int, ...], int]]
     ((2,), (R,), (), 8),
     ((2,), (Sharded(0),), (0, 4), 8),
 ]
+OF_RULE_2 = [
+    *CASES,
+    ((5,), (R,), (3, 1 << 20), 1),
+    ((5,), (R,), (7, 1 << 18), 2),
+    ((2, 3), (R, Sharded(0)), (12, 1 << 18), 4),
+    ((3, 2, 2), (R, Sharded(0, 2), Sharded(0)), (16, 1 << 18), 4),
+]
 
 
-def box_rows() -> list[dict[str, Any]]:
-    """Who stores which boxes."""
+def box_rows(rule: int) -> list[dict[str, Any]]:
+    """Who stores which boxes by a rule."""
     rows = []
-    for number, (extents, placements, shape, item_bytes) in enumerate(CASES):
+    for number, (extents, placements, shape, item_bytes) in enumerate(CASES if rule == 1 else OF_RULE_2):
         name = f"model.w{number}"
-        mesh = Mesh(tuple(range(math.prod(extents))), extents, placements)
+        mesh = Mesh(tuple(range(math.prod(extents))), extents, placements, rule)
         stored = [[node, [list(side) for side in box]] for node, box in mesh.stored(name, shape, item_bytes)]
         rows.append(
             {
@@ -78,6 +86,7 @@ def manifest() -> Manifest:
 
 
 if __name__ == "__main__":
-    (HERE / "manifest_mesh_v1.json").write_bytes(manifest().encode())
-    text = ",\n".join(json.dumps(row) for row in box_rows())
-    (HERE / "stored_boxes.json").write_text(f"[\n{text}\n]\n")
+    (HERE / "manifest_mesh_rule2.json").write_bytes(manifest().encode())
+    for rule, name in ((1, "stored_boxes.json"), (2, "stored_boxes_rule2.json")):
+        text = ",\n".join(json.dumps(row) for row in box_rows(rule))
+        (HERE / name).write_text(f"[\n{text}\n]\n")

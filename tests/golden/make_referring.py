@@ -1,14 +1,13 @@
-"""Makes `manifest_referring_v1.json`: the epoch after that of `manifest_mesh_v1.json`, frozen.
+"""Makes `manifest_referring_rule2.json`: the epoch after that of `manifest_mesh_v1.json`, frozen.
 
 It refers to a sharded leaf and its alias there, stores a tensor that wraps two others, and says which
-leaves were left out. Run it only for a new format version, under a new name.
+leaves were left out. That epoch was written when there was rule 1 alone, this one by rule 2;
+`manifest_referring_v1.json` is the same by rule 1. Run it only for a new format version, under a new name.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-
-from make_mesh import manifest as earlier
 
 from torchrelay.checkpoint.disk.boxes import Sharded
 from torchrelay.checkpoint.disk.manifest import Manifest, ShardRow
@@ -32,6 +31,11 @@ WRAPPER = {
     "inner": ["data", "scale"],
     "shape": [6, 4],
 }
+
+
+def earlier() -> Manifest:
+    """The epoch that is referred to."""
+    return Manifest.decode((HERE / "manifest_mesh_v1.json").read_bytes())
 
 
 def _wrapper() -> tuple[LeafSpec, ...]:
@@ -67,4 +71,4 @@ def manifest() -> Manifest:
 
 
 if __name__ == "__main__":
-    (HERE / "manifest_referring_v1.json").write_bytes(manifest().encode())
+    (HERE / "manifest_referring_rule2.json").write_bytes(manifest().encode())
