@@ -74,7 +74,7 @@ def test_resumed_ranks_have_the_same_bits(folder: Path) -> None:
         assert told(folder / run, "start-3") == told(folder / "sync", 3)
 
 
-def sharding(run: Path, epoch: int) -> dict[str, tuple[object, ...]]:
+def sharding(run: Path, epoch: int) -> dict[str, tuple[Any, ...]]:
     """How every sharded parameter lies: nodes, extents and placements, its bytes, and its try."""
     manifest = open_checkpoint(run, epoch=epoch).manifest
     return {
@@ -105,3 +105,18 @@ def test_one_process_trains_on(folder: Path) -> None:
     assert told(run, "start-5") == stored(run, 5)
     assert stored(run, 6) == told(run, 6)
     assert written(run, 6) > 0.95 * written(run, 0)
+
+
+def test_what_an_earlier_rule_wrote_is_continued(tmp_path: Path) -> None:
+    """Epochs whose replicas shared the writing by rule 1 are read, resumed and followed by ones by rule 2."""
+    for stage in ("earlier", "later"):
+        done = torchrun(
+            PROGRAM, str(tmp_path), "hsdp", stage, warm=True, ranks=2, cwd=tmp_path, timeout_secs=100
+        )
+        assert done.rc == 0, str(done)
+    run = tmp_path / "earlier"
+    rules = [{mesh.rule for mesh, _, _ in sharding(run, epoch).values()} for epoch in range(6)]
+    assert rules[:4] == [{1}] * 4 and all(2 in found for found in rules[4:])
+    assert told(run, "start-3") == told(run, 3)
+    for epoch in (3, 4, 5):
+        assert stored(run, epoch) == told(run, epoch)

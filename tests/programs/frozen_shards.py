@@ -4,6 +4,8 @@ frozen_shards.py FOLDER KIND STAGE...
     sync, async     3 epochs; RUN-EPOCH.json gets digests of the whole state that each of them ended with
     moved           2 more epochs, on another mesh, in a copy of what `sync` left
     resume          2 more epochs on the same mesh, in what `sync` left
+    earlier         3 epochs as they were written when replicas shared the writing by rule 1
+    later           2 more by today's rule, in what `earlier` left
 RUN-start-EPOCH.json is the state with which these began.
 """
 
@@ -13,6 +15,7 @@ import hashlib
 import json
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import torchrelay
 from torchrelay import Context, Job, JobRunner, max_epochs
+from torchrelay.checkpoint.disk.mesh import Mesh
+from torchrelay.checkpoint.state import dtensors
 from torchrelay.runners.leaving import run_and_leave
 
 
@@ -111,6 +116,11 @@ def main() -> None:
             train(session, folder / stage, kind, 3, reuse=True, keep_last=2, asynchronous=stage == "async")
         elif stage == "resume":
             train(session, folder / "sync", kind, 5, reuse=True, keep_last=2)
+        elif stage == "earlier":
+            dtensors.Mesh = partial(Mesh, rule=1)  # type: ignore[misc,assignment]
+            train(session, folder / "earlier", kind, 3, reuse=True)
+        elif stage == "later":
+            train(session, folder / "earlier", kind, 5, reuse=True)
         else:
             if session.peers.rank == 0:
                 shutil.copytree(folder / "sync", folder / "moved")
