@@ -110,7 +110,7 @@ def build(clean: Path, where: Path) -> Path:
 
 
 def described(python: Path, where: Path, clean: Path) -> None:
-    """What an index would refuse, or show as plain text, of the files that `build` made: names, fields, page."""
+    """What an index would refuse, or show as plain text, of the files that `build` made."""
     fresh = environment(python, where / "tools", TOOLS, clean)
     run(fresh, "-m", "twine", "check", "--strict", *sorted((where / "dist").iterdir()), cwd=where)
 
