@@ -46,12 +46,12 @@ CALLS = 6
 """Calls of a world, where nothing else is said."""
 MOST = 10
 """Faults of a call, but for those that have the store away."""
-BOUND_SECS = 90.0
+BOUND_SECS = 240.0
 """No call may take longer, patience and faults included, on a machine with other work."""
-CLIENT = {"FSSPEC_S3": '{"config_kwargs": {"read_timeout": 0.7, "connect_timeout": 5}}'}
+CLIENT = {"FSSPEC_S3": '{"config_kwargs": {"read_timeout": 1.5, "connect_timeout": 5}}'}
 """For the environment: a client that gives an answer up soon; by default it waits for 15 s."""
 OFTEN = {"train": 8, "rewind": 2, "load": 4, "verify": 1, "tag": 1, "prune": 1, "stranger": 2, "comeback": 1}
-_PATIENCE = partial(Patience, 2.0, 0.02, 0.1)
+_PATIENCE = partial(Patience, 4.0, 0.02, 0.1)
 _WATCH_SECS = 0.3
 _SMALL, _LARGE = 40_000, 1_500_000
 
@@ -117,7 +117,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.dice = random.Random(self.seed)
-        self.eye = storage_of(self.url, "the place")
+        self.eye = _patient(self.url)
         self.floats = _LARGE if self.dice.random() < 0.2 else _SMALL
 
     # Playing
@@ -319,7 +319,7 @@ class World:
         """Load all epochs with a client that met no fault."""
         view = self._view()
         with self._unstruck():
-            fresh = storage_of(self.url, "the place")
+            fresh = _patient(self.url)
             for epoch in view.epochs() if view is not None else ():
                 try:
                     self._stamp_of(open_checkpoint(fresh, epoch))
@@ -342,6 +342,13 @@ class World:
         if stamp not in may:
             raise BrokenError(f"epoch {opened.epoch} bears {stamp}, saved was one of {may}")
         return stamp
+
+
+def _patient(url: str) -> Any:
+    """The storage of who looks on: that waits for a busy machine as long as users do."""
+    found = storage_of(url, "the place")
+    found.patience = Patience()
+    return found
 
 
 def _filled(floats: int, stamp: int) -> torch.Tensor:

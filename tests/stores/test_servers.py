@@ -227,19 +227,21 @@ def test_faults_before_ceph(servers: dict[str, Served]) -> None:
         assert all(proxy.fired[fault] for fault in struck), proxy.fired
 
 
+@pytest.mark.timeout(600)  # half a minute, but for what other work there is on the machine
 @pytest.mark.parametrize(("server", "first"), [("moto", 0), ("rgw", 2)])
 def test_any_schedule_of_faults(
     servers: dict[str, Served], server: str, first: int, tell: Callable[[str], None]
 ) -> None:
     """Whatever faults meet whichever requests, what was acknowledged is there, whole, and all calls end."""
-    served, ended = servers[server], Counter[str]()
+    served, ended, acknowledged = servers[server], Counter[str](), 0
     with proxy_to(served.port) as proxy, surroundings({**served.seen_at(proxy.port), **CLIENT}), impatient():
         for number in (first, first + 1):  # scripts/store-storm plays many more, and one again
             world = World(f"1-{number}", f"{served.url}{secrets.token_hex(4)}", proxy, calls=4)
             world.play()
             ended += world.ended
-            assert world.known.acknowledged > 0, world.story
+            acknowledged += world.known.acknowledged
             assert world.striking.dealt > 0, world.story
+        assert acknowledged > 0
         tell(f"faults before {server}: {dict(proxy.fired)}; calls ended: {dict(ended)}")
 
 
