@@ -120,8 +120,6 @@ class World:
         self.eye = _patient(self.url)
         self.floats = _LARGE if self.dice.random() < 0.2 else _SMALL
 
-    # Playing
-
     def play(self) -> None:
         """All calls. Raises BrokenError with the story."""
         self.proxy.schedule = self.striking
@@ -283,8 +281,6 @@ class World:
         if overtaken:
             raise BrokenError("a writer that was overtaken wrote a record")
         return "released"
-
-    # Looking
 
     @contextlib.contextmanager
     def _unstruck(self) -> Iterator[None]:
