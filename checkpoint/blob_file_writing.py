@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import compress
@@ -25,6 +24,7 @@ from torchrelay.checkpoint.remote.staged_file import StagedFile
 from torchrelay.checkpoint.state.dtensors import is_sharded
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Value, spec_of
 from torchrelay.checkpoint.storage_places import is_remote, object_at
+from torchrelay.checkpoint.temporary_names import temporary_beside
 from torchrelay.errors import BlobError, RelayError, StorageError, UsageError
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _aliases(leaves: Sequence[Leaf]) -> dict[str, Key]:
 @contextmanager
 def _temporary(storage: LocalStorage, path: Path) -> Iterator[Path]:
     """A name beside `path` that listings hide; nothing is left of it afterwards."""
-    temporary = path.with_name(f".tmp-{secrets.token_hex(8)}")
+    temporary = temporary_beside(path)
     try:
         yield temporary
     finally:

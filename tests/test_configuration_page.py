@@ -10,10 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from config_cases import read
+
 from torchrelay.jobs.config.json_schema import json_schema, sections
 from torchrelay.jobs.config.key import section_spec
 from torchrelay.jobs.config.key_table import key_table
 from torchrelay.jobs.config.schema_lookup import TOP
+from torchrelay.runners.lifecycle.recording import recorded
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs/configuration.md").read_text()
 
@@ -28,6 +31,19 @@ def run(folder: Path, *command: str) -> str:
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def test_what_runs_keep_of_a_variable(tmp_path: Path) -> None:
+    """Its value stands in the resolved form alone; the file and the overrides keep the name."""
+    text = 'hyper_parameters: {a: "${env:WHO}", b: 1}\n'
+    config = read(tmp_path, text, ["hyper_parameters.b=${env:WHO}x"], {"WHO": "told"})
+    files = recorded(config).config
+    assert {name: data.count(b"told") for name, data in files.items()} == {
+        "source.yaml": 0, "resolved.yaml": 2, "overrides.yaml": 0,
+    }  # fmt: skip
+    assert b"${env:WHO}" in files["source.yaml"] and b"${env:WHO}x" in files["overrides.yaml"]
+    again = read(tmp_path / "again", files["resolved.yaml"].decode())
+    assert (again.id, again.resolved_text()) == (config.id, config.resolved_text())
 
 
 def test_the_page_runs(tmp_path: Path) -> None:

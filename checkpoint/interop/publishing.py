@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from torchrelay.checkpoint.temporary_names import temporary_beside
 from torchrelay.errors import StorageError, UsageError
 
 
@@ -27,10 +27,11 @@ def publish(
 ) -> None:
     """Let `make` write at a hidden name beside `path`, sync everything, and give it its name.
 
-    Raises UsageError where the name is taken, StorageError where the disk refuses; nothing is left then.
+    Raises UsageError where the name is taken, StorageError where the disk refuses; nothing is left then. What
+    a writer of this path left that was killed goes first.
     """
     check_free(path, overwrite=overwrite, directory=directory)
-    temporary = path.with_name(f".tmp-{secrets.token_hex(8)}")
+    temporary = temporary_beside(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if directory:

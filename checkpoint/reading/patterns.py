@@ -68,7 +68,7 @@ def choose(manifest: Manifest, patterns: str | Sequence[str], kind: str, *, stri
         if matching and not usable:
             holder_of(manifest, find_row(manifest, matching[0], node), node)  # says which node to ask for
         if not usable and strict:
-            raise UsageError(f"no {kind} matches {pattern!r}{nearest(text, _near(manifest, kind))}")
+            raise UsageError(f"no {kind} matches {pattern!r}{_instead(manifest, text, kind)}")
         found.update(dict.fromkeys((name, node) for name in usable))
     return list(found)
 
@@ -122,6 +122,17 @@ def _unambiguous(manifest: Manifest, name: str, node: str | None) -> bool:
     except UsageError:
         return False
     return True
+
+
+def _instead(manifest: Manifest, text: str, kind: str) -> str:
+    """The end of a message: what bears the name and is of another kind, else what was probably meant."""
+    others = [name for name in manifest.rows if matches(name, text)]
+    if not others:
+        return nearest(text, _near(manifest, kind))
+    some = ", ".join(map(repr, others[:4])) + (f", ... ({len(others)} leaves)" if others[4:] else "")
+    found, verb = ("value", "load_values") if kind == "tensor" else ("tensor", "load_tensors")
+    are = f"are {found}s" if others[1:] else f"is a {found}"
+    return f": {some} {are} (read by {verb})"
 
 
 def _near(manifest: Manifest, kind: str) -> list[str]:

@@ -6,11 +6,11 @@ import secrets
 import string
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torchrelay.errors import StorageError, UsageError
+from torchrelay.errors import DamagedError, RelayError, StorageError, UsageError
 from torchrelay.metadata.experiment.note import Note, read_note, write_note
 from torchrelay.metadata.files import sync_directory
 from torchrelay.metadata.run_directory import RunDirectory
@@ -33,24 +33,54 @@ class ProgramRun:
         return self.path.name
 
 
+@dataclass(frozen=True)
+class Found:
+    """The runs of a directory, the oldest first, and those of which the note cannot be read, with why."""
+
+    runs: tuple[ProgramRun, ...] = ()
+    unread: Mapping[Path, RelayError] = field(default_factory=dict)
+
+
 class RunStore:
     """Runs below one directory; creating the object touches nothing."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def runs(self) -> list[ProgramRun]:
-        """The oldest first; directories that are no runs of programs are passed over."""
+    def look(self) -> Found:
+        """All runs; directories that are none of programs are passed over. A damaged one stops no other."""
         if not self.directory.is_dir():
-            return []
-        paths = sorted(path for path in self.directory.iterdir() if not path.name.startswith("."))
-        found = [(path, read_note(path)) for path in paths if path.is_dir()]
-        runs = [ProgramRun(path, note) for path, note in found if note is not None]
-        return sorted(runs, key=lambda run: (run.note.created, run.id))
+            return Found()
+        runs: list[ProgramRun] = []
+        unread: dict[Path, RelayError] = {}
+        for path in sorted(self.directory.iterdir()):
+            if path.name.startswith(".") or not path.is_dir():
+                continue
+            try:
+                note = read_note(path)
+            except (DamagedError, StorageError) as error:
+                unread[path] = error
+                continue
+            if note is not None:
+                runs.append(ProgramRun(path, note))
+        return Found(tuple(sorted(runs, key=lambda run: (run.note.created, run.id))), unread)
+
+    def runs(self) -> list[ProgramRun]:
+        """The runs that can be read, the oldest first."""
+        return list(self.look().runs)
 
     def find(self, wanted: str) -> ProgramRun:
-        """A run by its id, by a part of it that no other has, or by its path; raises UsageError."""
-        runs = self.runs()
+        """A run by its id, by a part of it that no other has, or by its path.
+
+        Raises UsageError; of a run whose note cannot be read, and that no other's name is, what it is.
+        """
+        there = self.look()
+        runs = there.runs
+        for path, error in there.unread.items():
+            if path.name == wanted or (
+                wanted and wanted in path.name and not any(wanted in run.id for run in runs)
+            ):
+                raise error
         exact = [run for run in runs if run.id == wanted]
         found = exact or [run for run in runs if wanted and wanted in run.id]
         if len(found) == 1:
@@ -59,8 +89,8 @@ class RunStore:
         if note is not None:
             return ProgramRun(Path(wanted).absolute(), note)
         what = f"{len(found)} runs have {wanted!r} in their ids" if found else f"there is no run {wanted!r}"
-        there = ", ".join(run.id for run in (found or runs)[-5:]) or "none"
-        raise UsageError(f"{what} in {self.directory}; there is {there}")
+        known = ", ".join(run.id for run in (found or runs)[-5:]) or "none"
+        raise UsageError(f"{what} in {self.directory}; there is {known}")
 
     def create(self, note: Note, best: tuple[str, str] | None, world_size: int) -> ProgramRun:
         """Make a run of a new id, with its identity; raises StorageError."""

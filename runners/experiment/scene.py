@@ -68,8 +68,16 @@ class BaseScene:
         return Identity(code, self.config_id)
 
     def runs(self) -> list[ProgramRun]:
-        """The runs; raises UsageError where they are those of something else of this name."""
-        found = self.store.runs()
+        """The runs; raises UsageError where they are those of something else of this name.
+
+        Of one that is damaged people are told, once, and the others are what they are.
+        """
+        there = self.store.look()
+        for path, error in there.unread.items():
+            if path not in self._told:
+                self._told.add(path)
+                say(f"{path.name} is passed over: {error}", to=sys.stderr)
+        found = list(there.runs)
         for run in found[-1:]:
             other = run.note.origin
             if other != str(self.origin.file) and Path(other).exists():
@@ -78,6 +86,11 @@ class BaseScene:
                     f"give one of them another name ({self.rename}), or other --runs"
                 )
         return found
+
+    @cached_property
+    def _told(self) -> set[Path]:
+        """Damaged runs that people have heard of."""
+        return set()
 
     def known(self) -> list[Known]:
         """The runs, as choices need them."""

@@ -115,7 +115,10 @@ def _chosen(config: Config, mode: Sequence[str] | None) -> Sequence[RunnerKeys]:
 def _check_place(config: Config, runner: RunnerKeys) -> None:
     """Refuse to make one run where the verbs keep several: they could not go on there."""
     place = run_directory_of(config.settings, runner)
-    if is_remote(place) or (Path(place) / "run.json").exists() or not RunStore(Path(place)).runs():
+    if is_remote(place) or (Path(place) / "run.json").exists():
+        return
+    there = RunStore(Path(place)).look()
+    if not there.runs and not there.unread:
         return
     raise UsageError(
         f"{place} holds the runs of `torchrelay train -m {config.name}`, a directory each: go on with that, "

@@ -54,6 +54,7 @@ PROGRAMMES = (
     Programme("fuzzing, seconds a target", 17_280, 960, ("fuzzing.py", "--secs", "{amount}", *_SEED)),
     Programme("torn saves", 10_000, 1_000, ("tear_hunt.py", "--saves", "{amount}", *_SEED)),
     Programme("pairs of meshes", 100_000, 10_000, ("mesh_hunt.py", "--pairs", "{amount}", *_SEED)),
+    Programme("worlds of store faults", 2_000, 100, ("store_storm.py", "--worlds", "{amount}", *_SEED)),
     Programme("seeded bugs, rounds", 1, 1, ("seeding.py",)),
 )  # fmt: skip
 

@@ -23,6 +23,8 @@ from launching import REPOSITORY, clean_environment
 WHOLE, LIGHT = "3.11", ("3.10", "3.13")
 LIGHT_NEEDS = ("pathspec", "fsspec", "PyYAML", "xxhash", "rich")
 """The dependencies but torch."""
+TOOLS = ("twine", "readme_renderer[md]")
+"""What a package index looks at before it takes a file, in an environment of its own; pinned as all is."""
 LOOKING = (
     ["--version"], ["--help"], ["ls", "{run}"], ["show", "{run}"], ["stats", "{run}"],
     ["ckpt", "show", "{run}@last"], ["ckpt", "du", "{run}"], ["ckpt", "why", "{run}", "1"],
@@ -107,6 +109,12 @@ def build(clean: Path, where: Path) -> Path:
     return wheel
 
 
+def described(python: Path, where: Path, clean: Path) -> None:
+    """What an index would refuse, or show as plain text, of the files that `build` made."""
+    fresh = environment(python, where / "tools", TOOLS, clean)
+    run(fresh, "-m", "twine", "check", "--strict", *sorted((where / "dist").iterdir()), cwd=where)
+
+
 def environment(python: Path, where: Path, needs: Sequence[str | Path], clean: Path) -> Path:
     """The python of a fresh environment in which `needs` are installed."""
     run(python, "-m", "venv", where, cwd=where.parent)
@@ -177,6 +185,8 @@ def check(asked: argparse.Namespace, where: Path, told: Told) -> None:
     whole = found[WHOLE]
     if whole is None:
         raise FailedError(f"python {WHOLE} is not on this machine: name it with --python {WHOLE}=PATH")
+    described(whole, where, clean)
+    told.note("twine check --strict of sdist and wheel", WHOLE, "ok")
     made = wholly(whole, wheel, where, clean, told)
     for version in LIGHT:
         python = found[version]

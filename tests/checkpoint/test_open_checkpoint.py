@@ -254,6 +254,14 @@ def test_tensors_are_chosen_by_name_prefix_and_glob(run):
     assert set(ckpt.load_tensors("model.0.bias", rename={"0.": "first."})) == {"model.first.bias"}
     with pytest.raises(UsageError, match=r"did you mean 'model\.0\.weight'"):
         ckpt.load_tensors("model.0.weigth")
+    with pytest.raises(
+        UsageError, match=r"^no tensor matches 'total': 'total' is a value \(read by load_values\)$"
+    ):
+        ckpt.load_tensors("total")
+    with pytest.raises(
+        UsageError, match=r"no value matches 'model\.0': '.*', '.*' are tensors \(.*load_tensors\)"
+    ):
+        ckpt.load_values("model.0")
     assert ckpt.load_tensors("nothing.*", strict=False) == {}
     with pytest.raises(UsageError, match="rename"):
         ckpt.load_tensors(["model.0.bias", "model.2.bias"], rename={"model.0.": "x.", "model.2.": "x."})

@@ -88,6 +88,25 @@ def test_signals_drain_the_ranks_and_a_run_in_use_is_left_alone(tmp_path: Path) 
     assert status(tmp_path / "run")["step"] > 0
 
 
+def test_a_notice_before_a_preemption_has_the_ranks_save_and_leave(tmp_path: Path, calm: Path) -> None:
+    """SIGUSR1 to the launcher: 75 though restarts are left, and the same command ends in the same bits."""
+    command = ("-j", "2x1", "--max-restarts", "1", "--", str(JOB), "run")
+    with Launch(tmp_path, *command, "slow") as told:
+        wait_for(tmp_path / "run.here")
+        begun = time.monotonic()
+        told.process.send_signal(signal.SIGUSR1)
+        assert told.wait() == 75, told.said
+        assert time.monotonic() - begun < 60, "30 s are theirs, the rest is a busy machine's"
+    assert "preempted (SIGUSR1): the same command goes on" in told.said
+    assert not attempt(tmp_path, 1).exists(), "the launcher was told to leave, so it begins nothing again"
+    left = status(tmp_path / "run")
+    assert (left["state"], left["epoch"]) == ("PREEMPTED", 0) and left["step"] > 0, left
+    code, said = launched(tmp_path, *command, "")
+    assert code == 0, said
+    struck, undisturbed = weights(tmp_path / "run"), weights(calm / "run")
+    assert all(struck[name].equal(undisturbed[name]) for name in undisturbed)
+
+
 def test_no_rank_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
     """SIGKILL of the launcher: its ranks save and leave by themselves."""
     with Launch(tmp_path, "-j", "2", "--", str(JOB), "run", "slow") as launch:

@@ -122,6 +122,30 @@ def test_a_run_that_others_began_meanwhile_is_not_moved_aside(
     assert sorted(one.name for one in (store.directory / ".retrained").iterdir()) == [f"{run.id}.1"]
 
 
+@pytest.mark.parametrize("damage", ['{"program": 5}', "{", "\0" * 40])
+def test_a_damaged_note_stops_no_verb_of_the_other_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    """Verbs go on with healthy runs and name the damaged one, which alone is refused when it is asked for."""
+    script = Script(tmp_path, capsys)
+    assert script("train", "--max-epochs", "1").rc == script("train", "--force", "--max-epochs", "1").rc == 0
+    bad, good = script.runs
+    (bad / "program.json").write_text(damage)
+    for words in (
+        ["status"], ["status", "--run", good.name], ["test"], ["train", "--max-epochs", "2"], ["amend"],
+        ["test", "--run", good.name], ["train", "--retrain"], ["train", "--force"],
+    ):  # fmt: skip
+        told = script(*words)
+        assert told.rc == (2 if words == ["amend"] else 0), (words, told)
+        assert "Traceback" not in told.err
+        if words[-1] != good.name or words[0] == "status":
+            assert told.err.count(f"{bad.name} is passed over: ") == 1, (words, told.err)
+    for words in (["status", "--run", bad.name], ["test", "--run", bad.name]):
+        told = script(*words)
+        assert told.rc not in (-1, 0) and f"{bad}/program.json is not" in told.err, (words, told)
+    assert (bad / "program.json").read_text() == damage
+
+
 def test_a_start_beside_a_running_one_changes_no_note(tmp_path: Path) -> None:
     """Limits of a start that is refused are not noted: they would count as reached later."""
     store = RunStore(tmp_path)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import secrets
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from exact_job import expected_trail
 from log_helpers import entry
 from store_proxy import FAULTS, in_turn, proxy_to
 from store_servers import Served, Starting, skip_without
+from store_worlds import CLIENT, World, impatient
 from surroundings import surroundings
 from tcp_relay import relay_to
 from torchrun import REPOSITORY, torchrun
@@ -223,6 +225,24 @@ def test_faults_before_ceph(servers: dict[str, Served]) -> None:
         assert main(["verify", place]) == 0
         assert open_log(storage_of(place, "the place")).epochs() == (0, 1, 2, 3)
         assert all(proxy.fired[fault] for fault in struck), proxy.fired
+
+
+@pytest.mark.timeout(600)  # half a minute, but for what other work there is on the machine
+@pytest.mark.parametrize(("server", "first"), [("moto", 0), ("rgw", 2)])
+def test_any_schedule_of_faults(
+    servers: dict[str, Served], server: str, first: int, tell: Callable[[str], None]
+) -> None:
+    """Whatever faults meet whichever requests, what was acknowledged is there, whole, and all calls end."""
+    served, ended, acknowledged = servers[server], Counter[str](), 0
+    with proxy_to(served.port) as proxy, surroundings({**served.seen_at(proxy.port), **CLIENT}), impatient():
+        for number in (first, first + 1):  # scripts/store-storm plays many more, and one again
+            world = World(f"1-{number}", f"{served.url}{secrets.token_hex(4)}", proxy, calls=4)
+            world.play()
+            ended += world.ended
+            acknowledged += world.known.acknowledged
+            assert world.striking.dealt > 0, world.story
+        assert acknowledged > 0
+        tell(f"faults before {server}: {dict(proxy.fired)}; calls ended: {dict(ended)}")
 
 
 def test_two_ranks_are_killed_and_resume_to_equal_bits(servers: dict[str, Served], tmp_path: Path) -> None:
