@@ -63,7 +63,7 @@ def look_and_choose(life: Life) -> Choice:
     # Rank 0 chooses for all: which process began a branch is known by rank 0's identity alone.
     choice = Choice(**decide(peers, "choose", lambda: asdict(choose(wish, past))))
     if choice.epoch is not None:
-        manager.engine.ledger.prove(peers, choice.epoch)
+        manager.engine.ledger.check(peers, choice.epoch)
     return choice
 
 
