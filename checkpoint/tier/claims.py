@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from torchrelay.checkpoint.log.job_file import same_job
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.tier import histories
 from torchrelay.checkpoint.tier.notes import Notes, read_notes
@@ -47,11 +48,12 @@ def claim_of(row: list[Json]) -> Claim:
 def claim(storage: TierStorage, job_name: str | None, rank: int) -> Claim | None:
     """That of the near log here; None without one, or where another place's log counts since then.
 
-    Raises StorageError and DamagedError for logs that cannot be read.
+    Raises StorageError and DamagedError for logs that cannot be read, UsageError for that of another job.
     """
     notes = read_notes(storage.near) or Notes()
     if notes.part:
         return None
+    same_job(storage.near, storage.far)
     near = open_log(storage.near, job_name)
     if near.slot < 0:
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from torchrelay.checkpoint.ledger_words import Look, Target
 from torchrelay.checkpoint.log.job_file import share_job
 from torchrelay.checkpoint.log.live import Entry, Retirement, State
 from torchrelay.checkpoint.log.record import entry_json, entry_of
+from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.prove_together import FULL_PROOF_SECS, JointProof, prove_together
 from torchrelay.checkpoint.reading.proof import Level, Outcome
 from torchrelay.checkpoint.tier import claims, near_files
@@ -44,6 +46,7 @@ class HostsLedger(TierLedger):
     """On leaders but rank 0, while the log is ours."""
     _state: State | None = None
     """On rank 0: what the leaders know of the log."""
+    _sent_before: Sequence[Position] = ()
     _left_over: tuple[Retirement, ...] = ()
     """On leaders: what earlier starts left."""
 
@@ -139,6 +142,7 @@ class HostsLedger(TierLedger):
 
     def _send_from(self, peers: Peers, by: int) -> None:
         """The log is on another host than rank 0: its leader holds both logs until all of it is sent."""
+
         def take() -> None:
             self._check_exclusion()
             self.writer = self._taken()
@@ -146,9 +150,14 @@ class HostsLedger(TierLedger):
         decide(peers, "take the log of another host", take, deadline_secs=self.takes_secs + 60.0, by=by)
         self._begin(peers, by)
         self._all_sent(peers, by)
-        together(peers, "release the log of another host", self._end_sending)
+        told = decide(peers, "release the log of another host", self._end_sending, by=by)
+        if self._sender is not None:
+            self._end_sending()
+        self._sent_before = [Position(epoch, step) for epoch, step in told] if peers.rank == 0 else []
 
-    def _end_sending(self) -> None:
+    def _end_sending(self) -> list[Json]:
+        """Let go of both logs, or stop sending; returns what came to the far place meanwhile."""
+        sent = self.take_replicated()
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.stop()
@@ -156,6 +165,12 @@ class HostsLedger(TierLedger):
         writer, self.writer = self.writer, None
         if writer is not None:
             let_go(writer)
+        return [[position.epoch, position.step] for position in sent]
+
+    def take_replicated(self) -> list[Position]:
+        """As `TierLedger`; first what another host's log has sent at the start."""
+        before, self._sent_before = self._sent_before, []
+        return [*before, *super().take_replicated()]
 
     def _others(self, run: str) -> Others | None:
         places = self.places
@@ -289,7 +304,7 @@ class HostsLedger(TierLedger):
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.stop()
-        self._state, self._left_over = None, ()
+        self._state, self._left_over, self._places, self._guess = None, (), None, None
         super().close()
 
     # Proving

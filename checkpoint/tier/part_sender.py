@@ -99,7 +99,7 @@ class PartSender:
             try:
                 self._send_all()
                 pause = 0.0
-            except (StoppedError, FencedError):  # rank 0 finds out that it is fenced, and tells all
+            except StoppedError:
                 return
             except Exception as error:
                 pause = min(max(2 * pause, FIRST_PAUSE_SECS), LONGEST_PAUSE_SECS)
@@ -147,11 +147,11 @@ class PartSender:
         return Part(tuple(shard_path(manifest, row) for row in rows))
 
     def _manifest(self, entry: Entry) -> Manifest | None:
-        """That of the far place, where rank 0's place sends it first; None where the epoch is not wanted."""
+        """That of the far place, where it is sent first; None where the epoch is not wanted any more."""
         pause = 0.05
         while True:
             try:
-                return manifest_disk.read(self._storage, entry)
+                return manifest_disk.read(self._storage.far, entry)
             except (FileNotFoundError, DamagedError):  # not there yet, or not all of it
                 pass
             self._check()

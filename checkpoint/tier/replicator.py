@@ -264,7 +264,8 @@ class Replicator:
         if reason is None:
             raise error
         self._writer.quarantine(entry.key, reason)
-        self._fail(f"epoch {entry.position} is damaged and is not replicated: {reason}", whole=True)
+        what = "is given up" if isinstance(error, LostPartError) else "is damaged and is not replicated"
+        self._fail(f"epoch {entry.position} {what}: {reason}", whole=True)
 
     def _damage(self, entry: Entry) -> str | None:
         """Of what this place has; what it lacks may lie at the far place, or with another host."""

@@ -1,4 +1,4 @@
-"""Real torchrun jobs over two hosts that have disks of their own: two agents here, each with its directory."""
+"""Real torchrun jobs over two hosts that have disks of their own: two agents, each with a directory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torchrun import clean_environment, kill, runs
 from warm import PLACE, server, warmed
 
-import torchrelay
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.log_reader import open_log
@@ -64,11 +62,6 @@ class Hosts:
         there = self.near(host) / "data"
         return {one.name for one in there.iterdir()} if there.is_dir() else set()
 
-    def weights(self, epoch: int) -> dict[str, torch.Tensor]:
-        """What the far place alone has of an epoch."""
-        opened = torchrelay.open_checkpoint(str(self.run), epoch=epoch)
-        return {**opened.load_tensors("model.*"), **opened.load_tensors("optimizer.*")}
-
 
 class Started:
     """Agents and ranks; a context manager, so that nothing outlives the test."""
@@ -81,7 +74,11 @@ class Started:
         self.outs = [hosts.root / f"{time.time_ns()}-{name}.out" for name in names]
         for number, name in enumerate(names):
             launcher = ["-m", "torch.distributed.run", f"--nnodes={len(names)}", f"--node-rank={number}"]
-            launcher += [f"--nproc-per-node={hosts.ranks}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+            launcher += [
+                f"--nproc-per-node={hosts.ranks}",
+                "--master-addr=127.0.0.1",
+                f"--master-port={port}",
+            ]
             program = warmed([str(JOB), str(hosts.run), str(epochs), json.dumps(options)])
             hosts.disk(name).mkdir(exist_ok=True)
             near = str(hosts.near(name))
@@ -124,7 +121,6 @@ class Started:
     def end(self) -> list[int]:
         """Wait for the end; the codes of the agents."""
         end = time.monotonic() + WAIT_SECS
-        print('end', time.time())
         for agent in self.agents:
             try:
                 agent.wait(max(0.1, end - time.monotonic()))
@@ -132,7 +128,6 @@ class Started:
                 printed = self.printed
                 self.kill()
                 raise AssertionError(f"the job does not end:\n{printed}") from None
-        print('ended', time.time())
         return [agent.returncode for agent in self.agents]
 
     def kill(self) -> None:

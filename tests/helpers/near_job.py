@@ -1,7 +1,7 @@
-"""A run with a near directory per host: `near_job.py RUN EPOCHS OPTIONS`; OPTIONS are JSON, NEAR the directory.
+"""A run with a near directory per host: `near_job.py RUN EPOCHS OPTIONS`; OPTIONS are JSON, NEAR the place.
 
-With CONTROL an epoch begins when `go.<epoch>` is there, files are sent while `hold` is not, and each rank leaves its
-pid in `pid.<rank>`.
+With CONTROL an epoch begins when `go.<epoch>` is there, files are sent while `hold` is not, and each rank
+leaves its pid in `pid.<rank>`.
 """
 
 from __future__ import annotations
