@@ -106,7 +106,7 @@ class Started:
         return "\n".join(out.read_text(errors="replace") for out in self.outs)
 
     def until(self, condition: Any) -> None:
-        """Wait until a condition holds; what it raises of a log that is just being written counts as False."""
+        """Wait until a condition holds; what it raises of a log that is being written counts as False."""
         end = time.monotonic() + WAIT_SECS
         while True:
             try:

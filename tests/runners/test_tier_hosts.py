@@ -23,8 +23,7 @@ def undisturbed(place: Path, epochs: int) -> dict[int, dict[str, torch.Tensor]]:
 
 
 def weights(place: Path, epoch: int) -> dict[str, torch.Tensor]:
-    opened = torchrelay.open_checkpoint(str(place), epoch=epoch)
-    return {**opened.load_tensors("model.*"), **opened.load_tensors("optimizer.*")}
+    return dict(torchrelay.open_checkpoint(str(place), epoch=epoch).load_tensors("model.*"))
 
 
 def alike(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -59,7 +58,7 @@ def test_hosts_go_on_after_kills_and_losses(tmp_path: Path) -> None:
         assert job.end() == [0, 0], job.printed
     assert "resuming from epoch 4 instead" in job.printed and "epoch 5 is given up" in job.printed
     assert hosts.far_log.epochs() == (4, 5) and alike(weights(hosts.run, 5), whole[5])
-    assert hosts.tries("a") == hosts.tries("b") and len(hosts.tries("a")) <= 3
+    assert len(hosts.tries("a")) == 1 and hosts.tries("a") < hosts.tries("b") and len(hosts.tries("b")) <= 3
     hosts.go(6)
     with hosts.start(6, "a", keep_last=2) as job:
         assert job.end() == [0], job.printed
