@@ -158,18 +158,13 @@ class Ledger:
                     raise
                 return None
 
-        self.check_seen(peers)
-        deadline_secs = self.takes_secs + TAKEOVER_MARGIN_SECS
-        told = decide(peers, "take the log over", take, deadline_secs=deadline_secs)
+        told = decide(peers, "take the log over", take, deadline_secs=self.takes_secs + TAKEOVER_MARGIN_SECS)
         self.holding = None if told is None else Holding(*told)
 
     @property
     def takes_secs(self) -> float:
         """How long taking over may take, but for the margin."""
         return self.takeover_secs
-
-    def check_seen(self, peers: Peers) -> None:
-        """What all processes look at together before the log is taken; here nothing."""
 
     def _take(self) -> list[Any]:
         if self.writer is None:
@@ -274,8 +269,7 @@ class Ledger:
         self.finish_deletions()
         writer, self.writer = self.writer, None
         self.holding, self._pending_rewind, self.in_run = None, None, False
-        self.when_fenced = not_told
-        self.hurried, self.secs_left = lambda: False, lambda: None
+        self.when_fenced, self.hurried, self.secs_left = not_told, lambda: False, lambda: None
         if writer is None:
             return
         try:

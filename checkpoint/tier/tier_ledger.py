@@ -72,6 +72,10 @@ class TierLedger(Ledger):
         far = open_log(self.storage.far, self.job_name)
         return near if self._is_ahead(near, far, untouched=self._notes().made(far)) else far
 
+    def _looked(self, view: LogView) -> dict[str, Any]:
+        far = open_log(self.storage.far, self.job_name)
+        return {**super()._looked(view), "rest": bool(histories.to_send(view, far))}
+
     def _is_ahead(self, near: LogView, far: LogView, *, untouched: bool) -> bool:
         """Whether the near log tells the run; one that another host's has replaced since does not."""
         noted = read_notes(self.storage.near)
