@@ -8,11 +8,13 @@ from __future__ import annotations
 import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchrelay.checkpoint.disk.canonical import sha256
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import RelayError, UsageError
 from torchrelay.jobs.peers import Peers, together
@@ -89,27 +91,34 @@ def seen(peers: Peers, storage: Storage, directory: Path) -> Places:
 def _agreed(peers: Peers, storage: Storage, guess: Places, nonce: str) -> Places:
     until = time.monotonic() + SEEN_WITHIN_SECS
     while True:
-        own = [_probes(storage, nonce), time.monotonic() > until]
-        told = peers.exchange("near directories seen", own)
-        views = [tuple(one) for one, _ in told]
-        blind = blind_ranks(views, guess.leader_of)
+        sight = sight_of(_probes(storage, nonce), guess.leader_of[peers.rank])
+        told = peers.exchange("near directories seen", [*sight, time.monotonic() > until])
+        blind = blind_ranks([(least, digest, count) for least, digest, count, _ in told], guess.leaders)
         if not blind:
-            return Places(tuple(min(view) for view in views), peers.rank)
-        if told[0][1]:
+            return Places(tuple(one[0] for one in told), peers.rank)
+        if told[0][-1]:
+            few = ", ".join(map(str, blind[:8])) + (f" and {len(blind) - 8} more" if len(blind) > 8 else "")
             raise UsageError(
-                f"the near directory {storage.url} is not the one that rank {', '.join(map(str, blind))} "
-                "sees there: ranks of a host need one that they share, or near= must differ between them"
+                f"the near directory {storage.url} is not the one that rank {few} sees there: ranks of a "
+                "host need one that they share, or near= must differ between them"
             )
         time.sleep(0.05)
 
 
-def blind_ranks(views: Sequence[tuple[int, ...]], leader_of: Sequence[int]) -> list[int]:
-    """Ranks that do not see what their leader wrote, or not the same leaders as those whom they see."""
-    return [
-        rank
-        for rank, view in enumerate(views)
-        if leader_of[rank] not in view or any(views[other] != view for other in view)
-    ]
+Sight = tuple[int, str, int]
+"""What a rank sees: the least leader (-1: not its own one), a digest of all that it sees, and how many."""
+
+
+def sight_of(probes: Sequence[int], leader: int) -> Sight:
+    """From the leaders whose files are there; few bytes however many they are."""
+    seen_ones = ",".join(map(str, probes))
+    return (min(probes) if leader in probes else -1), sha256(seen_ones.encode())[:16], len(probes)
+
+
+def blind_ranks(sights: Sequence[Sight], leaders: Sequence[int]) -> list[int]:
+    """Ranks that do not see what their leader wrote, or see leaders who do not see the same in turn."""
+    alike = Counter(sights[leader][1] for leader in leaders)
+    return [rank for rank, (least, digest, count) in enumerate(sights) if least < 0 or alike[digest] != count]
 
 
 def _probes(storage: Storage, nonce: str) -> list[int]:

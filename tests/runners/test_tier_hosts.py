@@ -45,7 +45,7 @@ def test_hosts_go_on_after_kills_and_losses(tmp_path: Path) -> None:
     assert both[0] and both[1] and not both[0] & both[1], both
     hosts.let_go()
     hosts.go(4)
-    with hosts.start(5, "ba", keep_last=2) as job:
+    with hosts.start(5, "ba", keep_last=2, asynchronous=True) as job:
         job.until(lambda: hosts.far_log.epochs()[-1:] == (4,))
         assert "resuming from epoch 3" in job.printed
         hosts.hold()
