@@ -17,6 +17,7 @@ from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.ledger_words import Look, Target
 from torchrelay.checkpoint.log.job_file import share_job
 from torchrelay.checkpoint.log.live import Entry, Retirement, State
+from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.record import entry_json, entry_of
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.prove_together import FULL_PROOF_SECS, JointProof, prove_together
@@ -308,6 +309,21 @@ class HostsLedger(TierLedger):
         super().close()
 
     # Proving
+
+    def prove(self, peers: Peers, epoch: int) -> Target:
+        """As `Ledger`; StorageError for what only several hosts have, outside of a run."""
+        self._know(peers)
+        outside = self.places.many and self.holding is None
+        if outside and decide(peers, "near only", lambda: self._is_near_only(epoch), by=self.reader):
+            raise StorageError(
+                f"epoch {epoch} is in the near directories of several hosts only, and none of them has all "
+                "of it: start the run, which sends it first, and load it then"
+            )
+        return super().prove(peers, epoch)
+
+    def _is_near_only(self, epoch: int) -> bool:
+        entry, far = self.view().find(epoch), open_log(self.storage.far, self.job_name)
+        return entry is not None and entry.try_name not in {one.try_name for one in far.entries}
 
     def instead_of(self, peers: Peers, failed: Target, error: RelayError, say: Any) -> Target:
         """As `TierLedger`; which near files are damaged is seen on their hosts alone, so all read far."""

@@ -321,6 +321,25 @@ def test_a_start_that_cannot_send_ends(disks: list[Path], far: Path) -> None:
     again.close()
 
 
+def test_loads_outside_of_a_run(disks: list[Path], far: Path) -> None:
+    """Before it was sent an epoch that lies on several hosts is refused by name; others are proved."""
+    down = Away(far)
+    places = NearPlaces(disks, down.storage)  # type: ignore[arg-type]
+    places.save(0, 0)
+    places.replicate()
+    down.away = True
+    places.save(1, 1)
+    places.stop()
+    again = NearPlaces(disks, far, opened=False)
+    assert again.all(lambda ledger, peers: ledger.prove(peers, 0).position) == [Position(0)] * 2
+    with pytest.raises(StorageError, match="epoch 1 is in the near directories of several hosts only"):
+        again.all(lambda ledger, peers: ledger.prove(peers, 1))
+    again.all(lambda ledger, peers: ledger.check(peers, 1))  # a run sends it first
+    again.all(lambda ledger, peers: ledger.open(peers))
+    assert again.all(lambda ledger, peers: ledger.prove(peers, 1).position) == [Position(1)] * 2
+    again.close()
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_random_histories(tmp_path: Path, seed: int) -> None:
     """Kills, lost disks, hosts in any order: never a mixture, and no replicated epoch is lost."""

@@ -40,6 +40,7 @@ class NearPlaces:
         nodes: Sequence[Path] | None = None,
         keeping: Keeping = KEEP_ALL,
         lag: int = 100,
+        opened: bool = True,
         **options: Any,
     ) -> None:
         # As in other processes, whose predecessors are gone.
@@ -55,7 +56,8 @@ class NearPlaces:
         for ledger in self.ledgers:
             ledger.job_name, ledger.in_run = "test", True
         self.look = self.all(lambda ledger, peers: ledger.look(peers))[0]
-        self.all(lambda ledger, peers: ledger.open(peers))
+        if opened:
+            self.all(lambda ledger, peers: ledger.open(peers))
 
     def all(self, work: Callable[[HostsLedger, Any], Any]) -> list[Any]:
         """Every rank's answer; raises what they raise alike."""
