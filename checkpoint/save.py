@@ -136,7 +136,7 @@ def carry_out(job: SaveJob, plan: Plan, clock: Clock) -> NodeStats:
         _discard(job, try_name)
         raise
     begin = time.monotonic()
-    entry = decide(job.peers, "save: commit", lambda: entry_json(_commit(job, plan, try_name, rows)))
+    entry = decide(job.peers, "save: commit", lambda: _commit_and_tell(job, plan, try_name, rows))
     if job.apart is not None:
         job.apart.committed(entry_of(entry, "the commit"))
     if job.reuse is not None:
@@ -266,7 +266,19 @@ def _json(leaf: Leaf) -> Any:
     return leaf.content.json if isinstance(leaf.content, Value) else None
 
 
-def _commit(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) -> Entry:
+def _commit_and_tell(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) -> Any:
+    """Commit; returns the entry where other hosts have to know it. Rank 0 only."""
+    told: list[Entry] = []
+
+    def commit(entry: Entry) -> None:
+        job.commit(entry)
+        told.append(entry)
+
+    _commit(replace(job, commit=commit), plan, try_name, rows)
+    return None if job.apart is None else entry_json(told[0])
+
+
+def _commit(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) -> None:
     """Write the manifest, then append the record. Rank 0 only."""
     try:
         with undisturbed():
@@ -280,7 +292,6 @@ def _commit(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) -> Entry:
         if is_full(error) and not job.known(entry):
             _discard(job, try_name)  # else the full epoch itself would keep every later one from being saved
         raise
-    return entry
 
 
 def _write_manifest(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) -> Entry:

@@ -1,8 +1,8 @@
 """Which of several near logs tells the run, where hosts have near directories of their own.
 
 The log lies on the host that had rank 0, and ranks may come to other hosts at the next start. So the leader
-of each place says what the near log there knows, and of those that are ahead of the far one (`histories`) the
-one counts that has held the far log last: two such logs would be two histories.
+of each place says what the near log there knows. Of those that are ahead of the far one (`histories`) and
+have more, the one counts that has held the far log last: two such logs are two histories.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def claim(storage: TierStorage, job_name: str | None, rank: int) -> Claim | None
 def teller(claims: Iterable[Claim | None]) -> Claim | None:
     """The claim that counts; None where the far log alone tells the run."""
     ahead = [one for one in claims if one is not None and one.ahead]
-    return max(ahead, key=lambda one: (one.generation, -one.rank), default=None)
+    return max(ahead, key=lambda one: (one.sends, one.generation, -one.rank), default=None)
 
 
 def given_up(claims: Iterable[Claim | None], counts: Claim | None) -> list[Claim]:

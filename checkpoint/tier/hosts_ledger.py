@@ -27,7 +27,7 @@ from torchrelay.checkpoint.tier.among import Others, damage_in
 from torchrelay.checkpoint.tier.part_sender import PartSender
 from torchrelay.checkpoint.tier.places import Places, guessed, seen
 from torchrelay.checkpoint.tier.tier_ledger import TierLedger, let_go
-from torchrelay.errors import DamagedError, RelayError, StorageError
+from torchrelay.errors import DamagedError, StorageError
 from torchrelay.jobs.peers import Peers, decide, together
 
 Json = Any
@@ -94,13 +94,12 @@ class HostsLedger(TierLedger):
         """Find out which near log counts; its claim comes first, then others with something of their own."""
         if self._places is None:
             self._guess = guessed(peers, self.storage.root)
-        self._reader, self._follows = 0, False
+        self._reader = 0
         if not self.places.many:
             return []
         found = [claims.claim_of(row) for row in together(peers, "near logs", self._claim) if row is not None]
         counts = claims.teller(found)
         self._reader = 0 if counts is None else counts.rank
-        self._follows = counts is None or counts.rank != peers.rank
         return [*([] if counts is None else [counts]), *claims.given_up(found, counts)]
 
     def _claim(self) -> list[Json] | None:
@@ -324,16 +323,6 @@ class HostsLedger(TierLedger):
     def _is_near_only(self, epoch: int) -> bool:
         entry, far = self.view().find(epoch), open_log(self.storage.far, self.job_name)
         return entry is not None and entry.try_name not in {one.try_name for one in far.entries}
-
-    def instead_of(self, peers: Peers, failed: Target, error: RelayError, say: Any) -> Target:
-        """As `TierLedger`; which near files are damaged is seen on their hosts alone, so all read far."""
-        if self.places.many and not self.storage.prefers_far(failed.entry.try_name):
-            self.storage.prefer_far(failed.entry.tries)
-            proof = prove_together(peers, self.storage, failed.entry, level="full")
-            if proof.outcome is Outcome.PROVED:
-                self._warn_far(peers, failed.entry, str(error))
-                return self._target(failed.entry, proof)
-        return super().instead_of(peers, failed, error, say)
 
     def _joint_proof(self, peers: Peers, entry: Entry, *, level: Level = "headers") -> JointProof:
         """Each place proves its near files, then all prove the whole; from far alone where that fails."""

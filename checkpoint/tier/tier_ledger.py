@@ -50,8 +50,6 @@ class TierLedger(Ledger):
         self.replicator: Replicator | None = None
         """On rank 0, while the logs are ours."""
         self._far_writer: LogWriter | None = None
-        self._follows = False
-        """The far log tells the run, whatever the near one knows."""
 
     # Looking
 
@@ -79,7 +77,7 @@ class TierLedger(Ledger):
     def _is_ahead(self, near: LogView, far: LogView, *, untouched: bool) -> bool:
         """Whether the near log tells the run; one that another host's has replaced since does not."""
         noted = read_notes(self.storage.near)
-        if self._follows or (noted is not None and noted.part):
+        if noted is not None and noted.part:
             return False
         return histories.is_ahead(near, far, untouched=untouched)
 

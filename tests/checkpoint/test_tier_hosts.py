@@ -219,8 +219,11 @@ def test_retention_near_on_every_host(disks: list[Path], far: Path) -> None:
         places.save(epoch, epoch)
         places.replicate()
     down.away = True
-    local = [places.save(epoch, epoch).try_name for epoch in (3, 4)]
-    places.all(lambda ledger, peers: ledger._tell_places(peers))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        local = [places.save(epoch, epoch).try_name for epoch in (3, 4)]
+        places.all(lambda ledger, peers: ledger._tell_places(peers))
+    assert not [str(one.message) for one in told if "older ones stay" in str(one.message)]
     for ledger in places.ledgers:
         ledger.finish_deletions()
     for disk in disks:
@@ -259,6 +262,23 @@ def test_an_older_history_on_one_host(disks: list[Path], far: Path, tmp_path: Pa
         assert back.newest() == Position(1)
         back.close()
         assert numbers_in(far) == {"0": 0, "1": 1}
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_nobody_went_on_without_a_host(disks: list[Path], far: Path, tmp_path: Path, swapped: bool) -> None:
+    """A start without a host that saved nothing costs nothing: what the others had near only still counts."""
+    down = Away(far)
+    places = NearPlaces(disks, down.storage)  # type: ignore[arg-type]
+    places.save(0, 0)
+    places.replicate()
+    down.away = True
+    places.save(1, 1)
+    places.stop()
+    NearPlaces([disks[1], tmp_path / "host-c"], far).stop()
+    back = NearPlaces(disks[::-1] if swapped else disks, far, nodes=disks)
+    assert back.newest() == Position(1)
+    back.close()
+    assert numbers_in(far) == {"0": 0, "1": 1}
 
 
 def test_hosts_of_two_jobs(disks: list[Path], far: Path, tmp_path: Path) -> None:

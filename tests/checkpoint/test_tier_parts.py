@@ -27,12 +27,13 @@ TRY = "e00000001-0123456789ab"
 
 
 def test_the_log_that_held_the_far_one_last_counts() -> None:
-    """Of logs that are ahead the newest holder's counts, in any order; of equal ones the least rank's."""
-    some = [Claim(0, 3, True), Claim(1, 7, True)]
-    some += [Claim(2, 9, False, alone=("4",)), Claim(3, 7, True, alone=("5",))]
+    """Of logs that are ahead and have more the newest holder's counts, then the least rank's, in any order."""
+    some = [Claim(0, 3, True, True), Claim(1, 7, True, True), Claim(4, 8, True)]
+    some += [Claim(2, 9, False, True, ("4",)), Claim(3, 7, True, True, ("5",))]
     for order in itertools.permutations([*some, None]):
         assert teller(order) == some[1]
         assert {one.rank for one in given_up(order, some[1])} == {2, 3}
+    assert teller([Claim(0, 3, True), Claim(1, 7, True)]) == Claim(1, 7, True)
     assert teller([None, Claim(1)]) is None
     assert [claim_of(one.row()) for one in some] == some
 
