@@ -27,7 +27,7 @@ TRY = "e00000001-0123456789ab"
 
 
 def test_the_log_that_held_the_far_one_last_counts() -> None:
-    """Of logs that are ahead and have more the newest holder's counts, then the least rank's, in any order."""
+    """Of logs that are ahead and have more the newest holder's counts, then the least rank's."""
     some = [Claim(0, 3, True, True), Claim(1, 7, True, True), Claim(4, 8, True)]
     some += [Claim(2, 9, False, True, ("4",)), Claim(3, 7, True, True, ("5",))]
     for order in itertools.permutations([*some, None]):
