@@ -202,6 +202,7 @@ class Engine:
             known=self.ledger.may_name,
             make_room=self.ledger.deletions.wait,
             reuse=self._reuse,
+            apart=self.ledger.apart(),
         )
         with clock.spent("plan"):
             behind = self.background is not None and self.ledger.in_run

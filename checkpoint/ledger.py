@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from torchrelay.checkpoint.apart import Apart
 from torchrelay.checkpoint.disk import facts_disk, manifest_disk
 from torchrelay.checkpoint.exclusion import check_exclusion
 from torchrelay.checkpoint.ledger_words import Holding, Look, Target
@@ -70,7 +71,7 @@ class Ledger:
 
     def look(self, peers: Peers, *, tolerant: bool = False) -> Look:
         """Read the log. `tolerant`: a directory that cannot be read looks empty, with a notice."""
-        found = decide(peers, "look at the log", lambda: self._look(tolerant=tolerant))
+        found = decide(peers, "look at the log", lambda: self._look(tolerant=tolerant), by=self.reader)
         facts = None if found["facts"] is None else facts_disk.facts_of(found["facts"], "the log")
         return Look(**{**found, "facts": facts, "notices": tuple(found["notices"])})
 
@@ -100,8 +101,13 @@ class Ledger:
         }
 
     def view(self) -> LogView:
-        """What the log says now: our own writer's view while we hold it. Rank 0 only."""
+        """What the log says now: our own writer's view while we hold it. On rank `reader` only."""
         return self.writer.view if self.writer is not None else open_log(self.storage, self.job_name)
+
+    @property
+    def reader(self) -> int:
+        """The rank that sees the log."""
+        return 0
 
     def may_name(self, entry: Entry) -> bool:
         """Whether the log on the disk names an entry's try; True where it cannot be read. Rank 0 only."""
@@ -112,7 +118,8 @@ class Ledger:
 
     def find(self, peers: Peers, epoch: int) -> Entry:
         """The entry of an epoch as seen from the current branch; UnknownEpochError lists what there is."""
-        return entry_of(decide(peers, "find the epoch", lambda: entry_json(self._known(epoch))), "the log")
+        found = decide(peers, "find the epoch", lambda: entry_json(self._known(epoch)), by=self.reader)
+        return entry_of(found, "the log")
 
     def find_or_none(self, peers: Peers, epoch: int) -> Entry | None:
         """The same, None when the epoch is not committed."""
@@ -121,7 +128,7 @@ class Ledger:
             entry = self.view().find(epoch)
             return None if entry is None else entry_json(entry)
 
-        told = decide(peers, "find the epoch", find)
+        told = decide(peers, "find the epoch", find, by=self.reader)
         return None if told is None else entry_of(told, "the log")
 
     def _known(self, epoch: int) -> Entry:
@@ -151,18 +158,13 @@ class Ledger:
                     raise
                 return None
 
-        self.check_seen(peers)
-        deadline_secs = self.takes_secs + TAKEOVER_MARGIN_SECS
-        told = decide(peers, "take the log over", take, deadline_secs=deadline_secs)
+        told = decide(peers, "take the log over", take, deadline_secs=self.takes_secs + TAKEOVER_MARGIN_SECS)
         self.holding = None if told is None else Holding(*told)
 
     @property
     def takes_secs(self) -> float:
         """How long taking over may take, but for the margin."""
         return self.takeover_secs
-
-    def check_seen(self, peers: Peers) -> None:
-        """What all processes look at together before the log is taken; here nothing."""
 
     def _take(self) -> list[Any]:
         if self.writer is None:
@@ -240,6 +242,14 @@ class Ledger:
         """Tries that retention leaves alone, whatever it is told to keep."""
         return frozenset()
 
+    def unseen(self) -> frozenset[str]:
+        """Tries of which rank 0 does not see all files; others do."""
+        return frozenset()
+
+    def apart(self) -> Apart | None:
+        """Who writes where, if hosts write to directories of their own."""
+        return None
+
     def wait_for_room(self, peers: Peers) -> None:
         """Called before a save by all processes: returns when it may begin."""
 
@@ -259,8 +269,7 @@ class Ledger:
         self.finish_deletions()
         writer, self.writer = self.writer, None
         self.holding, self._pending_rewind, self.in_run = None, None, False
-        self.when_fenced = not_told
-        self.hurried, self.secs_left = lambda: False, lambda: None
+        self.when_fenced, self.hurried, self.secs_left = not_told, lambda: False, lambda: None
         if writer is None:
             return
         try:
@@ -289,13 +298,7 @@ class Ledger:
 
         UsageError for an epoch that lost its optimizer to retention.
         """
-        entry = self.find(peers, epoch)
-        if not entry.resumable:
-            raise UsageError(
-                f"epoch {epoch} in {self.storage.url} cannot be resumed from: retention removed a part of it "
-                f"(left: {', '.join(entry.groups)}); choose a newer one. What is left is loaded by "
-                "open_checkpoint or by name, and keep_optimizer_last says how many epochs stay whole"
-            )
+        entry = self._asked_for(peers, epoch)
         if self._proved is not None and self._proved.entry == entry:
             return self._proved
         proof = self._joint_proof(peers, entry)
@@ -305,6 +308,20 @@ class Ledger:
                 "asked for is never replaced by another: choose another one, or restore the files from a copy"
             )
         return self._target(entry, proof)
+
+    def _asked_for(self, peers: Peers, epoch: int) -> Entry:
+        entry = self.find(peers, epoch)
+        if not entry.resumable:
+            raise UsageError(
+                f"epoch {epoch} in {self.storage.url} cannot be resumed from: retention removed a part of it "
+                f"(left: {', '.join(entry.groups)}); choose a newer one. What is left is loaded by "
+                "open_checkpoint or by name, and keep_optimizer_last says how many epochs stay whole"
+            )
+        return entry
+
+    def check(self, peers: Peers, epoch: int) -> None:
+        """Raise what `prove` raises, as far as that is known before the log is taken."""
+        self.prove(peers, epoch)
 
     def newest(self, peers: Peers, say: Callable[[str], None]) -> Target:
         """The newest position of the current branch that all processes can prove.

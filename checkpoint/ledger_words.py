@@ -17,7 +17,8 @@ class Look:
     """What a log says before a run starts.
 
     `epoch`, `step` and `facts` are of the newest entry of the current branch, not proved yet, `whole` is its
-    newest whole epoch; `request` is what that branch was begun by. `notices` are for people.
+    newest whole epoch; `request` is what that branch was begun by. `rest`: some of it is still to be sent to
+    another place. `notices` are for people.
     """
 
     commits: bool = False
@@ -27,6 +28,7 @@ class Look:
     step: int = 0
     whole: int | None = None
     facts: Facts | None = None
+    rest: bool = False
     notices: tuple[str, ...] = ()
 
     @property

@@ -22,7 +22,7 @@ from torchrelay.checkpoint.reading.lasting import Lasting
 from torchrelay.checkpoint.reading.metrics import KnownMetrics
 from torchrelay.checkpoint.reading.proof import Outcome
 from torchrelay.checkpoint.storage import Storage
-from torchrelay.checkpoint.tier.notes import only_near
+from torchrelay.checkpoint.tier.notes import only_near, refuse_part
 from torchrelay.errors import StorageError, UnknownEpochError
 
 
@@ -61,9 +61,11 @@ class Pruned:
 def plan_pruning(storage: Storage, view: LogView, keeping: Keeping) -> Pruned:
     """What `prune` would do to a log as it was read; changes nothing.
 
-    Raises UnknownEpochError where nothing is committed, or no epoch has the metric of `keeping.best`;
-    StorageError where what is to stay cannot be looked at now.
+    Raises UsageError for one of several near directories that make up the epochs; UnknownEpochError where
+    nothing is committed, or no epoch has the metric of `keeping.best`; StorageError where what is to stay
+    cannot be looked at now.
     """
+    refuse_part(storage)
     if view.empty and not view.retiring:
         raise UnknownEpochError(f"nothing is committed in {storage.url}")
     keeping, doubts = _with_metrics(storage, view, keeping)

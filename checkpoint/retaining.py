@@ -83,7 +83,7 @@ class Retaining:
         keeping, doubts = self._knowing(view)
         if not (keeping.chosen(view) or keeping.chosen_optimizers(view)):
             return "; ".join(doubts)  # nothing goes, so nothing need be proved
-        unproved = self.lasting.unproved(self.ledger.storage, view)
+        unproved = self.lasting.unproved(self.ledger.storage, view, self.ledger.unseen())
         if not any(proof.outcome is Outcome.UNKNOWN for proof in unproved):
             suspects: frozenset[Key] = frozenset(proof.entry.key for proof in unproved)
             keeping.retire(writer, suspects, self.ledger.needed())

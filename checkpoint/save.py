@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
+from torchrelay.checkpoint.apart import Apart
 from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.disk.canonical import sha256
@@ -29,6 +30,7 @@ from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.headway import headway
 from torchrelay.checkpoint.ledger_words import Holding
 from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.log.record import entry_json, entry_of
 from torchrelay.checkpoint.planning.assignments import Assignment, Plan, PlannedLeaf
 from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_of
 from torchrelay.checkpoint.position import Position
@@ -75,6 +77,13 @@ class SaveJob:
     """Finds what need not be written again; None writes all."""
     writers: int = WRITERS
     """Threads that write a file."""
+    apart: Apart | None = None
+    """Hosts write to directories of their own."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process makes and gives up directories where it writes."""
+        return self.peers.rank == (0 if self.apart is None else min(self.apart.ranks))
 
     def with_rank_scope(self, names: set[str]) -> SaveJob:
         """The same, with these leaves owned by each node; this very job where they are so already."""
@@ -127,7 +136,9 @@ def carry_out(job: SaveJob, plan: Plan, clock: Clock) -> NodeStats:
         _discard(job, try_name)
         raise
     begin = time.monotonic()
-    decide(job.peers, "save: commit", lambda: _commit(job, plan, try_name, rows))
+    entry = decide(job.peers, "save: commit", lambda: _commit_and_tell(job, plan, try_name, rows))
+    if job.apart is not None:
+        job.apart.committed(entry_of(entry, "the commit"))
     if job.reuse is not None:
         job.reuse.committed(try_name)
     took = {"commit": time.monotonic() - begin}
@@ -139,7 +150,7 @@ def carry_out(job: SaveJob, plan: Plan, clock: Clock) -> NodeStats:
 
 def _discard(job: SaveJob, try_name: str) -> None:
     """Give back the space of a try that failed. Every process has reported, so nobody writes there."""
-    if job.peers.rank == 0:
+    if job.leads:
         with suppress(StorageError):
             for name in job.storage.list(try_directory(try_name)):
                 job.storage.delete(f"{try_directory(try_name)}/{name}")
@@ -159,16 +170,30 @@ def _write_stats(job: SaveJob, path: str, stats: NodeStats) -> None:
 
 
 def _make_try(job: SaveJob, plan: Plan) -> str:
-    def make() -> str:
+    def make(name: str) -> str:
         job.make_room()
-        check_room(job.storage, plan, job.position)
-        name = job.position.directory(secrets.token_hex(6))
+        check_room(job.storage, plan, job.position, None if job.apart is None else job.apart.ranks)
         job.storage.mkdir(try_directory(name))
         job.storage.sync_dir(DATA)
         job.storage.sync_dir("")
         return name
 
-    return str(decide(job.peers, "save: try", make))
+    made = str(decide(job.peers, "save: try", lambda: make(job.position.directory(secrets.token_hex(6)))))
+    if job.apart is not None:
+        _make_others(job, made, make)
+    return made
+
+
+def _make_others(job: SaveJob, made: str, make: Callable[[str], str]) -> None:
+    """The directories of hosts that do not see rank 0's."""
+    others = job.leads and job.peers.rank != 0
+    try:
+        together(job.peers, "save: try of each host", lambda: make(made) if others else None)
+    except PeerError:
+        raise
+    except Exception:
+        _discard(job, made)
+        raise
 
 
 def _write_all(job: SaveJob, plan: Plan, try_name: str, clock: Clock) -> list[list[Row] | None]:
@@ -239,6 +264,18 @@ def _check_copied(name: str, piece: memoryview, digests: bytes) -> None:
 
 def _json(leaf: Leaf) -> Any:
     return leaf.content.json if isinstance(leaf.content, Value) else None
+
+
+def _commit_and_tell(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) -> Any:
+    """Commit; returns the entry where other hosts have to know it. Rank 0 only."""
+    told: list[Entry] = []
+
+    def commit(entry: Entry) -> None:
+        job.commit(entry)
+        told.append(entry)
+
+    _commit(replace(job, commit=commit), plan, try_name, rows)
+    return None if job.apart is None else entry_json(told[0])
 
 
 def _commit(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Collection
 
 from torchrelay.checkpoint.planning.assignments import Plan
 from torchrelay.checkpoint.position import Position
@@ -15,17 +16,21 @@ OWN_FILES = 4
 """The directory of the try, its manifest, its timings, the record."""
 
 
-def check_room(storage: Storage, plan: Plan, position: Position) -> None:
+def check_room(
+    storage: Storage, plan: Plan, position: Position, nodes: Collection[int] | None = None
+) -> None:
     """Refuse a save that cannot fit: SaveFailedError with the bytes that are needed and those that are free.
 
-    Says nothing where the storage does not know, and promises nothing: others may write there meanwhile.
+    `nodes`: those that write to this storage (None: all). Says nothing where the storage does not know, and
+    promises nothing: others may write there meanwhile.
     """
     room = storage.room() if isinstance(storage, Room) else None
     if room is None:
         return
     free_bytes, free_files = room
-    files = len(plan.writers) + OWN_FILES
-    nbytes = plan.total_bytes + files * FILE_BYTES
+    files = sum(1 for node, _ in plan.writers if nodes is None or node in nodes) + OWN_FILES
+    total = plan.total_bytes if nodes is None else _bytes_of(plan, nodes)
+    nbytes = total + files * FILE_BYTES
     if nbytes > free_bytes:
         raise _full(
             f"No space left for epoch {position} in {storage.url}: it needs {nbytes} bytes, {free_bytes} are "
@@ -36,6 +41,10 @@ def check_room(storage: Storage, plan: Plan, position: Position) -> None:
             f"No space left for epoch {position} in {storage.url}: it needs {files} files, {free_files} can "
             "be made (inodes); delete files there, or keep fewer epochs (keep_last)"
         )
+
+
+def _bytes_of(plan: Plan, nodes: Collection[int]) -> int:
+    return sum(one.nbytes for node in nodes for one in plan.assignments(node) if not one.inline)
 
 
 def is_full(error: OSError) -> bool:

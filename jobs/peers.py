@@ -111,12 +111,11 @@ def _without_value(outcome: Json) -> Json:
 
 
 def decide(
-    peers: Peers, topic: str, choose: Callable[[], Json], *, deadline_secs: float | None = None
+    peers: Peers, topic: str, choose: Callable[[], Json], *, deadline_secs: float | None = None, by: int = 0
 ) -> Json:
-    """Let rank 0 run `choose` and tell everybody the outcome, or the error that it raised."""
-    return together(peers, topic, lambda: choose() if peers.rank == 0 else None, deadline_secs=deadline_secs)[
-        0
-    ]
+    """Let rank `by` run `choose` and tell everybody the outcome, or the error that it raised."""
+    told = together(peers, topic, lambda: choose() if peers.rank == by else None, deadline_secs=deadline_secs)
+    return told[by]
 
 
 def error_of(name: str, message: str, rank: int) -> RelayError:

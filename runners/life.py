@@ -160,7 +160,7 @@ class Life:
             self.saver.settle(self.session)
             if self.run_directory is not None:
                 self.saver.secure(self.session, Position(self.state.epoch), self._facts(verdict))
-            self.saver.finish(self.session)
+        self.saver.finish(self.session)  # also what an earlier start has not sent
         run_tail(self)
         return self._finish(verdict)
 

@@ -63,7 +63,7 @@ def look_and_choose(life: Life) -> Choice:
     # Rank 0 chooses for all: which process began a branch is known by rank 0's identity alone.
     choice = Choice(**decide(peers, "choose", lambda: asdict(choose(wish, past))))
     if choice.epoch is not None:
-        manager.engine.ledger.prove(peers, choice.epoch)
+        manager.engine.ledger.check(peers, choice.epoch)
     return choice
 
 
@@ -75,7 +75,7 @@ def request_of(choice: Choice) -> dict[str, Any]:
 def finished_already(life: Life, choice: Choice) -> RunResult | None:
     """The result of a run whose epochs are over and whose tail is done; None when work is left."""
     look, run = life.look, life.run_directory
-    if choice.start != "newest" or look.facts is None or look.epoch is None:
+    if look.rest or choice.start != "newest" or look.facts is None or look.epoch is None:
         return None
     verdict = over_by_facts(life.job, look.facts, look.epoch, inside=look.step > 0)
     if not verdict.stop or not life.journal.tail_done(look.branch, look.epoch):

@@ -50,7 +50,7 @@ def delete_retired(writer: LogWriter) -> tuple[Retirement, ...]:
     """Finish the deletion of everything that the log lists as retired."""
     retiring = writer.undeleted
     for one in retiring:
-        _delete_try(writer.storage, one)
+        delete_try(writer.storage, one)
     if retiring:
         writer.storage.sync_dir(DATA)
         writer.forget(retiring)
@@ -71,7 +71,7 @@ def delete_orphans(writer: LogWriter) -> tuple[str, ...]:
     failed: dict[str, StorageError] = {}
     for name in orphans:
         try:
-            _delete_try(writer.storage, Retirement(name))
+            delete_try(writer.storage, Retirement(name))
         except StorageError as error:  # one that cannot go must not keep the others
             failed[name] = error
     if orphans:
@@ -99,7 +99,8 @@ def files_of(storage: Storage, one: Retirement) -> tuple[str, ...]:
     )
 
 
-def _delete_try(storage: Storage, one: Retirement) -> None:
+def delete_try(storage: Storage, one: Retirement) -> None:
+    """Delete the files of a retirement. Raises StorageError."""
     for path in files_of(storage, one):
         storage.delete(path)
     if one.groups is None:

@@ -27,14 +27,19 @@ class Lasting:
         self._nodes: int | None = None
         """How many nodes the last epoch had that was looked at."""
 
-    def unproved(self, storage: Storage, view: LogView) -> tuple[Proof, ...]:
+    def unproved(
+        self, storage: Storage, view: LogView, unseen: frozenset[str] = frozenset()
+    ) -> tuple[Proof, ...]:
         """Of the positions that a job may resume from the newest that are not proved, up to one that is.
 
+        `unseen` are tries of which not all files are to be seen from here; nothing is said of them.
         Up to one that cannot be read, too, which is then the last: a storage that is away may keep each look
         waiting for minutes, and the other processes with it.
         """
         found: list[Proof] = []
         for entry in view.candidates(boundary=True):
+            if entry.try_name in unseen:
+                continue
             proof = self._look(storage, entry)
             if proof.proved:
                 break

@@ -16,6 +16,7 @@ from torchrelay.checkpoint.log.sweep import delete_orphans, delete_retired
 from torchrelay.checkpoint.repair.bases import restore
 from torchrelay.checkpoint.repair.inventory import Finding, Inventory, take_inventory
 from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.tier.notes import refuse_part
 
 _OWN_FILES = ("temporary", "unused base")
 
@@ -57,6 +58,7 @@ def repair(storage: Storage, *, delete: bool = False, patience_secs: float = PAT
 
 def _as_owner(storage: Storage, found: Inventory, *, delete: bool, patience_secs: float) -> None:
     """The takeover and the release write the hint and the counter anew."""
+    refuse_part(storage)
     job = read_job(storage)
     writer = LogWriter.take(storage, job.name if job else None, patience_secs=patience_secs)
     try:

@@ -12,6 +12,7 @@ from typing import Any
 from torchrelay.checkpoint.disk.sealed import LIMIT_BYTES, seal, unseal
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.storage import Storage
+from torchrelay.errors import UsageError
 
 Json = Any
 PATH = "tier.json"
@@ -22,12 +23,16 @@ class Notes:
     """`far`: where it is. `holder`: the nonce of our writer of its log. `replicated`: tries that it has.
 
     `sent`: files of tries that are under way, complete and durable there: size and SHA-256 by path.
+    `generation`: that of the far log when this near log was taken with it the last time. `part`: another
+    place has the near log of the run since then, and what lies here is not all of any epoch.
     """
 
     far: str = ""
     holder: str | None = None
     replicated: frozenset[str] = frozenset()
     sent: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    generation: int = -1
+    part: bool = False
 
     def made(self, far: LogView) -> bool:
         """Whether the far log was last taken over from this near place."""
@@ -44,9 +49,21 @@ def read_notes(near: Storage) -> Notes | None:
             holder if isinstance(holder, str) else None,
             frozenset(str(name) for name in told["replicated"]),
             {str(path): (int(size), str(digest)) for path, (size, digest) in told["sent"].items()},
+            int(told.get("generation", -1)),
+            told.get("part") is True,
         )
     except (OSError, LookupError, TypeError, ValueError, AttributeError):
         return None
+
+
+def refuse_part(near: Storage) -> None:
+    """Refuse to decide by a near directory that has files of some hosts' ranks only (UsageError)."""
+    notes = read_notes(near)
+    if notes is not None and notes.part:
+        raise UsageError(
+            f"{near.url} has a part of the epochs of {notes.far} only, and their log is on another host: "
+            "do this there, or at the far place"
+        )
 
 
 def only_near(near: Storage, view: LogView) -> frozenset[str]:
@@ -64,5 +81,12 @@ def only_near(near: Storage, view: LogView) -> frozenset[str]:
 def write_notes(near: Storage, notes: Notes) -> None:
     """Replace the note. Raises StorageError."""
     sent = {path: list(one) for path, one in notes.sent.items()}
-    told = {"far": notes.far, "holder": notes.holder, "replicated": sorted(notes.replicated), "sent": sent}
+    told = {
+        "far": notes.far,
+        "holder": notes.holder,
+        "replicated": sorted(notes.replicated),
+        "sent": sent,
+        "generation": notes.generation,
+        "part": notes.part,
+    }
     near.replace(PATH, seal("tier", told))

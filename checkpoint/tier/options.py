@@ -16,8 +16,8 @@ class Tier:
 
     Saves are written to `near`, and acknowledged as `local`: they survive the death of the processes, not
     the loss of that disk. Behind the training they are sent to the place of the checkpoints, oldest first,
-    and are `replicated` once its log has them. All ranks must see the same `near` directory: several
-    hosts need one that they share.
+    and are `replicated` once its log has them. Hosts share the `near` directory, or have one each on disks of
+    their own: then what is `local` needs all of these disks.
 
     `lag`: how many saved positions may be `local` only. A save beyond that waits at its boundary until one is
     replicated, and fails after `patience_secs` without; a save before a run leaves early does not wait.

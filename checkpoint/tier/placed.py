@@ -9,8 +9,8 @@ from torchrelay.checkpoint.ledger import Ledger
 from torchrelay.checkpoint.log.keeping import Keeping
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.storage_places import storage_of
+from torchrelay.checkpoint.tier.hosts_ledger import HostsLedger
 from torchrelay.checkpoint.tier.options import Tier, check_tier
-from torchrelay.checkpoint.tier.tier_ledger import TierLedger
 from torchrelay.checkpoint.tier.tier_storage import TierStorage
 
 
@@ -25,4 +25,4 @@ def placed(
     if check_tier(tier) is None or tier is None:
         return place, Ledger(place, takeover_secs)
     storage = TierStorage(tier.directory, place)
-    return storage, TierLedger(storage, tier, keeping, takeover_secs)
+    return storage, HostsLedger(storage, tier, keeping, takeover_secs)

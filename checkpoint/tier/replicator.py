@@ -6,8 +6,6 @@ epoch that it lacks. A step that fails is kept for people, and tried again; bein
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -22,28 +20,48 @@ from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.log.record import entry_json
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.reading.proof import Outcome, prove
-from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.tier import histories
+from torchrelay.checkpoint.tier.among import LostPartError, Others, damage_of, send_among
+from torchrelay.checkpoint.tier.in_thread import (
+    FIRST_PAUSE_SECS,
+    LONGEST_PAUSE_SECS,
+    STOP_SECS,
+    yield_to_training,
+)
 from torchrelay.checkpoint.tier.notes import Notes, read_notes, write_notes
 from torchrelay.checkpoint.tier.options import Tier
+from torchrelay.checkpoint.tier.parts import Part, delete_parts, part_path, read_part
 from torchrelay.checkpoint.tier.sending import Sending, StoppedError
+from torchrelay.checkpoint.tier.tier_storage import TierStorage
 from torchrelay.errors import DamagedError, FencedError, StorageError
 
 Json = Any
-FIRST_PAUSE_SECS, LONGEST_PAUSE_SECS = 0.5, 60.0
-_NICE = 10
-STOP_SECS = 30.0
-"""How long the end of a run waits for a call that is under way when nothing more is to be sent."""
+FIRST_LOOK_SECS, LONGEST_LOOK_SECS = 0.05, 2.0
+"""How long is waited before it is asked again what other hosts have sent."""
 Retain = Callable[[LogWriter], str]
 """Lets old epochs go at the far place, at once; returns doubts, for people."""
 
 
 class Replicator:
-    """`near` alone is read; both writers are ours. Begins to work with `start`."""
+    """The near files of `storage` are sent; both writers are ours. Begins to work with `start`.
 
-    def __init__(self, tier: Tier, near: Storage, writer: LogWriter, far: LogWriter, retain: Retain) -> None:
-        self._tier, self._near, self._writer, self._far, self._retain = tier, near, writer, far, retain
-        noted = read_notes(near)
+    `others`: what lies in the near directories of other hosts is sent by these.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        storage: TierStorage,
+        writer: LogWriter,
+        far: LogWriter,
+        retain: Retain,
+        others: Others | None = None,
+    ) -> None:
+        self._tier, self._storage, self._near = tier, storage, storage.near
+        self._writer, self._far, self._retain, self._others = writer, far, retain, others
+        self.moved = 0
+        """Bytes sent by now."""
+        noted = read_notes(self._near)
         mine = noted is not None and noted.far == far.storage.url
         self._notes = noted if noted is not None and mine else Notes(far.storage.url)
         self._changed = threading.Condition()
@@ -132,7 +150,7 @@ class Replicator:
     # In the thread
 
     def _run(self) -> None:
-        _yield_to_training()
+        yield_to_training()
         pause = 0.0
         while self._is_wanted(pause):
             try:
@@ -179,13 +197,40 @@ class Replicator:
     def _replicate(self, entry: Entry) -> None:
         try:
             with headway(f"replicating epoch {entry.position}"):
-                self._sending().send(entry, self._far.view.state.tries)
+                if not self._send(entry):
+                    return
         except (OSError, DamagedError) as error:
             if self._writer.view.entry(entry.key) is None:
                 return  # a whole epoch has taken the place of this position meanwhile
             self._judge(entry, error)
             return
         self._commit(entry)
+
+    def _send(self, entry: Entry) -> bool:
+        """False where the epoch is not wanted any more."""
+        kept = self._far.view.state.tries
+        if self._others is not None:
+            return send_among(self._sending(), entry, kept, lambda: self._gathered(entry))
+        self._sending().send(entry, kept)
+        return True
+
+    def _gathered(self, entry: Entry) -> Mapping[int, Part] | None:
+        """What the leaders of the other places tell of an epoch, waited for as long as it is wanted."""
+        others, found, pause = self._others or Others("", ()), dict[int, Part](), FIRST_LOOK_SECS
+        while True:
+            for leader in others.leaders:
+                if leader not in found:
+                    part = read_part(self._far.storage, part_path(entry.try_name, others.run, leader))
+                    if part is not None:
+                        found[leader] = part
+            if len(found) == len(others.leaders):
+                return found
+            self._check_going_on()
+            if entry not in self.pending:
+                return None
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopping, pause)
+            pause = min(1.5 * pause, LONGEST_LOOK_SECS)
 
     def _commit(self, entry: Entry) -> None:
         def change(state: State) -> tuple[State, Mapping[str, Json]] | None:
@@ -197,6 +242,8 @@ class Replicator:
             self._replicated.append(entry.position)
             self._changed.notify_all()
         self._notes = replace(self._notes, sent={})
+        if self._others is not None:
+            delete_parts(self._far.storage, entry.try_name, self._others.run, self._others.leaders)
         doubts = ""
         try:
             doubts = self._retain(self._far)
@@ -207,22 +254,42 @@ class Replicator:
             self._fail(f"old epochs could not be deleted in {self._far.storage.url}: {doubts}", whole=True)
 
     def _judge(self, entry: Entry, error: Exception) -> None:
-        """An epoch whose near files are damaged is never sent; all else is tried again."""
-        if isinstance(error, DamagedError):
-            proof = prove(self._near, entry, level="full")
-            if proof.outcome is Outcome.DAMAGED:
-                self._writer.quarantine(entry.key, proof.reason)
-                self._fail(
-                    f"epoch {entry.position} is damaged and is not replicated: {proof.reason}", whole=True
-                )
-                return
-        raise error
+        """An epoch that is damaged near, or lacks files, is never sent; all else is tried again."""
+        if isinstance(error, LostPartError):
+            reason: str | None = str(error)
+        elif isinstance(error, DamagedError):
+            reason = self._damage(entry)
+        else:
+            raise error
+        if reason is None:
+            raise error
+        self._writer.quarantine(entry.key, reason)
+        what = "is given up" if isinstance(error, LostPartError) else "is damaged and is not replicated"
+        self._fail(f"epoch {entry.position} {what}: {reason}", whole=True)
+
+    def _damage(self, entry: Entry) -> str | None:
+        """Of what this place has; what it lacks may lie at the far place, or with another host."""
+        if self._others is not None:
+            return damage_of(self._near, entry)
+        proof = prove(self._storage, entry, level="full")
+        return proof.reason if proof.outcome is Outcome.DAMAGED else None
 
     def _sending(self) -> Sending:
         check, ask = self._check_going_on, self._far.ask
         return Sending(
-            self._near, self._far.storage, self._tier.uploads, check, ask, self._is_sent, self._sent
+            self._near,
+            self._far.storage,
+            self._tier.uploads,
+            check,
+            ask,
+            self._is_sent,
+            self._sent,
+            self._count,
+            lambda try_name: try_name in self._far.view.state.tries,
         )
+
+    def _count(self, nbytes: int) -> None:
+        self.moved += nbytes
 
     def _check_going_on(self) -> None:
         if self._stopping:
@@ -244,6 +311,8 @@ class Replicator:
             self._notes,
             holder=_holder(far),
             replicated=frozenset(entry.try_name for entry in far.entries),
+            generation=self._far.generation,
+            part=False,
         )
         with suppress(StorageError):
             write_notes(self._near, self._notes)
@@ -260,13 +329,6 @@ class Replicator:
     def _tell_waiting(self) -> None:
         with self._changed:
             self._changed.notify_all()
-
-
-def _yield_to_training() -> None:
-    """From now on this thread, and those that it starts, come after others; Linux alone can say so of one."""
-    if sys.platform == "linux":
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def _holder(view: LogView) -> str | None:

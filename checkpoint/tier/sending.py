@@ -4,12 +4,13 @@
     manifest   of its own try, when all of its shards are durable
     proof      of the whole, at the far place: only then may the far log name it
 
-Whatever interrupts this leaves files there that no record names.
+Whatever interrupts this leaves files there that no record names. Where hosts have near directories of their
+own each sends what lies in its one, and the manifest goes first, to tell the others what to send (`among`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -52,6 +53,10 @@ class Sending:
     ask: Callable[[], None]
     is_sent: Callable[[str, int, str], bool]
     note_sent: Callable[[str, int, str], None]
+    moved: Callable[[int], object] = lambda nbytes: None
+    """Called with the bytes of each piece that went."""
+    named: Callable[[str], bool] = lambda try_name: False
+    """Asked before a file is deleted: whether the far log needs that try meanwhile."""
 
     def send(self, entry: Entry, kept: frozenset[str]) -> None:
         """Send what the far place lacks of an epoch; of `kept` tries, which its log needs, no file goes.
@@ -61,31 +66,51 @@ class Sending:
         """
         manifest = manifest_disk.read(self.near, entry)
         own = entry.try_name
-        tries = {own, *(manifest.tries[row.source] for row in manifest.shards)}
-        for name in sorted(tries):
+        self.make_directories(manifest)
+        self.send_shards(manifest, manifest.shards, kept)
+        self.send_manifest(entry)
+        self.send_stats(own)
+        self.sync_directories(manifest)
+        self.prove(entry)
+
+    def make_directories(self, manifest: Manifest) -> None:
+        """Those of all tries that an epoch needs."""
+        for name in _tries(manifest):
             self.far.mkdir(try_directory(name))
-        self._send_shards(manifest, kept)
-        self._send_small(
-            manifest_path(own), self.near.read_range(manifest_path(own), 0, entry.manifest_bytes)
-        )
-        self._send_stats(own)
-        for name in sorted(tries):
+
+    def sync_directories(self, manifest: Manifest) -> None:
+        """Make the names of what was sent durable."""
+        for name in _tries(manifest):
             self.far.sync_dir(try_directory(name))
         self.far.sync_dir(DATA)
+
+    def prove(self, entry: Entry) -> None:
+        """Raise StorageError unless the far place alone proves the epoch."""
         self.check()
         proof = prove(self.far, entry)
         if not proof.proved:
             raise StorageError(f"{self.far.url} has not got what it was sent: {proof.told}")
 
-    def _send_shards(self, manifest: Manifest, kept: frozenset[str]) -> None:
+    def send_shards(self, manifest: Manifest, rows: Sequence[ShardRow], kept: frozenset[str]) -> None:
+        """Send these files of an epoch, but for those that `kept` tries have there."""
+
         def some(rows: Iterator[ShardRow]) -> None:
             for row in rows:
-                path, needed = shard_path(manifest, row), manifest.tries[row.source] in kept
-                if not (needed and self.far.stat(path) is not None):
-                    self._send_shard(path, row)
+                if not self.has_kept(manifest, row, kept):
+                    self._send_shard(shard_path(manifest, row), row)
 
-        threads = min(self.uploads, max(1, len(manifest.shards)))
-        share(some, manifest.shards, threads, name="torchrelay upload")
+        threads = min(self.uploads, max(1, len(rows)))
+        share(some, rows, threads, name="torchrelay upload")
+
+    def has_kept(self, manifest: Manifest, row: ShardRow, kept: frozenset[str]) -> bool:
+        """Whether a file is one of a `kept` try, and there."""
+        needed = manifest.tries[row.source] in kept
+        return needed and self.far.stat(shard_path(manifest, row)) is not None
+
+    def send_manifest(self, entry: Entry) -> None:
+        """Send the manifest, which nobody trusts before a record names it."""
+        path = manifest_path(entry.try_name)
+        self._send_small(path, self.near.read_range(path, 0, entry.manifest_bytes))
 
     def _send_shard(self, path: str, row: ShardRow) -> None:
         if self._lies_there(path, row.nbytes, row.header_sha256):
@@ -103,6 +128,7 @@ class Sending:
                 self.check()
                 handle.write_at(offset, window)
                 done += len(window)
+                self.moved(len(window))
             if done != row.nbytes or sha256(start) != row.header_sha256:
                 raise StorageError(f"{self.near.url}/{path} changed while it was read: it is sent again")
 
@@ -114,7 +140,7 @@ class Sending:
             self._create(path, lambda handle: handle.write_at(0, memoryview(data)))
             self.note_sent(path, len(data), sha256(data))
 
-    def _send_stats(self, try_name: str) -> None:
+    def send_stats(self, try_name: str) -> None:
         """Times are no part of the epoch."""
         with suppress(OSError):
             path = stats_path(try_name)
@@ -128,6 +154,8 @@ class Sending:
             return True
         if found is not None:
             self.ask()
+            if self.named(path.split("/")[1]):
+                return True
             self.far.delete(path)
         return False
 
@@ -138,6 +166,10 @@ class Sending:
             handle.sync_file()
         finally:
             handle.close()
+
+
+def _tries(manifest: Manifest) -> list[str]:
+    return sorted({manifest.tries[0], *(manifest.tries[row.source] for row in manifest.shards)})
 
 
 def _windows(header: ShardHeader) -> Iterator[tuple[int, memoryview]]:

@@ -1,15 +1,13 @@
 """The log of a run with a near place: the near log tells the run, the far one follows it.
 
 A start takes both over, the far one first, and reconciles them: where the near log is ahead it goes on, else
-it adopts what the far one says. Only rank 0 touches either.
+it adopts what the far one says. Only rank 0 touches either, and here all ranks see its near directory.
 """
 
 from __future__ import annotations
 
-import secrets
 import time
 import warnings
-from contextlib import suppress
 from typing import Any
 
 from torchrelay.checkpoint.exclusion import check_exclusion
@@ -26,14 +24,14 @@ from torchrelay.checkpoint.prove_together import JointProof, prove_together
 from torchrelay.checkpoint.reading.proof import Level, Outcome
 from torchrelay.checkpoint.retaining import Retaining
 from torchrelay.checkpoint.tier import histories
+from torchrelay.checkpoint.tier.among import Others
 from torchrelay.checkpoint.tier.notes import Notes, read_notes
 from torchrelay.checkpoint.tier.options import Tier
 from torchrelay.checkpoint.tier.replicator import Replicator
 from torchrelay.checkpoint.tier.tier_storage import TierStorage
-from torchrelay.errors import FencedError, RelayError, SaveFailedError, UsageError
+from torchrelay.errors import FencedError, RelayError, SaveFailedError
 from torchrelay.jobs.peers import Peers, together
 
-SEEN_WITHIN_SECS = 10.0
 TURN_SECS = 2.0
 """How long is waited until the processes ask each other whether one of them has to leave."""
 RESERVE_SECS = 5.0
@@ -70,7 +68,18 @@ class TierLedger(Ledger):
         same_job(self.storage.near, self.storage.far)
         near = open_log(self.storage.near, self.job_name)
         far = open_log(self.storage.far, self.job_name)
-        return near if histories.is_ahead(near, far, untouched=self._notes().made(far)) else far
+        return near if self._is_ahead(near, far, untouched=self._notes().made(far)) else far
+
+    def _looked(self, view: LogView) -> dict[str, Any]:
+        far = open_log(self.storage.far, self.job_name)
+        return {**super()._looked(view), "rest": bool(histories.to_send(view, far))}
+
+    def _is_ahead(self, near: LogView, far: LogView, *, untouched: bool) -> bool:
+        """Whether the near log tells the run; one that another host's has replaced since does not."""
+        noted = read_notes(self.storage.near)
+        if noted is not None and noted.part:
+            return False
+        return histories.is_ahead(near, far, untouched=untouched)
 
     def _notes(self) -> Notes:
         notes = read_notes(self.storage.near)
@@ -82,31 +91,6 @@ class TierLedger(Ledger):
     def takes_secs(self) -> float:
         """Two logs are taken over, one after the other."""
         return 2 * self.takeover_secs
-
-    def check_seen(self, peers: Peers) -> None:
-        """Raise UsageError where a process does not see rank 0's near directory."""
-        if peers.size == 1:
-            return
-        probe = f".probe-{peers.exchange('near directory', secrets.token_hex(8))[0]}"
-
-        def write() -> None:
-            if peers.rank == 0:
-                self.storage.mkdir("")
-                self.storage.replace(probe, b"seen\n")
-
-        together(peers, "write to the near directory", write)
-        try:
-            seen = peers.exchange("near directory seen", _appears(self.storage, probe))
-        finally:
-            if peers.rank == 0:
-                with suppress(RelayError):
-                    self.storage.delete(probe)
-        blind = [str(rank) for rank, sees in enumerate(seen) if not sees]
-        if blind:
-            raise UsageError(
-                f"the near directory {self.storage.url} is not the one that rank {', '.join(blind)} sees: "
-                "a tier needs one that all ranks share; on several hosts without one leave the tier out"
-            )
 
     def _taken(self) -> LogWriter:
         """Take the far log, then the near one, and make one history of them."""
@@ -125,15 +109,20 @@ class TierLedger(Ledger):
                 writer.close()
                 raise
         except BaseException:
-            _let_go(far_writer)
+            let_go(far_writer)
             raise
         self._far_writer = far_writer
         far_ledger = Ledger(far, self.takeover_secs)
         far_ledger.writer = far_writer
         retaining = Retaining(far_ledger, self.keeping)
-        self.replicator = Replicator(self.tier, near, writer, far_writer, retaining.at_once)
+        others = self._others(far_writer.nonce)
+        self.replicator = Replicator(self.tier, self.storage, writer, far_writer, retaining.at_once, others)
         self.replicator.start()
         return writer
+
+    def _others(self, run: str) -> Others | None:
+        """Who sends what lies in other near directories."""
+        return None
 
     def _take_one(self, storage: Any) -> LogWriter:
         return LogWriter.take(
@@ -142,7 +131,7 @@ class TierLedger(Ledger):
 
     def _reconcile(self, writer: LogWriter, far_writer: LogWriter, *, untouched: bool) -> None:
         near, far = writer.view, far_writer.view
-        if histories.is_ahead(near, far, untouched=untouched):
+        if self._is_ahead(near, far, untouched=untouched):
             return
 
         def adopt(state: State) -> tuple[State, dict[str, Any]]:
@@ -266,14 +255,18 @@ class TierLedger(Ledger):
 
     def close(self) -> None:
         """Stop sending, and release both logs."""
+        self._stop_sending()
+        super().close()
+
+    def _stop_sending(self) -> None:
+        """End the thread, and release the far log."""
         replicator, self.replicator = self.replicator, None
         far_writer, self._far_writer = self._far_writer, None
         stopped = replicator is None or replicator.stop()
         if far_writer is not None and stopped:
-            _let_go(far_writer)
+            let_go(far_writer)
         elif far_writer is not None:
             far_writer.close()  # a call may still return: nobody may think that all is done
-        super().close()
 
     # Proving
 
@@ -301,17 +294,8 @@ class TierLedger(Ledger):
         return second if second.outcome is Outcome.UNKNOWN else proof
 
 
-def _appears(storage: TierStorage, probe: str) -> bool:
-    """Whether the file is seen in time; listing refreshes what a network file system remembers."""
-    deadline = time.monotonic() + SEEN_WITHIN_SECS
-    while probe not in storage.list(""):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
-def _let_go(writer: LogWriter) -> None:
+def let_go(writer: LogWriter) -> None:
+    """Release a log; warns where that fails."""
     try:
         writer.release()
     except FencedError:

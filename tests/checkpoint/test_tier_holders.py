@@ -1,4 +1,4 @@
-"""Who may use a near place and its far one: one job, all of whose ranks see the same directory."""
+"""Who may use a near place and its far one: one job, and who of its ranks sees which directory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log import log_writer
 from torchrelay.checkpoint.log.keeping import KEEP_ALL
 from torchrelay.checkpoint.log.log_writer import LogWriter
-from torchrelay.checkpoint.tier import tier_ledger
-from torchrelay.checkpoint.tier.tier_ledger import TierLedger
+from torchrelay.checkpoint.tier import places
+from torchrelay.checkpoint.tier.hosts_ledger import HostsLedger
 from torchrelay.checkpoint.tier.tier_storage import TierStorage
 from torchrelay.errors import FencedError, UsageError
 
@@ -34,18 +34,18 @@ def far(tmp_path: Path) -> Path:
 def test_fenced_by_another(near: Path, far: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another job that takes the far log fences the run, which learns of it and sends nothing more."""
     told: list[FencedError] = []
-    places = Places(near, far, when_fenced=told.append)
-    places.save(0, 0)
-    places.replicate()
+    start = Places(near, far, when_fenced=told.append)
+    start.save(0, 0)
+    start.replicate()
     monkeypatch.setattr(log_writer, "_LIVE", weakref.WeakValueDictionary())  # as in another process
     other = LogWriter.take(LocalStorage(far), "test", patience_secs=0.0)
-    places.save(1, 1)
-    until(lambda: places.replicator._fenced is not None and told)
+    start.save(1, 1)
+    until(lambda: start.replicator._fenced is not None and told)
     with pytest.raises(FencedError, match="was taken over"):
-        places.ledger.wait_for_room(places.peers)
+        start.ledger.wait_for_room(start.peers)
     with pytest.raises(FencedError):
-        places.ledger.drain(places.peers)
-    places.crash()
+        start.ledger.drain(start.peers)
+    start.crash()
     other.release()
     assert len(told) == 1  # by the counter's thread, which would end a run that saves nothing
     assert numbers_in(far) == {"0": 0} and numbers_in(near) == {"0": 0, "1": 1}
@@ -59,17 +59,17 @@ def test_two_jobs_never_share_a_place(near: Path, far: Path, tmp_path: Path) -> 
         Places(near, tmp_path / "far2")
 
 
-def test_every_rank_must_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A near directory that is another one on another host is refused before anything is written."""
-    monkeypatch.setattr(tier_ledger, "SEEN_WITHIN_SECS", 0.0)
+def test_ranks_of_a_place_see_the_same_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Directories that are others, though the systems tell that they are one, are refused."""
+    monkeypatch.setattr(places, "SEEN_WITHIN_SECS", 0.0)
+    monkeypatch.setattr(places, "_key", lambda directory: "the same")
     meeting, errors = Meeting(2), dict[int, str]()
 
     def rank(number: int) -> None:
         storage = TierStorage(tmp_path / f"host{number}", LocalStorage(tmp_path / "far"))
-        storage.mkdir("")
-        ledger = TierLedger(storage, Tier(tmp_path / f"host{number}"), KEEP_ALL, 0.0)
+        ledger = HostsLedger(storage, Tier(tmp_path / f"host{number}"), KEEP_ALL, 0.0)
         try:
-            ledger.check_seen(PairedPeers(number, 2, meeting))  # type: ignore[arg-type]
+            ledger.open(PairedPeers(number, 2, meeting))  # type: ignore[arg-type]
         except UsageError as error:
             errors[number] = str(error)
 
@@ -79,3 +79,21 @@ def test_every_rank_must_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for thread in threads:
         thread.join(WAIT_SECS)
     assert len(errors) == 2 and all("is not the one that rank 1 sees" in one for one in errors.values())
+    assert not list(tmp_path.rglob(".probe*"))
+
+
+@pytest.mark.parametrize(
+    ("views", "leader_of", "blind"),
+    [
+        ([(0,), (0,)], [0, 0], []),
+        ([(0,), (1,)], [0, 1], []),
+        ([(0, 1), (0, 1)], [0, 1], []),
+        ([(0, 1), (1,)], [0, 1], [0]),
+        ([(0,), ()], [0, 0], [1]),
+        ([(0, 2), (0, 2), (0, 2), (3,)], [0, 0, 2, 3], []),
+    ],
+)
+def test_who_sees_what(views: list[tuple[int, ...]], leader_of: list[int], blind: list[int]) -> None:
+    """All must see their leader, and those whom they see must see the same."""
+    sights = [places.sight_of(view, leader) for view, leader in zip(views, leader_of, strict=True)]
+    assert places.blind_ranks(sights, sorted(set(leader_of))) == blind

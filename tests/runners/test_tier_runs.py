@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,8 @@ from torchrelay import (
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.tier.notes import PATH
-from torchrelay.errors import UsageError
+from torchrelay.checkpoint.tier.sending import Sending
+from torchrelay.errors import StorageError, UsageError
 from torchrelay.runners.commands.command_line import main
 
 
@@ -85,6 +87,24 @@ def test_what_is_replicated_is_shown(tmp_path: Path, capsys: pytest.CaptureFixtu
     (near / PATH).unlink()
     main(["ls", str(near), "--json"])
     assert "replicated" not in capsys.readouterr().out
+
+
+def test_a_finished_run_sends_its_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that ended before all of it was sent does so when it is started again, and trains nothing."""
+    run, near = tmp_path / "run", tmp_path / "near"
+
+    def away(*_: object) -> None:
+        raise StorageError("away")
+
+    with monkeypatch.context() as patched, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        patched.setattr(Sending, "_create", away)
+        JobRunner(job(2), run, tier=Tier(near, lag=9, drain_secs=0.0), code=False).train()
+    assert any("the next start with this directory" in str(one.message) for one in told)
+    assert open_log(LocalStorage(run / "checkpoints")).epochs() == ()
+    assert runner(2, run, near).train() == 2
+    assert open_log(LocalStorage(run / "checkpoints")).epochs() == (0, 1, 2)
+    assert runner(2, run, near).train() == 2
 
 
 @pytest.mark.parametrize("single", [False, True])

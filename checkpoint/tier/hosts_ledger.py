@@ -1,0 +1,363 @@
+"""The log of a run whose hosts may have near directories of their own, each a *place* (`places`).
+
+With one place it is a `TierLedger`. With several a start first sends what is near only, each leader the files
+of its place, so that afterwards every rank reads each file near or far; rank 0 then holds both logs as ever.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torchrelay.checkpoint.apart import Apart
+from torchrelay.checkpoint.disk import manifest_disk
+from torchrelay.checkpoint.ledger_words import Look, Target
+from torchrelay.checkpoint.log.job_file import share_job
+from torchrelay.checkpoint.log.live import Entry, Retirement, State
+from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.log.record import entry_json, entry_of
+from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.prove_together import FULL_PROOF_SECS, JointProof, prove_together
+from torchrelay.checkpoint.reading.proof import Level, Outcome
+from torchrelay.checkpoint.tier import claims, near_files
+from torchrelay.checkpoint.tier.among import Others, damage_in
+from torchrelay.checkpoint.tier.part_sender import PartSender
+from torchrelay.checkpoint.tier.places import Places, guessed, seen
+from torchrelay.checkpoint.tier.tier_ledger import TierLedger, let_go
+from torchrelay.errors import DamagedError, StorageError
+from torchrelay.jobs.peers import Peers, decide, together
+
+Json = Any
+TURN_SECS = 0.5
+"""How long rank 0 waits for what is sent at a start until all tell how far they are."""
+
+
+class HostsLedger(TierLedger):
+    """See the module."""
+
+    _places: Places | None = None
+    """As `open` found them."""
+    _guess: Places | None = None
+    """As far as they are known without a write."""
+    _reader = 0
+    _sender: PartSender | None = None
+    """On leaders but rank 0, while the log is ours."""
+    _state: State | None = None
+    """On rank 0: what the leaders know of the log."""
+    _sent_before: Sequence[Position] = ()
+    _left_over: tuple[Retirement, ...] = ()
+    """On leaders: what earlier starts left."""
+
+    @property
+    def places(self) -> Places:
+        """Which ranks see the same near directory."""
+        return self._places or self._guess or Places()
+
+    # Looking
+
+    @property
+    def reader(self) -> int:
+        """Before the log is taken that of the near log which counts; it may be on any host."""
+        return self._reader if self.holding is None else 0
+
+    def look(self, peers: Peers, *, tolerant: bool = False) -> Look:
+        """As `TierLedger`; what the near log that counts says, wherever it is."""
+        self._survey(peers)
+        return super().look(peers)
+
+    def find(self, peers: Peers, epoch: int) -> Entry:
+        """As `Ledger`."""
+        self._know(peers)
+        return super().find(peers, epoch)
+
+    def find_or_none(self, peers: Peers, epoch: int) -> Entry | None:
+        """As `Ledger`."""
+        self._know(peers)
+        return super().find_or_none(peers, epoch)
+
+    def check(self, peers: Peers, epoch: int) -> None:
+        """An epoch that lies on several hosts is proved when it was sent: after the log was taken."""
+        self._know(peers)
+        if self.places.many:
+            self._asked_for(peers, epoch)
+        else:
+            super().check(peers, epoch)
+
+    def _know(self, peers: Peers) -> None:
+        if self._places is None and self._guess is None:
+            self._survey(peers)
+
+    def _survey(self, peers: Peers) -> list[claims.Claim]:
+        """Find out which near log counts; its claim comes first, then others with something of their own."""
+        if self._places is None:
+            self._guess = guessed(peers, self.storage.root)
+        self._reader = 0
+        if not self.places.many:
+            return []
+        found = [claims.claim_of(row) for row in together(peers, "near logs", self._claim) if row is not None]
+        counts = claims.teller(found)
+        self._reader = 0 if counts is None else counts.rank
+        return [*([] if counts is None else [counts]), *claims.given_up(found, counts)]
+
+    def _claim(self) -> list[Json] | None:
+        if not self.places.leads:
+            return None
+        found = claims.claim(self.storage, self.job_name, self.places.rank)
+        return None if found is None else found.row()
+
+    # Holding
+
+    def open(self, peers: Peers, *, tolerant: bool = False) -> None:
+        """Take the logs over; with several places all that is near only is sent before this returns.
+
+        Raises also UsageError for a near directory of another job, StorageError where something could not be
+        sent within `patience_secs` of which nothing moved.
+        """
+        self._places = seen(peers, self.storage, self.storage.root)
+        found = self._survey(peers)
+        if not self.places.many:
+            super().open(peers)
+            return
+        counts = [one for one in found if one.rank == self._reader and one.ahead]
+        for other in found[len(counts) :]:
+            self._warn_given_up(peers, other)
+        if counts and counts[0].rank != 0 and counts[0].sends:
+            self._send_from(peers, counts[0].rank)
+        super().open(peers)
+        self._begin(peers, 0)
+        self._all_sent(peers, 0)
+        if self._sender is not None:
+            self._sender.give_way()
+
+    def _warn_given_up(self, peers: Peers, other: claims.Claim) -> None:
+        if peers.rank == 0 and other.rank != 0:  # what rank 0's place had is told when it adopts the far log
+            warnings.warn(
+                f"the near log of rank {other.rank} is of an older history: what it had near only (epoch "
+                f"{', '.join(other.alone)}) is given up",
+                stacklevel=3,
+            )
+
+    def _send_from(self, peers: Peers, by: int) -> None:
+        """The log is on another host than rank 0: its leader holds both logs until all of it is sent."""
+
+        def take() -> None:
+            self._check_exclusion()
+            self.writer = self._taken()
+
+        decide(peers, "take the log of another host", take, deadline_secs=self.takes_secs + 60.0, by=by)
+        self._begin(peers, by)
+        self._all_sent(peers, by)
+        told = decide(peers, "release the log of another host", self._end_sending, by=by)
+        if self._sender is not None:
+            self._end_sending()
+        self._sent_before = [Position(epoch, step) for epoch, step in told] if peers.rank == 0 else []
+
+    def _end_sending(self) -> list[Json]:
+        """Let go of both logs, or stop sending; returns what came to the far place meanwhile."""
+        sent = self.take_replicated()
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.stop()
+        self._stop_sending()
+        writer, self.writer = self.writer, None
+        if writer is not None:
+            let_go(writer)
+        return [[position.epoch, position.step] for position in sent]
+
+    def take_replicated(self) -> list[Position]:
+        """As `TierLedger`; first what another host's log has sent at the start."""
+        before, self._sent_before = self._sent_before, []
+        return [*before, *super().take_replicated()]
+
+    def _others(self, run: str) -> Others | None:
+        places = self.places
+        if not places.many:
+            return None
+        return Others(run, tuple(leader for leader in places.leaders if leader != places.rank))
+
+    def _begin(self, peers: Peers, by: int) -> None:
+        """Have the leaders of the other places send what is near only."""
+
+        def tell() -> Json:
+            writer, far = self.required(), self._far_writer
+            self._state = writer.view.state
+            return {
+                "run": "" if far is None else far.nonce,
+                "wanted": self._wanted(),
+                "live": sorted(self._state.tries) if writer.certain else None,
+            }
+
+        told = decide(peers, "what is near only", tell, by=by)
+
+        def begin() -> None:
+            if not self.places.leads or peers.rank == by:
+                return
+            share_job(self.storage.near, self.storage.far, self.job_name)
+            sender = PartSender(self.tier, self.storage, self.job_name, told["run"], peers.rank)
+            sender.tell([entry_of(one, "what rank 0 told") for one in told["wanted"]])
+            sender.start()
+            self._sender = sender
+            if told["live"] is not None and by == 0:
+                self._left_over = near_files.left_over(self.storage.near, frozenset(told["live"]))
+
+        together(peers, "near directories of the job", begin)
+
+    def _wanted(self) -> list[Json]:
+        return [] if self.replicator is None else [entry_json(entry) for entry in self.replicator.pending]
+
+    def _all_sent(self, peers: Peers, by: int) -> None:
+        """Return when nothing is near only; StorageError where nothing moves for `patience_secs`."""
+        moved, since = -1, time.monotonic()
+        while True:
+            quiet = time.monotonic() - since > self.tier.patience_secs
+            told = together(peers, "send what is near only", partial(self._sent_now, quiet=quiet))
+            if peers.rank == 0:
+                self._warn_failures([failure for one in told for failure in one["failures"]])
+            if told[by]["done"]:
+                return
+            if told[by]["quiet"]:
+                raise StorageError(
+                    f"epoch {told[by]['left']} is in near directories only and could not be sent to "
+                    f"{self.storage.far.url} for {self.tier.patience_secs:g} s: nothing was changed; mend "
+                    "what keeps it away and start again"
+                )
+            now = sum(one["moved"] for one in told)
+            if now != moved:
+                moved, since = now, time.monotonic()
+
+    def _sent_now(self, *, quiet: bool) -> dict[str, Json]:
+        told: dict[str, Json] = {"done": True, "quiet": quiet, "moved": 0, "left": "", "failures": []}
+        if self._sender is not None:
+            told["moved"], told["failures"] = self._sender.moved, self._sender.take_failures()
+        if self.replicator is not None:
+            told["done"] = self.replicator.wait(0, TURN_SECS)
+            pending = self.replicator.pending
+            told["left"] = ", ".join(str(entry.position) for entry in pending)
+            told["moved"], told["failures"] = self.replicator.moved, self.replicator.take_failures()
+            told["moved"] -= len(pending)  # one less is headway too
+        return told
+
+    def _warn_failures(self, failures: list[str]) -> None:
+        for failure in failures:
+            warnings.warn(failure, stacklevel=3)
+
+    # At boundaries
+
+    def apart(self) -> Apart | None:
+        """Every place's leader makes directories there, and hears of what is committed."""
+        return Apart(self.places.mates, self._committed) if self.places.many else None
+
+    def _committed(self, entry: Entry) -> None:
+        if self._sender is not None:
+            self._sender.add(entry)
+
+    def unseen(self) -> frozenset[str]:
+        """What is near only lies on several hosts."""
+        pending = () if self.replicator is None or not self.places.many else self.replicator.pending
+        return frozenset(entry.try_name for entry in pending)
+
+    def wait_for_room(self, peers: Peers) -> None:
+        """As `TierLedger`; the leaders hear what is still to be sent, and what may go."""
+        if self.in_run:
+            self._tell_places(peers)
+        super().wait_for_room(peers)
+
+    def drain(self, peers: Peers) -> bool:
+        """As `TierLedger`."""
+        self._tell_places(peers)
+        drained = super().drain(peers)
+        self._tell_places(peers)
+        return drained
+
+    def _tell_places(self, peers: Peers) -> None:
+        if not self.places.many:
+            return
+        told = together(peers, "tier: places", self._news)
+        if peers.rank == 0:
+            self._warn_failures([failure for one in told for failure in one["failures"]])
+        elif self._sender is not None:
+            self._sender.tell([entry_of(one, "what rank 0 told") for one in told[0]["wanted"]])
+            gone = (*self._left_over, *map(near_files.retirement_of, told[0]["gone"]))
+            self._left_over = ()
+            if gone:
+                self._delete(gone)
+
+    def _delete(self, gone: tuple[Retirement, ...]) -> None:
+        near = self.storage.near
+        self.deletions.ask("old epochs could not be deleted", lambda: near_files.delete(near, gone))
+
+    def _news(self) -> dict[str, Json]:
+        if self._sender is not None:
+            return {"failures": self._sender.take_failures()}
+        if self.writer is None:
+            return {"failures": []}
+        state, before = self.writer.view.state, self._state
+        self._state = state
+        gone = () if before is None else near_files.gone_between(before, state)
+        return {"failures": [], "wanted": self._wanted(), "gone": [near_files.row(one) for one in gone]}
+
+    def close(self) -> None:
+        """As `TierLedger`, having stopped what this process sends."""
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.stop()
+        self._state, self._left_over, self._places, self._guess = None, (), None, None
+        super().close()
+
+    # Proving
+
+    def prove(self, peers: Peers, epoch: int) -> Target:
+        """As `Ledger`; StorageError for what only several hosts have, outside of a run."""
+        self._know(peers)
+        outside = self.places.many and self.holding is None
+        if outside and decide(peers, "near only", lambda: self._is_near_only(epoch), by=self.reader):
+            raise StorageError(
+                f"epoch {epoch} is in the near directories of several hosts only, and none of them has all "
+                "of it: start the run, which sends it first, and load it then"
+            )
+        return super().prove(peers, epoch)
+
+    def _is_near_only(self, epoch: int) -> bool:
+        entry, far = self.view().find(epoch), open_log(self.storage.far, self.job_name)
+        return entry is not None and entry.try_name not in {one.try_name for one in far.entries}
+
+    def _joint_proof(self, peers: Peers, entry: Entry, *, level: Level = "headers") -> JointProof:
+        """Each place proves its near files, then all prove the whole; from far alone where that fails."""
+        if not self.places.many or self.storage.prefers_far(entry.try_name):
+            return super()._joint_proof(peers, entry, level=level)
+        deadline_secs = FULL_PROOF_SECS if level == "full" else None
+        topic = f"near files of epoch {entry.position}"
+        reasons = peers.exchange(topic, self._near_damage(entry, level), deadline_secs=deadline_secs)
+        reason = next((one for one in reasons if one is not None), None)
+        if reason is None:
+            proof = prove_together(peers, self.storage, entry, level=level)
+            if proof.outcome is Outcome.PROVED:
+                return proof
+            reason = proof.reason
+        self.storage.prefer_far(entry.tries)
+        second = prove_together(peers, self.storage, entry, level=level)
+        if second.outcome is Outcome.PROVED:
+            self._warn_far(peers, entry, reason)
+        else:
+            self.storage.prefer_near(entry.tries)
+        return second
+
+    def _near_damage(self, entry: Entry, level: Level) -> str | None:
+        """What is wrong with the files here, of which each rank of this place looks at its share."""
+        mates = self.places.mates
+        share = mates.index(self.places.rank), len(mates)
+        try:
+            manifest = manifest_disk.read(self.storage, entry)
+            return damage_in(self.storage.near, manifest, share=share, headers_only=level != "full")
+        except DamagedError as error:
+            return str(error)
+        except OSError:  # the proof that follows tells
+            return None
+
+    def _warn_far(self, peers: Peers, entry: Entry, reason: str) -> None:
+        if peers.rank == 0:
+            text = f"epoch {entry.position} is damaged near ({reason}): it is read from"
+            warnings.warn(f"{text} {self.storage.far.url}", stacklevel=3)

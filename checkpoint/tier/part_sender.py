@@ -1,0 +1,218 @@
+"""Sends what one place has of the epochs that are near only: a thread of the place's leader.
+
+Rank 0's replicator sends manifests and commits at the far place; this one only sends files, and tells there
+which ones (`parts`). It deletes nothing that the far log needs, which it reads anew before it begins.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from torchrelay.checkpoint.disk import manifest_disk
+from torchrelay.checkpoint.disk.manifest import Manifest
+from torchrelay.checkpoint.disk.paths import shard_path
+from torchrelay.checkpoint.headway import headway
+from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.tier.among import damage_in, present
+from torchrelay.checkpoint.tier.in_thread import (
+    FIRST_PAUSE_SECS,
+    LONGEST_PAUSE_SECS,
+    STOP_SECS,
+    yield_to_training,
+)
+from torchrelay.checkpoint.tier.notes import Notes, read_notes, write_notes
+from torchrelay.checkpoint.tier.options import Tier
+from torchrelay.checkpoint.tier.parts import Part, part_path, read_part, write_part
+from torchrelay.checkpoint.tier.sending import Sending, StoppedError
+from torchrelay.checkpoint.tier.tier_storage import TierStorage
+from torchrelay.errors import DamagedError, FencedError, StorageError
+
+LONGEST_LOOK_SECS = 2.0
+
+
+class PartSender:
+    """`run` is the nonce of whoever holds the far log, `leader` this rank. Begins with `start`."""
+
+    def __init__(self, tier: Tier, storage: TierStorage, job_name: str | None, run: str, leader: int) -> None:
+        self._tier, self._storage, self._job_name = tier, storage, job_name
+        self._run_nonce, self._leader = run, leader
+        noted = read_notes(storage.near)
+        mine = noted is not None and noted.far == storage.far.url
+        self._notes = noted if noted is not None and mine else Notes(storage.far.url)
+        self.moved = 0
+        """Bytes sent by now."""
+        self._changed = threading.Condition()
+        self._wanted: tuple[Entry, ...] = ()
+        self._told: set[str] = set()
+        """Tries of which the far place was told."""
+        self._awake = self._stopping = False
+        self._failures: list[str] = []
+        self._thread = threading.Thread(target=self._run, name="torchrelay tier part", daemon=True)
+
+    def start(self) -> None:
+        """Begin; what is to be sent comes by `tell` and `add`."""
+        self._thread.start()
+
+    def tell(self, wanted: Sequence[Entry]) -> None:
+        """These epochs are near only, oldest first; others are not to be sent any more."""
+        with self._changed:
+            self._wanted, self._awake = tuple(wanted), True
+            self._changed.notify_all()
+
+    def add(self, entry: Entry) -> None:
+        """One more was committed."""
+        with self._changed:
+            self._wanted, self._awake = (*self._wanted, entry), True
+            self._changed.notify_all()
+
+    def give_way(self) -> None:
+        """Another place has the near log of the run from now on: that of this one tells nothing any more."""
+        with self._changed:
+            self._notes = replace(self._notes, holder=None, part=True)
+            self._note()
+
+    def take_failures(self) -> list[str]:
+        """What failed since the last time, for people."""
+        with self._changed:
+            taken, self._failures = self._failures, []
+        return taken
+
+    def stop(self) -> None:
+        """End the thread at its next piece; what is not sent stays near."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join(STOP_SECS)
+
+    # In the thread
+
+    def _run(self) -> None:
+        yield_to_training()
+        pause = 0.0
+        while self._is_wanted(pause):
+            try:
+                self._send_all()
+                pause = 0.0
+            except StoppedError:
+                return
+            except Exception as error:
+                pause = min(max(2 * pause, FIRST_PAUSE_SECS), LONGEST_PAUSE_SECS)
+                self._fail(str(error))
+
+    def _is_wanted(self, pause: float) -> bool:
+        with self._changed:
+            if pause:
+                self._changed.wait_for(lambda: self._stopping, pause)
+            else:
+                self._changed.wait_for(lambda: self._awake or self._stopping)
+            self._awake = False
+            return not self._stopping
+
+    def _send_all(self) -> None:
+        self._forget()
+        for name in [entry.try_name for entry in self._wanted]:
+            if name in self._told and read_part(self._storage.far, self._part(name)) is None:
+                self._told.discard(name)  # the far place lost it, in a power cut
+        while entry := next((one for one in self._wanted if one.try_name not in self._told), None):
+            with headway(f"replicating epoch {entry.position}"):
+                self._send(entry)
+
+    def _send(self, entry: Entry) -> None:
+        manifest = self._manifest(entry)
+        if manifest is None:
+            return
+        needed = self._far_log().state.tries
+        if entry.try_name not in needed:
+            write_part(self._storage.far, self._part(entry.try_name), self._sent(manifest, needed))
+        self._told.add(entry.try_name)
+
+    def _sent(self, manifest: Manifest, needed: frozenset[str]) -> Part:
+        """Send what lies here; damage is looked at again before it is believed."""
+        sending, rows = self._sending(), present(self._storage.near, manifest)
+        try:
+            sending.make_directories(manifest)
+            sending.send_shards(manifest, rows, needed)
+            sending.sync_directories(manifest)
+        except DamagedError:
+            damage = damage_in(self._storage.near, manifest)
+            if damage is None:
+                raise
+            return Part(damage=damage)
+        return Part(tuple(shard_path(manifest, row) for row in rows))
+
+    def _manifest(self, entry: Entry) -> Manifest | None:
+        """That of the far place, where it is sent first; None where the epoch is not wanted any more."""
+        pause = 0.05
+        while True:
+            try:
+                return manifest_disk.read(self._storage.far, entry)
+            except (FileNotFoundError, DamagedError):  # not there yet, or not all of it
+                pass
+            self._check()
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopping, pause)
+                if entry not in self._wanted:
+                    return None
+            pause = min(1.5 * pause, LONGEST_LOOK_SECS)
+
+    def _far_log(self) -> LogView:
+        """The far log as it is now; FencedError where it is not this start's any more."""
+        view = open_log(self._storage.far, self._job_name)
+        if view.holder.get("nonce") != self._run_nonce:
+            raise FencedError(f"{self._storage.far.url} was taken over by another job")
+        return view
+
+    def _part(self, try_name: str) -> str:
+        return part_path(try_name, self._run_nonce, self._leader)
+
+    def _sending(self) -> Sending:
+        return Sending(
+            self._storage.near,
+            self._storage.far,
+            self._tier.uploads,
+            self._check,
+            lambda: None,  # `named` asks the storage
+            lambda path, nbytes, digest: self._notes.sent.get(path) == (nbytes, digest),
+            self._note_sent,
+            self._count,
+            lambda try_name: try_name in self._far_log().state.tries,
+        )
+
+    def _check(self) -> None:
+        if self._stopping:
+            raise StoppedError
+
+    def _count(self, nbytes: int) -> None:
+        self.moved += nbytes
+
+    def _note_sent(self, path: str, nbytes: int, digest: str) -> None:
+        with self._changed:
+            self._notes = replace(self._notes, sent={**self._notes.sent, path: (nbytes, digest)})
+            self._note()
+
+    def _forget(self) -> None:
+        """Only what is under way need be remembered."""
+        with self._changed:
+            under_way = {name for entry in self._wanted for name in entry.tries}
+            sent = {path: one for path, one in self._notes.sent.items() if path.split("/")[1] in under_way}
+            self._told &= under_way
+            if sent != self._notes.sent:
+                self._notes = replace(self._notes, sent=sent)
+                self._note()
+
+    def _note(self) -> None:
+        """A note that cannot be written costs a second sending."""
+        with suppress(StorageError):
+            write_notes(self._storage.near, self._notes)
+
+    def _fail(self, reason: str) -> None:
+        text = f"what rank {self._leader} has near cannot be sent to {self._storage.far.url} now: {reason}"
+        with self._changed:
+            if text not in self._failures:
+                self._failures.append(text)

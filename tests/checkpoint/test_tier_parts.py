@@ -1,0 +1,131 @@
+"""The parts of a near directory per host, one by one: whose log counts, what goes, what is believed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+from stores import Faulty
+from tiers import Places, numbers_in
+
+from torchrelay.checkpoint.disk.sealed import seal
+from torchrelay.checkpoint.local_storage import LocalStorage
+from torchrelay.checkpoint.log.live import Entry, Retirement, State
+from torchrelay.checkpoint.object_storage import ObjectStorage
+from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.remote.retrying import Patience
+from torchrelay.checkpoint.tier import near_files
+from torchrelay.checkpoint.tier.claims import Claim, claim_of, given_up, teller
+from torchrelay.checkpoint.tier.notes import PATH, Notes, read_notes, write_notes
+from torchrelay.checkpoint.tier.parts import Part, delete_parts, part_path, read_part, write_part
+from torchrelay.checkpoint.tier.sending import Sending
+from torchrelay.errors import StorageError
+
+TRY = "e00000001-0123456789ab"
+
+
+def test_the_log_that_held_the_far_one_last_counts() -> None:
+    """Of logs that are ahead and have more the newest holder's counts, then the least rank's."""
+    some = [Claim(0, 3, True, True), Claim(1, 7, True, True), Claim(4, 8, True)]
+    some += [Claim(2, 9, False, True, ("4",)), Claim(3, 7, True, True, ("5",))]
+    for order in itertools.permutations([*some, None]):
+        assert teller(order) == some[1]
+        assert {one.rank for one in given_up(order, some[1])} == {2, 3}
+    assert teller([Claim(0, 3, True), Claim(1, 7, True)]) == Claim(1, 7, True)
+    assert teller([None, Claim(1)]) is None
+    assert [claim_of(one.row()) for one in some] == some
+
+
+def state(*kept: tuple[str, tuple[str, ...], tuple[str, ...]]) -> State:
+    entries = [
+        Entry(0, Position(number), name, 1, "", needs, groups)
+        for number, (name, needs, groups) in enumerate(kept)
+    ]
+    return State(tuple(entries))
+
+
+def test_what_goes_between_two_boundaries() -> None:
+    """Tries that nobody needs any more go whole, groups that retention took go alone; the rest stays."""
+    both = ("main", "optim")
+    before = state(("a", (), both), ("b", (), both), ("c", ("b",), both), ("d", (), both))
+    now = state(("b", (), ("main",)), ("c", ("b",), both), ("e", (), both))
+    gone = near_files.gone_between(before, now)
+    assert set(gone) == {Retirement("a"), Retirement("d"), Retirement("b", ("optim",))}
+    assert [near_files.retirement_of(near_files.row(one)) for one in gone] == list(gone)
+    assert (
+        near_files.gone_between(state(("b", (), both), ("c", ("b",), both)), state(("c", ("b",), both))) == ()
+    )
+
+
+def test_nothing_needed_ever_goes() -> None:
+    """Whatever two states of a log are, no file that the newer one needs is among what goes."""
+    rng, names = random.Random(0), [f"t{number}" for number in range(6)]
+
+    def entry(name: str) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+        return name, tuple(rng.sample(names, rng.randrange(2))), tuple(rng.sample("xyz", rng.randrange(1, 4)))
+
+    for _ in range(500):
+        made = [state(*map(entry, rng.sample(names, rng.randrange(6)))) for _ in range(2)]
+        groups = {entry.try_name: set(entry.groups) for entry in made[1].entries}
+        for one in near_files.gone_between(made[0], made[1]):
+            if one.groups is None:
+                assert one.try_name not in made[1].tries and one.try_name in made[0].tries
+            else:
+                assert not groups[one.try_name] & set(one.groups)
+
+
+def test_parts_are_believed_whole_only(tmp_path: Path) -> None:
+    """Half of what a host tells is nothing yet; that of another start or host is somewhere else."""
+    far, path = LocalStorage(tmp_path), part_path(TRY, "run", 3)
+    far.mkdir(f"data/{TRY}")
+    assert read_part(far, path) is None
+    for part in (Part(("data/x",)), Part(damage="a flipped bit")):
+        write_part(far, path, part)
+        assert read_part(far, path) == part
+    assert read_part(far, part_path(TRY, "other", 3)) is None is read_part(far, part_path(TRY, "run", 2))
+    whole = (tmp_path / path).read_bytes()
+    (tmp_path / path).write_bytes(whole[: len(whole) // 2])
+    assert read_part(far, path) is None
+    delete_parts(far, TRY, "run", (2, 3))
+    assert not list(tmp_path.rglob("sent.*"))
+
+
+def test_a_store_that_fails_is_no_answer() -> None:
+    """Where the far place cannot be asked nobody concludes that a host has sent nothing."""
+    faulty = Faulty(iter(["reset"] * 100))
+    far = ObjectStorage(faulty, "/b/far", "memory://b/far", patience=Patience(0.0, 0.0, 0.0))
+    with pytest.raises(StorageError):
+        read_part(far, part_path(TRY, "run", 3))
+
+
+def test_a_file_that_the_far_log_needs_is_left(tmp_path: Path) -> None:
+    """A host that has lost its note deletes no file that was committed at the far place meanwhile."""
+    places = Places(tmp_path / "near", tmp_path / "far")
+    entry = places.save(0, 0)
+    places.replicate()
+    places.close()
+    inodes = {path: path.stat().st_ino for path in (tmp_path / "far/data").rglob("*.safetensors")}
+    sending = Sending(
+        places.storage.near,
+        places.storage.far,
+        1,
+        lambda: None,
+        lambda: None,
+        lambda *_: False,
+        lambda *_: None,
+        named=lambda try_name: try_name == entry.try_name,
+    )
+    sending.send(entry, frozenset())
+    assert inodes and all(path.stat().st_ino == inode for path, inode in inodes.items())
+    assert numbers_in(tmp_path / "far") == {"0": 0}
+
+
+def test_notes_of_older_versions_are_read(tmp_path: Path) -> None:
+    """A note without the newer fields is that of a place whose log counts, taken nobody knows when."""
+    near = LocalStorage(tmp_path)
+    near.replace(PATH, seal("tier", {"far": "/far", "holder": "n", "replicated": [], "sent": {}}))
+    assert read_notes(near) == Notes("/far", "n")
+    write_notes(near, Notes("/far", None, generation=7, part=True))
+    assert read_notes(near) == Notes("/far", None, generation=7, part=True)
