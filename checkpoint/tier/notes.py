@@ -6,7 +6,7 @@ It is a note, not a proof: lost or damaged, files are sent again and every epoch
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchrelay.checkpoint.disk.sealed import LIMIT_BYTES, seal, unseal
@@ -76,6 +76,18 @@ def only_near(near: Storage, view: LogView) -> frozenset[str]:
     notes, line = read_notes(near) or Notes(), view.line()
     known = [number for number, entry in enumerate(line) if entry.try_name in notes.replicated]
     return frozenset(entry.try_name for entry in line[known[-1] if known else 0 :])
+
+
+def forgotten(near: Storage, notes: Notes, path: str) -> Notes:
+    """The notes without a file that is about to be made anew; durable when this returns, or StorageError.
+
+    Space is reserved first, so that one which is cut off may have the size and the note of one that was lost.
+    """
+    if path not in notes.sent:
+        return notes
+    notes = replace(notes, sent={name: one for name, one in notes.sent.items() if name != path})
+    write_notes(near, notes)
+    return notes
 
 
 def write_notes(near: Storage, notes: Notes) -> None:

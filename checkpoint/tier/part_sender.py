@@ -25,7 +25,7 @@ from torchrelay.checkpoint.tier.in_thread import (
     STOP_SECS,
     yield_to_training,
 )
-from torchrelay.checkpoint.tier.notes import Notes, read_notes, write_notes
+from torchrelay.checkpoint.tier.notes import Notes, forgotten, read_notes, write_notes
 from torchrelay.checkpoint.tier.options import Tier
 from torchrelay.checkpoint.tier.parts import Part, part_path, read_part, write_part
 from torchrelay.checkpoint.tier.sending import Sending, StoppedError
@@ -182,6 +182,7 @@ class PartSender:
             self._note_sent,
             self._count,
             lambda try_name: try_name in self._far_log().state.tries,
+            self._forget_sent,
         )
 
     def _check(self) -> None:
@@ -195,6 +196,10 @@ class PartSender:
         with self._changed:
             self._notes = replace(self._notes, sent={**self._notes.sent, path: (nbytes, digest)})
             self._note()
+
+    def _forget_sent(self, path: str) -> None:
+        with self._changed:
+            self._notes = forgotten(self._storage.near, self._notes, path)
 
     def _forget(self) -> None:
         """Only what is under way need be remembered."""

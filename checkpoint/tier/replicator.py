@@ -28,7 +28,7 @@ from torchrelay.checkpoint.tier.in_thread import (
     STOP_SECS,
     yield_to_training,
 )
-from torchrelay.checkpoint.tier.notes import Notes, read_notes, write_notes
+from torchrelay.checkpoint.tier.notes import Notes, forgotten, read_notes, write_notes
 from torchrelay.checkpoint.tier.options import Tier
 from torchrelay.checkpoint.tier.parts import Part, delete_parts, part_path, read_part
 from torchrelay.checkpoint.tier.sending import Sending, StoppedError
@@ -286,6 +286,7 @@ class Replicator:
             self._sent,
             self._count,
             lambda try_name: try_name in self._far.view.state.tries,
+            self._forget_sent,
         )
 
     def _count(self, nbytes: int) -> None:
@@ -303,6 +304,10 @@ class Replicator:
         with self._changed:
             self._notes = replace(self._notes, sent={**self._notes.sent, path: (nbytes, digest)})
             self._note()
+
+    def _forget_sent(self, path: str) -> None:
+        with self._changed:
+            self._notes = forgotten(self._near, self._notes, path)
 
     def _note(self) -> None:
         """A note that cannot be written costs a second sending."""

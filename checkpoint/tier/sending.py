@@ -43,7 +43,8 @@ class Sending:
     `ask` is called before something is deleted, and raises FencedError where the far log is another's: who
     was frozen for long would else delete what that one has sent and named meanwhile.
 
-    `is_sent` tells whether a file of this size and digest was sent completely before, `note_sent` that it is.
+    `is_sent` tells whether a file of this size and digest was sent completely before, `note_sent` that it is;
+    `forget` that it is made anew, durably: one that is cut off then may have that size already.
     """
 
     near: Storage
@@ -57,6 +58,7 @@ class Sending:
     """Called with the bytes of each piece that went."""
     named: Callable[[str], bool] = lambda try_name: False
     """Asked before a file is deleted: whether the far log needs that try meanwhile."""
+    forget: Callable[[str], object] = lambda path: None
 
     def send(self, entry: Entry, kept: frozenset[str]) -> None:
         """Send what the far place lacks of an epoch; of `kept` tries, which its log needs, no file goes.
@@ -156,6 +158,8 @@ class Sending:
             self.ask()
             if self.named(path.split("/")[1]):
                 return True
+        self.forget(path)
+        if found is not None:
             self.far.delete(path)
         return False
 
