@@ -231,12 +231,12 @@ class HostsLedger(TierLedger):
     def _sent_now(self, *, quiet: bool) -> dict[str, Json]:
         told: dict[str, Json] = {"done": True, "quiet": quiet, "moved": 0, "left": "", "failures": []}
         if self._sender is not None:
-            told["moved"], told["failures"] = self._sender.moved, self._sender.take_failures()
+            told["moved"], told["failures"] = self._sender.moved.nbytes, self._sender.take_failures()
         if self.replicator is not None:
             told["done"] = self.replicator.wait(0, TURN_SECS)
             pending = self.replicator.pending
             told["left"] = ", ".join(str(entry.position) for entry in pending)
-            told["moved"], told["failures"] = self.replicator.moved, self.replicator.take_failures()
+            told["moved"], told["failures"] = self.replicator.moved.nbytes, self.replicator.take_failures()
             told["moved"] -= len(pending)  # one less is headway too
         return told
 

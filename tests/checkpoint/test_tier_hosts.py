@@ -19,6 +19,7 @@ from torchrelay.checkpoint.log.keeping import Keeping
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.pruning import prune
+from torchrelay.checkpoint.tier import hosts_ledger, part_sender, replicator
 from torchrelay.checkpoint.tier.hosts_ledger import HostsLedger
 from torchrelay.checkpoint.tier.notes import read_notes
 from torchrelay.errors import DamagedError, StorageError, UsageError
@@ -401,3 +402,32 @@ def test_random_histories(tmp_path: Path, seed: int) -> None:
         }
         places.close() if rng.random() < 0.3 and not down.away else places.stop()
         assert all(numbers_in(far)[position] == one for position, one in promised.items())
+
+
+def test_sending_the_same_for_ever_is_no_headway(
+    disks: list[Path], far: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start whose bytes go, again and again, and never come to stay ends as one that sends none."""
+    for module in (replicator, part_sender):
+        monkeypatch.setattr(module, "FIRST_PAUSE_SECS", 0.01)
+        monkeypatch.setattr(module, "LONGEST_PAUSE_SECS", 0.05)
+    monkeypatch.setattr(hosts_ledger, "TURN_SECS", 0.1)
+    down = Away(far)
+    places = NearPlaces(disks, down.storage)  # type: ignore[arg-type]
+    down.away = True
+    places.save(0, 0)
+    places.stop()
+    went: list[str] = []
+
+    def refuse(verb: str, number: int) -> None:
+        if verb == "sync_file" and list((far / "data").rglob("*.safetensors")):
+            went.append(verb)
+            raise StorageError("over quota")
+
+    down.storage._before = refuse
+    with (
+        pytest.warns(UserWarning, match="cannot be sent to .* now: over quota"),
+        pytest.raises(StorageError, match="epoch 0 is in near directories only"),
+    ):
+        NearPlaces(disks, down.storage, patience_secs=0.5)  # type: ignore[arg-type]
+    assert len(went) > 4
