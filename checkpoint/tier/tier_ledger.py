@@ -57,9 +57,9 @@ class TierLedger(Ledger):
         """As without a tier, but never tolerant: without both logs nobody can tell what is newest."""
         return super().look(peers)
 
-    def open(self, peers: Peers, *, tolerant: bool = False) -> None:
+    def open(self, peers: Peers, *, tolerant: bool = False) -> bool:
         """As without a tier, but never tolerant, as `look`."""
-        super().open(peers)
+        return super().open(peers)
 
     def view(self) -> LogView:
         """What the log of the run says: the near one's where that is ahead, else the far one's."""

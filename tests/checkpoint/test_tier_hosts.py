@@ -431,3 +431,36 @@ def test_sending_the_same_for_ever_is_no_headway(
     ):
         NearPlaces(disks, down.storage, patience_secs=0.5)  # type: ignore[arg-type]
     assert len(went) > 4
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_signal_ends_the_sending_of_a_start(disks: list[Path], far: Path, swapped: bool) -> None:
+    """A start that sends what was near only leaves when any process has to; the next one goes on with that."""
+    down = Away(far)
+    places = NearPlaces(disks, down.storage)  # type: ignore[arg-type]
+    places.save(0, 0)
+    places.replicate()
+    down.away = True
+    places.save(1, 1)
+    places.stop()
+
+    def refuse(verb: str, number: int) -> None:
+        if verb == "open_exclusive":
+            raise StorageError("no room")
+
+    down.storage._before = refuse
+    order = disks[::-1] if swapped else disks
+    leaving = NearPlaces(order, down.storage, nodes=disks, opened=False)  # type: ignore[arg-type]
+    for ledger in leaving.ledgers:
+        ledger.secs_left = lambda: 0.0
+    leaving.ledgers[1].hurried = lambda: True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert leaving.all(lambda ledger, peers: ledger.open(peers)) == [False, False]
+        leaving.all(lambda ledger, peers: ledger.drain(peers))
+    leaving.close()
+    assert numbers_in(far) == {"0": 0}
+    again = NearPlaces(disks, far)
+    assert again.newest() == Position(1) and not again.told
+    again.close()
+    assert numbers_in(far) == {"0": 0, "1": 1}
