@@ -11,6 +11,7 @@ from typing import Any
 
 from torchrelay.checkpoint.disk.sealed import LIMIT_BYTES, seal, unseal
 from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.log.job_file import read_job
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import UsageError
 
@@ -63,6 +64,19 @@ def refuse_part(near: Storage) -> None:
         raise UsageError(
             f"{near.url} has a part of the epochs of {notes.far} only, and their log is on another host: "
             "do this there, or at the far place"
+        )
+
+
+def refuse_to_begin(near: Storage, far: Storage) -> None:
+    """Refuse a far place without a job for a near directory with a part of some epochs (UsageError).
+
+    Nobody here knows what these are: all of them, perhaps of a run that lives, would pass for left over.
+    """
+    notes = read_notes(near)
+    if notes is not None and notes.part and read_job(far) is None:
+        raise UsageError(
+            f"{near.url} has a part of the epochs of {notes.far} only, and nothing was begun in {far.url}: "
+            "choose another near directory for this run, or that place of the checkpoints"
         )
 
 

@@ -464,3 +464,23 @@ def test_a_signal_ends_the_sending_of_a_start(disks: list[Path], far: Path, swap
     assert again.newest() == Position(1) and not again.told
     again.close()
     assert numbers_in(far) == {"0": 0, "1": 1}
+
+
+def test_a_part_of_another_run_begins_no_far_place(disks: list[Path], far: Path, tmp_path: Path) -> None:
+    """A start with the near directory of a running job and a new far place deletes nothing of that job."""
+    down = Away(far)
+    places = NearPlaces(disks, down.storage)  # type: ignore[arg-type]
+    places.save(0, 0)
+    places.replicate()
+    down.away = True
+    places.save(1, 1)
+    before = files(disks[1])
+    with pytest.raises(UsageError, match="has a part of the epochs of"):
+        NearPlaces([disks[1], tmp_path / "host-c"], tmp_path / "new")
+    with pytest.raises(UsageError, match="has a part of the epochs of"):
+        Places(disks[1], tmp_path / "new")
+    assert files(disks[1]) == before and not (tmp_path / "new" / "log").exists()
+    down.away = False
+    places.replicate()
+    places.close()
+    assert numbers_in(far) == {"0": 0, "1": 1}
