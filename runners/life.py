@@ -166,7 +166,7 @@ class Life:
     # Starting
 
     def _open(self, choice: Choice) -> bool:
-        """Become the writer of the log, or do without where that may be; False to leave before all is sent."""
+        """Become the writer of the log, or do without where that may be; False: leave, not all is sent."""
         if self.manager is None:
             return True
         self.capturing.agree(self.session.peers, self.journal)

@@ -60,6 +60,11 @@ def read_notes(near: Storage) -> Notes | None:
 def refuse_part(near: Storage) -> None:
     """Refuse to decide by a near directory that has files of some hosts' ranks only (UsageError)."""
     notes = read_notes(near)
+    if notes is None and near.stat(PATH) is not None:
+        raise UsageError(
+            f"{near.url}/{PATH} is damaged, so nobody can tell whether the log of its epochs is on another "
+            "host: start the run, which writes it anew, or do this at the far place"
+        )
     if notes is not None and notes.part:
         raise UsageError(
             f"{near.url} has a part of the epochs of {notes.far} only, and their log is on another host: "

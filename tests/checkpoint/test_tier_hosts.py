@@ -435,7 +435,7 @@ def test_sending_the_same_for_ever_is_no_headway(
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_a_signal_ends_the_sending_of_a_start(disks: list[Path], far: Path, swapped: bool) -> None:
-    """A start that sends what was near only leaves when any process has to; the next one goes on with that."""
+    """A start that sends what was near only leaves when any process has to; the next one goes on with it."""
     down = Away(far)
     places = NearPlaces(disks, down.storage)  # type: ignore[arg-type]
     places.save(0, 0)
