@@ -484,3 +484,10 @@ def test_a_part_of_another_run_begins_no_far_place(disks: list[Path], far: Path,
     places.replicate()
     places.close()
     assert numbers_in(far) == {"0": 0, "1": 1}
+
+
+def test_a_rank_that_cannot_look_is_not_waited_for(disks: list[Path], far: Path) -> None:
+    """Where the near directory of one host cannot be looked at all ranks hear so, as a storage that fails."""
+    disks[1].mkdir()
+    with pytest.raises(StorageError, match=r"the near directory .* cannot be looked at"):
+        NearPlaces([disks[0], disks[1] / ("x" * 300)], far)
