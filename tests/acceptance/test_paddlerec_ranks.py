@@ -7,14 +7,16 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launches import warm_environment, warm_python
 from lifecycle_cases import CONFIG, ROWS, run, written
-from torchrun import clean_environment, torchrun
+from torchrun import torchrun
 
 from torchrelay import open_checkpoint
 from torchrelay.lifecycle import ConfigResult, StepFailedError
@@ -78,12 +80,15 @@ def local(folder: Path, failing: int | None) -> ConfigResult:
 
 
 @pytest.fixture
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Started processes see the environment of a plain shell, and this very tree."""
-    for name in set(os.environ) - set(clean_environment()):
+def no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Started processes see the environment of a plain shell, and this very tree; they are warm."""
+    folder = tmp_path_factory.mktemp("python")
+    environment = warm_environment(folder)
+    for name in set(os.environ) - set(environment):
         monkeypatch.delenv(name)
-    for name, value in clean_environment().items():
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "executable", str(warm_python(folder)))
 
 
 @pytest.mark.ranks

@@ -90,7 +90,7 @@ def test_scripts_without_an_ending_leave_cleanly_and_never_outlive_the_launcher(
         "time.sleep(600 if 'stay' in sys.argv else session.env.rank)\n"
     )
     unshared = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    done = torchrun(script, ranks=2, cwd=tmp_path, env=unshared)
+    done = torchrun(script, warm=True, ranks=2, cwd=tmp_path, env=unshared)
     assert done.rc == 0 and done.out.count("ready True") == 1, done
     with Job(tmp_path / "train_script.py", "stay", ranks=2, cwd=tmp_path) as job:
         job.wait_for("ready", times=2)
