@@ -26,8 +26,6 @@ from torchrelay.runners.run_state import RunState
 
 PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
 ENDS_WITHIN_SECS = 15.0
-TAKES_SECS = 8.0
-"""A fresh process takes half of it to take over on a quiet machine; where it takes longer, all is slower."""
 WAIT_SECS = 60.0
 
 
@@ -86,9 +84,7 @@ def check_stories(
                 os.kill(pid, 0 if stops_itself else signal.SIGSTOP)
                 await_stop(pid)
         saved = [(folder / f"{number}.1").read_text() for number in range(len(stories))]
-        begun = time.monotonic()
         taker, refused = take_over([*stories, living], env)
-        slower = max(1.0, (time.monotonic() - begun) / TAKES_SECS)
         here = socket.gethostname()
         assert refused[:-1] == [""] * len(stories)
         assert refused[-1].startswith(
@@ -115,19 +111,23 @@ def check_stories(
     for place in stories:
         view = open_log(storage_of(place, "the place"))
         assert (view.generation, view.released, view.notices) == (view.slot - 3, True, ())
+    # Where more programs want to run than these tests start, each of the ended has so much less of a core.
+    slower = max(1.0, os.getloadavg()[0] / 2 / (os.cpu_count() or 1))
     assert max(took.values()) < ENDS_WITHIN_SECS * slower, (took, slower)
     return took, slower
 
 
+@pytest.mark.timeout(300)
 def test_paused_holders_are_fenced_on_local_files(tmp_path: Path) -> None:
     """Idle, between steps or right before its record, synchronous or not: fenced, named, ended in time."""
     hows = ("idle", "idle-async", "steps", "commit", "commit-async")
     stories = {str(tmp_path / how): how for how in hows}
     took, slower = check_stories(tmp_path, stories, str(tmp_path / "living"), {})
-    assert slower > 1 or took["steps"] < took["idle"], "whoever takes steps need not be ended"
+    assert slower > 1.0 or took["steps"] < took["idle"], "whoever takes steps need not be ended"
 
 
 @needs_s3
+@pytest.mark.timeout(300)
 def test_paused_holders_are_fenced_on_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same on a server with conditional PUTs."""
     with s3_server() as env:
