@@ -14,7 +14,7 @@ from launching import REPOSITORY, Launch, wait_until
 import torchrelay
 from torchrelay.metadata.run_directory import RunDirectory
 
-pytestmark = [pytest.mark.slow, pytest.mark.ranks]
+pytestmark = [pytest.mark.slow, pytest.mark.ranks, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
