@@ -268,17 +268,11 @@ def _json(leaf: Leaf) -> Any:
 
 def _commit_and_tell(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) -> Any:
     """Commit; returns the entry where other hosts have to know it. Rank 0 only."""
-    told: list[Entry] = []
-
-    def commit(entry: Entry) -> None:
-        job.commit(entry)
-        told.append(entry)
-
-    _commit(replace(job, commit=commit), plan, try_name, rows)
-    return None if job.apart is None else entry_json(told[0])
+    entry = _commit(job, plan, try_name, rows)
+    return None if job.apart is None else entry_json(entry)
 
 
-def _commit(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) -> None:
+def _commit(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) -> Entry:
     """Write the manifest, then append the record. Rank 0 only."""
     try:
         with undisturbed():
@@ -292,6 +286,7 @@ def _commit(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) -> None:
         if is_full(error) and not job.known(entry):
             _discard(job, try_name)  # else the full epoch itself would keep every later one from being saved
         raise
+    return entry
 
 
 def _write_manifest(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) -> Entry:

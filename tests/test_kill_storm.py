@@ -13,7 +13,7 @@ import pytest
 from launching import REPOSITORY, clean_environment
 from storm_checks import Findings, Watched, check_disk, check_end, check_start, fingerprints
 
-pytestmark = [pytest.mark.slow, pytest.mark.ranks]
+pytestmark = [pytest.mark.slow, pytest.mark.ranks, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def undisturbed(tmp_path_factory) -> Watched:
 
 def storm(*options: str) -> str:
     command = [sys.executable, REPOSITORY / "scripts/trials/kill_storm.py", *options]
-    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

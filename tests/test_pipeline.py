@@ -28,7 +28,7 @@ def test_alf_1_2_7_12_14_17_a_pipeline_from_yaml_is_self_contained(
     project = shutil.copytree(REPOSITORY / "examples/pipeline", tmp_path / "project")
     (tmp_path / "marks").mkdir()
     script, marks = PROGRAMS / "pipeline_stages.py", tmp_path / "marks"
-    done = torchrun(script, str(marks), ranks=2, cwd=project, max_restarts=3, timeout_secs=300)
+    done = torchrun(script, str(marks), warm=True, ranks=2, cwd=project, max_restarts=3, timeout_secs=300)
     assert done.rc == 0, str(done)
     runs = project / "runs"
     check_killed_and_continued(done.out + done.err, [one.name for one in marks.iterdir()], runs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -217,6 +218,12 @@ def test_links_between_pages_resolve(page: Path) -> None:
         if not target.exists() or (anchor and anchor not in anchors(target)):
             broken.append(link)
     assert not broken
+
+
+def test_modules_of_tests_have_names_of_their_own() -> None:
+    """Two of one name, in folders that are no packages, cannot be collected in one run."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, times in names.items() if times > 1] == []
 
 
 def test_scripts_are_executable_and_valid() -> None:

@@ -14,7 +14,7 @@ from launching import REPOSITORY, Launch, wait_until
 import torchrelay
 from torchrelay.metadata.run_directory import RunDirectory
 
-pytestmark = [pytest.mark.slow, pytest.mark.ranks]
+pytestmark = [pytest.mark.slow, pytest.mark.ranks, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
@@ -84,9 +84,11 @@ def test_a_script_that_is_ended_takes_its_hosts_down(tmp_path):
         pytest.skip(why)
     script = REPOSITORY / "scripts/trials/two_hosts.py"
     with Launch([sys.executable, str(script), "--keep", str(tmp_path)], tmp_path / "log") as trial:
-        wait_until(lambda: trial.ended() or any(line.startswith("==") for line in trial.lines), 30, "a stage")
+        wait_until(
+            lambda: trial.ended() or any(line.startswith("==") for line in trial.lines), 100, "a stage"
+        )
         names = re.findall(r"is namespace (\S+)", "\n".join(trial.lines))
         assert len(names) == 2 and all((hosts.NAMESPACES / name).exists() for name in names), trial.lines
         trial.process.send_signal(signal.SIGTERM)
-        assert trial.wait(30) == 128 + signal.SIGTERM
+        assert trial.wait(100) == 128 + signal.SIGTERM
     assert not any((hosts.NAMESPACES / name).exists() for name in names)

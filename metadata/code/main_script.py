@@ -6,6 +6,7 @@ import sys
 import sysconfig
 import tempfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from torchrelay.metadata.code.sources import Root
@@ -59,7 +60,12 @@ def _home() -> Path | None:
 
 def _is_installed(path: Path) -> bool:
     """Programs that came with an installation, such as test runners."""
-    places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")}
-    installed = [Path(place).resolve() for place in places if place]
     of_others = not _PACKAGES.isdisjoint(path.parts)  # also of an environment that is not this one
-    return of_others or any(path.is_relative_to(place) for place in (*installed, *_OWN))
+    return of_others or any(path.is_relative_to(place) for place in (*_installations(), *_OWN))
+
+
+@cache
+def _installations() -> tuple[Path, ...]:
+    """Where this interpreter has its modules and programs."""
+    places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")}
+    return tuple(Path(place).resolve() for place in places if place)

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from torchrelay.metadata.capture import surroundings
 from torchrelay.runners.chaos.functions import function_of
 
 
@@ -42,6 +43,7 @@ def main() -> None:
             _answer(answers, raised=type(error).__name__, text=str(error), trace=traceback.format_exc())
             continue
         if order.get("modules"):
+            surroundings()  # it remembers what it found, and so do the children
             gc.collect()
             gc.freeze()  # what was imported is never looked through again, so its pages stay shared
         _carry_out(order, function, answers)

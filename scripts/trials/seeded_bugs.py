@@ -207,9 +207,9 @@ def _retention() -> Iterator[Bug]:
         "prune deletes before the log says so",
         "checkpoint/pruning.py",
         "    keeping.retire(writer, suspects, only_near(storage, before))\n",
-        "    from torchrelay.checkpoint.log.sweep import _delete_try\n\n"
+        "    from torchrelay.checkpoint.log.sweep import delete_try\n\n"
         "    for one in tuple(keeping.chosen(before, suspects)):\n"
-        "        _delete_try(writer.storage, one)\n"
+        "        delete_try(writer.storage, one)\n"
         "    keeping.retire(writer, suspects, only_near(storage, before))\n",
         ["tests/runners/test_prune.py", "-k", "killed"],
     )
@@ -217,9 +217,9 @@ def _retention() -> Iterator[Bug]:
         "files are deleted before the log says so",
         "checkpoint/retaining.py",
         "            keeping.retire(writer, suspects, self.ledger.needed())\n",
-        "            from torchrelay.checkpoint.log.sweep import _delete_try\n\n"
+        "            from torchrelay.checkpoint.log.sweep import delete_try\n\n"
         "            for one in tuple(keeping.chosen(view, suspects)):\n"
-        "                _delete_try(writer.storage, one)\n"
+        "                delete_try(writer.storage, one)\n"
         "            keeping.retire(writer, suspects, self.ledger.needed())\n",
         ["tests/protocol/test_crash_states.py", "-k", "plain"],
     )

@@ -133,7 +133,7 @@ def test_flm_13_and_15_one_run_on_all_ranks_which_a_restart_goes_on_with(tmp_pat
 
 """
     path.write_text(SMALL.replace("    # more\n", more))
-    done = torchrun(path, "train", "--force", ranks=2, cwd=tmp_path, max_restarts=1)
+    done = torchrun(path, "train", "--force", warm=True, ranks=2, cwd=tmp_path, max_restarts=1)
     assert done.rc == 0, str(done)
     (run,) = (tmp_path / "runs" / "line").iterdir()
     assert "the run of this launch" in done.out

@@ -283,7 +283,7 @@ def test_flm_7_a_running_run_is_not_amended_nor_trained_again(script: Script) ->
         assert script("amend").rc == 4
         assert len(json.loads((script.run / "program.json").read_text())["amended"]) == 0
     finally:
-        other.communicate(b"\n", timeout=10)
+        other.communicate(b"\n", timeout=60)
     assert standing(script.run).word == "interrupted"
     assert script("amend").rc == 0
 

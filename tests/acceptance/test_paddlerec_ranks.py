@@ -7,14 +7,16 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launches import warm_environment, warm_python
 from lifecycle_cases import CONFIG, ROWS, run, written
-from torchrun import clean_environment, torchrun
+from torchrun import torchrun
 
 from torchrelay import open_checkpoint
 from torchrelay.lifecycle import ConfigResult, StepFailedError
@@ -52,7 +54,7 @@ def test_pdr_9_11_12_two_ranks_train_two_phases_and_infer_with_global_metrics(tm
     written(tmp_path, TWO)
     (tmp_path / "mine.py").write_text(TERMINAL.format(failing="None"))
     words = ["run", "-m", "config.yaml", "-o", "runner.train1.terminal_class_path=mine.py"]
-    done = torchrun(Path("torchrelay"), *words, ranks=2, cwd=tmp_path, options=["-m"])
+    done = torchrun(Path("-m"), "torchrelay", *words, warm=True, ranks=2, cwd=tmp_path)
     assert done.rc == 0, done
     assert [done.of_rank(rank).count("finish of rank") for rank in (0, 1)] == [1, 1]
     rows = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
@@ -78,12 +80,15 @@ def local(folder: Path, failing: int | None) -> ConfigResult:
 
 
 @pytest.fixture
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Started processes see the environment of a plain shell, and this very tree."""
-    for name in set(os.environ) - set(clean_environment()):
+def no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Started processes see the environment of a plain shell, and this very tree; they are warm."""
+    folder = tmp_path_factory.mktemp("python")
+    environment = warm_environment(folder)
+    for name in set(os.environ) - set(environment):
         monkeypatch.delenv(name)
-    for name, value in clean_environment().items():
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "executable", str(warm_python(folder)))
 
 
 @pytest.mark.ranks
@@ -206,7 +211,7 @@ def test_flm_13_ranks_whose_configuration_differs_are_named_and_all_verbs_run_on
     PDR-19: it goes over two partitions of data, one epoch each.
     """
     written(tmp_path, CONFIG.replace("  save_checkpoint_path: run\n", "", 1))
-    done = torchrun(VERBS, ranks=2, cwd=tmp_path)
+    done = torchrun(VERBS, warm=True, ranks=2, cwd=tmp_path)
     assert "nothing to amend" in done.err and "1 evaluated" not in done.out, done
     for rank in (0, 1):
         told = done.of_rank(rank)

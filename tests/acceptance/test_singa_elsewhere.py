@@ -29,7 +29,8 @@ print(json.dumps(session.run(["output"], {"x": x})[0].tolist()))
 @pytest.mark.ranks
 def test_sng_15_sharded_over_two_ranks_and_answered_without_torch(tmp_path: Path) -> None:
     """The file that two ranks made while they trained gives what the saved weights give here."""
-    with Job(REPOSITORY / "tests/programs/exported.py", str(tmp_path / "run"), ranks=2, cwd=tmp_path) as job:
+    program = REPOSITORY / "tests/programs/exported.py"
+    with Job(program, str(tmp_path / "run"), warm=True, ranks=2, cwd=tmp_path) as job:
         ended = job.wait(timeout_secs=240)
     assert ended.rc == 0, str(ended)
     file = tmp_path / "run/exports/model-epoch-2.onnx"

@@ -135,7 +135,7 @@ def test_a_disk_without_room_for_files(tmp_path: Path) -> None:
 def test_a_full_disk_on_two_ranks(tmp_path: Path) -> None:
     """Both ranks warn alike and go on, whichever found the disk full, also behind the training."""
     with small_disk(tmp_path / "disk", "size=6m") as disk:
-        done = torchrun(PROGRAM, str(disk), ranks=2, cwd=tmp_path)
+        done = torchrun(PROGRAM, str(disk), warm=True, ranks=2, cwd=tmp_path)
         assert done.rc == 0, str(done)
         assert done.out.count("saved 0 1 4 5") == 2, str(done)
         for name in ("sync", "async"):

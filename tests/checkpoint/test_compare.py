@@ -136,11 +136,11 @@ class Meeting:
     def of(self, rank):
         def exchange(topic, value, *, deadline_secs=None):
             self.posted[rank] = value
-            self.barrier.wait(10)
+            self.barrier.wait(60)
             found = list(self.posted)
             if rank == 0:
                 self.topics.append((topic, len(canonical.dumps(found))))
-            self.barrier.wait(10)
+            self.barrier.wait(60)
             return found
 
         return SimpleNamespace(rank=rank, size=self.size, exchange=exchange)

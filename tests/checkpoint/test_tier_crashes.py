@@ -63,7 +63,7 @@ def test_goes_on_where_it_was_cut_off(near: Path, far: Path) -> None:
     def stop(verb: str, number: int) -> None:
         if verb == "sync_file":
             written.append(verb)
-            if len(written) == 2:
+            if len(written) >= 2:  # it is tried again
                 raise StorageError("cut off")
 
     places = Places(near, Scheduled(LocalStorage(far), lambda verb, number: None), uploads=1)  # type: ignore[arg-type]

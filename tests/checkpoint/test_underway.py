@@ -30,18 +30,18 @@ def test_a_write_that_does_not_return_is_named(tmp_path, monkeypatch):
 
     def stuck(*arguments):
         inside.set()
-        assert go.wait(30)
+        assert go.wait(60)
         return real(*arguments)
 
     monkeypatch.setattr(local_storage.os, "pwrite", stuck)
     handle = LocalStorage(tmp_path).open_exclusive("a")
     writer = threading.Thread(target=handle.write_at, args=(0, memoryview(b"abc")))
     writer.start()
-    assert inside.wait(10) and underway.hanging() is None
+    assert inside.wait(60) and underway.hanging() is None
     monkeypatch.setattr(underway, "PATIENCE_SECS", -1.0)
     said = underway.hanging()
     go.set()
-    writer.join(10)
+    writer.join(60)
     handle.close()
     assert said is not None and f"cannot write {tmp_path}/a: the storage has not answered" in said
     assert underway.calls() == []

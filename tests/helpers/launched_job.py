@@ -1,7 +1,8 @@
 """What the tests of `torchrelay launch` start: two epochs of a small model, on any number of ranks.
 
 `launched_job.py RUN WHAT`: what is done differently, once the run is in its first epoch, in the first attempt
-of the launch only. `slow`, `slow1`: steps take so many seconds, so that there is time to end it from outside.
+of the launch only. `slow`, `slow1`: from then on steps take so many seconds, so that there is time to end it
+from outside.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def train(ctx: Context) -> None:
         optimizer.step()
         if first and ctx.step == 10:
             strike(ctx.rank)
-        if first and what.startswith("slow"):
+        if first and ctx.step >= 10 and what.startswith("slow"):
             time.sleep(float(what.removeprefix("slow") or 0.2))
 
 

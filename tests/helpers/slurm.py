@@ -70,6 +70,15 @@ class Slurm:
             time.sleep(0.1)
         return found
 
+    def wait_for_file(self, job: str, path: Path, secs: float = 100) -> None:
+        """Wait until the job has made a file; raises AssertionError when it ends without one."""
+        end = time.monotonic() + secs
+        while not path.exists():
+            found = self.state(job)
+            assert found["JobState"] in ("PENDING", "CONFIGURING", "RUNNING") or path.exists(), found
+            assert time.monotonic() < end, f"no {path} within {secs} s: {found}"
+            time.sleep(0.1)
+
     def wait_for_requeue(self, job: str, secs: float = 100) -> None:
         """Wait until it is queued again. Slurm holds it back for some 15 s, and needs them to clean up."""
         end = time.monotonic() + secs
@@ -133,6 +142,8 @@ class Slurm:
         ports = _free_ports(3)
         lines = [
             "ClusterName=tests",
+            # Jobs meet at ports that follow from their numbers: those of two clusters on one machine differ.
+            f"FirstJobId={1 + secrets.randbelow(1_000_000)}",
             f"SlurmctldHost={host}(127.0.0.1)",
             *("SlurmUser=root", "SlurmdUser=root", "AuthType=auth/munge", "CredType=cred/munge"),
             f"AuthInfo=socket={home}/run/munge.sock,cred_expire=5",
@@ -193,10 +204,10 @@ def _clear(node: str) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that are free now, below those that the system gives to connections."""
+    """Ports that are free now, below those where jobs meet and those that the system gives to connections."""
     found: list[int] = []
     while len(found) < count:
-        port = 10_000 + secrets.randbelow(20_000)
+        port = 10_000 + secrets.randbelow(10_000)
         with socket.socket() as tried, suppress(OSError):
             tried.bind(("127.0.0.1", port))
             found += [] if port in found else [port]

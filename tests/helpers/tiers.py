@@ -18,6 +18,7 @@ from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.log_writer import WhenFenced, not_told
 from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.tier.notes import read_notes
 from torchrelay.checkpoint.tier.options import Tier
 from torchrelay.checkpoint.tier.tier_ledger import TierLedger
 from torchrelay.checkpoint.tier.tier_storage import TierStorage
@@ -116,8 +117,14 @@ class Places:
         return self.ledger.replicator
 
     def replicate(self) -> None:
-        """Return when all is replicated."""
+        """Return when all is replicated and noted: nothing is written near any more, until the next save."""
         assert self.replicator.wait(0, WAIT_SECS), self.replicator.take_failures()
+        until(self._is_noted)
+
+    def _is_noted(self) -> bool:
+        notes = read_notes(self.storage.near)
+        far = self.replicator._far.view
+        return notes is not None and {entry.try_name for entry in far.entries} <= notes.replicated
 
     def crash(self) -> None:
         """Let go of everything without a word, as a process that is gone; nothing more is sent."""

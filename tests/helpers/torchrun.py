@@ -41,7 +41,8 @@ class Job:
     """A torchrun job that runs; use as a context manager, so that it never outlives the test.
 
     The script prints what the test waits for. Each rank's lines are marked `[default<rank>]:`. The launcher
-    and its ranks are `warm` where a test is not about processes.
+    and its ranks are `warm` where a test is not about processes; the ranks alone are (`warm_ranks`) where it
+    is about the launcher, whose children then stand for the ranks and pass signals on.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Job:
         env: Mapping[str, str] | None = None,
         options: Sequence[str] = (),
         warm: bool = False,
+        warm_ranks: bool = False,
     ) -> None:
         self.cwd = cwd
         self._began = time.monotonic()
@@ -61,11 +63,11 @@ class Job:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         launcher += [f"--max-restarts={max_restarts}", "--tee=3", *options]
         program = [str(script), *args]
-        if warm:
-            command = warmed([*launcher, "--no-python", *warmed(program)])
+        if warm or warm_ranks:
+            launcher += ["--no-python"]
+            program = warmed(program)
             env = {**(env or {}), PLACE: server()}
-        else:
-            command = [sys.executable, *launcher, *program]
+        command = warmed([*launcher, *program]) if warm else [sys.executable, *launcher, *program]
         with self._out.open("w") as out, self._err.open("w") as err:
             self.process = subprocess.Popen(
                 command, cwd=cwd, env=clean_environment(env), stdout=out, stderr=err, start_new_session=True

@@ -139,10 +139,10 @@ def test_all_is_told_at_once() -> None:
 )
 def test_bombs_are_refused_quickly(text: str) -> None:
     """Whatever would grow, or nest, ends at its limit."""
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(YamlError):
         read_yaml(text.encode(), "c.yaml")
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize("data", [b"a: \xff\n", "a: 1\n".encode("utf-16"), b"a: caf\xe9\n", b"\xed\xa0\x80"])

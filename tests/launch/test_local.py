@@ -78,7 +78,7 @@ def test_a_program_with_a_syntax_error_ends_with_1_and_shows_it(tmp_path: Path) 
 
 def test_signals_drain_the_ranks_and_a_run_in_use_is_left_alone(tmp_path: Path) -> None:
     """A second launch of a running run ends with 4; SIGTERM has the first one save and leave with 75."""
-    with Launch(tmp_path, "-j", "2x1", "--", str(JOB), "run", "slow") as first:
+    with Launch(tmp_path, "-j", "2x1", "--", str(JOB), "run", "slow1") as first:
         wait_for(tmp_path / "run.here")
         code, said = launched(tmp_path, "-j", "1", "--", str(JOB), "run", "")
         assert code == 4 and "DirectoryInUseError" in said, said

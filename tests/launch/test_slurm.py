@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launches import JOB, launched, status, wait_for, weights
+from launches import JOB, launched, status, weights
 from slurm import Slurm, needs_slurm, slurm
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300), needs_slurm]
@@ -40,7 +40,7 @@ def test_a_preempted_job_is_queued_again_and_ends_like_an_undisturbed_run(
         cluster, folder, "-j", "2x1", "--time-limit", "2h", "--env", f"GIVEN={given}",
         "--", str(JOB), "run", "slow", "$(touch pwned); a 'word\"",
     )  # fmt: skip
-    wait_for(folder / "run.here")
+    cluster.wait_for_file(job, folder / "run.here")
     cluster.ask("scancel", "--batch", "--signal=USR1", job)
     cluster.wait_for_requeue(job)
     ended = cluster.wait(job, OVER)
@@ -57,7 +57,7 @@ def test_a_preempted_job_is_queued_again_and_ends_like_an_undisturbed_run(
 def test_a_cancelled_job_stays_cancelled(cluster: Slurm, tmp_path: Path) -> None:
     """The ranks of a cancelled job save and leave, too, and still nobody queues it again."""
     job, log = submit(cluster, tmp_path, "-j", "1x2", "--", str(JOB), "run", "slow")
-    wait_for(tmp_path / "run.here")
+    cluster.wait_for_file(job, tmp_path / "run.here")
     cluster.ask("scancel", job)
     cluster.wait_until_gone(job)
     ended = cluster.state(job)

@@ -69,7 +69,7 @@ def test_threads_that_import_while_a_module_is_being_made() -> None:
     text = (
         "import threading\ntold = []\ndef work():\n from other import X\n told.append(X)\n"
         "some = [threading.Thread(target=work) for _ in range(4)]\n"
-        "[one.start() for one in some]\n[one.join(5) for one in some]\n"
+        "[one.start() for one in some]\n[one.join(60) for one in some]\n"
     )
     found = imports({"m.py": text, "other.py": "import time\ntime.sleep(0.05)\nX = object()"})
     told = found.module("m").told

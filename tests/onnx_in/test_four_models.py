@@ -86,7 +86,7 @@ def test_sng_10_four_models_go_out_in_are_trained_and_go_out_again(tmp_path: Pat
         for rows in (4, 7):
             x = ours.batch(name, rows, rows)
             torch.testing.assert_close(imported(x), model(x))
-    done = torchrun(PROGRAM, str(tmp_path), ranks=2, cwd=tmp_path, timeout_secs=240)
+    done = torchrun(PROGRAM, str(tmp_path), warm=True, ranks=2, cwd=tmp_path, timeout_secs=240)
     assert done.rc == 0, str(done)
     assert done.out.count("resumed to the same bits") == 2 * len(models)
     for name in models:

@@ -16,7 +16,7 @@ from torchrelay.checkpoint.log.live import Entry, Key, State
 from torchrelay.checkpoint.log.log_reader import Base, Tail
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.log.record import BaseRef, Record, encode_base
-from torchrelay.checkpoint.log.sweep import _delete_try
+from torchrelay.checkpoint.log.sweep import delete_try
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import StorageError
 
@@ -46,7 +46,7 @@ def _deleted_first(
 ) -> None:
     retirements = tuple(self.chosen(writer.view, suspects, needed))
     for one in retirements:
-        _delete_try(writer.storage, one)
+        delete_try(writer.storage, one)
     writer.retire(retirements)
 
 

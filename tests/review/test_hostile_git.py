@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -131,7 +132,16 @@ def test_what_git_started_does_not_outlive_its_patience(
     (bin_dir / "git").write_text(f"#!/bin/sh\n{run} &\nexit 0\n")
     (bin_dir / "git").chmod(0o755)
     monkeypatch.setenv("PATH", f"{bin_dir}:{os.environ['PATH']}")
-    monkeypatch.setattr(git_command, "PATIENCE_SECS", 0.5)
+    monkeypatch.setattr(git_command, "PATIENCE_SECS", 0.1)
+    end = git_command._end
+
+    def end_what_has_begun(process: subprocess.Popen[bytes]) -> None:
+        limit = time.monotonic() + 60
+        while not trace.exists() and time.monotonic() < limit:
+            time.sleep(0.01)
+        end(process)
+
+    monkeypatch.setattr(git_command, "_end", end_what_has_begun)
     with repository(tmp_path) as repo:
         assert repo is None
     assert trace.exists()

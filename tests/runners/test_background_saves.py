@@ -348,7 +348,7 @@ def test_a_kill_during_the_background_write_loses_nothing_acknowledged(tmp_path:
     places = (str(REPOSITORY / name) for name in ("src", "tests/helpers", "scripts/trials"))
     script = script_file(KILLED, tmp_path)
     env = {"PYTHONPATH": ":".join(places)}
-    with Job(script, str(tmp_path), ranks=1, cwd=tmp_path, env=env) as job:
+    with Job(script, str(tmp_path), warm=True, ranks=1, cwd=tmp_path, env=env) as job:
         done = job.wait(90)
     assert "in the middle" in done.out and done.rc != 0
     assert open_checkpoint(tmp_path / "run").position.epoch == 2

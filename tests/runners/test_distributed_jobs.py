@@ -24,7 +24,7 @@ def test_agreements_and_a_failed_task_that_all_survive(tmp_path):
 )
 def test_an_exception_on_one_rank_is_shown_by_all(tmp_path, what, who, told):
     """While the others wait in a collective, all ranks show the failure and the job ends within 15 s."""
-    done = torchrun(SCRIPTS / "failing.py", what, str(who), ranks=3, cwd=tmp_path)
+    done = torchrun(SCRIPTS / "failing.py", what, str(who), warm=True, ranks=3, cwd=tmp_path)
     assert done.rc != 0 and f"fault {what}" in done.out, done
     for rank in range(3):
         assert told in done.of_rank(rank) and f"rank {who} on" in done.of_rank(rank), done
@@ -42,14 +42,15 @@ def test_a_killed_rank_is_named(tmp_path):
 @pytest.mark.parametrize("who", [0, 1])
 def test_the_launcher_restarts_after_a_kill(tmp_path, who):
     """With --max-restarts the next attempt meets under a fresh nonce and goes on."""
-    done = torchrun(SCRIPTS / "failing.py", "kill", str(who), ranks=2, cwd=tmp_path, max_restarts=2)
+    script = SCRIPTS / "failing.py"
+    done = torchrun(script, "kill", str(who), warm=True, ranks=2, cwd=tmp_path, max_restarts=2)
     assert done.rc == 0 and "fault kill" in done.out, done
     assert done.out.count("went on 1 1") == 2, done
 
 
 def test_a_late_rank_is_named(tmp_path):
     """A rank that does not come is named with its host and the topic, long before it comes."""
-    done = torchrun(SCRIPTS / "failing.py", "late", "1", ranks=2, cwd=tmp_path)
+    done = torchrun(SCRIPTS / "failing.py", "late", "1", warm=True, ranks=2, cwd=tmp_path)
     assert done.rc != 0 and done.secs < 250, done
     assert "DeadlineError: waited 1 s at 'a save' for rank 1 (pid" in done.err, done
 
@@ -67,8 +68,8 @@ def test_four_ranks_with_live_ddp_leave_cleanly(tmp_path):
         "    kept[0](torch.ones(2, 4)).sum().backward()\n"
         "run_and_leave(work)\n"
     )
-    for _ in range(3):
-        done = torchrun(script, ranks=4, cwd=tmp_path)
+    for warm in (False, True, True):
+        done = torchrun(script, warm=warm, ranks=4, cwd=tmp_path)
         assert done.rc == 0, done
 
 
@@ -89,7 +90,7 @@ def test_scripts_without_an_ending_leave_cleanly_and_never_outlive_the_launcher(
         "time.sleep(600 if 'stay' in sys.argv else session.env.rank)\n"
     )
     unshared = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    done = torchrun(script, ranks=2, cwd=tmp_path, env=unshared)
+    done = torchrun(script, warm=True, ranks=2, cwd=tmp_path, env=unshared)
     assert done.rc == 0 and done.out.count("ready True") == 1, done
     with Job(tmp_path / "train_script.py", "stay", ranks=2, cwd=tmp_path) as job:
         job.wait_for("ready", times=2)

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 def played(tmp_path: Path, what: str):
     path = os.pathsep.join(filter(None, (str(REPOSITORY / "tests/helpers"), os.environ.get("PYTHONPATH"))))
-    return torchrun(PROGRAM, str(tmp_path), what, ranks=4, cwd=tmp_path, env={"PYTHONPATH": path})
+    return torchrun(PROGRAM, str(tmp_path), what, warm=True, ranks=4, cwd=tmp_path, env={"PYTHONPATH": path})
 
 
 def test_a_job_ends_the_same_with_reports(tmp_path):

@@ -38,6 +38,7 @@ from torchrelay.runners.ending.signals import signals_ask
 from torchrelay.runners.ending.time_limits import Deadline, deadlines_of, seconds_of
 from torchrelay.runners.leaving import code_of_result
 from torchrelay.runners.options import parse_options
+from torchrelay.runners.run_state import RunState
 
 
 @dataclass
@@ -117,10 +118,11 @@ def test_a_signal_during_a_save_lets_it_end(program, monkeypatch):
     assert program() == 3 and program.total == 12
 
 
-def test_the_stop_file_ends_the_run_for_good(program, capsys):
+def test_the_stop_file_ends_the_run_for_good(program, capsys, monkeypatch):
     """The epoch ends as a short one, the tail runs, STOPPED; while the file is there nothing is trained."""
+    monkeypatch.setattr(asking, "_LOOK_SECS", 0.0)
     stop = program.run / "STOP"
-    result = program("step 2.1", lambda: (stop.touch(), time.sleep(1.1)))
+    result = program("step 2.1", stop.touch)
     assert (int(result), result.status, program.state) == (2, "STOPPED", "STOPPED") and code_of_result(
         result
     ) == 0
@@ -133,13 +135,14 @@ def test_the_stop_file_ends_the_run_for_good(program, capsys):
     assert program() == 3 and program.state == "FINISHED"
 
 
-def test_max_time_stops_the_run(program):
+def test_max_time_stops_the_run(program, monkeypatch):
     """A run whose time is over is STOPPED, also when it is started again; more time lets it go on."""
-    slow = [max_epochs(2), max_time(0.5)]
-    result = program("step 1.1", lambda: time.sleep(0.6), conditions=slow)
+    slow, passed, measured = [max_epochs(2), max_time(200)], [0.0], RunState.elapsed_secs.fget
+    monkeypatch.setattr(RunState, "elapsed_secs", property(lambda state: measured(state) + passed[0]))
+    result = program("step 1.1", lambda: passed.append(passed.pop() + 300.0), conditions=slow)
     assert (int(result), result.status, program.state) == (1, "STOPPED", "STOPPED")
     assert program(conditions=slow).status == "STOPPED" and program.events == []
-    assert program(conditions=[max_epochs(2), max_time(500)]).status == "FINISHED"
+    assert program(conditions=[max_epochs(2), max_time(2000)]).status == "FINISHED"
 
 
 def test_a_time_limit_leaves_in_time_for_a_save(program, monkeypatch):

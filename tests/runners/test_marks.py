@@ -103,7 +103,7 @@ def test_a_running_job_is_not_disturbed(tmp_path: Path, told: Told) -> None:
     """Epochs of a job that keeps one are tagged, pinned and unpinned as it goes; it never notices."""
     run = tmp_path / "run"
     accuracies = json.dumps([0.1] * 5000)
-    command = [sys.executable, kept_job.__file__, str(run), accuracies, "0.01", '{"keep_last": 1}']
+    command = [sys.executable, kept_job.__file__, str(run), accuracies, "0.2", '{"keep_last": 1}']
     writer = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         end = time.monotonic() + 60
@@ -119,6 +119,7 @@ def test_a_running_job_is_not_disturbed(tmp_path: Path, told: Told) -> None:
         _, err = writer.communicate(timeout=100)
     finally:
         writer.kill()
+        writer.communicate()
     assert writer.returncode == 0 and "Warning" not in err, err
     storage = LocalStorage(run / "checkpoints")
     view = open_log(storage)

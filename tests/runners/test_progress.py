@@ -142,7 +142,7 @@ def test_ranks_in_one_file(tmp_path: Path) -> None:
     Warnings of the others have rank and host; each rank has its own log.
     """
     done = torchrun(
-        PROGRAM, "run", "20", "0.1", ranks=4, cwd=tmp_path, options=["--tee=0"],
+        PROGRAM, "run", "20", "0.1", warm=True, ranks=4, cwd=tmp_path, options=["--tee=0"],
         env={"TORCHRELAY_LOG_EVERY_N_SECS": "1"},
     )  # fmt: skip
     assert done.rc == 0, done

@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def told(folder: Path) -> Told:
     """What both ranks tell of all points, played in one launch."""
     points = json.dumps([*POINTS.items(), ("left", LEFT)])
-    done = launching.torchrun(PROGRAM, "exact", str(folder), points, ranks=2, cwd=folder, env=ENV)
+    done = launching.torchrun(PROGRAM, "exact", str(folder), points, warm=True, ranks=2, cwd=folder, env=ENV)
     assert done.rc == 0, str(done)
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
@@ -63,7 +63,7 @@ def test_ranks_that_left_at_one_step_end_in_the_same_bits(told: Told, point: str
 def test_other_numbers_of_ranks_go_on_inside_of_the_epoch(told: Told, folder: Path) -> None:
     """2 ranks leave an epoch, 3 go on and leave it too, one ends it: each sample is seen once an epoch."""
     run = folder / "left"
-    done = launching.torchrun(PROGRAM, "resized", str(run), "1", ranks=3, cwd=folder, env=ENV)
+    done = launching.torchrun(PROGRAM, "resized", str(run), "1", warm=True, ranks=3, cwd=folder, env=ENV)
     assert done.rc == 0, str(done)
     three = [json.loads(Path(f"{run}.rank-{rank}.json").read_text()) for rank in range(3)]
     assert {one["status"] for one in three} == {"PREEMPTED"}
@@ -81,13 +81,14 @@ def test_other_numbers_of_ranks_go_on_inside_of_the_epoch(told: Told, folder: Pa
 
 
 def slow(
-    folder: Path, what: Callable[[Job], None], *options: str, max_restarts: int = 0
+    folder: Path, what: Callable[[Job], None], *options: str, max_restarts: int = 0, warm_ranks: bool = False
 ) -> tuple[Finished, dict[str, Any]]:
     """Start the slow job on two ranks and do something to it in its steps; how it ended, what status says."""
     run = str(folder / "slow")
     with Job(
-        PROGRAM, "slow", run, ranks=2, cwd=folder, env=ENV, options=options, max_restarts=max_restarts
-    ) as job:
+        PROGRAM, "slow", run, ranks=2, cwd=folder, env=ENV, options=options, max_restarts=max_restarts,
+        warm_ranks=warm_ranks,
+    ) as job:  # fmt: skip
         job.wait_for("did step", times=6)
         what(job)
         done = job.wait(60)
@@ -97,16 +98,17 @@ def slow(
 def test_signals_to_the_launcher_and_its_ranks(folder: Path) -> None:
     """SIGTERM to launcher or rank, SIGUSR1 that the launcher handles: PREEMPTED, the next goes on there."""
     handled = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-    done, status = slow(folder, lambda job: job.process.send_signal(signal.SIGTERM))
+    done, status = slow(folder, lambda job: job.process.send_signal(signal.SIGTERM), warm_ranks=True)
     assert done.rc == 1, "so torchrun ends when it is told to"
     assert (status["state"], status["stop"], status["exit_code"]) == ("PREEMPTED", ["SIGTERM"], 75), str(done)
     first = status["step"]
-    done, status = slow(folder, lambda job: kill(job.workers()[1], signal.SIGTERM), max_restarts=2)
+    one_rank: Callable[[Job], None] = lambda job: kill(job.workers()[1], signal.SIGTERM)  # noqa: E731
+    done, status = slow(folder, one_rank, max_restarts=2, warm_ranks=True)
     assert done.rc == 0, f"a launcher with restarts left must not use them: {done}"
     assert status["state"] == "PREEMPTED" and status["step"] > first > 0
     assert f"begins after step {first}" in done.of_rank(1)
     second = status["step"]
-    done, status = slow(folder, lambda job: job.process.send_signal(signal.SIGUSR1), handled)
+    done, status = slow(folder, lambda job: job.process.send_signal(signal.SIGUSR1), handled, warm_ranks=True)
     assert (status["state"], status["stop"]) == ("PREEMPTED", ["SIGUSR1"]), str(done)
     assert status["step"] > second and f"begins after step {second}" in done.of_rank(0)
 

@@ -38,10 +38,15 @@ def server() -> Iterator[Served]:
 
 
 @contextmanager
-def behind(server: Served) -> Iterator[tuple[Proxy, str]]:
-    """A proxy before the server, and the URL of an empty place there."""
-    with proxy_to(server.port) as proxy, surroundings({**server.seen_at(proxy.port), **IMPATIENT}):
-        yield proxy, f"{server.url}{secrets.token_hex(4)}"
+def behind(server: Served, *, patient: bool = False) -> Iterator[tuple[Proxy, str]]:
+    """A proxy before the server, and the URL of an empty place there.
+
+    `patient` clients ask nothing again because a busy machine took a second for an answer.
+    """
+    with proxy_to(server.port) as proxy:
+        environment = server.seen_at(proxy.port) | ({} if patient else IMPATIENT)
+        with surroundings(environment):
+            yield proxy, f"{server.url}{secrets.token_hex(4)}"
 
 
 def test_acknowledged_epochs_survive_every_fault(server: Served) -> None:
@@ -98,7 +103,7 @@ def _opened(url: str) -> tuple[object, str]:
 
 def test_stores_that_do_not_keep_conditions_are_found(server: Served) -> None:
     """One that ignores conditions, or refuses them, is refused with the remedy, which then works."""
-    with behind(server) as (proxy, url):
+    with behind(server, patient=True) as (proxy, url):
         proxy.dropped = frozenset({"if-none-match"})
         with pytest.raises(UsageError, match=r"although its name is taken.*single_writer='external'"):
             check_exclusion(storage_of(url, "the place"))
@@ -113,7 +118,7 @@ def test_stores_that_do_not_keep_conditions_are_found(server: Served) -> None:
 
 def test_a_store_that_does_not_read_ranges_is_named(server: Served) -> None:
     """Whole objects instead of ranges are an error that says so, never wrong bytes."""
-    with behind(server) as (proxy, url):
+    with behind(server, patient=True) as (proxy, url):
         storage = storage_of(url, "the place")
         storage.replace("x", b"0123456789")
         proxy.dropped = frozenset({"range"})
@@ -123,7 +128,7 @@ def test_a_store_that_does_not_read_ranges_is_named(server: Served) -> None:
 
 def test_a_few_of_many_blobs_take_a_few_requests(server: Served, tell) -> None:
     """Neighbours come together, absent records cost one request each: 5 of 500 blobs, and all of them."""
-    with behind(server) as (proxy, url):
+    with behind(server, patient=True) as (proxy, url):
         many = {f"blob_{number:03}": torch.full((1000,), float(number)) for number in range(500)}
         manager = MultiNodeCheckpointManager(url)
         with proxy.counting() as saving:
@@ -174,7 +179,7 @@ def test_parts_that_nobody_completes_are_given_up(server: Served, monkeypatch: p
     """By the writer whose part fails for good, and by the next one after a writer was killed."""
     monkeypatch.setattr(object_storage, "PUT_IN_ONE_BYTES", 1 << 20)
     monkeypatch.setattr(multipart, "PART_BYTES", 5 << 20)
-    with behind(server) as (proxy, url):
+    with behind(server, patient=True) as (proxy, url):
         storage = storage_of(url, "the place")
         proxy.schedule = lambda asked: "501" if "partNumber=2" in asked.query else ""
         with pytest.raises(StorageError, match="cannot write"):
