@@ -124,12 +124,11 @@ class Ledger:
     def find_or_none(self, peers: Peers, epoch: int) -> Entry | None:
         """The same, None when the epoch is not committed."""
 
-        def find() -> Any:
-            entry = self.view().find(epoch)
-            return None if entry is None else entry_json(entry)
+        def find() -> list[Any]:
+            return [entry_json(entry) for entry in (self.view().find(epoch),) if entry is not None]
 
         told = decide(peers, "find the epoch", find, by=self.reader)
-        return None if told is None else entry_of(told, "the log")
+        return entry_of(told[0], "the log") if told else None
 
     def _known(self, epoch: int) -> Entry:
         view = self.view()
@@ -143,8 +142,8 @@ class Ledger:
 
     # Holding
 
-    def open(self, peers: Peers, *, tolerant: bool = False) -> None:
-        """Take the log over.
+    def open(self, peers: Peers, *, tolerant: bool = False) -> bool:
+        """Take the log over; False where a process has to leave before all is done: then nothing may be read.
 
         Raises DirectoryInUseError for a living holder. `tolerant`: a directory that cannot be used
         is left alone, and every save tries again.
@@ -160,6 +159,7 @@ class Ledger:
 
         told = decide(peers, "take the log over", take, deadline_secs=self.takes_secs + TAKEOVER_MARGIN_SECS)
         self.holding = None if told is None else Holding(*told)
+        return True
 
     @property
     def takes_secs(self) -> float:

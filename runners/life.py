@@ -130,8 +130,7 @@ class Life:
             self.stages.look()
         if self.manager is not None:
             self.journal.say_choice(choice, self.look)
-        self._open(choice)
-        return self._live(choice)
+        return self._live(choice) if self._open(choice) else leave_for_now(self, choice)
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -166,21 +165,22 @@ class Life:
 
     # Starting
 
-    def _open(self, choice: Choice) -> None:
-        """Become the writer of the log; a bare manager may do without, unless the log says where to start."""
+    def _open(self, choice: Choice) -> bool:
+        """Become the writer of the log, or do without where that may be; False: leave, not all is sent."""
         if self.manager is None:
-            return
+            return True
         self.capturing.agree(self.session.peers, self.journal)
         ledger = self.manager.engine.ledger
         self.journal.create(self.job, self.plan.best, self.session)
         ledger.in_run, ledger.when_fenced = True, self.guard.fenced
         ledger.hurried, ledger.secs_left = self._is_leaving, self.requests.secs_left
         tolerant = self.run_directory is None and choice.start != "newest"
-        ledger.open(self.session.peers, tolerant=tolerant)
+        complete = ledger.open(self.session.peers, tolerant=tolerant)
         self.journal.opened(ledger.holding, self.look, choice)
         self.capturing.write(self.journal, self.session)
         self.stages.capture()
         self.stored.opened()
+        return complete
 
     def _is_leaving(self) -> bool:
         return self.requests.level() == PREEMPT

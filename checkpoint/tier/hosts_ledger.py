@@ -110,27 +110,28 @@ class HostsLedger(TierLedger):
 
     # Holding
 
-    def open(self, peers: Peers, *, tolerant: bool = False) -> None:
+    def open(self, peers: Peers, *, tolerant: bool = False) -> bool:
         """Take the logs over; with several places all that is near only is sent before this returns.
 
+        False where a process has to leave before: the next start sends the rest.
         Raises also UsageError for a near directory of another job, StorageError where something could not be
         sent within `patience_secs` of which nothing moved.
         """
         self._places = seen(peers, self.storage, self.storage.root)
         found = self._survey(peers)
         if not self.places.many:
-            super().open(peers)
-            return
+            return super().open(peers)
         counts = [one for one in found if one.rank == self._reader and one.ahead]
         for other in found[len(counts) :]:
             self._warn_given_up(peers, other)
-        if counts and counts[0].rank != 0 and counts[0].sends:
-            self._send_from(peers, counts[0].rank)
+        if counts and counts[0].rank != 0 and counts[0].sends and not self._send_from(peers, counts[0].rank):
+            return False
         super().open(peers)
         self._begin(peers, 0)
-        self._all_sent(peers, 0)
-        if self._sender is not None:
+        sent = self._all_sent(peers, 0)
+        if sent and self._sender is not None:
             self._sender.give_way()
+        return sent
 
     def _warn_given_up(self, peers: Peers, other: claims.Claim) -> None:
         if peers.rank == 0 and other.rank != 0:  # what rank 0's place had is told when it adopts the far log
@@ -140,8 +141,11 @@ class HostsLedger(TierLedger):
                 stacklevel=3,
             )
 
-    def _send_from(self, peers: Peers, by: int) -> None:
-        """The log is on another host than rank 0: its leader holds both logs until all of it is sent."""
+    def _send_from(self, peers: Peers, by: int) -> bool:
+        """The log is on another host than rank 0: its leader holds both logs until all of it is sent.
+
+        False where a process has to leave before that.
+        """
 
         def take() -> None:
             self._check_exclusion()
@@ -149,11 +153,12 @@ class HostsLedger(TierLedger):
 
         decide(peers, "take the log of another host", take, deadline_secs=self.takes_secs + 60.0, by=by)
         self._begin(peers, by)
-        self._all_sent(peers, by)
+        sent = self._all_sent(peers, by)
         told = decide(peers, "release the log of another host", self._end_sending, by=by)
         if self._sender is not None:
             self._end_sending()
         self._sent_before = [Position(epoch, step) for epoch, step in told] if peers.rank == 0 else []
+        return sent
 
     def _end_sending(self) -> list[Json]:
         """Let go of both logs, or stop sending; returns what came to the far place meanwhile."""
@@ -208,16 +213,19 @@ class HostsLedger(TierLedger):
     def _wanted(self) -> list[Json]:
         return [] if self.replicator is None else [entry_json(entry) for entry in self.replicator.pending]
 
-    def _all_sent(self, peers: Peers, by: int) -> None:
-        """Return when nothing is near only; StorageError where nothing moves for `patience_secs`."""
+    def _all_sent(self, peers: Peers, by: int) -> bool:
+        """Return when nothing is near only; False where a process has to leave before.
+
+        Raises StorageError where nothing moves for `patience_secs`.
+        """
         moved, since = -1, time.monotonic()
         while True:
             quiet = time.monotonic() - since > self.tier.patience_secs
             told = together(peers, "send what is near only", partial(self._sent_now, quiet=quiet))
             if peers.rank == 0:
                 self._warn_failures([failure for one in told for failure in one["failures"]])
-            if told[by]["done"]:
-                return
+            if told[by]["done"] or any(one["leaves"] for one in told):
+                return bool(told[by]["done"])
             if told[by]["quiet"]:
                 raise StorageError(
                     f"epoch {told[by]['left']} is in near directories only and could not be sent to "
@@ -230,13 +238,14 @@ class HostsLedger(TierLedger):
 
     def _sent_now(self, *, quiet: bool) -> dict[str, Json]:
         told: dict[str, Json] = {"done": True, "quiet": quiet, "moved": 0, "left": "", "failures": []}
+        told["leaves"] = self.hurried()
         if self._sender is not None:
-            told["moved"], told["failures"] = self._sender.moved, self._sender.take_failures()
+            told["moved"], told["failures"] = self._sender.moved.nbytes, self._sender.take_failures()
         if self.replicator is not None:
             told["done"] = self.replicator.wait(0, TURN_SECS)
             pending = self.replicator.pending
             told["left"] = ", ".join(str(entry.position) for entry in pending)
-            told["moved"], told["failures"] = self.replicator.moved, self.replicator.take_failures()
+            told["moved"], told["failures"] = self.replicator.moved.nbytes, self.replicator.take_failures()
             told["moved"] -= len(pending)  # one less is headway too
         return told
 

@@ -6,11 +6,12 @@ It is a note, not a proof: lost or damaged, files are sent again and every epoch
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchrelay.checkpoint.disk.sealed import LIMIT_BYTES, seal, unseal
 from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.log.job_file import read_job
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import UsageError
 
@@ -59,10 +60,28 @@ def read_notes(near: Storage) -> Notes | None:
 def refuse_part(near: Storage) -> None:
     """Refuse to decide by a near directory that has files of some hosts' ranks only (UsageError)."""
     notes = read_notes(near)
+    if notes is None and near.stat(PATH) is not None:
+        raise UsageError(
+            f"{near.url}/{PATH} is damaged, so nobody can tell whether the log of its epochs is on another "
+            "host: start the run, which writes it anew, or do this at the far place"
+        )
     if notes is not None and notes.part:
         raise UsageError(
             f"{near.url} has a part of the epochs of {notes.far} only, and their log is on another host: "
             "do this there, or at the far place"
+        )
+
+
+def refuse_to_begin(near: Storage, far: Storage) -> None:
+    """Refuse a far place without a job for a near directory with a part of some epochs (UsageError).
+
+    Nobody here knows what these are: all of them, perhaps of a run that lives, would pass for left over.
+    """
+    notes = read_notes(near)
+    if notes is not None and notes.part and read_job(far) is None:
+        raise UsageError(
+            f"{near.url} has a part of the epochs of {notes.far} only, and nothing was begun in {far.url}: "
+            "choose another near directory for this run, or that place of the checkpoints"
         )
 
 
@@ -76,6 +95,18 @@ def only_near(near: Storage, view: LogView) -> frozenset[str]:
     notes, line = read_notes(near) or Notes(), view.line()
     known = [number for number, entry in enumerate(line) if entry.try_name in notes.replicated]
     return frozenset(entry.try_name for entry in line[known[-1] if known else 0 :])
+
+
+def forgotten(near: Storage, notes: Notes, path: str) -> Notes:
+    """The notes without a file that is about to be made anew; durable when this returns, or StorageError.
+
+    Space is reserved first, so that one which is cut off may have the size and the note of one that was lost.
+    """
+    if path not in notes.sent:
+        return notes
+    notes = replace(notes, sent={name: one for name, one in notes.sent.items() if name != path})
+    write_notes(near, notes)
+    return notes
 
 
 def write_notes(near: Storage, notes: Notes) -> None:

@@ -25,10 +25,10 @@ from torchrelay.checkpoint.tier.in_thread import (
     STOP_SECS,
     yield_to_training,
 )
-from torchrelay.checkpoint.tier.notes import Notes, read_notes, write_notes
+from torchrelay.checkpoint.tier.notes import Notes, forgotten, read_notes, write_notes
 from torchrelay.checkpoint.tier.options import Tier
 from torchrelay.checkpoint.tier.parts import Part, part_path, read_part, write_part
-from torchrelay.checkpoint.tier.sending import Sending, StoppedError
+from torchrelay.checkpoint.tier.sending import Moved, Sending, StoppedError
 from torchrelay.checkpoint.tier.tier_storage import TierStorage
 from torchrelay.errors import DamagedError, FencedError, StorageError
 
@@ -44,8 +44,7 @@ class PartSender:
         noted = read_notes(storage.near)
         mine = noted is not None and noted.far == storage.far.url
         self._notes = noted if noted is not None and mine else Notes(storage.far.url)
-        self.moved = 0
-        """Bytes sent by now."""
+        self.moved = Moved()
         self._changed = threading.Condition()
         self._wanted: tuple[Entry, ...] = ()
         self._told: set[str] = set()
@@ -131,6 +130,7 @@ class PartSender:
         if entry.try_name not in needed:
             write_part(self._storage.far, self._part(entry.try_name), self._sent(manifest, needed))
         self._told.add(entry.try_name)
+        self.moved.settle()
 
     def _sent(self, manifest: Manifest, needed: frozenset[str]) -> Part:
         """Send what lies here; damage is looked at again before it is believed."""
@@ -180,21 +180,23 @@ class PartSender:
             lambda: None,  # `named` asks the storage
             lambda path, nbytes, digest: self._notes.sent.get(path) == (nbytes, digest),
             self._note_sent,
-            self._count,
+            self.moved.count,
             lambda try_name: try_name in self._far_log().state.tries,
+            self._forget_sent,
         )
 
     def _check(self) -> None:
         if self._stopping:
             raise StoppedError
 
-    def _count(self, nbytes: int) -> None:
-        self.moved += nbytes
-
     def _note_sent(self, path: str, nbytes: int, digest: str) -> None:
         with self._changed:
             self._notes = replace(self._notes, sent={**self._notes.sent, path: (nbytes, digest)})
             self._note()
+
+    def _forget_sent(self, path: str) -> None:
+        with self._changed:
+            self._notes = forgotten(self._storage.near, self._notes, path)
 
     def _forget(self) -> None:
         """Only what is under way need be remembered."""

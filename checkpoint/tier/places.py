@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torchrelay.checkpoint.disk.canonical import sha256
 from torchrelay.checkpoint.storage import Storage
-from torchrelay.errors import RelayError, UsageError
+from torchrelay.errors import RelayError, StorageError, UsageError
 from torchrelay.jobs.peers import Peers, together
 
 SEEN_WITHIN_SECS = 10.0
@@ -53,10 +53,13 @@ class Places:
 
 
 def guessed(peers: Peers, directory: Path) -> Places:
-    """The places as the systems tell them, without a write: hosts that share a file system seem apart."""
+    """The places as the systems tell them, without a write: hosts that share a file system seem apart.
+
+    Raises StorageError on all ranks where one cannot look there.
+    """
     if peers.size == 1:
         return Places()
-    keys = peers.exchange("near directories", _key(directory))
+    keys = together(peers, "near directories", lambda: _key(directory))
     return Places(tuple(keys.index(key) for key in keys), peers.rank)
 
 
@@ -90,9 +93,13 @@ def seen(peers: Peers, storage: Storage, directory: Path) -> Places:
 
 def _agreed(peers: Peers, storage: Storage, guess: Places, nonce: str) -> Places:
     until = time.monotonic() + SEEN_WITHIN_SECS
-    while True:
+
+    def look() -> list[int | str | bool]:
         sight = sight_of(_probes(storage, nonce), guess.leader_of[peers.rank])
-        told = peers.exchange("near directories seen", [*sight, time.monotonic() > until])
+        return [*sight, time.monotonic() > until]
+
+    while True:
+        told = together(peers, "near directories seen", look)
         blind = blind_ranks([(least, digest, count) for least, digest, count, _ in told], guess.leaders)
         if not blind:
             return Places(tuple(one[0] for one in told), peers.rank)
@@ -130,9 +137,12 @@ def _probes(storage: Storage, nonce: str) -> list[int]:
 def _key(directory: Path) -> str:
     """The same text where it is the same directory of the same running system."""
     there = directory
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    found = there.stat()
+    try:
+        while not there.exists() and there != there.parent:
+            there = there.parent
+        found = there.stat()
+    except OSError as error:
+        raise StorageError(f"the near directory {directory} cannot be looked at: {error}") from error
     boot = ""
     with suppress(OSError):
         boot = _BOOT.read_text().strip()

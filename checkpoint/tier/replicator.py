@@ -28,10 +28,10 @@ from torchrelay.checkpoint.tier.in_thread import (
     STOP_SECS,
     yield_to_training,
 )
-from torchrelay.checkpoint.tier.notes import Notes, read_notes, write_notes
+from torchrelay.checkpoint.tier.notes import Notes, forgotten, read_notes, write_notes
 from torchrelay.checkpoint.tier.options import Tier
 from torchrelay.checkpoint.tier.parts import Part, delete_parts, part_path, read_part
-from torchrelay.checkpoint.tier.sending import Sending, StoppedError
+from torchrelay.checkpoint.tier.sending import Moved, Sending, StoppedError
 from torchrelay.checkpoint.tier.tier_storage import TierStorage
 from torchrelay.errors import DamagedError, FencedError, StorageError
 
@@ -59,8 +59,7 @@ class Replicator:
     ) -> None:
         self._tier, self._storage, self._near = tier, storage, storage.near
         self._writer, self._far, self._retain, self._others = writer, far, retain, others
-        self.moved = 0
-        """Bytes sent by now."""
+        self.moved = Moved()
         noted = read_notes(self._near)
         mine = noted is not None and noted.far == far.storage.url
         self._notes = noted if noted is not None and mine else Notes(far.storage.url)
@@ -242,6 +241,7 @@ class Replicator:
             self._replicated.append(entry.position)
             self._changed.notify_all()
         self._notes = replace(self._notes, sent={})
+        self.moved.settle()
         if self._others is not None:
             delete_parts(self._far.storage, entry.try_name, self._others.run, self._others.leaders)
         doubts = ""
@@ -284,12 +284,10 @@ class Replicator:
             ask,
             self._is_sent,
             self._sent,
-            self._count,
+            self.moved.count,
             lambda try_name: try_name in self._far.view.state.tries,
+            self._forget_sent,
         )
-
-    def _count(self, nbytes: int) -> None:
-        self.moved += nbytes
 
     def _check_going_on(self) -> None:
         if self._stopping:
@@ -303,6 +301,10 @@ class Replicator:
         with self._changed:
             self._notes = replace(self._notes, sent={**self._notes.sent, path: (nbytes, digest)})
             self._note()
+
+    def _forget_sent(self, path: str) -> None:
+        with self._changed:
+            self._notes = forgotten(self._near, self._notes, path)
 
     def _note(self) -> None:
         """A note that cannot be written costs a second sending."""

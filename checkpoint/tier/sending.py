@@ -10,6 +10,7 @@ own each sends what lies in its one, and the manifest goes first, to tell the ot
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,6 +37,30 @@ class StoppedError(Exception):
     """Whoever waits for the sending does so no longer."""
 
 
+class Moved:
+    """How many bytes have gone. What is sent again counts once: trying the same for ever is no headway."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._before, self._files = 0, dict[str, int]()
+
+    @property
+    def nbytes(self) -> int:
+        """All bytes by now."""
+        with self._lock:
+            return self._before + sum(self._files.values())
+
+    def count(self, path: str, nbytes: int) -> None:
+        """So many bytes of a file have gone."""
+        with self._lock:
+            self._files[path] = max(nbytes, self._files.get(path, 0))
+
+    def settle(self) -> None:
+        """The files until now are over, and need not be remembered."""
+        with self._lock:
+            self._before, self._files = self._before + sum(self._files.values()), {}
+
+
 @dataclass(frozen=True)
 class Sending:
     """How files are sent. `check` is called between pieces; what it raises ends the sending.
@@ -43,7 +68,8 @@ class Sending:
     `ask` is called before something is deleted, and raises FencedError where the far log is another's: who
     was frozen for long would else delete what that one has sent and named meanwhile.
 
-    `is_sent` tells whether a file of this size and digest was sent completely before, `note_sent` that it is.
+    `is_sent` tells whether a file of this size and digest was sent completely before, `note_sent` that it is;
+    `forget` that it is made anew, durably: one that is cut off then may have that size already.
     """
 
     near: Storage
@@ -53,10 +79,11 @@ class Sending:
     ask: Callable[[], None]
     is_sent: Callable[[str, int, str], bool]
     note_sent: Callable[[str, int, str], None]
-    moved: Callable[[int], object] = lambda nbytes: None
-    """Called with the bytes of each piece that went."""
+    moved: Callable[[str, int], object] = lambda path, nbytes: None
+    """Called with how many bytes of a file have gone, after each piece."""
     named: Callable[[str], bool] = lambda try_name: False
     """Asked before a file is deleted: whether the far log needs that try meanwhile."""
+    forget: Callable[[str], object] = lambda path: None
 
     def send(self, entry: Entry, kept: frozenset[str]) -> None:
         """Send what the far place lacks of an epoch; of `kept` tries, which its log needs, no file goes.
@@ -128,7 +155,7 @@ class Sending:
                 self.check()
                 handle.write_at(offset, window)
                 done += len(window)
-                self.moved(len(window))
+                self.moved(path, done)
             if done != row.nbytes or sha256(start) != row.header_sha256:
                 raise StorageError(f"{self.near.url}/{path} changed while it was read: it is sent again")
 
@@ -156,6 +183,8 @@ class Sending:
             self.ask()
             if self.named(path.split("/")[1]):
                 return True
+        self.forget(path)
+        if found is not None:
             self.far.delete(path)
         return False
 

@@ -25,7 +25,7 @@ from torchrelay.checkpoint.reading.proof import Level, Outcome
 from torchrelay.checkpoint.retaining import Retaining
 from torchrelay.checkpoint.tier import histories
 from torchrelay.checkpoint.tier.among import Others
-from torchrelay.checkpoint.tier.notes import Notes, read_notes
+from torchrelay.checkpoint.tier.notes import Notes, read_notes, refuse_to_begin
 from torchrelay.checkpoint.tier.options import Tier
 from torchrelay.checkpoint.tier.replicator import Replicator
 from torchrelay.checkpoint.tier.tier_storage import TierStorage
@@ -57,9 +57,9 @@ class TierLedger(Ledger):
         """As without a tier, but never tolerant: without both logs nobody can tell what is newest."""
         return super().look(peers)
 
-    def open(self, peers: Peers, *, tolerant: bool = False) -> None:
+    def open(self, peers: Peers, *, tolerant: bool = False) -> bool:
         """As without a tier, but never tolerant, as `look`."""
-        super().open(peers)
+        return super().open(peers)
 
     def view(self) -> LogView:
         """What the log of the run says: the near one's where that is ahead, else the far one's."""
@@ -97,6 +97,7 @@ class TierLedger(Ledger):
         near, far = self.storage.near, self.storage.far
         far.mkdir("")
         check_exclusion(far)
+        refuse_to_begin(near, far)
         share_job(near, far, self.job_name)
         before = open_log(far, self.job_name)
         far_writer = self._take_one(far)

@@ -11,6 +11,7 @@ from torchrelay.runners.ending.inside import NOTHING_NEW, obstacle_here, save_in
 from torchrelay.runners.result import RunResult
 
 if TYPE_CHECKING:
+    from torchrelay.runners.choosing import Choice
     from torchrelay.runners.life import Life
 
 
@@ -23,9 +24,10 @@ class _Outlook:
     why_not: str | None
 
 
-def leave_for_now(life: Life) -> RunResult:
+def leave_for_now(life: Life, untried: Choice | None = None) -> RunResult:
     """End a run that all processes agreed to interrupt; all call this together.
 
+    `untried`: where it would have gone on, if it has not come to that.
     Raises what a save raises that makes the run fail: a process that is lost, a directory that is another's.
     """
     inside = life.state.tracked is not None
@@ -35,14 +37,15 @@ def leave_for_now(life: Life) -> RunResult:
         outlook = _save(life, outlook)
     life.saver.finish(life.session)
     decide(life.session.peers, "leave for now: the log", lambda: _check_still_ours(life))
-    saved = life.saver.newest
+    goes_on = untried is not None and untried.start == "newest"
+    saved = life.look.position if goes_on else life.saver.newest
     result = RunResult(
         saved.epoch if saved is not None else 0,
         status="PREEMPTED",
         stop=(outlook.reason,),
         metrics=life.state.metrics,
         run_dir=life.run_directory.where if life.run_directory else None,
-        committed=life.saver.newest_saved,
+        committed=life.look.whole if goes_on else life.saver.newest_saved,
     )
     lost = outlook.why_not if inside and outlook.why_not != NOTHING_NEW else None
     life.journal.preempted(result, saved, lost)

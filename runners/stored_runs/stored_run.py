@@ -121,7 +121,7 @@ class StoredRun:
     def opened(self) -> None:
         """The log is ours: what this process writes is put up from now on. Rank 0 waits for a first pass."""
         ledger = self._ledger
-        if ledger is None or self._peers.rank != 0:
+        if ledger is None or ledger.holding is None or self._peers.rank != 0:
             return
         with suppress(StorageError):
             self._give_up_parts()

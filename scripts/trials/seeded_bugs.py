@@ -100,8 +100,8 @@ def _durability() -> Iterator[Bug]:
     yield Bug(
         "an epoch is acknowledged before it is committed",
         "checkpoint/save.py",
-        "        job.commit(entry)\n",
-        "        __import__('threading').Timer(0.5, job.commit, [entry]).start()\n",
+        "    try:\n        job.commit(entry)\n",
+        "    try:\n        __import__('threading').Timer(0.5, job.commit, [entry]).start()\n",
         ["tests/acceptance/test_caffe2_cases.py"],
     )
 

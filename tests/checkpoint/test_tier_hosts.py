@@ -19,6 +19,7 @@ from torchrelay.checkpoint.log.keeping import Keeping
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.pruning import prune
+from torchrelay.checkpoint.tier import hosts_ledger, part_sender, replicator
 from torchrelay.checkpoint.tier.hosts_ledger import HostsLedger
 from torchrelay.checkpoint.tier.notes import read_notes
 from torchrelay.errors import DamagedError, StorageError, UsageError
@@ -401,3 +402,92 @@ def test_random_histories(tmp_path: Path, seed: int) -> None:
         }
         places.close() if rng.random() < 0.3 and not down.away else places.stop()
         assert all(numbers_in(far)[position] == one for position, one in promised.items())
+
+
+def test_sending_the_same_for_ever_is_no_headway(
+    disks: list[Path], far: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start whose bytes go, again and again, and never come to stay ends as one that sends none."""
+    for module in (replicator, part_sender):
+        monkeypatch.setattr(module, "FIRST_PAUSE_SECS", 0.01)
+        monkeypatch.setattr(module, "LONGEST_PAUSE_SECS", 0.05)
+    monkeypatch.setattr(hosts_ledger, "TURN_SECS", 0.1)
+    down = Away(far)
+    places = NearPlaces(disks, down.storage)  # type: ignore[arg-type]
+    down.away = True
+    places.save(0, 0)
+    places.stop()
+    went: list[str] = []
+
+    def refuse(verb: str, number: int) -> None:
+        if verb == "sync_file" and list((far / "data").rglob("*.safetensors")):
+            went.append(verb)
+            raise StorageError("over quota")
+
+    down.storage._before = refuse
+    with (
+        pytest.warns(UserWarning, match="cannot be sent to .* now: over quota"),
+        pytest.raises(StorageError, match="epoch 0 is in near directories only"),
+    ):
+        NearPlaces(disks, down.storage, patience_secs=0.5)  # type: ignore[arg-type]
+    assert len(went) > 4
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_signal_ends_the_sending_of_a_start(disks: list[Path], far: Path, swapped: bool) -> None:
+    """A start that sends what was near only leaves when any process has to; the next one goes on with it."""
+    down = Away(far)
+    places = NearPlaces(disks, down.storage)  # type: ignore[arg-type]
+    places.save(0, 0)
+    places.replicate()
+    down.away = True
+    places.save(1, 1)
+    places.stop()
+
+    def refuse(verb: str, number: int) -> None:
+        if verb == "open_exclusive":
+            raise StorageError("no room")
+
+    down.storage._before = refuse
+    order = disks[::-1] if swapped else disks
+    leaving = NearPlaces(order, down.storage, nodes=disks, opened=False)  # type: ignore[arg-type]
+    for ledger in leaving.ledgers:
+        ledger.secs_left = lambda: 0.0
+    leaving.ledgers[1].hurried = lambda: True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert leaving.all(lambda ledger, peers: ledger.open(peers)) == [False, False]
+        leaving.all(lambda ledger, peers: ledger.drain(peers))
+    leaving.close()
+    assert numbers_in(far) == {"0": 0}
+    again = NearPlaces(disks, far)
+    assert again.newest() == Position(1) and not again.told
+    again.close()
+    assert numbers_in(far) == {"0": 0, "1": 1}
+
+
+def test_a_part_of_another_run_begins_no_far_place(disks: list[Path], far: Path, tmp_path: Path) -> None:
+    """A start with the near directory of a running job and a new far place deletes nothing of that job."""
+    down = Away(far)
+    places = NearPlaces(disks, down.storage)  # type: ignore[arg-type]
+    places.save(0, 0)
+    places.replicate()
+    down.away = True
+    places.save(1, 1)
+    before = files(disks[1])
+    with pytest.raises(UsageError, match="has a part of the epochs of"):
+        NearPlaces([disks[1], tmp_path / "host-c"], tmp_path / "new")
+    with pytest.raises(UsageError, match="has a part of the epochs of"):
+        Places(disks[1], tmp_path / "new")
+    assert files(disks[1]) == before and not (tmp_path / "new" / "log").exists()
+    down.away = False
+    places.replicate()
+    places.close()
+    assert numbers_in(far) == {"0": 0, "1": 1}
+
+
+def test_a_rank_that_cannot_look_is_not_waited_for(disks: list[Path], far: Path) -> None:
+    """Where the near directory of one host cannot be looked at all ranks hear so, as a storage that fails."""
+    disks[1].mkdir()
+    with pytest.raises(StorageError, match=r"the near directory .* cannot be looked at"):
+        NearPlaces([disks[0], disks[1] / ("x" * 300)], far)

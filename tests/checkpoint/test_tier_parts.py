@@ -18,10 +18,10 @@ from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.remote.retrying import Patience
 from torchrelay.checkpoint.tier import near_files
 from torchrelay.checkpoint.tier.claims import Claim, claim_of, given_up, teller
-from torchrelay.checkpoint.tier.notes import PATH, Notes, read_notes, write_notes
+from torchrelay.checkpoint.tier.notes import PATH, Notes, read_notes, refuse_part, write_notes
 from torchrelay.checkpoint.tier.parts import Part, delete_parts, part_path, read_part, write_part
 from torchrelay.checkpoint.tier.sending import Sending
-from torchrelay.errors import StorageError
+from torchrelay.errors import StorageError, UsageError
 
 TRY = "e00000001-0123456789ab"
 
@@ -129,3 +129,15 @@ def test_notes_of_older_versions_are_read(tmp_path: Path) -> None:
     assert read_notes(near) == Notes("/far", "n")
     write_notes(near, Notes("/far", None, generation=7, part=True))
     assert read_notes(near) == Notes("/far", None, generation=7, part=True)
+
+
+def test_a_damaged_note_is_no_leave_to_delete(tmp_path: Path) -> None:
+    """Where it cannot be told whether a near directory has a part of epochs only, none of it is given up."""
+    near = LocalStorage(tmp_path)
+    refuse_part(near)
+    write_notes(near, Notes("/far", None, part=True))
+    with pytest.raises(UsageError, match="has a part of the epochs of /far only"):
+        refuse_part(near)
+    near.replace(PATH, near.read_range(PATH, 0, 1000)[:-2])
+    with pytest.raises(UsageError, match="start the run, which writes it anew"):
+        refuse_part(near)

@@ -29,6 +29,7 @@ from torchrelay import (
     max_time,
 )
 from torchrelay.checkpoint import save
+from torchrelay.checkpoint.ledger import Ledger
 from torchrelay.errors import PreemptedError, UsageError
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.ending import requests as asking
@@ -378,3 +379,24 @@ def test_a_sequence_that_was_shuffled_in_its_task_is_not_continued(tmp_path: Pat
     _, after, total = start(tmp_path / "left")
     assert left.status == "PREEMPTED" and before == whole[:3]
     assert after == (whole if drawn else whole[3:]) and total == expected
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_start_that_leaves_while_hosts_send(
+    program: Program, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], held: bool
+) -> None:
+    """Where taking the log over was left for a signal nothing is loaded or saved: the run is preempted."""
+    program(at="step 3.1")
+    capsys.readouterr()
+
+    def leaves(ledger: Ledger, peers: object, **_: object) -> bool:
+        opened(ledger, peers) if held else None  # type: ignore[arg-type]
+        return False
+
+    opened = Ledger.open
+    with monkeypatch.context() as patched:
+        patched.setattr(Ledger, "open", leaves)
+        result = program()
+    assert (result.status, int(result), program.events) == ("PREEMPTED", 2, [])
+    assert "the same command goes on from epoch 2+2" in capsys.readouterr().err
+    assert program().status == "FINISHED" and program.events[0] == "setup"
