@@ -44,9 +44,9 @@ def holders(folder: Path, stories: dict[str, str], env: dict[str, str]) -> Itera
 
 
 def await_text(path: Path, text: str) -> None:
-    """Return when a process has printed something."""
+    """Return when a process has printed a line; its end may come in a write of its own."""
     end = time.monotonic() + WAIT_SECS
-    while not path.exists() or text not in path.read_text():
+    while not path.exists() or f"{text}\n" not in path.read_text():
         assert time.monotonic() < end, f"no {text!r} in {path}"
         time.sleep(0.02)
 
