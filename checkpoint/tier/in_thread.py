@@ -18,3 +18,26 @@ def yield_to_training() -> None:
     if sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
+def longer(pause: float) -> float:
+    """How long to wait after one more failure."""
+    return min(max(2 * pause, FIRST_PAUSE_SECS), LONGEST_PAUSE_SECS)
+
+
+class Awaiting:
+    """A thread's work: it waits for something to do, or until a failed step is due again."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._awake, self._stopping = True, False
+
+    def _is_wanted(self, pause: float) -> bool:
+        """Return when there is something to do, or `pause` seconds after a failure; False at the end."""
+        with self._changed:
+            if pause:
+                self._changed.wait_for(lambda: self._stopping, pause)
+            else:
+                self._changed.wait_for(lambda: self._awake or self._stopping)
+            self._awake = False
+            return not self._stopping

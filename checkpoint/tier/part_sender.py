@@ -20,9 +20,9 @@ from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.tier.among import damage_in, present
 from torchrelay.checkpoint.tier.in_thread import (
-    FIRST_PAUSE_SECS,
-    LONGEST_PAUSE_SECS,
     STOP_SECS,
+    Awaiting,
+    longer,
     yield_to_training,
 )
 from torchrelay.checkpoint.tier.notes import Notes, forgotten, read_notes, write_notes
@@ -35,7 +35,7 @@ from torchrelay.errors import DamagedError, FencedError, StorageError
 LONGEST_LOOK_SECS = 2.0
 
 
-class PartSender:
+class PartSender(Awaiting):
     """`run` is the nonce of whoever holds the far log, `leader` this rank. Begins with `start`."""
 
     def __init__(self, tier: Tier, storage: TierStorage, job_name: str | None, run: str, leader: int) -> None:
@@ -45,11 +45,11 @@ class PartSender:
         mine = noted is not None and noted.far == storage.far.url
         self._notes = noted if noted is not None and mine else Notes(storage.far.url)
         self.moved = Moved()
-        self._changed = threading.Condition()
+        super().__init__()
         self._wanted: tuple[Entry, ...] = ()
         self._told: set[str] = set()
         """Tries of which the far place was told."""
-        self._awake = self._stopping = False
+        self._awake = False  # until `tell`
         self._failures: list[str] = []
         self._thread = threading.Thread(target=self._run, name="torchrelay tier part", daemon=True)
 
@@ -101,17 +101,8 @@ class PartSender:
             except StoppedError:
                 return
             except Exception as error:
-                pause = min(max(2 * pause, FIRST_PAUSE_SECS), LONGEST_PAUSE_SECS)
+                pause = longer(pause)
                 self._fail(str(error))
-
-    def _is_wanted(self, pause: float) -> bool:
-        with self._changed:
-            if pause:
-                self._changed.wait_for(lambda: self._stopping, pause)
-            else:
-                self._changed.wait_for(lambda: self._awake or self._stopping)
-            self._awake = False
-            return not self._stopping
 
     def _send_all(self) -> None:
         self._forget()

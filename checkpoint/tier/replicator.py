@@ -23,9 +23,9 @@ from torchrelay.checkpoint.reading.proof import Outcome, prove
 from torchrelay.checkpoint.tier import histories
 from torchrelay.checkpoint.tier.among import LostPartError, Others, damage_of, send_among
 from torchrelay.checkpoint.tier.in_thread import (
-    FIRST_PAUSE_SECS,
-    LONGEST_PAUSE_SECS,
     STOP_SECS,
+    Awaiting,
+    longer,
     yield_to_training,
 )
 from torchrelay.checkpoint.tier.notes import Notes, forgotten, read_notes, write_notes
@@ -42,7 +42,7 @@ Retain = Callable[[LogWriter], str]
 """Lets old epochs go at the far place, at once; returns doubts, for people."""
 
 
-class Replicator:
+class Replicator(Awaiting):
     """The near files of `storage` are sent; both writers are ours. Begins to work with `start`.
 
     `others`: what lies in the near directories of other hosts is sent by these.
@@ -63,8 +63,7 @@ class Replicator:
         noted = read_notes(self._near)
         mine = noted is not None and noted.far == far.storage.url
         self._notes = noted if noted is not None and mine else Notes(far.storage.url)
-        self._changed = threading.Condition()
-        self._awake, self._stopping = True, False
+        super().__init__()
         self._fenced: FencedError | None = None
         self._failures: list[str] = []
         self._replicated: list[Position] = []
@@ -164,18 +163,8 @@ class Replicator:
                 self._tell_waiting()
                 return
             except Exception as error:
-                pause = min(max(2 * pause, FIRST_PAUSE_SECS), LONGEST_PAUSE_SECS)
+                pause = longer(pause)
                 self._fail(str(error))
-
-    def _is_wanted(self, pause: float) -> bool:
-        """Wait for something to do, or until a failed step is due again; False at the end."""
-        with self._changed:
-            if pause:
-                self._changed.wait_for(lambda: self._stopping, pause)
-            else:
-                self._changed.wait_for(lambda: self._awake or self._stopping)
-            self._awake = False
-            return not self._stopping
 
     def _step(self) -> bool:
         """Do one thing; False where nothing is left to do."""

@@ -19,7 +19,7 @@ from torchrelay.checkpoint.log.keeping import Keeping
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.pruning import prune
-from torchrelay.checkpoint.tier import hosts_ledger, part_sender, replicator
+from torchrelay.checkpoint.tier import hosts_ledger, in_thread
 from torchrelay.checkpoint.tier.hosts_ledger import HostsLedger
 from torchrelay.checkpoint.tier.notes import read_notes
 from torchrelay.errors import DamagedError, StorageError, UsageError
@@ -408,9 +408,8 @@ def test_sending_the_same_for_ever_is_no_headway(
     disks: list[Path], far: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A start whose bytes go, again and again, and never come to stay ends as one that sends none."""
-    for module in (replicator, part_sender):
-        monkeypatch.setattr(module, "FIRST_PAUSE_SECS", 0.01)
-        monkeypatch.setattr(module, "LONGEST_PAUSE_SECS", 0.05)
+    monkeypatch.setattr(in_thread, "FIRST_PAUSE_SECS", 0.01)
+    monkeypatch.setattr(in_thread, "LONGEST_PAUSE_SECS", 0.05)
     monkeypatch.setattr(hosts_ledger, "TURN_SECS", 0.1)
     down = Away(far)
     places = NearPlaces(disks, down.storage)  # type: ignore[arg-type]
