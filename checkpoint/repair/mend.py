@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torchrelay.checkpoint.exclusion import check_exclusion
 from torchrelay.checkpoint.log.counter import PATIENCE_SECS
 from torchrelay.checkpoint.log.job_file import read_job
 from torchrelay.checkpoint.log.log_writer import LogWriter
@@ -39,8 +40,9 @@ def repair(storage: Storage, *, delete: bool = False, patience_secs: float = PAT
     """Mend what can be mended; with `delete` also remove what no record refers to.
 
     Takes the log over, unless there is nothing to do for which that is needed: DirectoryInUseError
-    where its writer lives, and nothing was changed but base files, which come back byte for byte. Raises
-    DamagedError for a log that cannot be trusted, StorageError for what cannot be read or written.
+    where its writer lives, UsageError where two writers could not be told apart, and nothing was changed but
+    base files, which come back byte for byte. Raises DamagedError for a log that cannot be trusted,
+    StorageError for what cannot be read or written.
     """
     before = take_inventory(storage)
     for lost in before.lost:
@@ -59,6 +61,7 @@ def repair(storage: Storage, *, delete: bool = False, patience_secs: float = PAT
 def _as_owner(storage: Storage, found: Inventory, *, delete: bool, patience_secs: float) -> None:
     """The takeover and the release write the hint and the counter anew."""
     refuse_part(storage)
+    check_exclusion(storage)
     job = read_job(storage)
     writer = LogWriter.take(storage, job.name if job else None, patience_secs=patience_secs)
     try:

@@ -52,6 +52,12 @@ def add_blobs(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_single_writer(parser: argparse.ArgumentParser) -> None:
+    """`--single-writer external`, of verbs that write to the log: `single_writer`, else None."""
+    text = "you see to it that nobody else writes there now: for stores that create nothing exclusively"
+    parser.add_argument("--single-writer", metavar="external", choices=["external"], help=text)
+
+
 def add_strict(parser: argparse.ArgumentParser) -> None:
     """`--strict-config`: keys of the configuration that nobody reads are an error."""
     text = "end with 2, before anything is trained, where a key of the configuration is never read"

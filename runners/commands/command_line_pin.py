@@ -7,7 +7,7 @@ import argparse
 from torchrelay.checkpoint.log.guest import unpin_draft
 from torchrelay.checkpoint.log.live import Key, Mark
 from torchrelay.errors import UnknownEpochError, UsageError
-from torchrelay.runners.commands.command_line_arguments import Add, add_epoch
+from torchrelay.runners.commands.command_line_arguments import Add, add_epoch, add_single_writer
 from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.commands.command_line_place import locate
 from torchrelay.runners.commands.marking import add_mark, marks_of, put
@@ -21,6 +21,7 @@ def add_pin(add: Add) -> None:
     parser = add("pin", "keep an epoch whatever retention and prune are told", pin)
     add_epoch(parser)
     parser.add_argument("name", metavar="REASON", nargs="?", help=f"{_REASON} (default: made of the epoch)")
+    add_single_writer(parser)
 
 
 def add_unpin(add: Add) -> None:
@@ -28,11 +29,12 @@ def add_unpin(add: Add) -> None:
     parser = add("unpin", "let retention have an epoch again", unpin)
     add_epoch(parser, default="the one pinned for REASON")
     parser.add_argument("name", metavar="REASON", nargs="?", help="only this pin (default: all of the epoch)")
+    add_single_writer(parser)
 
 
 def pin(chosen: argparse.Namespace, output: Output) -> int:
     """Pin one epoch."""
-    add_mark("pin", chosen.path, lambda key: chosen.name or _name_for(key), output)
+    add_mark("pin", chosen.path, lambda key: chosen.name or _name_for(key), output, chosen.single_writer)
     return 0
 
 
@@ -43,7 +45,7 @@ def _name_for(key: Key) -> str:
 def unpin(chosen: argparse.Namespace, output: Output) -> int:
     """Take away the pins of an epoch, or the one of a name."""
     found = _pins(chosen.path, chosen.name)
-    place = locate(parse_selector(chosen.path).path)
+    place = locate(parse_selector(chosen.path).path, single_writer=chosen.single_writer)
     for mark in found:
         put(place.storage, unpin_draft(mark.name))
     if output.json:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchrelay.checkpoint.exclusion import Distrusted, SingleWriter
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.job_file import PATH as JOB_FILE
@@ -42,13 +43,19 @@ class Place:
         return open_log(self.storage)
 
 
-def locate(text: str, *, whole: bool = False) -> Place:
+def locate(text: str, *, whole: bool = False, single_writer: SingleWriter = None) -> Place:
     """Find what a path or URL names; raises UsageError for anything that torchrelay did not make.
 
     Of a run at a URL the notes are brought here, with `whole` also its source and what else it keeps.
+    `single_writer` is what the user promises of other writers.
     """
-    if is_remote(text):
-        return _locate_at(text, whole=whole)
+    found = _locate_at(text, whole=whole) if is_remote(text) else _locate_here(text)
+    if single_writer is not None and isinstance(found.storage, Distrusted):
+        found.storage.single_writer = single_writer
+    return found
+
+
+def _locate_here(text: str) -> Place:
     path = existing_directory(text.removeprefix(FILE))
     run, checkpoints = RunDirectory(path), path / "checkpoints"
     if (path / _RUN_FILE).is_file() or (checkpoints / JOB_FILE).is_file():

@@ -11,7 +11,7 @@ from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.pruning import Loss, Pruned, plan_pruning, prune
 from torchrelay.checkpoint.reading.epoch_choice import ranges
 from torchrelay.errors import DirectoryInUseError, UsageError
-from torchrelay.runners.commands.command_line_arguments import Add, add_place, whole_number
+from torchrelay.runners.commands.command_line_arguments import Add, add_place, add_single_writer, whole_number
 from torchrelay.runners.commands.command_line_output import Output, human_bytes
 from torchrelay.runners.commands.marking import without_epoch
 
@@ -46,6 +46,7 @@ def add_prune(add: Add) -> None:
         help="of what is kept only the newest N keep their optimizer: older ones load, but resume no more",
     )
     parser.add_argument("--dry-run", action="store_true", help="only say what would go")
+    add_single_writer(parser)
 
 
 def run_prune(chosen: argparse.Namespace, output: Output) -> int:
@@ -56,7 +57,7 @@ def run_prune(chosen: argparse.Namespace, output: Output) -> int:
             "prune needs to know what to keep: --keep-last N, --keep-best METRIC:MODE, --keep-every N, or "
             "--keep-optimizer-last N; --dry-run shows what would go"
         )
-    place = without_epoch(chosen.path, "prune has rules of its own")
+    place = without_epoch(chosen.path, "prune has rules of its own", chosen.single_writer)
     if chosen.dry_run:
         pruned = plan_pruning(place.storage, place.log(), keeping)
     else:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torchrelay.checkpoint.repair.inventory import Finding, Inventory, take_inventory
 from torchrelay.errors import StorageError
-from torchrelay.runners.commands.command_line_arguments import Add, add_place
+from torchrelay.runners.commands.command_line_arguments import Add, add_place, add_single_writer
 from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.commands.command_line_place import locate
 from torchrelay.runners.commands.command_line_run_notes import lost_notes, write_notes
@@ -27,11 +27,12 @@ def add_repair(add: Add) -> None:
     parser.add_argument(
         "--delete-orphans", action="store_true", help="delete what no record refers to; foreign files stay"
     )
+    add_single_writer(parser)
 
 
 def repair(chosen: argparse.Namespace, output: Output) -> int:
     """Mend and tell; returns 0, 4 where a job writes there, 5 while something that epochs need is lost."""
-    place = locate(chosen.path)
+    place = locate(chosen.path, single_writer=chosen.single_writer)
     if chosen.dry_run:
         found = take_inventory(place.storage)
         notes = lost_notes(place, found.view)

@@ -8,7 +8,7 @@ from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.guest import tag_draft
 from torchrelay.checkpoint.log.live import Mark
 from torchrelay.errors import UnknownEpochError, UsageError
-from torchrelay.runners.commands.command_line_arguments import Add, add_epoch
+from torchrelay.runners.commands.command_line_arguments import Add, add_epoch, add_single_writer
 from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.commands.marking import add_mark, mark_json, marks_of, put, without_epoch
 
@@ -21,6 +21,7 @@ def add_tag(add: Add) -> None:
     add_epoch(parser)
     parser.add_argument("name", metavar="NAME", nargs="?", help="the name; one that is there is moved")
     parser.add_argument("--delete", action="store_true", help="take the name away (RUN NAME)")
+    add_single_writer(parser)
 
 
 def tag(chosen: argparse.Namespace, output: Output) -> int:
@@ -29,14 +30,14 @@ def tag(chosen: argparse.Namespace, output: Output) -> int:
         return _delete(chosen, output)
     if chosen.name is None:
         return _list(chosen, output)
-    add_mark("tag", chosen.path, lambda _: str(chosen.name), output)
+    add_mark("tag", chosen.path, lambda _: str(chosen.name), output, chosen.single_writer)
     return 0
 
 
 def _delete(chosen: argparse.Namespace, output: Output) -> int:
     if chosen.name is None:
         raise UsageError("tag --delete needs the name: torchrelay tag --delete RUN NAME")
-    place = without_epoch(chosen.path, "tag --delete")
+    place = without_epoch(chosen.path, "tag --delete", chosen.single_writer)
     view = place.log()
     if view.tagged(chosen.name) is None:
         known = ", ".join(mark.name for mark in marks_of(view, "tag")) or "none"

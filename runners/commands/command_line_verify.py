@@ -11,11 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchrelay.checkpoint.exclusion import check_exclusion
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.reading.proof import Level, Outcome, Proof, prove
 from torchrelay.errors import NoProvableEpochError, StorageError
-from torchrelay.runners.commands.command_line_arguments import Add, add_epoch
+from torchrelay.runners.commands.command_line_arguments import Add, add_epoch, add_single_writer
 from torchrelay.runners.commands.command_line_entries import current_keys, entry_json, states_of
 from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.commands.command_line_place import Place, locate, locate_run
@@ -51,6 +52,7 @@ def add_verify(add: Add) -> None:
         action="store_true",
         help="say in the log what is damaged, so that no start tries it; 4 where a job writes there",
     )
+    add_single_writer(parser)
 
 
 def _replay(path: str, output: Output) -> int:
@@ -108,7 +110,7 @@ def verify(chosen: argparse.Namespace, output: Output) -> int:
     if chosen.replay:
         return _replay(chosen.path, output)
     selector = parse_selector(chosen.path)
-    place, whole = locate(selector.path), selector.wish is None
+    place, whole = locate(selector.path, single_writer=chosen.single_writer), selector.wish is None
     view = place.log()
     for notice in view.notices:
         output.notice(notice)
@@ -144,6 +146,7 @@ def _quarantine(place: Place, verdicts: Sequence[Verdict], level: Level, output:
     if not found:
         return []
     done: list[str] = []
+    check_exclusion(place.storage)
     writer = LogWriter.take(place.storage, place.log().job_name)
     try:
         for proof in found:

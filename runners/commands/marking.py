@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torchrelay.checkpoint.exclusion import check_exclusion
+from torchrelay.checkpoint.exclusion import SingleWriter, check_exclusion
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.guest import append_as_guest, pin_draft, tag_draft
 from torchrelay.checkpoint.log.live import Key, Mark
@@ -35,9 +35,11 @@ def mark_json(mark: Mark) -> dict[str, Any]:
     return {"kind": mark.kind, "name": mark.name, **where}
 
 
-def add_mark(kind: str, text: str, name_of: Callable[[Key], str], output: Output) -> None:
+def add_mark(
+    kind: str, text: str, name_of: Callable[[Key], str], output: Output, single_writer: SingleWriter
+) -> None:
     """Mark the epoch that a text selects and tell; a mark of that name moves, which is told, too."""
-    selected = _marked(kind, text, name_of)
+    selected = _marked(kind, text, name_of, single_writer)
     key = selected.entry.key
     name = name_of(key)
     before = next((mark for mark in marks_of(selected.view, kind) if mark.name == name), None)
@@ -50,13 +52,13 @@ def add_mark(kind: str, text: str, name_of: Callable[[Key], str], output: Output
         output.line(f"epoch {key.position} {_DONE[kind]} {name}{was}")
 
 
-def _marked(kind: str, text: str, name_of: Callable[[Key], str]) -> Selected:
+def _marked(kind: str, text: str, name_of: Callable[[Key], str], single_writer: SingleWriter) -> Selected:
     """The epoch, with the log before. One that retention took meanwhile is chosen anew unless named."""
     wish = parse_selector(text).wish
     patience = 0.0 if wish is not None and wish.explicit else _PATIENCE_SECS
     end = time.monotonic() + patience
     while True:
-        selected = select(text)
+        selected = select(text, single_writer=single_writer)
         key = selected.entry.key
         try:
             put(selected.place.storage, _DRAFTS[kind](name_of(key), key))
@@ -73,9 +75,9 @@ def put(storage: Storage, draft: Draft) -> None:
     append_as_guest(storage, draft)
 
 
-def without_epoch(text: str, what: str) -> Place:
+def without_epoch(text: str, what: str, single_writer: SingleWriter = None) -> Place:
     """The place that a text names; UsageError where it names an epoch, which `what` has no use for."""
     selector = parse_selector(text)
     if selector.wish is not None:
         raise UsageError(f"{text}: {what}: give the run without an epoch, {selector.path}")
-    return locate(selector.path)
+    return locate(selector.path, single_writer=single_writer)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchrelay.checkpoint.counting_storage import CountingStorage
+from torchrelay.checkpoint.exclusion import SingleWriter
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.reading import opening
@@ -76,14 +77,14 @@ def with_epoch(text: str, epoch: str) -> str:
     return f"{text}@{epoch}"
 
 
-def select(text: str, default: Wanted = LAST) -> Selected:
+def select(text: str, default: Wanted = LAST, *, single_writer: SingleWriter = None) -> Selected:
     """Find the epoch that a text means; `default` where it names none.
 
     `last` and `best` mean healthy whole epochs of the current branch. Raises UsageError for a place that
     is none and a `best` that nothing defines, UnknownEpochError saying what there is.
     """
     selector = parse_selector(text)
-    place = locate(selector.path)
+    place = locate(selector.path, single_writer=single_writer)
     with undisturbed():
         view = place.log()
         return Selected(place, view, find_entry(place, view, selector.wish or default))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import azurite_server
+import gs_server
 import pytest
 import rgw_server
 import s3_server
@@ -47,6 +48,7 @@ STARTS: dict[str, tuple[str, Starting]] = {
     "rgw": (rgw_server.MISSING, rgw_server.rgw),
 }
 EVERYWHERE = ("memory", *STARTS)
+WITHOUT_CONDITIONS = {"gs": (gs_server.MISSING, gs_server.gs)}
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +58,7 @@ def servers() -> Iterator[dict[str, Served]]:
 
         class Started(dict[str, Served]):
             def __missing__(self, name: str) -> Served:
-                absent, start = STARTS[name]
+                absent, start = {**STARTS, **WITHOUT_CONDITIONS}[name]
                 skip_without(absent)
                 self[name] = running.enter_context(start())
                 return self[name]
@@ -245,12 +247,16 @@ def test_any_schedule_of_faults(
         tell(f"faults before {server}: {dict(proxy.fired)}; calls ended: {dict(ended)}")
 
 
-def test_two_ranks_are_killed_and_resume_to_equal_bits(servers: dict[str, Served], tmp_path: Path) -> None:
-    """A job of torchrun with its checkpoints on Ceph's S3 server loses a rank in an epoch, and goes on."""
-    served = servers["rgw"]
-    url = f"{served.url}{secrets.token_hex(4)}"
+@pytest.mark.parametrize("server", ["rgw", "gs"])
+def test_two_ranks_are_killed_and_resume_to_equal_bits(
+    servers: dict[str, Served], server: str, tmp_path: Path
+) -> None:
+    """A job of torchrun with its checkpoints in a store loses a rank in an epoch, and goes on."""
+    served = servers[server]
+    promise = ["external"] if server in WITHOUT_CONDITIONS else []
+    told = (f"{served.url}{secrets.token_hex(4)}", str(tmp_path), *promise)
     done = torchrun(
-        REPOSITORY / "tests/programs/store_resume.py", url, str(tmp_path), warm=True, ranks=2, cwd=tmp_path,
+        REPOSITORY / "tests/programs/store_resume.py", *told, warm=True, ranks=2, cwd=tmp_path,
         max_restarts=1, timeout_secs=100,
         env={**served.seen_at(served.port), "PYTHONPATH": str(REPOSITORY / "tests/helpers")},
     )  # fmt: skip
@@ -262,3 +268,29 @@ def test_two_ranks_are_killed_and_resume_to_equal_bits(servers: dict[str, Served
         )
         assert killed["digest"] == whole["digest"]
         assert killed["trail"] == expected_trail(whole["trail"], 1)
+
+
+@everywhere("gs")
+def test_a_store_that_ignores_conditions(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Writers are refused, with the remedy, until it is promised that nobody else writes; then all works."""
+    w = torch.arange(300_000.0)
+    with pytest.raises(UsageError, match=r"although its name is taken.*single_writer='external'"):
+        Trial({"w": w}, epochs=1).train(MultiNodeCheckpointManager(place))
+    assert storage_of(place, "the place").list("") == []
+
+    def alone() -> MultiNodeCheckpointManager:
+        return MultiNodeCheckpointManager(place, reuse=False, single_writer="external")
+
+    promise = ["--single-writer", "external"]
+    assert Trial({"w": w}, epochs=2).train(alone()) == 2
+    again = torch.zeros(300_000)
+    assert Trial({"w": again}, epochs=4).train(alone(), resume="must") == 4
+    assert torch.equal(again, w)
+    for verb in (["tag", f"{place}@1", "paper"], ["pin", f"{place}@2"], ["prune", place, "--keep-last", "1"]):
+        assert (main(verb), main([*verb, *promise])) == (UsageError.exit_code, 0), verb
+    assert open_log(storage_of(place, "the place")).epochs() == (1, 2, 4)
+    storage_of(place, "the place").replace("data/e00000009-abcdef123456/x.safetensors", b"left by a crash")
+    mend = ["ckpt", "repair", place, "--delete-orphans"]
+    assert (main(mend), main([*mend, *promise])) == (UsageError.exit_code, 0)
+    assert main(["verify", place, "--level", "full"]) == 0
+    assert torch.equal(open_checkpoint(place, "tag=paper")["w"][1000:1010], w[1000:1010])
