@@ -10,9 +10,11 @@ import math
 import os
 import socket
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torchrelay.checkpoint.ledger_words import Holding, Look
@@ -22,6 +24,7 @@ from torchrelay.jobs.job import Job
 from torchrelay.jobs.peers import Peers, decide
 from torchrelay.metadata.run_directory import RunDirectory, State
 from torchrelay.runners.choosing import Choice
+from torchrelay.runners.last_words import forget_note, remember_note
 from torchrelay.runners.launch.told import tell_run
 from torchrelay.runners.progress import Progress
 from torchrelay.runners.result import RunResult
@@ -52,6 +55,9 @@ class Journal:
         self._attempts: Any = None
         self._replicated: dict[str, str] = {}
         """The newest position that was, for the status; empty without a near place."""
+        self._ending = threading.Lock()
+        self._over = False
+        """Whether it is noted how this start ended."""
 
     @property
     def writes(self) -> bool:
@@ -93,6 +99,7 @@ class Journal:
         self._tail = _tail_of(before)
         self._attempts = before.get("attempts")
         self._status("RUNNING", epoch=look.epoch)
+        remember_note(self.cut_off)
         asked = choice.start == "explicit"
         epoch, step = (choice.epoch, 0) if asked else (look.epoch, look.step)
         rewind = {"rewind": True} if choice.rewind else {}
@@ -143,6 +150,7 @@ class Journal:
         self._note(self.run.log_metrics, self._generation, line)
         if state.ended_early:
             self._event("short epoch", epoch=state.epoch, reason=state.ended_early)
+        self._epoch = state.epoch
         # Behind a save in flight a sync waits for the disk, and the training with it.
         durable = saved is not None
         self._status("RUNNING", durable=durable, epoch=state.epoch, stop=list(verdict.reasons))
@@ -226,34 +234,34 @@ class Journal:
 
     def preempted(self, result: RunResult, saved: Position | None, lost: str | None) -> None:
         """Note and say that the run has left for now; `lost` is why the running epoch is not in `saved`."""
-        self.progress.close()
         reason = ", ".join(result.stop)
         step = saved.step if saved is not None else 0
-        self._event("preempted", reason=reason, epoch=int(result), step=step, lost=lost)
-        self._status(
-            result.status,
-            epoch=int(result),
-            step=step,
-            stop=list(result.stop),
-            exit_code=PreemptedError.exit_code,
-            committed=result.committed,
-        )
+        with self._last_note():
+            self._event("preempted", reason=reason, epoch=int(result), step=step, lost=lost)
+            self._status(
+                result.status,
+                epoch=int(result),
+                step=step,
+                stop=list(result.stop),
+                exit_code=PreemptedError.exit_code,
+                committed=result.committed,
+            )
         where = f"from epoch {saved}" if saved is not None else "from its start"
         beyond = f"; of the running epoch nothing could be saved: {lost}" if lost is not None else ""
         self.say(f"preempted ({reason}): the same command goes on {where}{beyond}")
 
     def finished(self, result: RunResult) -> None:
         """Note how the run ended."""
-        self.progress.close()
-        self._event("end", state=result.status, epoch=int(result))
-        self._status(
-            result.status,
-            epoch=int(result),
-            stop=list(result.stop),
-            exit_code=0,
-            committed=result.committed,
-            metrics={name: finite(value) for name, value in result.metrics.items()},
-        )
+        with self._last_note():
+            self._event("end", state=result.status, epoch=int(result))
+            self._status(
+                result.status,
+                epoch=int(result),
+                stop=list(result.stop),
+                exit_code=0,
+                committed=result.committed,
+                metrics={name: finite(value) for name, value in result.metrics.items()},
+            )
         if result.status == "STOPPED":
             reason = ", ".join(result.stop)
             self.say(
@@ -262,11 +270,14 @@ class Journal:
 
     def failed(self, error: BaseException, state: RunState, reason: str, code: int) -> None:
         """Note a failure, why, and the exit code; never raises: the failure itself is on its way."""
-        self.progress.close()
-        if isinstance(error, DirectoryInUseError):
-            return  # somebody else's status
-        if isinstance(error, (KeyboardInterrupt, UsageError)):
-            self.uncount()
+        with self._last_note() as first:
+            if not first or isinstance(error, DirectoryInUseError):
+                return  # or it is somebody else's status
+            if isinstance(error, (KeyboardInterrupt, UsageError)):
+                self.uncount()
+            self._failed(error, state, reason, code)
+
+    def _failed(self, error: BaseException, state: RunState, reason: str, code: int) -> None:
         try:
             epoch = state.epoch or self._epoch  # before the loop the run is where the log says
             self._event("failure", error=reason, epoch=epoch)
@@ -276,6 +287,23 @@ class Journal:
                 self.say(f"interrupted in epoch {epoch or 0}{resumes}")
         except Exception as second:
             print(f"torchrelay: the failure could not be noted: {second}", file=sys.stderr)
+
+    def cut_off(self, reason: str, code: int) -> None:
+        """Note a failure for which this process is ended where it stands; called from a thread."""
+        with self._ending:
+            first, self._over = not self._over, True
+            if first:
+                self._event("failure", error=reason, epoch=self._epoch)
+                self._status("FAILED", epoch=self._epoch, error=reason, exit_code=code)
+
+    @contextmanager
+    def _last_note(self) -> Iterator[bool]:
+        """While the block runs no thread ends the process; False where it is noted already how this ended."""
+        self.progress.close()
+        forget_note(self.cut_off)
+        with self._ending:
+            first, self._over = not self._over, True
+            yield first
 
     def _event(self, kind: str, **details: Any) -> None:
         if self.writes and self.run is not None and self._generation is not None:

@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 SECS = 4.0
+NOTE_SECS = 2.0
 _words: list[Callable[[], None]] = []
+_notes: list[Callable[[str, int], None]] = []
+
+
+def remember_note(note: Callable[[str, int], None]) -> None:
+    """Have this called with a reason and an exit code before a failure ends the process from a thread."""
+    _notes.append(note)
+
+
+def forget_note(note: Callable[[str, int], None]) -> None:
+    """It is not needed any more; may be called again."""
+    with suppress(ValueError):
+        _notes.remove(note)
+
+
+def note_failure(reason: str, code: int, secs: float = NOTE_SECS) -> None:
+    """Have it noted, side by side, and wait for at most so many seconds; never raises."""
+    _within(secs, [lambda note=note: note(reason, code) for note in list(_notes)])  # type: ignore[misc]
 
 
 def remember_last_words(say: Callable[[], None]) -> None:
@@ -22,14 +40,18 @@ def forget_last_words(say: Callable[[], None]) -> None:
 
 
 def say_last_words(secs: float = SECS) -> None:
-    """Call them all, side by side, and wait for at most so many seconds; never raises."""
-    threads = [threading.Thread(target=_quietly, args=(say,), daemon=True) for say in list(_words)]
+    """Call them all, side by side, and wait for at most so many seconds each; never raises."""
+    _within(secs, list(_words))
+
+
+def _within(secs: float, calls: Sequence[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=_quietly, args=(call,), daemon=True) for call in calls]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(secs)
 
 
-def _quietly(say: Callable[[], None]) -> None:
+def _quietly(call: Callable[[], None]) -> None:
     with suppress(Exception):
-        say()
+        call()

@@ -29,7 +29,7 @@ from torchrelay.runners.distributed.processes import LifeLines, ProcessId
 from torchrelay.runners.distributed.roll_call import ranks_text
 from torchrelay.runners.distributed.store import Deadline, StoreClient
 from torchrelay.runners.distributed.warden_line import WardenLine
-from torchrelay.runners.last_words import say_last_words
+from torchrelay.runners.last_words import note_failure, say_last_words
 from torchrelay.runners.launch.told import tell_failure
 from torchrelay.runners.phase import phase, stack_of_main_thread
 
@@ -100,6 +100,7 @@ class _State:
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     deciding: threading.Lock = field(default_factory=threading.Lock)
+    leaving: threading.Lock = field(default_factory=threading.Lock)
     stopping: threading.Event = field(default_factory=threading.Event)
     first: Failure | None = None
     leave_at: float | None = None
@@ -299,7 +300,7 @@ class Watcher:
     def _leave_when_due(self) -> None:
         first, due = self._state.first, self._state.leave_at
         if first is not None and due is not None and time.monotonic() >= due:
-            self._end(first.exit_code)
+            self._end_noted(first.headline(), first.exit_code)
 
     # The guard thread
 
@@ -338,7 +339,13 @@ class Watcher:
 
     def _leave(self, why: str, code: int) -> None:
         sys.stderr.write(f"torchrelay: {self._processes[self._rank]} leaves: {why}\n")
-        self._end(code)
+        self._end_noted(why, code)
+
+    def _end_noted(self, why: str, code: int) -> None:
+        """One thread at a time: the other would end the process while this one's note is being written."""
+        with self._state.leaving:
+            note_failure(why, code)
+            self._end(code)
 
     def _neighbours(self) -> dict[str, int]:
         own = self._processes[self._rank]

@@ -3,6 +3,7 @@
     ending.py exact FOLDER POINTS     POINTS is JSON: [[name, [[tick, ranks that get SIGTERM], ...]], ...]
     ending.py resized RUN TICK        one start, left at the TICK (0: not)
     ending.py slow RUN [options]      `main()` of a job whose steps take their time
+    ending.py stuck RUN [options]     the same, and rank 0 hears of nothing from its fourth step on
 
 In `exact` every point is a run of its own: a start per tick, which is left there, and one to the end (not of
 the one that is called `left`), all in this process. Each rank writes what it saw to FOLDER/rank-<n>.json, or
@@ -69,7 +70,8 @@ def resized() -> None:
 
 def slow() -> None:
     """Train until somebody asks; says every step, and where it goes on."""
-    torchrelay.init(seed=1)
+    session = torchrelay.init(seed=1)
+    stuck = sys.argv[1] == "stuck" and session.env.rank == 0
     model = torch.nn.Linear(4, 1)
     trained = data_parallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -83,13 +85,13 @@ def slow() -> None:
             (trained(batch[0]).mean() * batch.weight).backward()
             optimizer.step()
             print(f"did step {ctx.step}", flush=True)
-            time.sleep(0.05)
+            time.sleep(60 if stuck and ctx.step == 4 else 0.05)
 
     job.stop_when(max_epochs(2))
     JobRunner(job, sys.argv[2]).main(sys.argv[3:])
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "slow":
+    if sys.argv[1] in ("slow", "stuck"):
         slow()
     run_and_leave({"exact": exact, "resized": resized}[sys.argv[1]])

@@ -15,6 +15,7 @@ from exact_job import SAMPLES
 from torchrun import REPOSITORY, Finished, Job, kill, wait_for_the_end_of
 
 from torchrelay import LocalSession
+from torchrelay.errors import PeerError
 from torchrelay.metadata.run_directory import RunDirectory
 
 PROGRAM = REPOSITORY / "tests/programs/ending.py"
@@ -129,5 +130,18 @@ def test_orphans_end_soon(tmp_path: Path) -> None:
 def test_a_peers_death_is_no_preemption(tmp_path: Path) -> None:
     """Torchrun sends SIGTERM to the rank that is left: the run has failed, of the rank that was lost."""
     done, status = slow(tmp_path, lambda job: kill(job.workers()[1], signal.SIGKILL))
-    assert done.rc == 1 and status["state"] in ("FAILED", "RUNNING"), str(done)
+    assert done.rc == 1 and status["state"] == "FAILED", str(done)
     assert "preempted" not in done.out + done.err
+
+
+def test_a_failure_that_rank_0_cannot_raise_is_noted(tmp_path: Path) -> None:
+    """Where its main thread comes back from nothing, status and events say why its process was ended."""
+    with Job(PROGRAM, "stuck", str(tmp_path / "stuck"), ranks=2, cwd=tmp_path, env=ENV) as job:
+        job.wait_for("did step 4", times=2)
+        kill(job.workers()[1], signal.SIGKILL)
+        done = job.wait(40)
+    run = RunDirectory(tmp_path / "stuck")
+    status = run.status()
+    failures = [line for line in (run.path / "events.0.jsonl").read_text().splitlines() if "failure" in line]
+    assert (status["state"], status["exit_code"]) == ("FAILED", PeerError.exit_code), str(done)
+    assert len(failures) == 1 and "ended without a word" in failures[0] and "rank 1" in status["error"]
