@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,23 @@ from warm import PLACE, server, warmed
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.storage_places import storage_of
 
 JOB = Path(__file__).with_name("near_job.py")
 WAIT_SECS = 150.0
 
 
 class Hosts:
-    """A run directory, the disks of the hosts, and what of the job goes when."""
+    """A run directory or its URL, the disks of the hosts, and what of the job goes when.
 
-    def __init__(self, root: Path, ranks: int = 1) -> None:
-        self.root, self.ranks = root, ranks
-        self.run, self.control = root / "run", root / "control"
+    `environment` is what ranks need to come to the URL.
+    """
+
+    def __init__(
+        self, root: Path, ranks: int = 1, run: str = "", environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.root, self.ranks, self.environment = root, ranks, environment or {}
+        self.run, self.control = run or str(root / "run"), root / "control"
         self.control.mkdir(parents=True)
 
     def disk(self, host: str) -> Path:
@@ -38,7 +44,7 @@ class Hosts:
 
     @property
     def far_log(self) -> LogView:
-        return open_log(LocalStorage(self.run / "checkpoints"), "near")
+        return open_log(storage_of(f"{self.run}/checkpoints", "the far place"), "near")
 
     def near_log(self, host: str) -> LogView:
         return open_log(LocalStorage(self.near(host)), "near")
@@ -79,10 +85,10 @@ class Started:
                 "--master-addr=127.0.0.1",
                 f"--master-port={port}",
             ]
-            program = warmed([str(JOB), str(hosts.run), str(epochs), json.dumps(options)])
+            program = warmed([str(JOB), hosts.run, str(epochs), json.dumps(options)])
             hosts.disk(name).mkdir(exist_ok=True)
             near = str(hosts.near(name))
-            told = {"NEAR": near, "CONTROL": str(hosts.control), PLACE: server()}
+            told = {"NEAR": near, "CONTROL": str(hosts.control), PLACE: server(), **hosts.environment}
             with self.outs[number].open("wb") as out:
                 self.agents.append(
                     subprocess.Popen(

@@ -6,9 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import s3_server
 import torch
 from near_hosts import Hosts
 from near_job import near_job
+from store_servers import skip_without
+from surroundings import surroundings
 
 import torchrelay
 from torchrelay import JobRunner
@@ -22,7 +25,7 @@ def undisturbed(place: Path, epochs: int) -> dict[int, dict[str, torch.Tensor]]:
     return {epoch: weights(place, epoch) for epoch in range(epochs + 1)}
 
 
-def weights(place: Path, epoch: int) -> dict[str, torch.Tensor]:
+def weights(place: Path | str, epoch: int) -> dict[str, torch.Tensor]:
     return dict(torchrelay.open_checkpoint(str(place), epoch=epoch).load_tensors("model.*"))
 
 
@@ -63,3 +66,24 @@ def test_hosts_go_on_after_kills_and_losses(tmp_path: Path) -> None:
     with hosts.start(6, "a", keep_last=2) as job:
         assert job.end() == [0], job.printed
     assert "resuming from epoch 5" in job.printed and alike(weights(hosts.run, 6), whole[6])
+
+
+def test_hosts_go_on_before_a_store(tmp_path: Path) -> None:
+    """Two hosts before S3, killed with two epochs near only, send them when they start again, and go on."""
+    skip_without(", ".join(s3_server.MISSING))
+    whole = undisturbed(tmp_path / "whole", 4)
+    with s3_server.moto() as served, surroundings(served.seen_at(served.port)):
+        hosts = Hosts(tmp_path / "hosts", 1, f"{served.url}run", served.seen_at(served.port))
+        with hosts.start(4) as job:
+            hosts.go(1)
+            job.until(lambda: hosts.far_log.epochs()[-1:] == (1,))
+            hosts.hold()
+            hosts.go(2, 3)
+            job.until(lambda: hosts.near_log("a").epochs()[-1:] == (3,))
+        assert hosts.far_log.epochs()[-1] == 1
+        hosts.let_go()
+        hosts.go(4)
+        with hosts.start(4, "ba") as job:
+            assert job.end() == [0, 0], job.printed
+        assert "resuming from epoch 3" in job.printed
+        assert all(alike(weights(hosts.run, epoch), whole[epoch]) for epoch in (2, 3, 4))
