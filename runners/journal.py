@@ -236,7 +236,9 @@ class Journal:
         """Note and say that the run has left for now; `lost` is why the running epoch is not in `saved`."""
         reason = ", ".join(result.stop)
         step = saved.step if saved is not None else 0
-        with self._last_note():
+        with self._last_note() as first:
+            if not first:
+                return
             self._event("preempted", reason=reason, epoch=int(result), step=step, lost=lost)
             self._status(
                 result.status,
@@ -252,7 +254,9 @@ class Journal:
 
     def finished(self, result: RunResult) -> None:
         """Note how the run ended."""
-        with self._last_note():
+        with self._last_note() as first:
+            if not first:
+                return
             self._event("end", state=result.status, epoch=int(result))
             self._status(
                 result.status,
@@ -302,8 +306,8 @@ class Journal:
         self.progress.close()
         forget_note(self.cut_off)
         with self._ending:
-            first, self._over = not self._over, True
-            yield first
+            yield not self._over
+            self._over = True  # not where the block was interrupted: then the interruption is noted
 
     def _event(self, kind: str, **details: Any) -> None:
         if self.writes and self.run is not None and self._generation is not None:
