@@ -57,7 +57,7 @@ def send_among(
             f"{len(lost)} of its files are in no near directory of this start, "
             f"{shard_path(manifest, lost[0])} for one: its host is not here, or its disk was lost"
         )
-    sending.prove(entry)
+    sending.prove(entry, manifest)
     return True
 
 

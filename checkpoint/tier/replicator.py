@@ -198,11 +198,12 @@ class Replicator(Awaiting):
         """False where the epoch is not wanted any more."""
         kept = self._far.view.state.tries
         if self._others is not None:
-            return send_among(self._sending(), entry, kept, lambda: self._gathered(entry))
+            sending = self._sending()
+            return send_among(sending, entry, kept, lambda: self._gathered(entry, sending))
         self._sending().send(entry, kept)
         return True
 
-    def _gathered(self, entry: Entry) -> Mapping[int, Part] | None:
+    def _gathered(self, entry: Entry, sending: Sending) -> Mapping[int, Part] | None:
         """What the leaders of the other places tell of an epoch, waited for as long as it is wanted."""
         others, found, pause = self._others or Others("", ()), dict[int, Part](), FIRST_LOOK_SECS
         while True:
@@ -218,6 +219,8 @@ class Replicator(Awaiting):
                 return None
             with self._changed:
                 self._changed.wait_for(lambda: self._stopping, pause)
+            if pause == LONGEST_LOOK_SECS:
+                sending.check_manifest(entry)  # without it the others wait, too
             pause = min(1.5 * pause, LONGEST_LOOK_SECS)
 
     def _commit(self, entry: Entry) -> None:

@@ -23,9 +23,9 @@ from torchrelay.checkpoint.disk.read_options import ReadOptions
 from torchrelay.checkpoint.disk.shard_reader import ReadRequest, ShardExpectation, ShardHeader, read_header
 from torchrelay.checkpoint.disk.workers import share
 from torchrelay.checkpoint.log.live import Entry
-from torchrelay.checkpoint.reading.proof import prove
+from torchrelay.checkpoint.reading.proof import Outcome, prove
 from torchrelay.checkpoint.storage import Storage, WriteHandle
-from torchrelay.errors import StorageError
+from torchrelay.errors import DamagedError, StorageError
 
 WINDOW = 8 << 20
 """Bytes that a sending thread holds at most."""
@@ -98,7 +98,7 @@ class Sending:
         self.send_manifest(entry)
         self.send_stats(own)
         self.sync_directories(manifest)
-        self.prove(entry)
+        self.prove(entry, manifest)
 
     def make_directories(self, manifest: Manifest) -> None:
         """Those of all tries that an epoch needs."""
@@ -111,12 +111,25 @@ class Sending:
             self.far.sync_dir(try_directory(name))
         self.far.sync_dir(DATA)
 
-    def prove(self, entry: Entry) -> None:
-        """Raise StorageError unless the far place alone proves the epoch."""
+    def prove(self, entry: Entry, manifest: Manifest) -> None:
+        """Raise StorageError unless the far place alone proves the epoch; what it damaged is sent again."""
         self.check()
         proof = prove(self.far, entry)
-        if not proof.proved:
-            raise StorageError(f"{self.far.url} has not got what it was sent: {proof.told}")
+        if proof.proved:
+            return
+        if proof.outcome is Outcome.DAMAGED:
+            self.forget(manifest_path(entry.try_name))
+            for row in manifest.shards:
+                self.forget(shard_path(manifest, row))
+        raise StorageError(f"{self.far.url} has not got what it was sent: {proof.told}")
+
+    def check_manifest(self, entry: Entry) -> None:
+        """Raise StorageError where the manifest that was sent is not there; it is sent again then."""
+        try:
+            manifest_disk.read(self.far, entry)
+        except (FileNotFoundError, DamagedError) as error:
+            self.forget(manifest_path(entry.try_name))
+            raise StorageError(f"{self.far.url} has not got what it was sent: {error}") from None
 
     def send_shards(self, manifest: Manifest, rows: Sequence[ShardRow], kept: frozenset[str]) -> None:
         """Send these files of an epoch, but for those that `kept` tries have there."""

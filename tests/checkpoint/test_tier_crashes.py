@@ -204,3 +204,31 @@ def test_a_file_that_was_lost_and_cut_off_is_sent_again(near: Path, far: Path) -
     last.replicate()
     last.close()
     assert numbers_in(far) == {"0": 7} and entry.position == Position(0)
+
+
+@pytest.mark.parametrize("ending", [".safetensors", "/manifest.json"])
+def test_what_the_far_place_damages_is_sent_again(near: Path, far: Path, ending: str) -> None:
+    """A file that was sent whole and is damaged there before its epoch is named is sent anew."""
+    gates = {"sync_dir"}
+
+    def stop(verb: str, number: int) -> None:
+        if verb in gates:
+            raise StorageError("cut off")
+
+    scheduled = Scheduled(LocalStorage(far), stop)
+    places = Places(near, LocalStorage(far))
+    places.storage.far = scheduled  # type: ignore[assignment]
+    places.replicator._far.storage = scheduled
+    places.save(0, 7)
+    until(lambda: places.replicator._failures)
+    places.crash()
+    notes = read_notes(LocalStorage(near))
+    sent = [path for path in (notes.sent if notes is not None else ()) if path.endswith(ending)]
+    damaged = bytearray((far / sent[0]).read_bytes())
+    damaged[20] ^= 1
+    (far / sent[0]).write_bytes(damaged)
+    again = Places(near, far)
+    again.replicate()
+    assert any("has not got what it was sent" in text for text in again.replicator.take_failures())
+    again.close()
+    assert numbers_in(far) == {"0": 7}

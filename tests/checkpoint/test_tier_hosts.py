@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from near_places import NearPlaces, damage
-from tiers import Away, Gate, Places, Scheduled, numbers_in
+from tiers import WAIT_SECS, Away, Gate, Places, Scheduled, numbers_in, until
 
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.keeping import Keeping
@@ -121,6 +121,26 @@ def test_damage_on_another_host_is_never_sent(disks: list[Path], far: Path) -> N
     places.replicate()
     places.close()
     assert numbers_in(far) == {"0": 0, "2": 2, "3": 3}
+
+
+def test_a_manifest_that_is_damaged_far_is_sent_again(disks: list[Path], far: Path) -> None:
+    """Hosts that wait for a manifest, which the far place damaged, do not wait for ever."""
+    go = threading.Event()
+
+    def held(verb: str, number: int) -> None:
+        assert threading.current_thread().name != "torchrelay tier part" or go.wait(WAIT_SECS)
+
+    places = NearPlaces(disks, Scheduled(LocalStorage(far), held))  # type: ignore[arg-type]
+    manifest = far / "data" / places.save(0, 0).try_name / "manifest.json"
+    replicator = places.first.replicator
+    assert replicator is not None
+    until(lambda: any(path.endswith("manifest.json") for path in replicator._notes.sent))
+    manifest.write_bytes(manifest.read_bytes().replace(b"trainer", b"tRainer"))
+    until(lambda: any("has not got what it was sent" in text for text in replicator._failures))
+    go.set()
+    places.replicate()
+    places.close()
+    assert numbers_in(far) == {"0": 0}
 
 
 @pytest.mark.parametrize("host", [0, 1])
