@@ -151,10 +151,12 @@ class _Flight:
         self.failed: Exception | None = None
         self.on_disk = threading.Event()
         self._thread: threading.Thread | None = None
+        self._begun = False
 
     def start(self, ended: Callable[[Outcome], None]) -> None:
         def run() -> None:
             turns.behind()
+            self._begun = True
             ended(self._outcome())
 
         thread = threading.Thread(target=run, name="torchrelay save", daemon=True)
@@ -166,8 +168,9 @@ class _Flight:
             self._thread = thread
 
     def join(self) -> None:
-        if self._thread is not None and self._thread.is_alive():
-            turns.begin_now()
+        if self._thread is not None:
+            if not self._begun:
+                turns.begin_now()
             self._thread.join()
 
     def _outcome(self) -> Outcome:
