@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torchrelay.checkpoint.asynchronous.background import Background, Outcome
 from torchrelay.checkpoint.boundary import NodeState, capture
+from torchrelay.checkpoint.buffers import touch_buffers
 from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.disk.manifest import Manifest
 from torchrelay.checkpoint.disk.paths import shard_path
@@ -21,7 +22,6 @@ from torchrelay.checkpoint.ledger_words import Target
 from torchrelay.checkpoint.load import LoadJob, load_all
 from torchrelay.checkpoint.load_blobs import load_some
 from torchrelay.checkpoint.log.keeping import KEEP_ALL, Keeping
-from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.members import Member, members_of, newcomers
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.reading.lookup import nearest
@@ -198,7 +198,7 @@ class Engine:
             position,
             replace(facts, selection=self.selection),
             holding,
-            self._commit,
+            self.ledger.commit,
             known=self.ledger.may_name,
             make_room=self.ledger.deletions.wait,
             reuse=self._reuse,
@@ -222,9 +222,11 @@ class Engine:
             self.storage.check_place()
 
     def prepare(self, session: Session) -> None:
-        """Get the memory for asynchronous saves, when the blobs exist and nothing was trained yet."""
+        """Get the memory for saves, when the blobs exist and nothing was trained yet."""
         if self.background is not None:
             self.background.prepare(session)
+        else:
+            touch_buffers(self.storage, session)
 
     def wait(self) -> None:
         """Return when no save is in flight. Talks to nobody and raises nothing of it."""
@@ -313,9 +315,6 @@ class Engine:
                 "create it in the init group, or register it as a blob",
                 stacklevel=2,
             )
-
-    def _commit(self, entry: Entry) -> None:
-        self.ledger.commit(entry)
 
     # Loading
 

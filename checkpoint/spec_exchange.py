@@ -18,7 +18,7 @@ from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.disk import canonical
 from torchrelay.checkpoint.disk.manifest import VALUE_LIMIT_BYTES
 from torchrelay.checkpoint.disk.mesh import Mesh, placements_json, placements_of
-from torchrelay.checkpoint.planning.assignments import NodeClass, Plan, identity, identity_head
+from torchrelay.checkpoint.planning.assignments import NodeClass, Plan, identity, identity_heads
 from torchrelay.checkpoint.planning.repeated import RepeatedPlans
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.errors import SaveFailedError
@@ -112,15 +112,18 @@ def _members(by_rank: Mapping[int, str]) -> _Members:
 
 def digest_of(specs: Sequence[LeafSpec], scopes: Mapping[str, str]) -> str:
     """The digest of a node's leaves: of everything that a plan depends on."""
-    leaves = b",".join(map(_described_leaf, specs))
+    heads = identity_heads(specs)
+    leaves = b",".join([head + _rest(spec) for head, spec in zip(heads, specs, strict=True)])
     return canonical.sha256(b"[[%b],%b]" % (leaves, canonical.dumps(dict(scopes))))
 
 
-def _described_leaf(spec: LeafSpec) -> bytes:
-    """A leaf as text; its mesh by a digest, because that of thousands of nodes is long."""
+def _rest(spec: LeafSpec) -> bytes:
+    """What follows the head of a leaf: its mesh by a digest, because that of thousands of nodes is long."""
     large = spec.kind == "value" and spec.nbytes > VALUE_LIMIT_BYTES
-    mesh = b"" if spec.sharding is None else spec.sharding.digest.encode()
-    return b'%b,"%b",%d]' % (identity_head(spec), mesh, large)
+    return b',"%b",%d]' % (spec.sharding.digest.encode(), large) if spec.sharding else _ON_NO_MESH[large]
+
+
+_ON_NO_MESH = (b',"",0]', b',"",1]')
 
 
 def class_json(digest: str, described: Described) -> dict[str, Any]:

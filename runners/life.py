@@ -37,6 +37,7 @@ from torchrelay.runners.ending.preemption import leave_for_now
 from torchrelay.runners.ending.put_back import PutBack
 from torchrelay.runners.ending.requests import ASKED, PREEMPT
 from torchrelay.runners.ending.signals import signals_ask
+from torchrelay.runners.epoch_end import end_epoch
 from torchrelay.runners.fence import FenceGuard
 from torchrelay.runners.journal import Journal
 from torchrelay.runners.onlookers import Onlookers
@@ -49,7 +50,7 @@ from torchrelay.runners.run_state import RunState
 from torchrelay.runners.saving import Saver
 from torchrelay.runners.session_base import SessionBase
 from torchrelay.runners.stages.stages import Stages
-from torchrelay.runners.stopping import Verdict, ask_all, limits_of, only_time_is_up, over_by_facts
+from torchrelay.runners.stopping import Verdict, limits_of, only_time_is_up, over_by_facts
 from torchrelay.runners.stored_runs.stored_run import StoredRun
 from torchrelay.runners.tail import run_tail
 
@@ -158,7 +159,7 @@ class Life:
             verdict = self._loop(verdict)
             self.saver.settle(self.session)
             if self.run_directory is not None:
-                self.saver.secure(self.session, Position(self.state.epoch), self._facts(verdict))
+                self.saver.secure(self.session, Position(self.state.epoch), self.facts(verdict))
         self.saver.finish(self.session)  # also what an earlier start has not sent
         run_tail(self)
         return self._finish(verdict)
@@ -228,7 +229,7 @@ class Life:
                     "nothing is registered, so checkpoints hold random states only: give Job blobs"
                 )
             if self.plan.save_initial:
-                self.saver.save(self.session, Position(0), self._facts(Verdict()))
+                self.saver.save(self.session, Position(0), self.facts(Verdict()))
         return Verdict()
 
     def _derive_streams(self) -> None:
@@ -294,15 +295,7 @@ class Life:
                 return replace(verdict, asked=asked.reason)
             epoch += 1
             self._run_epoch(epoch)
-            metrics = self.session.reduce_metrics()
-            self.onlookers.reduced(self.state, metrics)
-            self._verdict = verdict = ask_all(self.job, self.session)
-            self.recorder.record(epoch)
-            saved = self._save(epoch, verdict)
-            self.journal.epoch_done(self.state, metrics, saved, verdict)
-            self.onlookers.epoch_done(metrics)
-            self.stored.look()
-            self.exporting.epoch_done(metrics, saved)
+            self._verdict = verdict = end_epoch(self, epoch)
         if only_time_is_up(self.job, verdict):
             self.status = "STOPPED"
         return verdict
@@ -340,17 +333,12 @@ class Life:
             self.session.run(self.manager.go_on_at(self.nodes, self._target_inside))
             self.manager.engine.take_streams()
 
-    def _save(self, epoch: int, verdict: Verdict) -> bool | None:
-        if self.manager is None:
-            return None
-        self.requests.take_save()
-        return self.saver.save(self.session, Position(epoch), self._facts(verdict))
-
     def facts_now(self) -> Facts:
         """What a checkpoint inside of the running epoch remembers."""
-        return self._facts(self._verdict)
+        return self.facts(self._verdict)
 
-    def _facts(self, verdict: Verdict) -> Facts:
+    def facts(self, verdict: Verdict) -> Facts:
+        """What a checkpoint remembers of the run as it is now."""
         return Facts(
             metrics=dict(self.state.metrics),
             stop=verdict.by_condition,

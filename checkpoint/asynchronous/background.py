@@ -19,6 +19,7 @@ from torchrelay.checkpoint.replicas import WholeBytes
 from torchrelay.checkpoint.save import SaveJob, carry_out
 from torchrelay.checkpoint.timing import Clock
 from torchrelay.errors import UsageError
+from torchrelay.jobs import turns
 from torchrelay.jobs.peers import Peers
 from torchrelay.jobs.session import Session
 from torchrelay.metadata.stats import NodeStats
@@ -103,6 +104,7 @@ class Background:
             session.workspace(place.name).gate = gate.gate
         flight.start(self._ended)
         if flight.stage is None:
+            turns.begin_now()
             flight.on_disk.wait()
 
     def _pieces_of(self, plan: Plan, nodes: Sequence[int]) -> Pieces:
@@ -149,12 +151,12 @@ class _Flight:
         self.failed: Exception | None = None
         self.on_disk = threading.Event()
         self._thread: threading.Thread | None = None
+        self._begun = False
 
     def start(self, ended: Callable[[Outcome], None]) -> None:
-        go = threading.Event()
-
         def run() -> None:
-            go.wait()  # a thread that computes at once would keep the interpreter from the training
+            turns.behind()
+            self._begun = True
             ended(self._outcome())
 
         thread = threading.Thread(target=run, name="torchrelay save", daemon=True)
@@ -164,10 +166,11 @@ class _Flight:
             ended(self._outcome())
         else:
             self._thread = thread
-            go.set()
 
     def join(self) -> None:
         if self._thread is not None:
+            if not self._begun:
+                turns.begin_now()
             self._thread.join()
 
     def _outcome(self) -> Outcome:

@@ -19,6 +19,7 @@ from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.disk.names import format_key
 from torchrelay.checkpoint.planning.assignments import Assignment
 from torchrelay.errors import SaveFailedError
+from torchrelay.jobs import turns
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,9 @@ class Stage:
         with self._passing:
             if self._passed:
                 return
-            self._copied.wait()
+            if not self._copied.is_set():
+                turns.begin_now()
+                self._copied.wait()
             self.copier.let_compute_wait()
             if self.failure is None:
                 self.changed = tuple(piece for piece in self.late if piece.changed(self.verify))

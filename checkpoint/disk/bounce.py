@@ -29,7 +29,16 @@ class Pool:
     def __init__(self, size: int = SIZE, limit: int = LIMIT) -> None:
         self._size = size
         self._free: list[mmap.mmap] = []
+        self._limit = limit
         self._left = threading.Semaphore(limit)
+
+    def touch(self, count: int) -> None:
+        """Have so many buffers made, so that the first save need not wait for fresh memory.
+
+        Called where nobody uses any yet. Raises StorageError where there is no memory.
+        """
+        while len(self._free) < min(count, self._limit):
+            self._free.append(_touched(self._size))
 
     @contextmanager
     def buffer(self) -> Iterator[memoryview]:
@@ -53,7 +62,7 @@ def _touched(nbytes: int) -> mmap.mmap:
         raise StorageError(f"no memory for a buffer of {nbytes} bytes to write from: free some") from error
     with suppress(OSError, AttributeError):  # a system without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    memory.write(bytes(nbytes))
+    ctypes.memset(ctypes.addressof(_byte.from_buffer(memory)), 0, nbytes)  # without the interpreter's lock
     return memory
 
 

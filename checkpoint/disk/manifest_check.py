@@ -126,7 +126,8 @@ def _check_lengths(names: Collection[str], what: str, demand: Demand) -> None:
 
 def _first_of_each(rows: Sequence[Row], *columns: str) -> Iterable[Row]:
     """For every combination of values in these columns the first row that has it."""
-    return dict(zip(map(attrgetter(*columns), reversed(rows)), reversed(rows), strict=True)).values()
+    backwards = rows[::-1]
+    return dict(zip(map(attrgetter(*columns), backwards), backwards, strict=True)).values()
 
 
 def _check_layout(manifest: Manifest, layout: Layout, number: int, demand: Demand) -> None:

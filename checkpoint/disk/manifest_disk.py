@@ -273,19 +273,21 @@ def _blobs(columns: Columns) -> tuple[BlobRow, ...]:
 
 
 def _leaves_json(leaves: Sequence[LeafRow], words: _Numbers) -> Json:
+    columns = zip(*leaves, strict=True) if leaves else [()] * len(LeafRow._fields)
+    of = dict(zip(LeafRow._fields, columns, strict=True))
     return {
-        "name": pack_names([leaf.name for leaf in leaves]),
-        "blob": words.column([leaf.blob for leaf in leaves]),
-        "kind": words.column([leaf.kind for leaf in leaves]),
-        "role": words.column([leaf.role for leaf in leaves]),
-        "dtype": words.column([leaf.dtype or "" for leaf in leaves]),
-        "shape": [list(leaf.shape) for leaf in leaves],
-        "bytes": pack_numbers([leaf.nbytes for leaf in leaves]),
-        "scope": words.column([leaf.scope for leaf in leaves]),
-        "group": words.column([leaf.group for leaf in leaves]),
-        "layout": pack_numbers([leaf.layout for leaf in leaves]),
-        "alias_of": [[row, leaf.alias_of] for row, leaf in enumerate(leaves) if leaf.alias_of is not None],
-        "try": pack_numbers([leaf.source for leaf in leaves]),
+        "name": pack_names(of["name"]),
+        "blob": words.column(of["blob"]),
+        "kind": words.column(of["kind"]),
+        "role": words.column(of["role"]),
+        "dtype": words.column([dtype or "" for dtype in of["dtype"]]),
+        "shape": of["shape"],
+        "bytes": pack_numbers(of["nbytes"]),
+        "scope": words.column(of["scope"]),
+        "group": words.column(of["group"]),
+        "layout": pack_numbers(of["layout"]),
+        "alias_of": [[row, name] for row, name in enumerate(of["alias_of"]) if name is not None],
+        "try": pack_numbers(of["source"]),
     }
 
 

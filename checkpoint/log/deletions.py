@@ -11,6 +11,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from torchrelay.jobs import turns
+
 IDLE_SECS = 60.0
 """How long the thread waits for more to do before it ends."""
 PATIENCE_SECS = 300.0
@@ -44,6 +46,7 @@ class Deletions:
 
     def wait(self, patience_secs: float = PATIENCE_SECS) -> bool:
         """Return when all that was asked for is done; False if that takes longer."""
+        turns.begin_now()
         with self._changed:
             return self._changed.wait_for(lambda: not self._asked and not self._busy, patience_secs)
 
@@ -55,6 +58,7 @@ class Deletions:
 
     def _run(self) -> None:
         while True:
+            turns.behind()
             self._work_off()
             with self._changed:
                 if not self._changed.wait_for(lambda: self._asked, IDLE_SECS):

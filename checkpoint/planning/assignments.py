@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import prod
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchrelay.checkpoint.disk.boxes import Bounds, volume
@@ -173,9 +174,10 @@ class Plan:
     def _stored_by_layout(self) -> dict[int, list[int]]:
         """The rows that lie in shards, by the number of their layout."""
         found: dict[int, list[int]] = {}
-        for row, planned in enumerate(self.rows):
-            if planned.leaf.alias_of is None and not planned.inline:
-                found.setdefault(planned.layout, []).append(row)
+        inline = self.inline_rows
+        for row, (leaf, _, layout) in enumerate(self.rows):
+            if leaf.alias_of is None and row not in inline:
+                found.setdefault(layout, []).append(row)
         return found
 
     def _writing(self, layout: Layout, rows: Sequence[int]) -> Iterator[tuple[str, Iterable[int]]]:
@@ -199,7 +201,7 @@ class Plan:
     @cached_property
     def value_rows(self) -> tuple[int, ...]:
         """The rows of values."""
-        return tuple(row for row, one in enumerate(self.rows) if one.leaf.kind == "value")
+        return tuple(row for row, (leaf, _, _) in enumerate(self.rows) if leaf.kind == "value")
 
     def rows_with(self, sizes: Mapping[int, int]) -> tuple[LeafRow, ...]:
         """`leaf_rows` with the values of these rows as long as they are now."""
@@ -220,8 +222,8 @@ class Plan:
     @cached_property
     def inline_rows(self) -> dict[int, str]:
         """The rows whose values lie in the manifest, with their names."""
-        rows = enumerate(self.rows)
-        return {row: one.leaf.name for row, one in rows if one.inline and one.leaf.alias_of is None}
+        values = ((row, self.rows[row]) for row in self.value_rows)
+        return {row: one.leaf.name for row, one in values if one.inline and one.leaf.alias_of is None}
 
     @cached_property
     def _unsplit(self) -> tuple[int, ...]:
@@ -234,9 +236,11 @@ class Plan:
 
 def _split_shares(split: Split, leaves: Sequence[LeafSpec]) -> dict[int, int]:
     """The bytes that each node writes of a byte string of leaves."""
-    starts = (0, *accumulate(leaf.nbytes for leaf in leaves))
-    widths = (*map(item_bytes, leaves), 1)
-    ends = [starts[cut.item] + cut.element * widths[cut.item] for cut in split.cuts]
+    starts = (0, *accumulate([leaf.nbytes for leaf in leaves]))
+    ends = [
+        starts[cut.item] + (cut.element * item_bytes(leaves[cut.item]) if cut.element else 0)
+        for cut in split.cuts
+    ]
     return {node: stop - start for node, start, stop in zip(split.nodes, ends, ends[1:], strict=False)}
 
 
@@ -290,27 +294,23 @@ def identity(leaf: LeafSpec) -> list[object]:
     return [*described, list(mesh.nodes), list(mesh.extents), placements_json(mesh.placements), mesh.rule]
 
 
-def identity_parts(leaf: LeafSpec, *, inline: bool) -> tuple[bytes, ...]:
-    """Canonical JSON of `identity` and `inline`, in parts: the text of a mesh can be long.
-
-    That is made once, however many leaves lie on it.
-    """
-    mesh, end = leaf.sharding, b",true]" if inline else b",false]"
-    return (identity_head(leaf), end) if mesh is None else (identity_head(leaf), b",", mesh.text, end)
+def identity_heads(leaves: Sequence[LeafSpec]) -> list[bytes]:
+    """The canonical JSON of `identity` up to the mesh, of each leaf; written once for each."""
+    return [leaf.texts.get("identity") or _written(leaf) for leaf in leaves]
 
 
 def identity_head(leaf: LeafSpec) -> bytes:
-    """The canonical JSON of `identity` up to the mesh; written once for each leaf."""
-    texts = leaf.texts
-    if "identity" not in texts:
-        texts["identity"] = _head(leaf)
-    return texts["identity"]
+    """The same of one leaf."""
+    return identity_heads((leaf,))[0]
 
 
-def _head(leaf: LeafSpec) -> bytes:
+def _written(leaf: LeafSpec) -> bytes:
     """Put together here, because a call of the encoder costs more than all of this."""
-    size = leaf.nbytes if leaf.kind == "tensor" else 0
-    form = _form(leaf.group, leaf.alias_of, leaf.kind, leaf.role.value, leaf.dtype, leaf.shape, size)
+    found = leaf.texts["identity"] = _head(leaf, _form_text(_IN_FORM(leaf)))
+    return found
+
+
+def _head(leaf: LeafSpec, form: str) -> bytes:
     if not form:
         return _encoded_head(leaf)
     name = word(leaf.name)
@@ -321,15 +321,19 @@ def _head(leaf: LeafSpec) -> bytes:
         return _encoded_head(leaf)
 
 
+_Form = tuple[str, str | None, str, str, str | None, tuple[int, ...], int]
+_IN_FORM = attrgetter("group", "alias_of", "kind", "role._value_", "dtype", "shape", "nbytes")
+
+
 @lru_cache(maxsize=1 << 14)
-def _form(
-    group: str, alias: str | None, kind: str, role: str, dtype: str | None, shape: tuple[int, ...], size: int
-) -> str:
+def _form_text(form: _Form) -> str:
     """What very many leaves have in common but for their names; empty for numbers that JSON has not."""
+    *words, shape, nbytes = form
+    size = nbytes if form[2] == "tensor" else 0
     if max(size, *shape, 0) >= INTEGER_LIMIT:
         return ""
     extents = ",".join(map(str, shape))
-    return f"{','.join(map(word, (group, alias, kind, role, dtype)))},[{extents}],{size}"
+    return f"{','.join(map(word, words))},[{extents}],{size}"
 
 
 def _encoded_head(leaf: LeafSpec) -> bytes:

@@ -25,7 +25,7 @@ from torchrelay.checkpoint.planning.assignments import (
     Plan,
     PlannedLeaf,
     identity_head,
-    identity_parts,
+    identity_heads,
     is_inline,
     item_bytes,
     sorted_leaves,
@@ -115,12 +115,20 @@ _HERE = b"\0"
 
 
 def _stated(one: NodeClass, question: Question) -> Iterator[bytes]:
-    """The leaves of a class as JSON, in parts."""
-    for number, leaf in enumerate(sorted_leaves(one.leaves)):
+    """The leaves of a class as JSON, in parts; the text of a mesh is made once, however many lie on it."""
+    leaves = sorted_leaves(one.leaves)
+    between = b""
+    for head, leaf in zip(identity_heads(leaves), leaves, strict=True):
         inline = leaf.kind == "value" and is_inline(leaf, question.scope_of(leaf))
-        if number:
+        yield between + head
+        if leaf.sharding is not None:
             yield b","
-        yield from identity_parts(leaf, inline=inline)
+            yield leaf.sharding.text
+        between = _ENDS[inline] + b","
+    yield between[:-1]
+
+
+_ENDS = (b",false]", b",true]")
 
 
 def _make(question: Question, key: str) -> Plan:
@@ -192,10 +200,9 @@ def _lowest_of_hosts(nodes: tuple[int, ...], hosts: Sequence[int] | None) -> tup
 
 
 def _split_layout(nodes: tuple[int, ...], members: list[int], rows: Sequence[LeafSpec], cut: int) -> Split:
-    order = sorted(members, key=lambda row: (-item_bytes(rows[row]), rows[row].name))
-    cuts = cuts_between(
-        [rows[row].nbytes for row in order], [item_bytes(rows[row]) for row in order], len(nodes), cut
-    )
+    widths = {row: item_bytes(rows[row]) for row in members}  # in the order of their names
+    order = sorted(members, key=widths.__getitem__, reverse=True)
+    cuts = cuts_between([rows[row].nbytes for row in order], [widths[row] for row in order], len(nodes), cut)
     return Split(nodes, tuple(order), cuts)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.position import Position
 from torchrelay.jobs.peers import together
+from torchrelay.jobs.turns import undivided
 from torchrelay.runners.ending.place import Place, places_json
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def why_not_at(life: Life, position: Position, obstacle: str | None) -> str | No
     return obstacle
 
 
+@undivided()
 def save_inside(life: Life, position: Position) -> None:
     """Save the state with the places of all nodes; all processes call this at one step. A failure warns."""
     session, state = life.session, life.state

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load
 
+from torchrelay import Job, JobRunner, max_epochs
 from torchrelay.checkpoint import direct, local_storage
 from torchrelay.checkpoint.direct import ALIGNMENT, open_direct
 from torchrelay.checkpoint.disk import bounce, extents, workers
@@ -267,6 +268,26 @@ def test_saves_in_several_threads_do_not_share_buffers(tmp_path, monkeypatch):
         thread.join(120)
     for (content, report), (entry,) in zip(results, entries, strict=True):
         assert content[report.header_bytes :] == bytes(entry.data)
+
+
+def test_buffers_that_setup_has_touched_are_not_made_again(tmp_path, monkeypatch):
+    """A job of large tensors has its buffers before its first save; one of small tensors takes no memory."""
+    made = []
+    touched = bounce._touched
+    monkeypatch.setattr(bounce, "_touched", lambda nbytes: made.append(nbytes) or touched(nbytes))
+    for nbytes, expected in ((BLOCK, 0), (17 * BLOCK, workers.WRITERS)):
+        fresh = bounce.Pool()
+        monkeypatch.setattr(bounce, "pool", lambda fresh=fresh: fresh)
+        job = Job("large", blobs={"w": torch.zeros(nbytes, dtype=torch.uint8)})
+
+        @job.epoch
+        def work(ctx, expected=expected):
+            assert len(made) == expected
+
+        job.stop_when(max_epochs(1))
+        JobRunner(job, tmp_path / str(nbytes), save_initial=False).train()
+        assert len(made) == max(1, expected)  # the small one has made a buffer in its save
+        made.clear()
 
 
 def test_a_child_process_begins_with_buffers_of_its_own():

@@ -13,7 +13,7 @@ from torchrelay.checkpoint.disk import canonical
 from torchrelay.checkpoint.disk.boxes import Replicated, Sharded
 from torchrelay.checkpoint.disk.manifest import Manifest
 from torchrelay.checkpoint.disk.mesh import Mesh
-from torchrelay.checkpoint.planning.assignments import NodeClass, identity, identity_parts
+from torchrelay.checkpoint.planning.assignments import NodeClass, identity, identity_heads
 from torchrelay.checkpoint.planning.plan import PLAN_VERSION, Question, plan_classes, plan_hash
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.errors import DamagedError
@@ -73,10 +73,10 @@ def test_the_writers_of_a_plan_are_the_nodes_with_files(seed):
 def test_an_identity_with_a_mesh_has_the_text_that_it_had_in_one_piece():
     """The hash of a plan, which manifests keep, does not depend on how its text is put together."""
     mesh = Mesh((4, 5, 6, 7), (2, 2), (Replicated(), Sharded(1, 2)))
-    for leaf in (spec("plain", (3, 4)), spec("sharded", (3, 4), mesh)):
-        for inline in (False, True):
-            text = b"".join(identity_parts(leaf, inline=inline))
-            assert text == canonical.dumps([*identity(leaf), inline])
+    leaves = (spec("plain", (3, 4)), spec("sharded", (3, 4), mesh), spec('"\u00e4\n', (), kind="value"))
+    for leaf, head in zip(leaves, identity_heads(leaves), strict=True):
+        rest = b"" if leaf.sharding is None else b"," + leaf.sharding.text
+        assert head + rest + b"]" == canonical.dumps(identity(leaf))
 
 
 def test_the_hash_of_a_plan_is_of_one_canonical_text():

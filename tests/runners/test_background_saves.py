@@ -30,6 +30,7 @@ from torchrelay.checkpoint.asynchronous import background
 from torchrelay.checkpoint.asynchronous.background import Background
 from torchrelay.checkpoint.asynchronous.copying import Copier
 from torchrelay.errors import SaveFailedError, StorageError, UsageError
+from torchrelay.jobs import turns
 from torchrelay.jobs.group import TaskGroup
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.journal import Journal
@@ -104,6 +105,33 @@ def test_the_handler_is_told_on_the_main_thread_in_order(tmp_path: Path) -> None
     assert handler.threads == {threading.main_thread()}
     phases = [set(detail) for what, detail in handler.told if what == "report"]
     assert phases == [{"plan", "stage", "hash", "write", "fsync", "commit"}] * 4
+
+
+def test_a_save_goes_on_when_the_boundary_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread does not share the interpreter with the boundary, and does not wait any longer than that."""
+    monkeypatch.setattr(turns, "MOST_SECS", 60.0)
+    begun: list[threading.Event] = []
+    outcome, done = background._Flight._outcome, Journal.epoch_done
+
+    def begin(flight: Any) -> Any:
+        begun[-1].set()
+        return outcome(flight)
+
+    def noted(*values: Any) -> None:
+        held.append(not begun[-1].wait(0.1))
+        done(*values)
+
+    def note(epoch: int) -> None:
+        if begun:
+            assert begun[-1].wait(30), "the epoch has begun, the save before it has not"
+        begun.append(threading.Event())
+
+    held: list[bool] = []
+    monkeypatch.setattr(background._Flight, "_outcome", begin)
+    monkeypatch.setattr(Journal, "epoch_done", noted)
+    job = small_job(3, note)
+    assert JobRunner(job, tmp_path / "run", save_initial=False, asynchronous=True).train() == 3
+    assert held == [True] * 3
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

@@ -1,0 +1,33 @@
+"""The buffers that large files are written from: made in `setup`, for fresh memory would hold up a save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+import torch
+
+from torchrelay.checkpoint.direct import WORTH_IT
+from torchrelay.checkpoint.disk import bounce
+from torchrelay.checkpoint.disk.workers import WRITERS
+from torchrelay.checkpoint.storage import Placed, Storage
+from torchrelay.errors import StorageError
+from torchrelay.jobs.session import Session
+
+
+def touch_buffers(storage: Storage, session: Session) -> None:
+    """Make them where a share of the registered tensors is worth direct writes; else a save makes its own."""
+    if isinstance(storage, Placed) and sum(_sizes(session)) // len(session.nodes) >= WORTH_IT:
+        with suppress(StorageError):  # a save that finds no memory either says so
+            bounce.pool().touch(WRITERS)
+
+
+def _sizes(session: Session) -> Iterator[int]:
+    """Bytes of the tensors and of the modules' parameters; what else is registered is not looked into."""
+    for place in session.local_nodes:
+        for entry in session.workspace(place.name).entries().values():
+            value = entry.value
+            if entry.blob is not None and isinstance(value, torch.nn.Module):
+                yield from (parameter.nbytes for parameter in value.parameters())
+            elif entry.blob is not None and isinstance(value, torch.Tensor):
+                yield value.nbytes

@@ -1,0 +1,34 @@
+"""What follows an epoch, on all processes: metrics, stop conditions, the save, and who is told of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchrelay.checkpoint.position import Position
+from torchrelay.jobs.turns import undivided
+from torchrelay.runners.stopping import Verdict, ask_all
+
+if TYPE_CHECKING:
+    from torchrelay.runners.life import Life
+
+
+@undivided()
+def end_epoch(life: Life, epoch: int) -> Verdict:
+    """Returns whether the run stops; raises what no later save could survive (`Saver`)."""
+    metrics = life.session.reduce_metrics()
+    life.onlookers.reduced(life.state, metrics)
+    verdict = ask_all(life.job, life.session)
+    life.recorder.record(epoch)
+    saved = _save(life, epoch, verdict)
+    life.journal.epoch_done(life.state, metrics, saved, verdict)
+    life.onlookers.epoch_done(metrics)
+    life.stored.look()
+    life.exporting.epoch_done(metrics, saved)
+    return verdict
+
+
+def _save(life: Life, epoch: int, verdict: Verdict) -> bool | None:
+    if life.manager is None:
+        return None
+    life.requests.take_save()
+    return life.saver.save(life.session, Position(epoch), life.facts(verdict))

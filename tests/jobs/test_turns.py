@@ -1,0 +1,55 @@
+"""Threads behind the training begin when a boundary is over, and in any case soon."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from torchrelay.jobs import turns
+
+
+def _begun() -> threading.Event:
+    """Set by a thread behind the training when it begins."""
+    begun = threading.Event()
+
+    def work() -> None:
+        turns.behind()
+        begun.set()
+
+    threading.Thread(target=work, daemon=True).start()
+    return begun
+
+
+def test_a_thread_begins_at_once_where_no_boundary_is() -> None:
+    """Outside of a boundary nothing is held back."""
+    assert _begun().wait(10)
+
+
+def test_a_thread_begins_when_the_boundary_is_over(monkeypatch) -> None:
+    """Inside nothing begins; also an error ends the boundary."""
+    monkeypatch.setattr(turns, "MOST_SECS", 30.0)
+    held: list[threading.Event] = []
+    try:
+        with turns.undivided():
+            held.append(_begun())
+            assert not held[0].wait(0.2)
+            raise ValueError
+    except ValueError:
+        assert held[0].wait(10)
+
+
+def test_who_waits_for_a_thread_lets_it_begin(monkeypatch) -> None:
+    """Whoever waits inside of a boundary says so, and does not wait for its end."""
+    monkeypatch.setattr(turns, "MOST_SECS", 30.0)
+    with turns.undivided():
+        begun = _begun()
+        turns.begin_now()
+        assert begun.wait(10)
+
+
+def test_no_thread_is_held_for_long() -> None:
+    """A boundary that takes long, or never ends, holds nobody for more than a moment."""
+    begin = time.monotonic()
+    with turns.undivided():
+        assert _begun().wait(10)
+    assert time.monotonic() - begin < 10
