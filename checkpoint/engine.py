@@ -328,7 +328,7 @@ class Engine:
         job = LoadJob(
             self.storage,
             session,
-            target.manifest,
+            target,
             self._stored,
             self._members or {},
             self.selection,

@@ -396,5 +396,5 @@ class Ledger:
                 f"epoch {entry.position} in {self.storage.url} cannot be read now: {proof.reason}; nothing "
                 "was changed: try again when the storage answers"
             )
-        self._proved = Target(entry, proof.manifest)
+        self._proved = Target(entry, proof.manifest, proof.shards)
         return self._proved

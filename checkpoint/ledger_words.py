@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchrelay.checkpoint.disk.manifest import Manifest
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.reading.shard_set import ShardSet
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,11 @@ class Look:
 
 @dataclass(frozen=True)
 class Target:
-    """A proved position, ready to be loaded."""
+    """A proved position, ready to be loaded; `shards` has those files open that this process proved."""
 
     entry: Entry
     manifest: Manifest
+    shards: ShardSet | None = field(default=None, compare=False, repr=False)
 
     @property
     def position(self) -> Position:

@@ -14,6 +14,7 @@ from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.headway import headway
+from torchrelay.checkpoint.ledger_words import Target
 from torchrelay.checkpoint.load_shared import agreed, offer, shareable
 from torchrelay.checkpoint.members import RNG_BLOB, Member
 from torchrelay.checkpoint.reading.leaf_reader import LeafRead, LeafReader
@@ -42,13 +43,18 @@ class LoadJob:
 
     storage: Storage
     session: Session
-    manifest: Manifest
+    target: Target
     stored_name: Callable[[str], str]
     members: Mapping[str, Mapping[str, Member]]
     selection: Selection = EVERYTHING
     """What the saves of this run take; what they leave out, and the epoch lacks, stays as it is."""
     share_reads: bool = False
     """Whether what all nodes load is read by one host each; see `reading/shared_reads`."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the epoch consists of."""
+        return self.target.manifest
 
 
 @dataclass
@@ -70,7 +76,7 @@ def load_all(job: LoadJob) -> tuple[dict[str, RandomStreams], NodeStats]:
     Raises the same error on all processes: before anything changed where names, shapes, dtypes or
     policies do not fit, PartiallyLoadedError after.
     """
-    reader = LeafReader(job.storage, job.manifest, options=options_of(job.session))
+    reader = LeafReader(job.storage, job.manifest, job.target.shards, options_of(job.session))
     loads: list[_NodeLoad] = []
     rows: dict[int, Read] = {}
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchrelay.checkpoint.disk.manifest import Manifest
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.reading.proof import Level, Outcome, Proof, Share, prove
+from torchrelay.checkpoint.reading.shard_set import ShardSet
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.jobs.peers import Peers
 
@@ -23,11 +24,15 @@ FULL_PROOF_SECS = 24 * 3600.0
 
 @dataclass(frozen=True)
 class JointProof:
-    """What all processes agree on; `manifest` is there where the epoch is proved."""
+    """What all processes agree on; `manifest` is there where the epoch is proved.
+
+    `shards` are the files that this process has opened for its share: a load need not open them again.
+    """
 
     outcome: Outcome
     reason: str = ""
     manifest: Manifest | None = None
+    shards: ShardSet | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ def _worst(peers: Peers, seen: Sequence[_Seen], proof: Proof) -> JointProof:
         for one in seen:
             if one.outcome is outcome:
                 return JointProof(outcome, one.reason if peers.size == 1 else str(one))
-    return JointProof(Outcome.PROVED, "", proof.manifest)
+    return JointProof(Outcome.PROVED, "", proof.manifest, proof.shards)
 
 
 def _witness(seen: Sequence[_Seen], damaged: _Seen) -> int:

@@ -77,10 +77,8 @@ class Mesh:
         """The boxes of leaf `name` that a node stores; none outside of the mesh."""
         if node not in self.place:
             return ()
-        boxes = itertools.product(*self.local_intervals(shape, node))
-        replica, among = self._replica(self._coordinate(self.place[node])), self._among(name, item_bytes)
-        shares = (share(box, replica, among) for box in boxes)
-        return tuple(box for box in shares if box is not None)
+        coordinate, among = self._coordinate(self.place[node]), self._among(name, item_bytes)
+        return stored_at(tuple(shape), self.extents, self.placements, coordinate, among)
 
     def stored(self, name: str, shape: Sequence[int], item_bytes: int) -> Iterator[tuple[int, Bounds]]:
         """All boxes of leaf `name` with the nodes that store them; they cover it exactly."""
@@ -96,18 +94,10 @@ class Mesh:
         Looks only at places that are near in every dimension: a rank that loads its part of a leaf on
         thousands of nodes asks this for every leaf.
         """
-        among, copies = self._among(name, item_bytes), _copied_axes(self.extents, self.placements)
-        found: dict[int, list[Bounds]] = {}
-        for first, boxes in near_boxes(tuple(shape), self.extents, self.placements, tuple(wanted)):
-            lengths = [tuple(stop - start for start, stop in box) for box in boxes]
-            for writing in writing_replicas(lengths, among):
-                for replica, step in zip(writing, _replica_steps(writing, copies), strict=True):
-                    parts = (share(box, replica, among) for box in boxes)
-                    near = [part for part in parts if part is not None and _touches(part, wanted)]
-                    found[first + step] = near
-        for place in sorted(found):
-            for part in found[place]:
-                yield self.nodes[place], part
+        among = self._among(name, item_bytes)
+        near = near_parts(tuple(shape), self.extents, self.placements, tuple(wanted), among)
+        for place, part in near:
+            yield self.nodes[place], part
 
     @cached_property
     def text(self) -> bytes:
@@ -165,11 +155,22 @@ class Mesh:
             found.append(index)
         return tuple(reversed(found))
 
-    def _replica(self, coordinate: Sequence[int]) -> int:
-        number = 0
-        for index, extent, placement in zip(coordinate, self.extents, self.placements, strict=True):
-            number = number * extent + index if _copies(placement) else number
-        return number
+
+@lru_cache(maxsize=1 << 12)
+def stored_at(
+    shape: tuple[int, ...],
+    extents: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    coordinate: tuple[int, ...],
+    among: Among,
+) -> tuple[Bounds, ...]:
+    """The boxes of a leaf that the node at a coordinate of a mesh stores."""
+    replica = 0
+    for index, extent, placement in zip(coordinate, extents, placements, strict=True):
+        replica = replica * extent + index if _copies(placement) else replica
+    boxes = itertools.product(*intervals_at(shape, extents, placements, coordinate))
+    shares = (share(box, replica, among) for box in boxes)
+    return tuple(box for box in shares if box is not None)
 
 
 @lru_cache(maxsize=1 << 10)
@@ -188,6 +189,27 @@ def writing_places(
         for writing in writing_replicas(boxes, among):
             found[(*(steps for _, steps in local), _replica_steps(writing, copies))] = None
     return tuple(found)
+
+
+@lru_cache(maxsize=1 << 10)
+def near_parts(
+    shape: tuple[int, ...],
+    extents: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    wanted: tuple[Bounds, ...],
+    among: Among,
+) -> tuple[tuple[int, Bounds], ...]:
+    """What places store of a leaf that touches a box of `wanted`, in their order."""
+    copies = _copied_axes(extents, placements)
+    found: dict[int, list[Bounds]] = {}
+    for first, boxes in near_boxes(shape, extents, placements, wanted):
+        lengths = [tuple(stop - start for start, stop in box) for box in boxes]
+        for writing in writing_replicas(lengths, among):
+            for replica, step in zip(writing, _replica_steps(writing, copies), strict=True):
+                parts = (share(box, replica, among) for box in boxes)
+                near = [part for part in parts if part is not None and _touches(part, wanted)]
+                found[first + step] = near
+    return tuple((place, part) for place in sorted(found) for part in found[place])
 
 
 @lru_cache(maxsize=1 << 12)

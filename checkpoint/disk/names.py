@@ -15,6 +15,7 @@ import re
 import unicodedata
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import lru_cache
 from urllib.parse import unquote_to_bytes
 
 from torchrelay.checkpoint.disk.immutable import immutable
@@ -33,9 +34,9 @@ _SHARD_FILE = re.compile(
     re.ASCII,
 )
 _INTERVAL = r"(?:0|[1-9][0-9]{0,18}):(?:0|[1-9][0-9]{0,18})"
-_KEY = re.compile(
-    rf"(?P<name>[^@]+)(?:@(?P<flat>flat)?\[(?P<ranges>{_INTERVAL}(?:,{_INTERVAL})*)\])?", re.DOTALL
-)
+_FORM = re.compile(rf"(?P<flat>flat)?\[(?P<ranges>{_INTERVAL}(?:,{_INTERVAL})*)\]")
+_FORMS = 1 << 10
+"""Forms of pieces that are remembered: a file has few, of very many leaves."""
 _METADATA = "__metadata__"
 
 
@@ -46,7 +47,7 @@ class Whole:
     name: str
 
 
-@dataclass(frozen=True)
+@immutable()
 class Box:
     """A box of a leaf: one half-open interval of indices per dimension, at least one dimension."""
 
@@ -54,7 +55,7 @@ class Box:
     intervals: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True)
+@immutable()
 class Flat:
     """Elements [start, stop) of a leaf in row-major order."""
 
@@ -71,28 +72,38 @@ def format_key(key: Key) -> str:
     name = encode_name(key.name)
     if isinstance(key, Whole):
         return name
+    flat = isinstance(key, Flat)
     intervals = ((key.start, key.stop),) if isinstance(key, Flat) else key.intervals
-    if not intervals or any(not 0 <= start <= stop for start, stop in intervals):
+    form = _written(intervals, flat)
+    if form is None:
         raise BlobError(f"{key.name}: {intervals} are no intervals of indices")
-    text = ",".join(f"{start}:{stop}" for start, stop in intervals)
-    return f"{name}@{'flat' if isinstance(key, Flat) else ''}[{text}]"
+    return f"{name}@{form}"
 
 
 def parse_key(text: str) -> Key:
     """Read a key back; only what `format_key` writes is accepted, anything else is a DamagedError."""
     if is_plain(text):
         return Whole(text)
-    match = _KEY.fullmatch(text)
-    if match is None:
+    encoded, at, form = text.partition("@")
+    read = _read(form) if at else None
+    if not encoded or (at and read is None):
         raise DamagedError(f"{text!r} is no tensor key")
-    key = _key_of(match)
+    name = encoded if is_plain(encoded) else _decoded_name(encoded, text)
+    if read is None:
+        return Whole(name)
+    flat, intervals = read
+    return Flat(name, *intervals[0]) if flat else Box(name, intervals)
+
+
+def _decoded_name(encoded: str, key: str) -> str:
+    name = decode_name(encoded)
     try:
-        canonical = format_key(key) == text
+        written = encode_name(name)
     except BlobError as error:
-        raise DamagedError(f"{text!r} is no tensor key: {error}") from None
-    if not canonical:
-        raise DamagedError(f"{text!r} is no tensor key: it would be written {format_key(key)!r}")
-    return key
+        raise DamagedError(f"{key!r} is no tensor key: {error}") from None
+    if written != encoded:
+        raise DamagedError(f"{key!r} is no tensor key: its name would be written {written!r}")
+    return name
 
 
 def is_plain(name: str) -> bool:
@@ -110,16 +121,25 @@ def _holds_plain(text: str) -> bool:
     return text.isascii() and text.isprintable() and "%" not in text and "@" not in text
 
 
-def _key_of(match: re.Match[str]) -> Key:
-    name = decode_name(match["name"])
-    if match["ranges"] is None:
-        return Whole(name)
+@lru_cache(maxsize=_FORMS)
+def _written(intervals: tuple[tuple[int, int], ...], flat: bool) -> str | None:
+    """What follows the `@` of a key; None for what are no intervals."""
+    if not intervals or any(not 0 <= start <= stop for start, stop in intervals):
+        return None
+    text = ",".join(f"{start}:{stop}" for start, stop in intervals)
+    return f"flat[{text}]" if flat else f"[{text}]"
+
+
+@lru_cache(maxsize=_FORMS)
+def _read(form: str) -> tuple[bool, tuple[tuple[int, int], ...]] | None:
+    """Whether a form is flat, and its intervals; None for any that `_written` does not write."""
+    match = _FORM.fullmatch(form)
+    if match is None:
+        return None
     intervals = tuple(_interval(text) for text in match["ranges"].split(","))
-    if match["flat"] is None:
-        return Box(name, intervals)
-    if len(intervals) != 1:
-        raise DamagedError(f"{match[0]!r} is no tensor key: a flat range is one interval")
-    return Flat(name, *intervals[0])
+    flat = match["flat"] is not None
+    good = _written(intervals, flat) == form and not (flat and len(intervals) > 1)
+    return (flat, intervals) if good else None
 
 
 def _interval(text: str) -> tuple[int, int]:

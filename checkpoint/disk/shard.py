@@ -20,6 +20,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchrelay.checkpoint.disk import canonical, digest, dtypes, version
+from torchrelay.checkpoint.disk.boxes import Bounds
 from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.disk.immutable import immutable
 from torchrelay.checkpoint.disk.lazily import lazily
@@ -136,12 +137,19 @@ def piece_shape(key: Key, shape: tuple[int, ...]) -> tuple[int, ...]:
             raise BlobError(f"{format_key(key)} ends beyond the {_count(shape)} elements of its leaf")
         return (key.stop - key.start,)
     if isinstance(key, Box):
-        if len(key.intervals) != len(shape) or any(
-            b > n for (_, b), n in zip(key.intervals, shape, strict=True)
-        ):
+        extents = _extents(key.intervals, shape)
+        if extents is None:
             raise BlobError(f"{format_key(key)} is no box of a leaf of shape {list(shape)}")
-        return tuple(stop - start for start, stop in key.intervals)
+        return extents
     return shape
+
+
+@lru_cache(maxsize=1 << 10)
+def _extents(box: Bounds, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Those of a box; None where it does not lie in the shape."""
+    if len(box) != len(shape) or any(stop > size for (_, stop), size in zip(box, shape, strict=True)):
+        return None
+    return tuple(stop - start for start, stop in box)
 
 
 def _count(shape: tuple[int, ...]) -> int:

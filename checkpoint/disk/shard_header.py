@@ -240,7 +240,7 @@ def _logical(
 
 
 def _shape(found: Json, leaf: str) -> tuple[int, ...]:
-    if not isinstance(found, list) or not all(_is_count(extent) for extent in found):
+    if not isinstance(found, list) or not set(map(type, found)) <= {int} or min(found, default=0) < 0:
         raise DamagedError(f"{leaf}: {found!r} is no shape")
     if too_large(found):
         raise DamagedError(f"{leaf}: shape {found!r} is too large")

@@ -11,8 +11,8 @@ from typing import TypeVar
 from torchrelay.checkpoint.disk.workers import share
 
 T = TypeVar("T")
-WORTH_IT = 8 << 20
-"""Bytes from which on more threads pay."""
+EACH = 4 << 20
+"""Bytes of work for each thread: with less, one costs more to start than it saves."""
 
 
 def each(work: Callable[[T], None], items: Sequence[T], nbytes: int, threads: int) -> None:
@@ -25,4 +25,4 @@ def each(work: Callable[[T], None], items: Sequence[T], nbytes: int, threads: in
         for item in mine:
             work(item)
 
-    share(run, items, 1 if nbytes < WORTH_IT else min(threads, len(items)), name="torchrelay-read")
+    share(run, items, min(threads, len(items), max(1, nbytes // EACH)), name="torchrelay-read")

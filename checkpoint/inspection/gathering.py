@@ -13,7 +13,7 @@ from torchrelay.checkpoint.reading.scatter import Copy, Slab
 
 def small_boxes(part: Part, source: Bounds, first: int, box: Bounds) -> list[Bounds]:
     """The box cut so that each can be read from the part with one range of a few MiB."""
-    return [slab.box for slab in _copy(part, source, first, box).slabs(part.item_bytes)]
+    return [slab.box for slab in _copy(source, first, box).slabs(part.item_bytes)]
 
 
 def gathered(epoch: Epoch, part: Part, source: Bounds, first: int, box: Bounds, buffer: Buffer) -> memoryview:
@@ -23,7 +23,7 @@ def gathered(epoch: Epoch, part: Part, source: Bounds, first: int, box: Bounds, 
     """
     words = next(size for size in (8, 4, 2, 1) if part.item_bytes % size == 0)
     many = part.item_bytes // words
-    copy = _copy(part, source, first, box)
+    copy = _copy(source, first, box)
     out = np.empty((*copy.shape, many), f"<u{words}")
     strides = _strides(source, part.item_bytes)
     for slab in copy.slabs(part.item_bytes):
@@ -35,9 +35,9 @@ def gathered(epoch: Epoch, part: Part, source: Bounds, first: int, box: Bounds, 
     return out.reshape(-1).view(np.uint8).data
 
 
-def _copy(part: Part, source: Bounds, first: int, box: Bounds) -> Copy:
+def _copy(source: Bounds, first: int, box: Bounds) -> Copy:
     extents = tuple(stop - start for start, stop in box)
-    return Copy(part.key, source, first, box, whole(extents), extents)
+    return Copy(source, first, box, whole(extents), extents)
 
 
 def _strides(source: Bounds, item_bytes: int) -> list[int]:

@@ -5,10 +5,12 @@ What is not one run of bytes on both sides goes through slabs of memory, one per
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from torchrelay.checkpoint.disk.boxes import intersect, range_boxes, uncovered, whole
+from torchrelay.checkpoint.disk.boxes import Bounds, intersect, range_boxes, uncovered, whole
+from torchrelay.checkpoint.disk.immutable import immutable
 from torchrelay.checkpoint.disk.manifest import LeafRow
 from torchrelay.checkpoint.disk.names import Box, Flat, Key, format_key
 from torchrelay.checkpoint.disk.read_options import ReadOptions
@@ -38,6 +40,7 @@ class _Placed:
     """A slab that is to be read, and the memory that it is put into."""
 
     header: ShardHeader
+    key: str
     slab: Slab
     destination: memoryview
     item_bytes: int
@@ -81,47 +84,77 @@ class BoxPlan:
         each(work, batches, nbytes, options.threads)
 
     def _add(self, read: BoxRead, opened: Open) -> None:
-        width = read.leaf.item_bytes
-        copies = [(node, copy) for node, key in read.parts for copy in _copies(read, key)]
-        if problem := uncovered(read.target.shape, [copy.place for _, copy in copies]):
+        width, forms = read.leaf.item_bytes, tuple(_form(read.leaf, key) for _, key in read.parts)
+        problem, found = moves(forms, read.leaf.shape, read.target, width)
+        if problem:
             raise DamagedError(f"the stored parts of {read.leaf.name!r} do not make it up: {problem}")
-        run: tuple[ShardHeader, str, int, int, int] | None = None
-        for node, copy in copies:
-            header = opened(read.leaf, node, copy.key)
-            if (straight := copy.straight) is None:
-                self._slabs += [_Placed(header, slab, read.destination, width) for slab in copy.slabs(width)]
-                continue
-            (start, stop), at = straight
-            if run and (run[0], run[1], run[3], run[4] + run[3] - run[2]) == (header, copy.key, start, at):
-                run = (header, copy.key, run[2], stop, run[4])
-                continue
-            self._go(run, read)
-            run = (header, copy.key, start, stop, at)
-        self._go(run, read)
-
-    def _go(self, run: tuple[ShardHeader, str, int, int, int] | None, read: BoxRead) -> None:
-        if run is not None:
-            header, key, start, stop, at = run
-            width = read.leaf.item_bytes
-            memory = read.destination[at * width : (at + stop - start) * width]
-            self.straight.append((header, ReadRequest(key, start * width, stop * width, memory)))
+        for move in found:
+            node, key = read.parts[move.part]
+            text = format_key(key)
+            header = opened(read.leaf, node, text)
+            for start, stop, at in move.straight:
+                memory = read.destination[at : at + stop - start]
+                self.straight.append((header, ReadRequest(text, start, stop, memory)))
+            self._slabs += [_Placed(header, text, slab, read.destination, width) for slab in move.slabs]
 
 
-def _copies(read: BoxRead, key: Key) -> Iterator[Copy]:
-    """What of a stored part belongs into the target."""
-    shape = read.leaf.shape
+_Form = tuple[bool, Bounds]
+"""Of a stored part: whether it is a range of elements, and its intervals."""
+
+
+def _form(leaf: LeafRow, key: Key) -> _Form:
     if isinstance(key, Flat):
-        sources = list(range_boxes(shape, key.start, key.stop))
-    else:
-        sources = [key.intervals if isinstance(key, Box) else whole(shape)]
-    text, first = format_key(key), 0
+        return True, ((key.start, key.stop),)
+    return False, key.intervals if isinstance(key, Box) else whole(leaf.shape)
+
+
+@immutable()
+class _Move:
+    """What of a stored part is wanted: bytes [start, stop) that go to byte `at`, and slabs."""
+
+    part: int
+    straight: tuple[tuple[int, int, int], ...]
+    slabs: tuple[Slab, ...]
+
+
+@lru_cache(maxsize=1 << 8)
+def moves(
+    forms: tuple[_Form, ...], shape: tuple[int, ...], target: Target, width: int
+) -> tuple[str | None, tuple[_Move, ...]]:
+    """What is wrong with parts of these forms, in words, or how they fill a target; many leaves are alike."""
+    copies = [list(_copies(form, shape, target)) for form in forms]
+    if problem := uncovered(target.shape, [copy.place for some in copies for copy in some]):
+        return problem, ()
+    return None, tuple(_move(part, some, width) for part, some in enumerate(copies) if some)
+
+
+def _move(part: int, copies: Sequence[Copy], width: int) -> _Move:
+    straight: list[tuple[int, int, int]] = []
+    slabs: list[Slab] = []
+    for copy in copies:
+        if (run := copy.straight) is None:
+            slabs += copy.slabs(width)
+            continue
+        (start, stop), at = run
+        start, stop, at = start * width, stop * width, at * width
+        if straight and straight[-1][1] == start and straight[-1][2] + start - straight[-1][0] == at:
+            start, _, at = straight.pop()
+        straight.append((start, stop, at))
+    return _Move(part, tuple(straight), tuple(slabs))
+
+
+def _copies(form: _Form, shape: tuple[int, ...], target: Target) -> Iterator[Copy]:
+    """What of a stored part belongs into the target."""
+    flat, intervals = form
+    sources = list(range_boxes(shape, *intervals[0])) if flat else [intervals]
+    first = 0
     for source in sources:
-        for window in read.target.windows:
+        for window in target.windows:
             part = intersect(source, window.box)
             if part is not None:
                 moved = zip(part, window.box, window.place, strict=True)
                 place = tuple((a - low + at, b - low + at) for (a, b), (low, _), (at, _) in moved)
-                yield Copy(text, source, first, part, place, read.target.shape)
+                yield Copy(source, first, part, place, target.shape)
         first += _count(source)
 
 
@@ -137,7 +170,7 @@ def _first(one: _Placed) -> int:
 
 
 def _start(one: _Placed) -> int:
-    return one.header.entries[one.slab.copy.key].start + _first(one)
+    return one.header.entries[one.key].start + _first(one)
 
 
 def _size(batch: Iterable[_Placed]) -> int:
@@ -154,7 +187,7 @@ def _cut(memory: bytearray, batch: Iterable[_Placed]) -> Iterator[tuple[_Placed,
 
 
 def _request(one: _Placed, data: memoryview) -> ReadRequest:
-    return ReadRequest(one.slab.copy.key, _first(one), _first(one) + len(data), data)
+    return ReadRequest(one.key, _first(one), _first(one) + len(data), data)
 
 
 def _batches(order: list[_Placed]) -> Iterator[tuple[ShardHeader, list[_Placed]]]:

@@ -27,7 +27,6 @@ class Copy:
     The entry has the elements of `source` in row-major order from its element `first` on.
     """
 
-    key: str
     source: Bounds
     first: int
     part: Bounds

@@ -51,7 +51,7 @@ def target_of(tensor: torch.Tensor, name: str) -> Target:
     Raises BlobError where the local tensor has another shape than its placements give it.
     """
     coordinate = _dtensor(tensor).device_mesh.get_coordinate()
-    local = tuple(local_of(tensor).shape)
+    local = tuple(memory_of_shard(tensor).shape)
     if coordinate is None:
         return Target(local, ())
     extents = tuple(_dtensor(tensor).device_mesh.shape)

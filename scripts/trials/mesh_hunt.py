@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 from mesh_pairs import PAIRS, Unlike, unlike_pairs
 
-from torchrelay.checkpoint.reading import scatter
+from torchrelay.checkpoint.reading import box_reader, scatter
 
 CHUNK = 500
 """Pairs between two lines; each chunk has a seed of its own, by which it can be run again."""
@@ -41,6 +41,7 @@ def hunt(pairs: int, seed: int) -> list[Unlike]:
     rng, found = random.Random(seed), []
     for number in range(0, pairs, PAIRS):
         large = number // PAIRS % 2 == 0
+        box_reader.moves.cache_clear()  # they depend on it
         with patch.object(scatter, "SLAB_BYTES", (1 << 20) if large else 64):
             found += unlike_pairs(rng, large=large)
     return found

@@ -12,7 +12,7 @@ from torchrelay.checkpoint import pacing
 from torchrelay.checkpoint.disk.canonical import dumps
 from torchrelay.checkpoint.disk.names import Whole, encode_name, format_key, parse_key
 from torchrelay.checkpoint.disk.shard import Part, ShardEntry, ShardIdentity, cost_limit, entry_cost
-from torchrelay.checkpoint.disk.side_by_side import WORTH_IT, each
+from torchrelay.checkpoint.disk.side_by_side import EACH, each
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.pacing import STRIDE, Pacer
 from torchrelay.checkpoint.position import Position
@@ -91,7 +91,7 @@ def test_what_was_made_inside_sets_off_no_full_collection():
     assert set(seen) == {0}
 
 
-@pytest.mark.parametrize("nbytes", [0, WORTH_IT])
+@pytest.mark.parametrize("nbytes", [0, 2 * EACH])
 def test_every_item_is_worked_on_once(nbytes):
     """With one thread or two, nothing is left out and nothing done twice."""
     done, lock = [], threading.Lock()
@@ -104,7 +104,7 @@ def test_every_item_is_worked_on_once(nbytes):
     assert sorted(done) == list(range(100))
 
 
-@pytest.mark.parametrize("nbytes", [0, WORTH_IT])
+@pytest.mark.parametrize("nbytes", [0, 2 * EACH])
 def test_an_error_of_either_thread_arrives(nbytes):
     """The first failure is raised in the caller, and the rest is not begun for ever."""
 

@@ -28,7 +28,7 @@ from torchrelay.checkpoint.asynchronous.copying import Copier
 from torchrelay.checkpoint.asynchronous.stage import Stage
 from torchrelay.checkpoint.blob_file import open_blob_file
 from torchrelay.checkpoint.boundary import NodeState
-from torchrelay.checkpoint.disk.side_by_side import WORTH_IT, each
+from torchrelay.checkpoint.disk.side_by_side import EACH, each
 from torchrelay.checkpoint.load_into import FileSource
 from torchrelay.checkpoint.replicas import ReplicaCheck
 from torchrelay.checkpoint.spec_exchange import SpecExchange
@@ -117,7 +117,7 @@ def test_without_more_threads_a_load_is_done_by_one(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     done: list[int] = []
-    each(done.append, range(5), WORTH_IT, 3)
+    each(done.append, range(5), 2 * EACH, 3)
     assert done == [0, 1, 2, 3, 4]
 
 
@@ -145,7 +145,7 @@ def test_an_interrupted_load_leaves_no_thread_that_writes(monkeypatch: pytest.Mo
     written: list[int] = []
     monkeypatch.setattr(threading.Thread, "join", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        each(work, range(2), WORTH_IT, 2)
+        each(work, range(2), 2 * EACH, 2)
     assert hit and not hit[0].is_alive() and len(written) == 1
 
 
