@@ -94,8 +94,12 @@ def test_alf_12_where_a_step_cannot_be_saved_the_epoch_is(tmp_path: Path, capfd)
                 os.kill(os.getpid(), signal.SIGHUP)
 
     job.stop_when(max_epochs(1))
-    with LocalSession() as session:
-        JobRunner(job, tmp_path / "run", save_signal="SIGHUP").train(session)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, which is left alone
+    try:
+        with LocalSession() as session:
+            JobRunner(job, tmp_path / "run", save_signal="SIGHUP").train(session)
+    finally:
+        signal.signal(signal.SIGHUP, before)
     said = capfd.readouterr().err
     assert said.count("SIGHUP: saved when epoch 1 ends (a range_iterator cannot be continued") == 1
     assert positions(tmp_path / "run") == ["0", "1"]
