@@ -123,9 +123,9 @@ def resume(session: Any, run: Path, share: bool | None, trouble: str) -> dict[st
     kind, _, rest = trouble.partition("-")
     who, _, late = rest.partition("-")
     if kind == "fail" and rank == int(who):
-        engine.storage = Failing(engine.storage, 2 << 20 if late else 0)
+        engine.storage = engine.ledger.storage = Failing(engine.storage, 2 << 20 if late else 0)
     else:
-        engine.storage = CountingStorage(engine.storage)
+        engine.storage = engine.ledger.storage = CountingStorage(engine.storage)
     wires = [session.wire()] if share else []
     if kind in ("noise", "cut") and rank == int(who):
         wires = [Troubled(session.wire(), kind)]
