@@ -40,7 +40,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Target:
-    """A proved position, ready to be loaded; `shards` has those files open that this process proved."""
+    """A proved position, ready to be loaded; until then `shards` has the files open that were proved here."""
 
     entry: Entry
     manifest: Manifest

@@ -96,6 +96,7 @@ def load_all(job: LoadJob) -> tuple[dict[str, RandomStreams], NodeStats]:
         lambda: _read_all(job, reader, loads, shared),
         deadline_secs=patience_secs(size),
     )
+    reader.shards.forget()  # the target may be kept as long as the run
     times = together(job.session.peers, "load: done", lambda: [_times(job, load) for load in loads])
     streams = {load.place.name: load.streams for load in loads}
     return streams, NodeStats(NodeTimes(**row) for part in times for row in part)

@@ -29,16 +29,21 @@ class Pool:
     def __init__(self, size: int = SIZE, limit: int = LIMIT) -> None:
         self._size = size
         self._free: list[mmap.mmap] = []
-        self._limit = limit
+        self._limit, self._made = limit, 0
         self._left = threading.Semaphore(limit)
 
     def touch(self, count: int) -> None:
         """Have so many buffers made, so that the first save need not wait for fresh memory.
 
-        Called where nobody uses any yet. Raises StorageError where there is no memory.
+        Those in use count, too. Raises StorageError where there is no memory.
         """
-        while len(self._free) < min(count, self._limit):
-            self._free.append(_touched(self._size))
+        while self._made < min(count, self._limit):
+            self._free.append(self._new())
+
+    def _new(self) -> mmap.mmap:
+        memory = _touched(self._size)
+        self._made += 1
+        return memory
 
     @contextmanager
     def buffer(self) -> Iterator[memoryview]:
@@ -47,7 +52,7 @@ class Pool:
             try:
                 memory = self._free.pop()
             except IndexError:
-                memory = _touched(self._size)
+                memory = self._new()
             try:
                 yield memoryview(memory)
             finally:

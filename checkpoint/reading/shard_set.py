@@ -58,6 +58,10 @@ class ShardSet:
             self._opened[holder] = found
         return self._opened[holder]
 
+    def forget(self) -> None:
+        """Let go of what was opened, for many headers are large; asked for again it is opened again."""
+        self._opened.clear()
+
     def check_sizes(self, holder: Holder) -> None:
         """Only look whether the files are there and as long as they were; raises DamagedError."""
         for row in self.manifest.files[holder]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import s3_server
@@ -33,17 +34,22 @@ def alike(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_hosts_go_on_after_kills_and_losses(tmp_path: Path) -> None:
-    """Kills, hosts in another order, a lost disk, then one host alone: the bits of an undisturbed run."""
-    whole = undisturbed(tmp_path / "whole", 6)
-    hosts = Hosts(tmp_path / "hosts", ranks=2)
-    with hosts.start(5, "ab", keep_last=2) as job:
+def killed_with_two_near_only(hosts: Hosts, epochs: int, **options: Any) -> None:
+    """Epoch 1 comes to the far place, 2 and 3 do not; then all processes are killed."""
+    with hosts.start(epochs, "ab", **options) as job:
         hosts.go(1)
         job.until(lambda: hosts.far_log.epochs()[-1:] == (1,))
         hosts.hold()
         hosts.go(2, 3)
         job.until(lambda: hosts.near_log("a").epochs()[-1:] == (3,))
     assert hosts.far_log.epochs()[-1] == 1
+
+
+def test_hosts_go_on_after_kills_and_losses(tmp_path: Path) -> None:
+    """Kills, hosts in another order, a lost disk, then one host alone: the bits of an undisturbed run."""
+    whole = undisturbed(tmp_path / "whole", 6)
+    hosts = Hosts(tmp_path / "hosts", ranks=2)
+    killed_with_two_near_only(hosts, 5, keep_last=2)
     both = [{path.name for path in hosts.near(host).rglob("trainer_*.3.*")} for host in "ab"]
     assert both[0] and both[1] and not both[0] & both[1], both
     hosts.let_go()
@@ -74,13 +80,7 @@ def test_hosts_go_on_before_a_store(tmp_path: Path) -> None:
     whole = undisturbed(tmp_path / "whole", 4)
     with s3_server.moto() as served, surroundings(served.seen_at(served.port)):
         hosts = Hosts(tmp_path / "hosts", 1, f"{served.url}run", served.seen_at(served.port))
-        with hosts.start(4) as job:
-            hosts.go(1)
-            job.until(lambda: hosts.far_log.epochs()[-1:] == (1,))
-            hosts.hold()
-            hosts.go(2, 3)
-            job.until(lambda: hosts.near_log("a").epochs()[-1:] == (3,))
-        assert hosts.far_log.epochs()[-1] == 1
+        killed_with_two_near_only(hosts, 4)
         hosts.let_go()
         hosts.go(4)
         with hosts.start(4, "ba") as job:

@@ -271,7 +271,7 @@ def test_two_ranks_are_killed_and_resume_to_equal_bits(
 
 
 @everywhere("gs")
-def test_a_store_that_ignores_conditions(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_store_that_ignores_conditions(place: str) -> None:
     """Writers are refused, with the remedy, until it is promised that nobody else writes; then all works."""
     w = torch.arange(300_000.0)
     with pytest.raises(UsageError, match=r"although its name is taken.*single_writer='external'"):
