@@ -55,7 +55,7 @@ rgw_gc_processor_period = 5
 
 
 _PASSES = ("wrong fsid", "problem getting command descriptions from mon")
-"""Another cluster was faster to bind a port; the monitor was asked before it knew its commands (seen once)."""
+"""Another cluster was faster to bind a port; the monitor was asked too early (seen once)."""
 
 
 @contextmanager
