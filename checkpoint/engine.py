@@ -228,10 +228,10 @@ class Engine:
         else:
             touch_buffers(self.storage, session)
 
-    def wait(self) -> None:
-        """Return when no save is in flight. Talks to nobody and raises nothing of it."""
+    def wait(self, *, unguarded: bool = False) -> None:
+        """Return when no save is in flight; `unguarded`: nor do registered objects wait for one."""
         if self.background is not None:
-            self.background.wait()
+            self.background.wait(unguarded=unguarded)
 
     def settle(self, session: Session | None) -> Iterator[Outcome]:
         """Wait for the save in flight; what became of it, and of earlier ones nobody asked about.
@@ -252,7 +252,7 @@ class Engine:
 
         Raises FencedError on all when another job has taken the directory over.
         """
-        self.wait()
+        self.wait(unguarded=True)
         if self.ledger.drain(session.peers):
             self.retaining.now(session.peers)
         self.retaining.end(session.peers)
@@ -324,7 +324,7 @@ class Engine:
 
     def load(self, session: Session, target: Target) -> None:
         """Load a proved position; random states wait in `take_streams` for the runner to restore them."""
-        self.wait()
+        self.wait(unguarded=True)
         job = LoadJob(
             self.storage,
             session,

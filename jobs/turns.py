@@ -2,7 +2,7 @@
 
 A thread that computes in Python keeps it for 5 ms before another gets it, and gets its share of all that
 follows. What goes on behind the training (writing a save, deleting old epochs) has time, so it begins
-when the boundary is over. Nothing is interrupted that goes on already.
+when the next epoch's tasks do. Nothing is interrupted that goes on already.
 """
 
 from __future__ import annotations
@@ -19,17 +19,26 @@ _begin.set()
 
 
 @contextmanager
-def undivided() -> Iterator[None]:
-    """Inside, threads behind the training begin nothing new, for so long at most."""
+def undivided(*, beyond: bool = False) -> Iterator[None]:
+    """Inside, threads behind the training begin nothing new, for so long at most.
+
+    With `beyond` what follows is undivided, too, until `begin_now` is called; not after an error.
+    """
     _begin.clear()
     try:
         yield
-    finally:
+    except BaseException:
+        _begin.set()
+        raise
+    if not beyond:
         _begin.set()
 
 
 def begin_now() -> None:
-    """Called by whoever is going to wait for a thread behind the training: it may begin."""
+    """Threads behind the training may begin.
+
+    Called where a task of the program begins, and by whoever is going to wait for such a thread.
+    """
     _begin.set()
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torchrelay.runners.life import Life
 
 
-@undivided()
+@undivided(beyond=True)
 def end_epoch(life: Life, epoch: int) -> Verdict:
     """Returns whether the run stops; raises what no later save could survive (`Saver`)."""
     metrics = life.session.reduce_metrics()

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from torchrelay.errors import UsageError
+from torchrelay.jobs import turns
 from torchrelay.jobs.group import NodeHook, Reporter, TaskGroup
 from torchrelay.jobs.output import TaskOutput
 from torchrelay.jobs.placement import selected
@@ -104,6 +105,7 @@ class _NodeRun:
             self._may_begin()
             if cursor is not None:
                 cursor.begin(task, self.ctx.workspace, self.ctx.session.streams(self.ctx.node))
+            turns.begin_now()
             if task.concurrent:
                 self.siblings.start(task.full_name, partial(self._run_concurrent, task))
             else:
@@ -131,6 +133,8 @@ class _NodeRun:
 
     def _hooks(self, hooks: Iterable[NodeHook]) -> None:
         steps = [hook.step for hook in hooks if hook.node in (None, self.ctx.node)]
+        if steps:
+            turns.begin_now()
         run_steps(steps, self.ctx, self.siblings)
 
     def _reporters(self) -> Iterator[Reporter]:

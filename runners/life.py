@@ -380,7 +380,7 @@ class Life:
         try:
             drop_wrappers()
             if self.manager is not None:
-                self.manager.engine.wait()
+                self.manager.engine.wait(unguarded=True)
                 self.stored.finish(failed=self._has_failed)
                 self.manager.engine.ledger.close()
         finally:

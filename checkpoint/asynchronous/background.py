@@ -50,6 +50,7 @@ class Background:
         self.blocking: set[str] = set()
         """Blobs that somebody wrote behind the gate's back."""
         self._arena = Arena()
+        self._guards = gate.Guards()
         self._pieces: Pieces | None = None
         self._outcomes: deque[Outcome] = deque()
         self._flight: _Flight | None = None
@@ -97,7 +98,8 @@ class Background:
                         whole.hash_but(
                             {one.rank: guarded_addresses(one, self.blocking) for one in job.states}
                         )
-                    flight.stage.close_gate(_owners(job, flight.stage))
+                    self._guards.put(_owners(job, flight.stage))
+                    flight.stage.close_gate()
         except Exception as error:
             flight.failed = error
         for place in session.local_nodes:
@@ -124,16 +126,21 @@ class Background:
 
     # Later
 
-    def wait(self) -> None:
-        """Return when nothing is in flight; outcomes are kept. Talks to nobody."""
+    def wait(self, *, unguarded: bool = False) -> None:
+        """Return when nothing is in flight; outcomes are kept. Talks to nobody.
+
+        `unguarded`: registered objects are as they were, as loads and whoever goes on with them expect.
+        """
         flight = self._flight
-        if flight is None:
-            return
-        flight.join()
-        self._flight = None
-        if flight.stage is not None:
-            flight.stage.release()
-            self.blocking.update(piece.blob for piece in flight.stage.changed)
+        if flight is not None:
+            flight.join()
+            self._flight = None
+            if flight.stage is not None:
+                flight.stage.release()
+                self.blocking.update(piece.blob for piece in flight.stage.changed)
+        self._guards.remove_from_optimizers()
+        if unguarded:
+            self._guards.remove()
 
     def take_outcomes(self) -> list[Outcome]:
         """What became of the saves that ended since the last time, in their order."""

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from operator import is_
 from typing import Any, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from torchrelay.checkpoint.state.module_leaves import parts_of
 
 
 class Behind(Protocol):
@@ -49,12 +52,42 @@ def open_for(copied: Behind) -> None:
         _copying.remove(copied)
 
 
-def guard(objects: Iterable[Any]) -> list[Any]:
-    """Put the gate before `load_state_dict` of modules and optimizers; returns handles that remove it."""
-    handles: list[Any] = []
-    for one in objects:
-        if isinstance(one, Optimizer):
-            handles.append(one.register_load_state_dict_pre_hook(gate))
-        elif isinstance(one, nn.Module):
-            handles += [part.register_load_state_dict_pre_hook(gate) for part in one.modules()]
-    return handles
+class Guards:
+    """The gate before `load_state_dict` of optimizers and modules; these keep it from save to save.
+
+    A module has many parts, and mostly the same ones at the next save. Hooks of an optimizer say how its
+    state is to be listed (`kinds`), so those are gone when a save begins.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[nn.Module] = []
+        self._of_parts: list[Any] = []
+        self._of_optimizers: list[Any] = []
+
+    def put(self, objects: Iterable[object]) -> None:
+        """Guard these objects and no others; not from within one of their hooks."""
+        self.remove_from_optimizers()
+        objects = list(objects)
+        found = [part for one in objects if isinstance(one, nn.Module) for part in parts_of(one)]
+        if len(found) != len(self._parts) or not all(map(is_, found, self._parts)):
+            self.remove()
+            self._parts = found
+            self._of_parts += [part.register_load_state_dict_pre_hook(gate) for part in found]
+        for one in objects:
+            if isinstance(one, Optimizer):
+                self._of_optimizers.append(one.register_load_state_dict_pre_hook(gate))
+
+    def remove_from_optimizers(self) -> None:
+        """Leave optimizers as they were; not from within one of their hooks."""
+        _remove(self._of_optimizers)
+
+    def remove(self) -> None:
+        """Leave all objects as they were; not from within one of their hooks."""
+        self._parts = []
+        _remove(self._of_parts)
+        _remove(self._of_optimizers)
+
+
+def _remove(handles: list[Any]) -> None:
+    while handles:
+        handles.pop().remove()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -72,15 +71,13 @@ class Stage:
         self.changed: tuple[LatePiece, ...] = ()
         self.failure: BaseException | None = None
         self.copier = Copier()
-        self._handles: list[Any] = []
         self._copied = threading.Event()
         self._passing = threading.Lock()
         self._passed = False
 
-    def close_gate(self, objects: Collection[Any]) -> None:
+    def close_gate(self) -> None:
         """From now on, whoever is going to write waits. At the boundary, last."""
         self.copier.begin({piece.source.device for piece in self.late if piece.source.is_cuda})
-        self._handles = gate.guard(objects)
         gate.close(self)
 
     def copy(self, also: Callable[[], None] = lambda: None) -> None:
@@ -137,11 +134,8 @@ class Stage:
                 self.late = []
 
     def release(self) -> None:
-        """Take the gate away from the objects; not from within one of their hooks."""
+        """Nobody waits for these copies any more, whatever became of them."""
         gate.open_for(self)
-        handles, self._handles = self._handles, []
-        for handle in handles:
-            handle.remove()
 
 
 def stage(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
+
 from torchrelay.jobs import turns
 
 
@@ -25,17 +27,27 @@ def test_a_thread_begins_at_once_where_no_boundary_is() -> None:
     assert _begun().wait(10)
 
 
-def test_a_thread_begins_when_the_boundary_is_over(monkeypatch) -> None:
-    """Inside nothing begins; also an error ends the boundary."""
+def test_a_thread_begins_when_the_next_task_does(monkeypatch) -> None:
+    """Between a boundary and the first task of the next epoch nothing begins, either."""
+    monkeypatch.setattr(turns, "MOST_SECS", 30.0)
+    with turns.undivided(beyond=True):
+        begun = _begun()
+        assert not begun.wait(0.2)
+    assert not begun.wait(0.2)
+    turns.begin_now()
+    assert begun.wait(10)
+
+
+@pytest.mark.parametrize("beyond", [False, True])
+def test_a_thread_begins_when_the_boundary_is_over(monkeypatch, beyond: bool) -> None:
+    """An error ends the boundary, too: no task follows it."""
     monkeypatch.setattr(turns, "MOST_SECS", 30.0)
     held: list[threading.Event] = []
-    try:
-        with turns.undivided():
-            held.append(_begun())
-            assert not held[0].wait(0.2)
-            raise ValueError
-    except ValueError:
-        assert held[0].wait(10)
+    with pytest.raises(ValueError), turns.undivided(beyond=beyond):
+        held.append(_begun())
+        assert not held[0].wait(0.2)
+        raise ValueError
+    assert held[0].wait(10)
 
 
 def test_who_waits_for_a_thread_lets_it_begin(monkeypatch) -> None:

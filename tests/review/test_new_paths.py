@@ -218,7 +218,7 @@ def test_a_child_forked_during_a_save_collects_its_cycles() -> None:
 def test_a_child_forked_while_copies_are_made_does_not_wait_for_them() -> None:
     """The thread that copies does not exist in a forked child: a step there goes on."""
     copies = Stage("samples")
-    copies.close_gate([])
+    copies.close_gate()
     try:
         weight = nn.Parameter(torch.zeros(2))
         optimizer = torch.optim.SGD([weight], lr=1.0)

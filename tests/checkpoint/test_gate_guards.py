@@ -1,0 +1,72 @@
+"""Where the gate stands before `load_state_dict`, and that it leaves no trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from torchrelay import Context, Job, JobRunner, max_epochs
+from torchrelay.checkpoint.asynchronous.gate import Guards, gate
+
+
+def _gates(one: nn.Module | torch.optim.Optimizer) -> int:
+    """How often the gate stands in an object, its parts included."""
+    if isinstance(one, torch.optim.Optimizer):
+        return list(one._optimizer_load_state_dict_pre_hooks.values()).count(gate)
+    hooks = [hook for part in one.modules() for hook in part._load_state_dict_pre_hooks.values()]
+    return sum(getattr(hook, "hook", hook) is gate for hook in hooks)
+
+
+def _pair() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def test_every_part_is_guarded_once_however_often_that_is_asked() -> None:
+    """From save to save parts keep their gate; optimizers lose theirs, for it would change their listing."""
+    model, optimizer = _pair()
+    guards = Guards()
+    for _ in range(3):
+        guards.put([model, optimizer])
+        assert (_gates(model), _gates(optimizer)) == (4, 1)
+        guards.remove_from_optimizers()
+        assert (_gates(model), _gates(optimizer)) == (4, 0)
+    guards.put([model, optimizer])
+    guards.remove()
+    assert (_gates(model), _gates(optimizer)) == (0, 0)
+
+
+def test_parts_that_came_are_guarded_and_those_that_left_are_not() -> None:
+    """A layer that was exchanged between two saves is guarded, and the old one is as it was."""
+    model, optimizer = _pair()
+    guards = Guards()
+    guards.put([model, optimizer])
+    old, model[0] = model[0], nn.Linear(2, 2)
+    guards.put([model, optimizer])
+    assert (_gates(model), _gates(old)) == (4, 0)
+    guards.remove()
+    assert _gates(model) == 0
+
+
+def test_a_run_leaves_no_gate_in_its_objects(tmp_path: Path) -> None:
+    """In the exit group and after a run its objects are as they were; in its epochs they are guarded."""
+    model, optimizer = _pair()
+    model[0].weight = nn.Parameter(torch.zeros(200, 200))  # what is large is copied late
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[tuple[int, int]] = []
+    job = Job("guarded", blobs={"model": model, "optimizer": optimizer})
+
+    @job.epoch
+    def epoch(ctx: Context) -> None:
+        seen.append((_gates(model), _gates(optimizer)))
+
+    @job.exit
+    def leave(ctx: Context) -> None:
+        seen.append((_gates(model), _gates(optimizer)))
+
+    job.stop_when(max_epochs(3))
+    JobRunner(job, tmp_path / "run", save_initial=False, asynchronous=True).train()
+    assert seen == [(0, 0), (4, 0), (4, 0), (0, 0)]
+    assert (_gates(model), _gates(optimizer)) == (0, 0)
