@@ -7,8 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from torchrelay.checkpoint.state.module_leaves import module_entries
+from torchrelay.checkpoint.state.module_leaves import module_entries, parts_of
 from torchrelay.checkpoint.state.restoring import Draft
+
+_FSDP = "torch.distributed.fsdp._fully_shard."
+"""Where FSDP2's hooks are from: one before `state_dict` and loads that reshards, one after loads."""
 
 
 def draft_module(draft: Draft, blob: str, module: nn.Module) -> None:
@@ -16,7 +19,9 @@ def draft_module(draft: Draft, blob: str, module: nn.Module) -> None:
 
     `load_state_dict` is called only where there is something that reading in place does not do: extra
     state, entries that a hook computed, load hooks and overridden load methods. It is given the
-    module's own tensors for all that was read in place, and copies nothing then.
+    module's own tensors for all that was read in place, and copies nothing then. FSDP2 (`fully_shard`)
+    has hooks that look at no entry: they are called by themselves, for to "copy" a DTensor onto itself
+    takes torch a millisecond, and the first time on a mesh fifty.
     """
     state = module.state_dict(keep_vars=True)
     computed: dict[str, Callable[[], Any]] = {}
@@ -33,6 +38,8 @@ def draft_module(draft: Draft, blob: str, module: nn.Module) -> None:
     draft.note_rest(blob)
     if computed or has_load_code(module):
         draft.steps.append((blob, lambda: _load(module, state, computed)))
+    else:
+        draft.steps.append((blob, lambda: _tell_fsdp(module)))
 
 
 def _load(module: nn.Module, state: dict[str, Any], computed: dict[str, Callable[[], Any]]) -> None:
@@ -41,13 +48,21 @@ def _load(module: nn.Module, state: dict[str, Any], computed: dict[str, Callable
     module.load_state_dict(state)
 
 
+def _tell_fsdp(module: nn.Module) -> None:
+    """Let FSDP2 look at its shards again; the hooks before loads were called when the state was listed."""
+    for part in parts_of(module):
+        for hook in list(part._load_state_dict_post_hooks.values()):
+            hook(part, None)
+
+
 def has_load_code(module: nn.Module) -> bool:
-    """Whether `load_state_dict` does more for a module than to copy tensors."""
-    return any(_hooked(part) or _overrides(type(part)) for part in module.modules())
+    """Whether `load_state_dict` does more for a module than to copy tensors and to tell FSDP2."""
+    return any(_hooked(part) or _overrides(type(part)) for part in parts_of(module))
 
 
 def _hooked(module: nn.Module) -> bool:
-    return bool(module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks)
+    hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
+    return not all(str(getattr(hook, "__module__", None)).startswith(_FSDP) for hook in hooks)
 
 
 def _overrides(kind: type[nn.Module]) -> bool:

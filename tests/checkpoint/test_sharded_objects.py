@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.overrides import TorchFunctionMode
 
 from torchrelay.checkpoint.blob_file import open_blob_file
 from torchrelay.checkpoint.blob_files import load_blobs, save_blobs
@@ -83,6 +84,32 @@ def test_a_blob_file_is_read_into_shards(tmp_path):
     FileSource(open_blob_file(tmp_path / "file")).load({"model": model}, strict=True, rename=None)
     for name, tensor in load_blobs(tmp_path / "file", "model", prefix="model.").items():
         assert torch.equal(model.state_dict()[name].full_tensor(), tensor)
+
+
+class Copies(TorchFunctionMode):
+    """Counts the copies into DTensors inside of it."""
+
+    count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.Tensor.copy_ and isinstance(args[0], DTensor)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_fsdp_computes_with_what_was_loaded_and_nothing_is_copied_onto_itself(tmp_path, hooked):
+    """FSDP2's own hooks need no `load_state_dict`, which would send each DTensor through torch; others do."""
+    plain, model, told = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), fsdp(), []
+    save_blobs(tmp_path / "file", {"model": plain})
+    if hooked:
+        model[1].register_load_state_dict_post_hook(lambda module, keys: told.append(keys))
+    x = torch.ones(2, 3)
+    with torch.no_grad():
+        model(x)  # gathered parameters of before must not be computed with again
+        with Copies() as copies:
+            FileSource(open_blob_file(tmp_path / "file")).load({"model": model}, strict=True, rename=None)
+        assert torch.equal(model(x), plain(x))
+    assert (copies.count, len(told)) == ((4, 1) if hooked else (0, 0))
 
 
 def test_new_state_is_placed_as_saved_or_as_its_parameter_or_whole():
