@@ -37,6 +37,8 @@ class StoreClient:
     def __init__(self, store: Store, where: str) -> None:
         self._store = store
         self._where = where
+        self._parts: dict[str, int] = {}
+        """How many parts what this client put in parts has."""
 
     def clone(self, prefix: str = "") -> StoreClient:
         """Open another connection, for another thread; `prefix` narrows what it sees."""
@@ -56,6 +58,7 @@ class StoreClient:
             if len(parts) <= 1:
                 self._store.set(key, _WHOLE + value)
                 return
+            self._parts[key] = len(parts)
             for index, part in enumerate(parts):
                 self._store.set(f"{key}#{index}", part)
             self._store.set(key, _PARTS + str(len(parts)).encode())  # last: whoever sees it can read all
@@ -87,11 +90,10 @@ class StoreClient:
             return int(self._store.add(key, amount))
 
     def delete(self, *keys: str) -> None:
-        """Forget keys, whether they exist or not."""
+        """Forget keys that nobody but this client puts, whether they exist or not."""
         with self._guarded():
             for key in keys:
-                head = self._store.get(key) if self._store.check([key]) else b""
-                for index in range(int(head[1:]) if head[:1] == _PARTS else 0):
+                for index in range(self._parts.pop(key, 0)):
                     self._store.delete_key(f"{key}#{index}")
                 self._store.delete_key(key)
 

@@ -40,13 +40,20 @@ def test_values_come_in_rank_order_over_many_rounds(peers_of):
 
 
 def test_long_values_travel_in_parts(peers_of):
-    """Values above what the store takes at once arrive whole."""
+    """Values above what the store takes at once arrive whole, and are deleted with all their parts."""
     long = "ä" * (6 << 20)
 
     def work(rank):
-        return peers_of(rank, 2).exchange("long", long if rank else None) == [None, long]
+        peers = peers_of(rank, 2)
+        whole = peers.exchange("long", long if rank else None) == [None, long]
+        begun = peers._store.has("round/1/1#1", "round/1/all#1")
+        for _ in range(4):
+            peers.exchange("short", None)
+        kept = [peers._store.has(f"round/1/{key}") for key in ("1", "1#0", "1#1", "all", "all#0", "all#1")]
+        peers.exchange("the end", None)
+        return whole, begun, any(kept)
 
-    assert on_ranks(2, work) == [True, True]
+    assert on_ranks(2, work) == [(True, True, False)] * 2
 
 
 def test_a_failure_on_one_rank_is_raised_on_all(peers_of):
