@@ -45,9 +45,12 @@ def say_last_words(secs: float = SECS) -> None:
 
 
 def _within(secs: float, calls: Sequence[Callable[[], None]]) -> None:
-    threads = [threading.Thread(target=_quietly, args=(call,), daemon=True) for call in calls]
-    for thread in threads:
-        thread.start()
+    threads = []
+    for call in calls:
+        thread = threading.Thread(target=_quietly, args=(call,), daemon=True)
+        with suppress(RuntimeError):  # no more threads in this process, which has to end all the same
+            thread.start()
+            threads.append(thread)
     for thread in threads:
         thread.join(secs)
 

@@ -14,7 +14,13 @@ from torchrelay.jobs.peers import Solo
 from torchrelay.metadata.run_directory import RunDirectory, State
 from torchrelay.runners.choosing import Choice
 from torchrelay.runners.journal import Journal
-from torchrelay.runners.last_words import forget_note, note_failure
+from torchrelay.runners.last_words import (
+    forget_last_words,
+    forget_note,
+    note_failure,
+    remember_last_words,
+    say_last_words,
+)
 from torchrelay.runners.progress import Progress
 from torchrelay.runners.rank_log import RankLog
 from torchrelay.runners.run_state import RunState
@@ -105,3 +111,21 @@ def test_who_was_frozen_leaves_the_status_of_the_next_start_alone(run: Held, jou
     note_failure("its launcher is gone", 6, WAIT_SECS)
     status = run.status()
     assert (status["state"], status["generation"], failures(run)) == ("RUNNING", 1, ["its launcher is gone"])
+
+
+def test_a_process_without_threads_ends_all_the_same(
+    run: Held, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no thread can be made nothing is noted or put up, and the process is ended."""
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    said = threading.Event()
+    remember_last_words(said.set)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        note_failure("lost a peer", 6)
+        say_last_words()
+    forget_last_words(said.set)
+    assert (run.status()["state"], failures(run), said.is_set()) == ("RUNNING", [], False)
