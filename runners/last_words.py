@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -42,6 +43,13 @@ def forget_last_words(say: Callable[[], None]) -> None:
 def say_last_words(secs: float = SECS) -> None:
     """Call them all, side by side, and wait for at most so many seconds each; never raises."""
     _within(secs, list(_words))
+
+
+def tell_stderr(text: str) -> None:
+    """Print why; whoever read it may be gone with the launcher, which keeps nobody from ending."""
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def _within(secs: float, calls: Sequence[Callable[[], None]]) -> None:
