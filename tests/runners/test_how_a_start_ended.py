@@ -1,7 +1,10 @@
-"""What is noted of a start's end: once, by whoever is first, and over no later start's status."""
+"""What is told of a start's end: once, by whoever is first, over no later start's status, heard or not."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,3 +132,25 @@ def test_a_process_without_threads_ends_all_the_same(
         say_last_words()
     forget_last_words(said.set)
     assert (run.status()["state"], failures(run), said.is_set()) == ("RUNNING", [], False)
+
+
+FAILS = """
+from torchrelay.errors import StorageError
+from torchrelay.runners.leaving import run_and_leave
+
+def work():
+    raise StorageError("full")
+
+run_and_leave(work)
+"""
+
+
+def test_the_exit_code_is_right_also_where_nobody_reads_why() -> None:
+    """A program whose stderr leads nowhere any more ends with its error's code, not with that of a pipe."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    try:
+        done = subprocess.run([sys.executable, "-c", FAILS], stderr=writes, timeout=120, check=False)
+    finally:
+        os.close(writes)
+    assert done.returncode == 5
