@@ -58,6 +58,8 @@ class Journal:
         self._ending = threading.Lock()
         self._over = False
         """Whether it is noted how this start ended."""
+        self._writing = threading.Lock()
+        """Held while the status is replaced, so that none that is under way hides how this start ended."""
 
     @property
     def writes(self) -> bool:
@@ -284,8 +286,7 @@ class Journal:
     def _failed(self, error: BaseException, state: RunState, reason: str, code: int) -> None:
         try:
             epoch = state.epoch or self._epoch  # before the loop the run is where the log says
-            self._event("failure", error=reason, epoch=epoch)
-            self._status("FAILED", epoch=epoch, error=reason, exit_code=code)
+            self._note_failure(reason, epoch, code)
             if isinstance(error, KeyboardInterrupt):
                 resumes = "; the same command resumes from the newest saved epoch" if self.run else ""
                 self.say(f"interrupted in epoch {epoch or 0}{resumes}")
@@ -297,24 +298,45 @@ class Journal:
         with self._ending:
             first, self._over = not self._over, True
             if first:
-                self._event("failure", error=reason, epoch=self._epoch)
-                self._status("FAILED", epoch=self._epoch, error=reason, exit_code=code)
+                self._note_failure(reason, self._epoch, code)
+
+    def _note_failure(self, reason: str, epoch: int | None, code: int) -> None:
+        self._event("failure", error=reason, epoch=epoch)
+        if not self._has_successor():
+            self._status("FAILED", epoch=epoch, error=reason, exit_code=code)
+
+    def _has_successor(self) -> bool:
+        """Whether a later start has written the status: one that was frozen meanwhile may not know of it."""
+        if not self.writes or self.run is None:
+            return False
+        try:
+            newest = self.run.status().get("generation")
+        except StorageError:
+            return False
+        return type(newest) is int and newest > (self._generation or 0)
 
     @contextmanager
     def _last_note(self) -> Iterator[bool]:
-        """While the block runs no thread ends the process; False where it is noted already how this ended."""
+        """A thread that is to end the process waits for the block, for seconds at most.
+
+        False where it is noted already how this start ended.
+        """
         self.progress.close()
-        forget_note(self.cut_off)
         with self._ending:
             yield not self._over
             self._over = True  # not where the block was interrupted: then the interruption is noted
+        forget_note(self.cut_off)
 
     def _event(self, kind: str, **details: Any) -> None:
         if self.writes and self.run is not None and self._generation is not None:
             self._note(self.run.log_event, self._generation, kind, **details)
 
     def _status(self, state: State, **details: Any) -> None:
-        if self.writes and self.run is not None:
+        if not self.writes or self.run is None:
+            return
+        with self._writing:
+            if state == "RUNNING" and self._over:
+                return
             self._note(
                 self.run.write_status,
                 state,

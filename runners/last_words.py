@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -44,10 +45,20 @@ def say_last_words(secs: float = SECS) -> None:
     _within(secs, list(_words))
 
 
+def tell_stderr(text: str) -> None:
+    """Print why; whoever read it may be gone with the launcher, which keeps nobody from ending."""
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
 def _within(secs: float, calls: Sequence[Callable[[], None]]) -> None:
-    threads = [threading.Thread(target=_quietly, args=(call,), daemon=True) for call in calls]
-    for thread in threads:
-        thread.start()
+    threads = []
+    for call in calls:
+        thread = threading.Thread(target=_quietly, args=(call,), daemon=True)
+        with suppress(RuntimeError):  # no more threads in this process, which has to end all the same
+            thread.start()
+            threads.append(thread)
     for thread in threads:
         thread.join(secs)
 

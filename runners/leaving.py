@@ -18,6 +18,7 @@ from torchrelay.runners.distributed.launch_env import launcher_restarts
 from torchrelay.runners.distributed.watcher import end_process
 from torchrelay.runners.distributed.world import World, code_of, current_world
 from torchrelay.runners.ending.signals import ignore_termination, nothing_follows
+from torchrelay.runners.last_words import tell_stderr
 from torchrelay.runners.result import RunResult
 
 MEET_SECS = 30.0
@@ -120,10 +121,10 @@ def message_of(error: BaseException) -> str:
 def _code_of(request: SystemExit) -> int:
     if request.code is None or isinstance(request.code, int):
         return request.code or 0
-    sys.stderr.write(f"{request.code}\n")
+    tell_stderr(f"{request.code}\n")
     return 1
 
 
 def _say(world: World | None, text: str) -> None:
     rank = f"[rank {world.env.rank}] " if world and world.env.world_size > 1 else ""
-    sys.stderr.write(f"torchrelay: {rank}{text}\n")
+    tell_stderr(f"torchrelay: {rank}{text}\n")

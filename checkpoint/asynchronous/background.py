@@ -158,11 +158,14 @@ class _Flight:
         self.failed: Exception | None = None
         self.on_disk = threading.Event()
         self._thread: threading.Thread | None = None
-        self._begun = False
+        self._go, self._given_up, self._begun = threading.Event(), False, False
 
     def start(self, ended: Callable[[Outcome], None]) -> None:
         def run() -> None:
             turns.behind()
+            self._go.wait()
+            if self._given_up:
+                return
             self._begun = True
             ended(self._outcome())
 
@@ -171,11 +174,17 @@ class _Flight:
             thread.start()
         except RuntimeError:  # no more threads in this process, but the others are on their way
             ended(self._outcome())
+        except BaseException:  # an interrupt, when the thread is there already: nobody would wait for it
+            self._given_up = True
+            self._go.set()
+            raise
         else:
             self._thread = thread
+            self._go.set()
 
     def join(self) -> None:
         if self._thread is not None:
+            self._go.set()
             if not self._begun:
                 turns.begin_now()
             self._thread.join()

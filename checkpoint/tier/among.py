@@ -14,7 +14,7 @@ from torchrelay.checkpoint.reading.seen_twice import seen_twice
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.tier.parts import Part
 from torchrelay.checkpoint.tier.sending import Sending
-from torchrelay.errors import DamagedError
+from torchrelay.errors import DamagedError, StorageError
 
 
 class LostPartError(DamagedError):
@@ -30,11 +30,16 @@ class Others:
 
 
 def send_among(
-    sending: Sending, entry: Entry, kept: frozenset[str], gather: Callable[[], Mapping[int, Part] | None]
+    sending: Sending,
+    entry: Entry,
+    kept: frozenset[str],
+    gather: Callable[[], Mapping[int, Part] | None],
+    ask_again: Callable[[], None],
 ) -> bool:
     """Send this place's files of an epoch, and wait until the others have sent theirs; the whole is proved.
 
     `gather` waits for what the others tell, by leader; with None the epoch is not wanted any more: False.
+    `ask_again` has them look whether what they sent is there, where the whole is not proved.
     Raises LostPartError for an epoch that nobody can complete, and what `Sending.send` raises.
     """
     manifest = manifest_disk.read(sending.near, entry)
@@ -57,7 +62,11 @@ def send_among(
             f"{len(lost)} of its files are in no near directory of this start, "
             f"{shard_path(manifest, lost[0])} for one: its host is not here, or its disk was lost"
         )
-    sending.prove(entry, manifest)
+    try:
+        sending.prove(entry, manifest)
+    except StorageError:
+        ask_again()
+        raise
     return True
 
 

@@ -32,12 +32,15 @@ class Awaiting:
         self._changed = threading.Condition()
         self._awake, self._stopping = True, False
 
-    def _is_wanted(self, pause: float) -> bool:
-        """Return when there is something to do, or `pause` seconds after a failure; False at the end."""
+    def _is_wanted(self, pause: float, look: float | None = None) -> bool:
+        """Return when there is something to do, or `pause` seconds after a failure; False at the end.
+
+        With `look` there may be something to do after so many seconds, too.
+        """
         with self._changed:
             if pause:
                 self._changed.wait_for(lambda: self._stopping, pause)
             else:
-                self._changed.wait_for(lambda: self._awake or self._stopping)
+                self._changed.wait_for(lambda: self._awake or self._stopping, look)
             self._awake = False
             return not self._stopping

@@ -49,6 +49,10 @@ class PartSender(Awaiting):
         self._wanted: tuple[Entry, ...] = ()
         self._told: set[str] = set()
         """Tries of which the far place was told."""
+        self._doubted: set[str] = set()
+        """Tries of which it is to be told again: what was sent may be damaged there."""
+        self._over: set[str] = set()
+        """Tries that the far log names."""
         self._awake = False  # until `tell`
         self._failures: list[str] = []
         self._thread = threading.Thread(target=self._run, name="torchrelay tier part", daemon=True)
@@ -94,7 +98,7 @@ class PartSender(Awaiting):
     def _run(self) -> None:
         yield_to_training()
         pause = 0.0
-        while self._is_wanted(pause):
+        while self._is_wanted(pause, LONGEST_LOOK_SECS if self._told - self._over else None):
             try:
                 self._send_all()
                 pause = 0.0
@@ -107,8 +111,9 @@ class PartSender(Awaiting):
     def _send_all(self) -> None:
         self._forget()
         for name in [entry.try_name for entry in self._wanted]:
-            if name in self._told and read_part(self._storage.far, self._part(name)) is None:
-                self._told.discard(name)  # the far place lost it, in a power cut
+            if name in self._told - self._over and read_part(self._storage.far, self._part(name)) is None:
+                self._told.discard(name)  # lost in a power cut, or deleted by rank 0, which asks again
+                self._doubted.add(name)
         while entry := next((one for one in self._wanted if one.try_name not in self._told), None):
             with headway(f"replicating epoch {entry.position}"):
                 self._send(entry)
@@ -117,15 +122,25 @@ class PartSender(Awaiting):
         manifest = self._manifest(entry)
         if manifest is None:
             return
-        needed = self._far_log().state.tries
-        if entry.try_name not in needed:
-            write_part(self._storage.far, self._part(entry.try_name), self._sent(manifest, needed))
-        self._told.add(entry.try_name)
+        needed, name = self._far_log().state.tries, entry.try_name
+        if name in needed:
+            self._over.add(name)
+        else:
+            write_part(
+                self._storage.far, self._part(name), self._sent(manifest, needed, anew=name in self._doubted)
+            )
+        self._told.add(name)
+        self._doubted.discard(name)
         self.moved.settle()
 
-    def _sent(self, manifest: Manifest, needed: frozenset[str]) -> Part:
-        """Send what lies here; damage is looked at again before it is believed."""
+    def _sent(self, manifest: Manifest, needed: frozenset[str], *, anew: bool) -> Part:
+        """Send what lies here, `anew` also what was sent and is damaged there.
+
+        Damage here is looked at again before it is believed.
+        """
         sending, rows = self._sending(), present(self._storage.near, manifest)
+        if anew:
+            sending.doubt(manifest, rows)
         try:
             sending.make_directories(manifest)
             sending.send_shards(manifest, rows, needed)
@@ -195,6 +210,8 @@ class PartSender(Awaiting):
             under_way = {name for entry in self._wanted for name in entry.tries}
             sent = {path: one for path, one in self._notes.sent.items() if path.split("/")[1] in under_way}
             self._told &= under_way
+            self._doubted &= under_way
+            self._over &= under_way
             if sent != self._notes.sent:
                 self._notes = replace(self._notes, sent=sent)
                 self._note()

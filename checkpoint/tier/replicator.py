@@ -199,9 +199,20 @@ class Replicator(Awaiting):
         kept = self._far.view.state.tries
         if self._others is not None:
             sending = self._sending()
-            return send_among(sending, entry, kept, lambda: self._gathered(entry, sending))
+            return send_among(
+                sending,
+                entry,
+                kept,
+                lambda: self._gathered(entry, sending),
+                lambda: self._delete_parts(entry),
+            )
         self._sending().send(entry, kept)
         return True
+
+    def _delete_parts(self, entry: Entry) -> None:
+        """The leaders of the other places tell theirs anew, unless the far log names the epoch by now."""
+        if self._others is not None:
+            delete_parts(self._far.storage, entry.try_name, self._others.run, self._others.leaders)
 
     def _gathered(self, entry: Entry, sending: Sending) -> Mapping[int, Part] | None:
         """What the leaders of the other places tell of an epoch, waited for as long as it is wanted."""
@@ -234,8 +245,7 @@ class Replicator(Awaiting):
             self._changed.notify_all()
         self._notes = replace(self._notes, sent={})
         self.moved.settle()
-        if self._others is not None:
-            delete_parts(self._far.storage, entry.try_name, self._others.run, self._others.leaders)
+        self._delete_parts(entry)
         doubts = ""
         try:
             doubts = self._retain(self._far)

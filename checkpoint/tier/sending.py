@@ -119,9 +119,17 @@ class Sending:
             return
         if proof.outcome is Outcome.DAMAGED:
             self.forget(manifest_path(entry.try_name))
-            for row in manifest.shards:
-                self.forget(shard_path(manifest, row))
+            self.doubt(manifest, manifest.shards)
         raise StorageError(f"{self.far.url} has not got what it was sent: {proof.told}")
+
+    def doubt(self, manifest: Manifest, rows: Sequence[ShardRow]) -> None:
+        """Look which of these files the far place has not got as they were sent: they are sent again."""
+        for row in rows:
+            path = shard_path(manifest, row)
+            try:
+                read_header(self.far, path, _expected(row))
+            except DamagedError:
+                self.forget(path)
 
     def check_manifest(self, entry: Entry) -> None:
         """Raise StorageError where the manifest that was sent is not there; it is sent again then."""
@@ -155,9 +163,7 @@ class Sending:
     def _send_shard(self, path: str, row: ShardRow) -> None:
         if self._lies_there(path, row.nbytes, row.header_sha256):
             return
-        header = read_header(
-            self.near, path, ShardExpectation(row.nbytes, row.header_bytes, row.header_sha256)
-        )
+        header = read_header(self.near, path, _expected(row))
         start = self.near.read_range(path, 0, row.header_bytes)
 
         def write(handle: WriteHandle) -> None:
@@ -208,6 +214,10 @@ class Sending:
             handle.sync_file()
         finally:
             handle.close()
+
+
+def _expected(row: ShardRow) -> ShardExpectation:
+    return ShardExpectation(row.nbytes, row.header_bytes, row.header_sha256)
 
 
 def _tries(manifest: Manifest) -> list[str]:

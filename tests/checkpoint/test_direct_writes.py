@@ -29,7 +29,7 @@ from torchrelay.checkpoint.disk.shard_reader import read_header
 from torchrelay.checkpoint.disk.shard_writer import write_shard
 from torchrelay.checkpoint.local_storage import LocalStorage, LocalWriteHandle
 from torchrelay.checkpoint.position import Position
-from torchrelay.errors import StorageError
+from torchrelay.errors import BlobError, StorageError
 
 IDENTITY = ShardIdentity("job", Position(1), "node_0", "main", "try")
 _random = random.Random(7)
@@ -288,6 +288,19 @@ def test_buffers_that_setup_has_touched_are_not_made_again(tmp_path, monkeypatch
         JobRunner(job, tmp_path / str(nbytes), save_initial=False).train()
         assert len(made) == max(1, expected)  # the small one has made a buffer in its save
         made.clear()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_run_with_what_cannot_be_stored_is_refused_by_name(tmp_path, inside):
+    """Setup looks at the sizes of what will be saved; a sparse tensor has none, and is refused as ever."""
+    sparse = torch.eye(2).to_sparse()
+    module = torch.nn.Module()
+    module.mask = torch.nn.Parameter(sparse, requires_grad=False)
+    job = Job("sparse", blobs={"m": module if inside else sparse})
+    job.epoch(lambda ctx: None)
+    job.stop_when(max_epochs(1))
+    with pytest.raises(BlobError, match=r"m(\.mask)? has layout torch\.sparse_coo"):
+        JobRunner(job, tmp_path / "run").train()
 
 
 def test_a_child_process_begins_with_buffers_of_its_own():

@@ -143,6 +143,33 @@ def test_a_manifest_that_is_damaged_far_is_sent_again(disks: list[Path], far: Pa
     assert numbers_in(far) == {"0": 0}
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+def test_another_hosts_file_that_is_damaged_far_is_sent_again(
+    disks: list[Path], far: Path, restarted: bool
+) -> None:
+    """What the far place damages after a host has sent it comes again, in this start or the next."""
+    done: list[Path] = []
+
+    def damages(verb: str, number: int) -> None:
+        if (threading.current_thread().name, verb, done) == ("torchrelay tier", "sync_dir", []):
+            until(lambda: any(far.glob("data/*/sent.*")))
+            (shard,) = far.glob("data/*/trainer_1.*.safetensors")
+            shard.write_bytes(shard.read_bytes()[:20] + b"?" + shard.read_bytes()[21:])
+            done.append(shard)
+            if restarted:
+                raise StorageError("cut off")
+
+    places = NearPlaces(disks, Scheduled(LocalStorage(far), damages))  # type: ignore[arg-type]
+    places.save(0, 0)
+    if restarted:
+        until(lambda: done)
+        places.stop()
+        places = NearPlaces(disks, far)
+    places.replicate()
+    places.close()
+    assert done and numbers_in(far) == {"0": 0}
+
+
 @pytest.mark.parametrize("host", [0, 1])
 def test_damage_near_costs_nothing(disks: list[Path], far: Path, host: int) -> None:
     """A replicated epoch whose near files are damaged on one host is read from the far place by all."""

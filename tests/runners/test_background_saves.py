@@ -339,6 +339,26 @@ def test_without_threads_saves_are_made_at_once(tmp_path: Path, monkeypatch: pyt
     assert {epoch: torn(tmp_path / "run", epoch, truth[epoch]) for epoch in truth} == {1: [], 2: []}
 
 
+def test_an_interrupt_while_the_thread_starts_leaves_nobody_at_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C may come when the thread is there already: a save that nobody waits for is not begun."""
+    begin, begun = threading.Thread.start, list[threading.Thread]()
+
+    def start(self: threading.Thread) -> None:
+        begin(self)
+        if self.name == "torchrelay save":
+            begun.append(self)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        JobRunner(small_job(2), tmp_path / "run", asynchronous=True).train()
+    (thread,) = begun
+    thread.join(60)
+    assert not thread.is_alive() and not list(tmp_path.rglob("*.safetensors"))
+
+
 def test_a_save_by_hand_is_committed_when_it_returns(tmp_path: Path) -> None:
     """Outside of a run nothing is left in flight."""
     from torchrelay import LocalSession

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -181,6 +181,20 @@ def test_the_guard_waits_for_a_clean_end() -> None:
         if thread.name == "torchrelay-fence":
             thread.join(60)
     assert ended == [4]
+
+
+def test_a_fenced_process_that_nobody_hears_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where what read its stderr is gone, it is ended all the same."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    ended: list[int] = []
+    with open(writes, "w", buffering=1) as broken:
+        monkeypatch.setattr(sys, "stderr", broken)
+        guard = FenceGuard(RunState(), grace_secs=0.01, end=ended.append)
+        guard._see_to_it(FencedError("taken over"))
+        with suppress(BrokenPipeError):
+            broken.close()
+    assert ended == [DirectoryInUseError.exit_code]
 
 
 def test_an_interactive_interpreter_is_never_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -102,6 +104,20 @@ def test_a_clean_leave_is_no_failure(store, sleeper):
     sleeper.wait()
     assert not ended.wait(0.5) and watcher.failure is None
     watcher.stop()
+
+
+def test_a_lost_launcher_ends_the_process_that_nobody_hears(store, sleeper, monkeypatch):
+    """What read its stderr, `tee` say, may be gone too: the rank ends all the same."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    with open(writes, "w", buffering=1) as broken:
+        monkeypatch.setattr(sys, "stderr", broken)
+        watcher, ended = watch(store, 0, [own_process(0)], parent=sleeper.pid)
+        sleeper.kill()
+        assert ended.wait(60) and ended.code == 6
+        watcher.stop()
+        with suppress(BrokenPipeError):
+            broken.close()
 
 
 def test_a_lost_launcher_ends_the_process(store, sleeper):
