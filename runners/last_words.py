@@ -45,11 +45,17 @@ def say_last_words(secs: float = SECS) -> None:
     _within(secs, list(_words))
 
 
-def tell_stderr(text: str) -> None:
-    """Print why; whoever read it may be gone with the launcher, which keeps nobody from ending."""
-    with suppress(OSError, ValueError, AttributeError):
+def tell_stderr(text: str, secs: float = SECS) -> None:
+    """Print why, for at most so many seconds; never raises.
+
+    Whoever read it may be gone with the launcher, or may read no more: that keeps nobody from ending.
+    """
+
+    def tell() -> None:
         sys.stderr.write(text)
         sys.stderr.flush()
+
+    _within(secs, [tell])
 
 
 def _within(secs: float, calls: Sequence[Callable[[], None]]) -> None:

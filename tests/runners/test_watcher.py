@@ -106,18 +106,28 @@ def test_a_clean_leave_is_no_failure(store, sleeper):
     watcher.stop()
 
 
-def test_a_lost_launcher_ends_the_process_that_nobody_hears(store, sleeper, monkeypatch):
-    """What read its stderr, `tee` say, may be gone too: the rank ends all the same."""
+@pytest.mark.parametrize("reader", ["is gone", "reads no more"])
+def test_a_lost_launcher_ends_the_process_that_nobody_hears(store, sleeper, monkeypatch, reader):
+    """What read its stderr, `tee` or `less` say, may be gone or stopped too: the rank ends all the same."""
     reads, writes = os.pipe()
-    os.close(reads)
-    with open(writes, "w", buffering=1) as broken:
-        monkeypatch.setattr(sys, "stderr", broken)
+    if reader == "reads no more":
+        os.set_blocking(writes, False)
+        with suppress(BlockingIOError):
+            while os.write(writes, bytes(4096)):
+                pass
+        os.set_blocking(writes, True)
+    else:
+        os.close(reads)
+    with open(writes, "w", buffering=1) as deaf:
+        monkeypatch.setattr(sys, "stderr", deaf)
         watcher, ended = watch(store, 0, [own_process(0)], parent=sleeper.pid)
         sleeper.kill()
         assert ended.wait(60) and ended.code == 6
+        if reader == "reads no more":
+            os.close(reads)  # what waits in the pipe ends with an error now
         watcher.stop()
         with suppress(BrokenPipeError):
-            broken.close()
+            deaf.close()
 
 
 def test_a_lost_launcher_ends_the_process(store, sleeper):
