@@ -117,12 +117,11 @@ def test_signals_to_the_launcher_and_its_ranks(folder: Path) -> None:
 def test_ctrl_c_is_one_line_of_each_rank(tmp_path: Path) -> None:
     """SIGINT to torchrun, which tells the ranks: each says in a line that it was that, with no traceback."""
     with interruptible():
-        done, status = slow(tmp_path, lambda job: job.process.send_signal(signal.SIGINT))
-    told = [line for line in done.err.splitlines() if "KeyboardInterrupt" in line]
-    assert {line.partition("torchrelay: ")[2][:8] for line in told} == {"[rank 0]", "[rank 1]"}, str(done)
-    assert all("failed in group epoch: KeyboardInterrupt (Ctrl-C)" in line for line in told), str(done)
-    assert "ending.py" not in done.err, "where the program stood is of no interest"
-    assert status["exit_code"] == 130 and "the same command resumes" in done.err
+        done, _ = slow(tmp_path, lambda job: job.process.send_signal(signal.SIGINT))
+    said = "failed in group epoch: KeyboardInterrupt (Ctrl-C)"
+    told = [line.partition("torchrelay: ")[2][:8] for line in done.err.splitlines() if said in line]
+    assert sorted(told) == ["[rank 0]", "[rank 1]"], str(done)
+    assert "first failure" not in done.err, f"so a traceback begins: {done}"
 
 
 def test_orphans_end_soon(tmp_path: Path) -> None:
