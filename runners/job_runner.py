@@ -34,6 +34,7 @@ from torchrelay.runners.choosing import Resume, check_epoch
 from torchrelay.runners.ending.on_crash import OnCrash, check_on_crash
 from torchrelay.runners.ending.signals import save_signal_of
 from torchrelay.runners.ending.time_limits import TimeLimit, seconds_of
+from torchrelay.runners.experiment.handed import refuse_before_main
 from torchrelay.runners.leaving import code_of_result, run_and_leave
 from torchrelay.runners.life import Life
 from torchrelay.runners.onnx_files.onnx_export import OnnxExport
@@ -221,6 +222,7 @@ class JobRunner:
         """
         if not (session is None or isinstance(session, SessionBase)):
             raise UsageError(f"session is {session!r:.80}; give a LocalSession or a DistributedSession")
+        refuse_before_main()
         if not _training.acquire(blocking=False):
             raise NotAllowedNowError(
                 "another train() runs in this process: wait for it, or use a second process"

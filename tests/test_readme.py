@@ -70,6 +70,7 @@ def test_the_job_trains_then_is_finished_then_rewinds(trained: tuple[Path, str])
     assert listed.count("abandoned") == 3
     assert "9 of 9 epochs proved" in cli(folder, "verify", "runs/hello")
     assert "FINISHED" in cli(folder, "show", "runs/hello")
+    assert "epoch 5" in cli(folder, "ckpt", "show", "runs/hello@best"), "the page names @best"
 
 
 def test_the_rewound_run_ends_in_the_same_weights(trained: tuple[Path, str]) -> None:

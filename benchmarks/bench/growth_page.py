@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ NOTES = {
     "process computes in this time with all its threads, `all_processor_secs` what all processes compute: on "
     "few cores, rank 0 waits for that. `memory_mb` is of all processes, shared pages counted once.",
 }
+STYLES = ("o-", "s--", "^:", "d-.")
+"""How the lines of a kind are drawn."""
 MENTIONED = ("Python", "torch", "xxhash", "torchrelay")
 
 
@@ -93,12 +96,15 @@ def plot(lines: Iterable[Line], path: Path) -> bool:
     figure, axes = pyplot.subplots(1, len(drawn), figsize=(6 * len(drawn), 4), squeeze=False)
     for axis, (what, found) in zip(axes[0], drawn.items(), strict=True):
         by = "blobs" if what == "blobs" else "ranks"
-        for kind in dict.fromkeys(line.get("kind", "") for line in found):
+        kinds = dict.fromkeys(line.get("kind", "") for line in found)
+        for kind, style in zip(kinds, cycle(STYLES), strict=False):
             some = [line for line in found if line.get("kind", "") == kind]
-            for key in (key for key in some[0] if key.endswith("_secs")):
-                axis.plot([one[by] for one in some], [one[key] for one in some], "o-", label=f"{kind} {key}")
+            keys = [key for key in some[0] if key.endswith("_secs")]
+            for number, key in enumerate(keys):  # a colour is a phase, a style a kind: ten colours are all
+                values = [one[key] for one in some]
+                axis.plot([one[by] for one in some], values, style, color=f"C{number}", label=f"{kind} {key}")
         axis.set(xscale="log", yscale="log", xlabel=by, ylabel="seconds", title=what)
-        axis.legend(fontsize=6)
+        axis.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -19,6 +19,9 @@ import torch
 
 from torchrelay.errors import BlobError, FormatError, StorageError, UsageError
 
+_PROTOCOL = b"\x80"
+"""How files of torch before 1.6 begin, and those that were written the same way since."""
+
 
 def read_torch_file(path: Path) -> Any:
     """What a file of `torch.save` holds; tensors stay in the mapped file until they are used.
@@ -35,9 +38,7 @@ def read_torch_file(path: Path) -> Any:
     except Exception as error:  # a hostile file can make the unpickler raise anything
         if isinstance(error, OSError) and error.errno != errno.EINVAL:  # EINVAL: torch seeks where nothing is
             raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
-        raise FormatError(
-            f"{path} is no file of torch.save that can be read without running its code: {_reason(error)}"
-        ) from error
+        raise FormatError(f"{path} is {_why_not(path, error)}") from error
 
 
 def write_torch_file(path: Path, content: Mapping[str, Any]) -> None:
@@ -70,17 +71,30 @@ def saved_bytes(value: Any) -> io.BytesIO:
     return memory
 
 
+def _why_not(path: Path, error: Exception) -> str:
+    """What a file is that was refused, and why, without torch's advice to run its code."""
+    if not (_mappable(path) or _beginning(path).startswith(_PROTOCOL)):
+        return "no file of torch.save: give one that is, or say which format it has (--from)"
+    if type(error).__name__ != "UnpicklingError":
+        return f"no file of torch.save, or a damaged one: {_reason(error)}"
+    return f"no file of torch.save that can be read without running its code: {_reason(error)}"
+
+
 def _reason(error: Exception) -> str:
-    """What is in the way, without torch's advice to run the file's code."""
     text = str(error)
     refused = re.search(r"Unsupported [^.]*: ?(?:GLOBAL )?[\w.]+", text)
     if refused is not None:
         return f"{refused[0]}; save tensors, numbers, texts and containers of these (a state_dict)"
-    first = " ".join(text.partition("\n")[0].split())
-    return f"{type(error).__name__} {first}"[:200]
+    told = re.search(r"WeightsUnpickler error:\s*([^\n]*)", text)  # around it stands torch's advice
+    first = " ".join((told[1] if told else text.partition("\n")[0]).split())
+    return f"{type(error).__name__} {first}".rstrip()[:200]
 
 
 def _mappable(path: Path) -> bool:
     """Files of torch before 1.6 are no archives and cannot be mapped."""
+    return _beginning(path) == b"PK\x03\x04"
+
+
+def _beginning(path: Path) -> bytes:
     with path.open("rb") as file:
-        return file.read(4) == b"PK\x03\x04"
+        return file.read(4)

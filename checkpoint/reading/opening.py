@@ -160,7 +160,11 @@ def _by_metric(place: Place, line: Sequence[Entry], best: Best, say: Say) -> Seq
     ordered = best_first(line, found, mode)
     if not ordered:
         there = ", ".join(sorted(known)) or "none at all"
-        raise UnknownEpochError(f"no epoch in {place.url} has a value of metric {name!r}; there is {there}")
+        raise UnknownEpochError(
+            f"no epoch in {place.url} has a value of metric {name!r}; there is {there}; "
+            "best=(METRIC, 'max' or 'min') of JobRunner or open_checkpoint says another (in a "
+            "configuration: `keep_best`)"
+        )
     return ordered
 
 

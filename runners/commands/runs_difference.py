@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from torchrelay.metadata.code.snapshot import of_manifest
 from torchrelay.runners.commands.run_library import find_run
 
 _COMPARED = ("argv", "python", "torch", "world", "packages", "config_id", "overrides", "platform")
+_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -111,9 +112,23 @@ def captured_otherwise(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[t
         if isinstance(before, dict) and isinstance(after, dict):
             for key in sorted(before.keys() | after.keys()):
                 if before.get(key) != after.get(key):
-                    yield f"{name} {key}", (_word(before.get(key)), _word(after.get(key)))
+                    yield f"{name} {key}", _words(before.get(key), after.get(key))
         elif before != after:
             yield name, (_word(before), _word(after))
+
+
+def _words(before: Any, after: Any) -> tuple[str, str]:
+    """Both in short; of two dictionaries, such as ranks by host, what differs."""
+    if not (isinstance(before, dict) and isinstance(after, dict)):
+        return _word(before), _word(after)
+    keys = [key for key in dict.fromkeys([*before, *after]) if before.get(key) != after.get(key)]
+    return _entries(before, keys), _entries(after, keys)
+
+
+def _entries(value: Mapping[str, Any], keys: Sequence[str]) -> str:
+    told = [f"{key}={_word(value[key])}" for key in keys if key in value]
+    more = [f"{len(told) - _SHOWN} more"] if told[_SHOWN:] else []
+    return ", ".join([*told[:_SHOWN], *more]) or "none"
 
 
 def _word(value: Any) -> str:

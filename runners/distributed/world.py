@@ -74,12 +74,12 @@ class World:
     def blame(self, task: str, error: BaseException, shown: str | None = None) -> bool:
         """Make this rank's error the job's failure, unless another was first; True if all know.
 
-        `shown` replaces the traceback. An error that looks like a lost connection gives its cause
-        a moment to show up first.
+        `shown` replaces the traceback; of Ctrl-C there is none. An error that looks like a lost
+        connection gives its cause a moment to show up first.
         """
         if self.watcher is None:
             return False
-        text = shown or "".join(traceback.format_exception(error))
+        text = shown or _text(error)
         consequence = is_consequence(error)
         return self.watcher.report_failure(task, text, code_of(error), consequence=consequence) is not None
 
@@ -208,6 +208,13 @@ def current_world() -> World | None:
 
 
 _SIGNS = ("connection closed by peer", "connection reset", "broken pipe", "timed out waiting", "nccl", "gloo")
+
+
+def _text(error: BaseException) -> str:
+    """What all ranks print of an error: its traceback; of Ctrl-C one line, because nothing is wrong."""
+    if isinstance(error, KeyboardInterrupt):
+        return "KeyboardInterrupt (Ctrl-C)"
+    return "".join(traceback.format_exception(error))
 
 
 def is_consequence(error: BaseException) -> bool:

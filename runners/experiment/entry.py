@@ -19,6 +19,7 @@ from torchrelay.runners.experiment.amend_verb import amend
 from torchrelay.runners.experiment.archived import run_archived
 from torchrelay.runners.experiment.archived_process import MARK
 from torchrelay.runners.experiment.evaluation_verb import evaluate
+from torchrelay.runners.experiment.handed import taken
 from torchrelay.runners.experiment.packaging_verb import package
 from torchrelay.runners.experiment.program import Program
 from torchrelay.runners.experiment.request import Request, read_request
@@ -40,8 +41,6 @@ _VERBS: dict[str, Callable[[Scene], int]] = {
 }
 _ON_ONE_RANK = ("status", "amend", "package")
 _WITH_ARCHIVED_CODE = ("test", "eval", "server", "package")
-_handed: list[Request] = []
-"""What `torchrelay VERB script.py` has read already, for the script's `main`."""
 
 
 def main(program: type[Program], module: str | None = None, argv: Sequence[str] | None = None) -> None:
@@ -55,7 +54,7 @@ def main(program: type[Program], module: str | None = None, argv: Sequence[str] 
     if (module or program.__module__) != "__main__":
         _check_told(program, module)
         return
-    run_and_leave(lambda: perform(program, _handed.pop() if _handed else read_request(argv)))
+    run_and_leave(lambda: perform(program, taken() or read_request(argv)))
 
 
 def perform(program: type[Program], request: Request) -> int:
@@ -69,11 +68,6 @@ def perform(program: type[Program], request: Request) -> int:
         if code is not None:
             return code
     return _VERBS[request.verb](scene)
-
-
-def hand_over(request: Request | None) -> None:
-    """Have the next `main` that acts do this instead of reading the command line; None takes it back."""
-    _handed[:] = [] if request is None else [request]
 
 
 def _check_told(program: type[Program], module: str | None) -> None:

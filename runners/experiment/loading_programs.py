@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.experiment.entry import hand_over, perform
+from torchrelay.runners.experiment.entry import perform
+from torchrelay.runners.experiment.handed import hand_over
 from torchrelay.runners.experiment.program import Program
 from torchrelay.runners.experiment.request import Request
 from torchrelay.runners.leaving import run_and_leave
@@ -30,7 +31,7 @@ def _run_script(path: Path, request: Request) -> None:
         raise UsageError(f"there is no script {path}")
     sys.argv = [str(path), request.verb]
     sys.path[0] = str(path.resolve().parent)
-    hand_over(request)
+    hand_over(request, str(path))
     try:
         runpy.run_path(str(path), run_name="__main__")
     finally:

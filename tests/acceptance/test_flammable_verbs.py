@@ -379,3 +379,29 @@ def test_modules_are_programs_too(
     empty.write_text("")
     assert main(["status", str(empty)]) == 2
     assert "does not end with torchrelay.main" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ending", ["train()", "main()"])
+def test_a_verb_runs_no_job_of_a_plain_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ending: str
+) -> None:
+    """`torchrelay status plain.py` of a script with a JobRunner says how to start it, and trains nothing."""
+    from torchrelay.runners.commands.command_line import main
+
+    monkeypatch.setattr(sys, "argv", ["torchrelay"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    script = tmp_path / "plain.py"
+    script.write_text(
+        "from torchrelay import Job, JobRunner, max_epochs\n"
+        "job = Job('plain', blobs={'n': 1})\njob.epoch(print)\njob.stop_when(max_epochs(1))\n"
+        f"JobRunner(job, {str(tmp_path / 'run')!r}).{ending}\n"
+    )
+    for verb in ("status", "train", "test"):
+        code: object = None
+        try:
+            code = main([verb, str(script)])
+        except SystemExit as end:  # main() of JobRunner ends the process
+            code = end.code
+        said = capsys.readouterr().err
+        assert code == 2 and f"{script} trains a job by itself (JobRunner): start it with python" in said
+        assert "Traceback" not in said and not (tmp_path / "run").exists()

@@ -82,3 +82,18 @@ def test_a_pickle_that_needs_its_code_is_told_without_advice_to_run_it(tmp_path)
     with pytest.raises(FormatError, match=r"print; save tensors") as caught:
         torchrelay.import_checkpoint(tmp_path / "theirs.pt", tmp_path / "out", format="torch")
     assert "two options" not in str(caught.value)
+
+
+def test_what_torch_did_not_write_is_said_to_be_none_of_its_files(tmp_path):
+    """A text, an empty file, a cut one: nobody is told that these have code to run, nor to run it."""
+    torch.save({"a": torch.ones(100)}, tmp_path / "whole.pt")
+    (tmp_path / "text").write_text('"""A program."""')
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "cut").write_bytes((tmp_path / "whole.pt").read_bytes()[:900])
+    (tmp_path / "odd").write_bytes(b'\x80\x02".')
+    reasons = {"text": "--from", "empty": "--from", "cut": "damaged", "odd": "Unsupported operand 34$"}
+    for name, reason in reasons.items():
+        with pytest.raises(FormatError, match=rf"{name} is no file of torch.save.*{reason}") as caught:
+            torchrelay.import_checkpoint(tmp_path / name, tmp_path / "out", format="torch")
+        assert "weights_only" not in str(caught.value)
+        assert ("its code" in str(caught.value)) == (name == "odd")

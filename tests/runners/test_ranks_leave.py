@@ -12,7 +12,7 @@ import pytest
 import torchrun as launching
 from ending_job import start
 from exact_job import SAMPLES
-from torchrun import REPOSITORY, Finished, Job, kill, wait_for_the_end_of
+from torchrun import REPOSITORY, Finished, Job, interruptible, kill, wait_for_the_end_of
 
 from torchrelay import LocalSession
 from torchrelay.errors import PeerError
@@ -112,6 +112,16 @@ def test_signals_to_the_launcher_and_its_ranks(folder: Path) -> None:
     done, status = slow(folder, lambda job: job.process.send_signal(signal.SIGUSR1), handled, warm_ranks=True)
     assert (status["state"], status["stop"]) == ("PREEMPTED", ["SIGUSR1"]), str(done)
     assert status["step"] > second and f"begins after step {second}" in done.of_rank(0)
+
+
+def test_ctrl_c_is_one_line_of_each_rank(tmp_path: Path) -> None:
+    """SIGINT to torchrun, which tells the ranks: each says in a line that it was that, with no traceback."""
+    with interruptible():
+        done, _ = slow(tmp_path, lambda job: job.process.send_signal(signal.SIGINT))
+    said = "failed in group epoch: KeyboardInterrupt (Ctrl-C)"
+    told = [line.partition("torchrelay: ")[2][:8] for line in done.err.splitlines() if said in line]
+    assert sorted(told) == ["[rank 0]", "[rank 1]"], str(done)
+    assert "first failure" not in done.err, f"so a traceback begins: {done}"
 
 
 def test_orphans_end_soon(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from source_trees import fill, train
 
 from torchrelay.runners.commands.command_line import main
+from torchrelay.runners.commands.runs_difference import captured_otherwise
 
 
 @pytest.fixture
@@ -97,3 +98,18 @@ def test_the_verbs_need_no_torch(run: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr.decode()
+
+
+def test_a_difference_of_hosts_names_those_that_differ() -> None:
+    """Ranks by host are told where they differ, three at most; equal counts of entries would say nothing."""
+    one = {"world": {"hosts": {"a": 1, "b": 4}, "processes": 5}}
+    other = {"world": {"hosts": {"a": 2, "b": 4}, "processes": 6}}
+    assert dict(captured_otherwise(one, other)) == {
+        "world hosts": ("a=1", "a=2"),
+        "world processes": ("5", "6"),
+    }
+    many = {"world": {"hosts": {f"n{number}": 8 for number in range(5)}}}
+    assert dict(captured_otherwise(one, many)) == {
+        "world hosts": ("a=1, b=4", "n0=8, n1=8, n2=8, 2 more"),
+        "world processes": ("5", "none"),
+    }
