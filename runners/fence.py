@@ -13,7 +13,7 @@ from collections.abc import Callable
 from torchrelay.errors import FencedError
 from torchrelay.runners.distributed.watcher import end_process
 from torchrelay.runners.distributed.world import current_world
-from torchrelay.runners.last_words import tell_stderr
+from torchrelay.runners.last_words import tell_stderr_within
 from torchrelay.runners.run_state import RunState
 
 GRACE_SECS = 6.0
@@ -50,7 +50,7 @@ class FenceGuard:
         if self._over.wait(self._grace_secs) or _interactive():
             return
         if not known:
-            tell_stderr(f"torchrelay: {shown}\n")
+            tell_stderr_within(f"torchrelay: {shown}\n")
         self._end(error.exit_code)
 
 

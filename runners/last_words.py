@@ -45,17 +45,19 @@ def say_last_words(secs: float = SECS) -> None:
     _within(secs, list(_words))
 
 
-def tell_stderr(text: str, secs: float = SECS) -> None:
-    """Print why, for at most so many seconds; never raises.
-
-    Whoever read it may be gone with the launcher, or may read no more: that keeps nobody from ending.
-    """
-
-    def tell() -> None:
+def tell_stderr(text: str) -> None:
+    """Print why this process ends; never raises. Whoever read it may be gone with the launcher."""
+    with suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(text)
         sys.stderr.flush()
 
-    _within(secs, [tell])
+
+def tell_stderr_within(text: str, secs: float = SECS) -> None:
+    """The same for at most so many seconds: whoever read it may read no more, and keeps nobody from ending.
+
+    Where no thread can be made nothing is told.
+    """
+    _within(secs, [lambda: tell_stderr(text)])
 
 
 def _within(secs: float, calls: Sequence[Callable[[], None]]) -> None:

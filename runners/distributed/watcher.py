@@ -29,7 +29,7 @@ from torchrelay.runners.distributed.processes import LifeLines, ProcessId
 from torchrelay.runners.distributed.roll_call import ranks_text
 from torchrelay.runners.distributed.store import Deadline, StoreClient
 from torchrelay.runners.distributed.warden_line import WardenLine
-from torchrelay.runners.last_words import note_failure, say_last_words, tell_stderr
+from torchrelay.runners.last_words import note_failure, say_last_words, tell_stderr_within
 from torchrelay.runners.launch.told import tell_failure
 from torchrelay.runners.phase import phase, stack_of_main_thread
 
@@ -224,7 +224,7 @@ class Watcher:
             self._state.first = first
             grace = self.patience.own_grace if first.rank == self._rank else self.patience.peer_grace
             self._state.leave_at = time.monotonic() + grace
-        tell_stderr(first.report(self._rank))
+        tell_stderr_within(first.report(self._rank))
         tell_failure(first.rank, first.host, first.headline(), first.exit_code)
         return True
 
@@ -337,7 +337,7 @@ class Watcher:
             self._decide(told)
 
     def _leave(self, why: str, code: int) -> None:
-        tell_stderr(f"torchrelay: {self._processes[self._rank]} leaves: {why}\n")
+        tell_stderr_within(f"torchrelay: {self._processes[self._rank]} leaves: {why}\n")
         self._end_noted(why, code)
 
     def _end_noted(self, why: str, code: int) -> None:

@@ -24,6 +24,7 @@ from torchrelay.runners.last_words import (
     remember_last_words,
     say_last_words,
 )
+from torchrelay.runners.leaving import run_and_leave
 from torchrelay.runners.progress import Progress
 from torchrelay.runners.rank_log import RankLog
 from torchrelay.runners.run_state import RunState
@@ -117,9 +118,9 @@ def test_who_was_frozen_leaves_the_status_of_the_next_start_alone(run: Held, jou
 
 
 def test_a_process_without_threads_ends_all_the_same(
-    run: Held, journal: Journal, monkeypatch: pytest.MonkeyPatch
+    run: Held, journal: Journal, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where no thread can be made nothing is noted or put up, and the process is ended."""
+    """Where no thread can be made nothing is noted or put up, and the process is ended; an error is told."""
 
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -130,6 +131,9 @@ def test_a_process_without_threads_ends_all_the_same(
         patched.setattr(threading.Thread, "start", refuse)
         note_failure("lost a peer", 6)
         say_last_words()
+        with pytest.raises(SystemExit):
+            run_and_leave(lambda: sys.exit("no room"))
+    assert "no room" in capsys.readouterr().err
     forget_last_words(said.set)
     assert (run.status()["state"], failures(run), said.is_set()) == ("RUNNING", [], False)
 
