@@ -22,6 +22,7 @@ from torchrelay.checkpoint.disk.lazily import lazily
 from torchrelay.checkpoint.disk.names import all_plain, encode_name
 from torchrelay.checkpoint.disk.read_options import verifies
 from torchrelay.checkpoint.disk.shard import METADATA_KEY
+from torchrelay.checkpoint.disk.shard_entries import Form, form_of
 from torchrelay.checkpoint.disk.shard_header import LENGTH_LIMIT
 from torchrelay.checkpoint.disk.shard_reader import ShardHeader, read_header
 from torchrelay.checkpoint.disk.value_decoding import references
@@ -161,11 +162,12 @@ def openings(names: Sequence[str], blobs: Sequence[str], roles: Iterable[str]) -
     return [f'[{name},{blob},"{role}"' for name, blob, role in zip(words, others, roles, strict=True)]
 
 
-def tensor_rows(opened: Iterable[str], dtypes: Iterable[str], shapes: Iterable[tuple[int, ...]]) -> list[str]:
-    """The rows of very many tensors that are no aliases: few have an element type and shape of their own."""
-    forms = list(zip(dtypes, shapes, strict=True))
-    texts = {form: f',"tensor",{canonical.dumps(form).decode()[1:-1]},null]' for form in set(forms)}
-    return list(map(add, opened, map(texts.__getitem__, forms)))
+def tensor_rows(opened: Iterable[str], forms: Sequence[Form]) -> list[str]:
+    """The rows of very many tensors that are no aliases: few have a form of their own."""
+    known = {id(form): form for form in forms}
+    said = {key: canonical.dumps([form.dtype, list(form.shape)]).decode()[1:-1] for key, form in known.items()}
+    ends = {key: f',"tensor",{text},null]' for key, text in said.items()}
+    return list(map(add, opened, map(ends.__getitem__, map(id, forms))))
 
 
 def local_path(where: str | os.PathLike[str]) -> Path:
@@ -238,7 +240,8 @@ class BlobLeaves(Mapping[str, LeafSpec]):
         return seal([known[name] if name in known else row(self[name]) for name in self._said], values)
 
     def _tensor_rows(self, names: list[str], blobs: list[str], roles: list[str]) -> list[str]:
-        return tensor_rows(openings(names, blobs, roles), *self._header.entries.forms(names))
+        types, shapes = self._header.entries.forms(names)
+        return tensor_rows(openings(names, blobs, roles), list(map(form_of, types, shapes)))
 
 
 def _columns(said: Mapping[str, tuple[str, str]]) -> tuple[list[str], list[str]]:

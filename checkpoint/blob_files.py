@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from torchrelay.checkpoint.blob_file import BlobFile, open_blob_file
+from torchrelay.checkpoint.blob_file_content import FileContent, content_of, content_of_plain
 from torchrelay.checkpoint.blob_file_writing import file_bytes, write_blob_file
 from torchrelay.checkpoint.reading.casting import Cast, cast, check_types_used, checked_cast
 from torchrelay.checkpoint.reading.devices import checked_device
@@ -25,6 +26,7 @@ from torchrelay.checkpoint.selection import Patterns, Selection, selection_of
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role
+from torchrelay.checkpoint.state.plain_blobs import plain_blobs
 from torchrelay.checkpoint.state.restore import restoration
 from torchrelay.checkpoint.wildcards import matches
 from torchrelay.errors import UsageError
@@ -57,8 +59,8 @@ def save_blobs(
     Raises UsageError (a name taken, used twice or unfit), BlobError with the path inside the blob, or
     StorageError.
     """
-    chosen = _leaves(blobs, rename, dtype, selection_of(include, exclude))
-    write_blob_file(url, chosen, overwrite=overwrite)
+    content = _content(blobs, rename, dtype, selection_of(include, exclude))
+    write_blob_file(url, content, overwrite=overwrite)
 
 
 def estimate_bytes(
@@ -70,30 +72,32 @@ def estimate_bytes(
     exclude: Patterns = None,
 ) -> int:
     """The size in bytes that the file of `save_blobs` with these arguments has; raises as it does."""
-    leaves = _leaves(blobs, rename, dtype, selection_of(include, exclude), meta=True)
-    return file_bytes(leaves)
+    return file_bytes(_content(blobs, rename, dtype, selection_of(include, exclude), meta=True))
 
 
-def _leaves(
+def _content(
     blobs: Mapping[str, Any],
     rename: Rename | None,
     dtype: Cast,
     selection: Selection,
     *,
     meta: bool = False,
-) -> list[Leaf]:
+) -> FileContent:
     if not isinstance(blobs, Mapping) or not blobs:
         raise UsageError(f'give the blobs by name, save_blobs(url, {{"model": model}}), not {_shown(blobs)}')
     named = {new: blobs[old] for new, old in renamed_all(blobs, rename).items()}
     check_blob_names(named)
+    converted = checked_cast(dtype) is not None
+    if selection.everything and not converted and (plain := plain_blobs(named)) is not None:
+        return content_of_plain(list(named), plain)
     found = leaves_of(named)
     check_patterns_used(found, selection)
     leaves = select(found, named, selection)
-    if checked_cast(dtype) is None:
-        return leaves
+    if not converted:
+        return content_of(leaves)
     check_types_used((leaf.name for leaf in found), dtype)
     kinds = {blob: kind_of(value) for blob, value in named.items()}
-    return [_converted(leaf, kinds[leaf.blob], dtype, meta=meta) for leaf in leaves]
+    return content_of([_converted(leaf, kinds[leaf.blob], dtype, meta=meta) for leaf in leaves])
 
 
 @undisturbed()

@@ -23,7 +23,8 @@ from torchrelay.checkpoint.disk.canonical import sha256
 from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, block_digests
 from torchrelay.checkpoint.disk.manifest import ShardRow
 from torchrelay.checkpoint.disk.paths import DATA, manifest_path, stats_path, try_directory
-from torchrelay.checkpoint.disk.shard import ShardEntry, ShardIdentity
+from torchrelay.checkpoint.disk.shard import ShardIdentity
+from torchrelay.checkpoint.disk.shard_entries import ShardEntry
 from torchrelay.checkpoint.disk.shard_writer import write_shard
 from torchrelay.checkpoint.disk.workers import WRITERS
 from torchrelay.checkpoint.facts import Facts

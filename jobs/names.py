@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from torchrelay.errors import UsageError
 
@@ -19,8 +19,6 @@ RANDOM_STATES = "rng"
 """The blob that holds the random states of a node; no user's blob may have this name."""
 
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,62}")
-_PLAIN = re.compile(r"[ -)+-9;->A-Z\\^-~]{1,1024}")
-"""ASCII without the characters of addresses: what nearly every name consists of."""
 _ADDRESS_CHARACTERS = ":*?[]@"
 
 
@@ -73,11 +71,20 @@ def _prefixes(names: Iterable[str]) -> set[str]:
     return found
 
 
-def _all_plain(names: Iterable[object]) -> bool:
+def _all_plain(names: Sequence[object]) -> bool:
+    """Whether all consist of printable ASCII without the characters of addresses, as nearly every name."""
     try:
-        return all(map(_PLAIN.fullmatch, names))  # type: ignore[arg-type]
+        text = "".join(names)  # type: ignore[arg-type]
     except TypeError:  # no text
         return False
+    sizes = set(map(len, names))  # type: ignore[arg-type]
+    return (
+        text.isascii()
+        and text.isprintable()
+        and not any(character in text for character in _ADDRESS_CHARACTERS)
+        and min(sizes, default=1) > 0
+        and max(sizes, default=1) <= MAX_BLOB_NAME_BYTES
+    )
 
 
 def _refuse_mixed(known: Collection[str]) -> None:
@@ -103,7 +110,7 @@ def dotted_prefixes(name: str) -> list[str]:
 
 
 def _blob_name_problem(name: object) -> str | None:
-    if isinstance(name, str) and _PLAIN.fullmatch(name):
+    if _all_plain([name]):
         return None
     if not isinstance(name, str):
         return f"it is a {type(name).__name__}, names are str"

@@ -8,25 +8,27 @@ meanwhile may mix an entry, but never makes a block that differs from its digest
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar
 
 import xxhash
 
 from torchrelay.checkpoint.disk import dtypes
-from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, block_count, block_digests, digests_of
+from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, block_digests, digests_of, first_blocks
 from torchrelay.checkpoint.disk.many_tensors import AT_ONCE, all_dense, all_in_order, memories_of
 from torchrelay.checkpoint.disk.seconds import Seconds
-from torchrelay.checkpoint.disk.shard import ShardEntry
+from torchrelay.checkpoint.disk.shard_entries import Data, Entries
+from torchrelay.checkpoint.storage import Memory
 from torchrelay.errors import BlobError
 
 GATHER = BLOCK
 """Entries below this size are copied together into extents of about this size."""
 PROBE = 4096
 """The first bytes of an entry of more than a block that have a digest of their own, in memory only."""
-Data = TypeVar("Data", bytes, memoryview)
+Bytes = TypeVar("Bytes", bytes, memoryview)
 
 
 class Extent(NamedTuple):
@@ -99,59 +101,65 @@ class Digests:
         self.data[slot * SIZE : slot * SIZE + len(found)] = found
 
 
-def extents(entries: Sequence[ShardEntry], digests: Digests, seconds: Seconds) -> Iterator[Extent]:
+def extents(entries: Entries, digests: Digests, seconds: Seconds) -> Iterator[Extent]:
     """The bytes of all entries; small ones are collected, and hashed, on the way.
 
     Raises BlobError for data that are not what the entry says.
     """
-    gathered: list[ShardEntry] = []
-    room, slot, first = GATHER, 0, 0
-    for entry in entries:
-        if entry.nbytes < GATHER:
-            gathered.append(entry)
-            slot += entry.nbytes > 0
-            room -= entry.nbytes
-            if room > 0:
-                continue
-        if gathered:
-            yield _together(gathered, first, digests, seconds)
-        if entry.nbytes >= GATHER:
-            yield _alone(entry, slot, digests)
-            slot += block_count(entry.nbytes)
-        gathered, room, first = [], GATHER, slot
-    if gathered:
-        yield _together(gathered, first, digests, seconds)
+    ends, slots = list(accumulate(entries.sizes)), first_blocks(entries.sizes)
+    for numbers in _runs(entries.sizes, ends):
+        first = numbers.start
+        if entries.sizes[first] < GATHER:
+            yield _together(entries, numbers, slots[first], digests, seconds)
+        else:
+            yield _alone(entries, first, slots[first], digests)
 
 
-def _together(gathered: list[ShardEntry], slot: int, digests: Digests, seconds: Seconds) -> Extent:
-    copied = memoryview(_copy(gathered))
+def _runs(sizes: Sequence[int], ends: Sequence[int]) -> Iterator[range]:
+    """Small entries that are gathered, up to the one that makes them enough; each large one alone."""
+    large = [number for number, size in enumerate(sizes) if size >= GATHER]
+    at = 0
+    for stop in (*large, len(sizes)):
+        while at < stop:
+            enough = bisect_left(ends, ends[at] - sizes[at] + GATHER, at, stop) + 1
+            yield range(at, min(enough, stop))
+            at = min(enough, stop)
+        if stop < len(sizes):
+            yield range(stop, stop + 1)
+            at = stop + 1
+
+
+def _together(entries: Entries, numbers: range, slot: int, digests: Digests, seconds: Seconds) -> Extent:
+    copied = memoryview(_copy(entries, numbers))
     with seconds.spent("hash"):
-        ends = list(accumulate([entry.nbytes for entry in gathered]))
-        digests.put(
-            slot, digests_of([copied[start:end] for start, end in zip([0, *ends], ends, strict=False)])
-        )
+        edges = accumulate(entries.sizes[numbers.start : numbers.stop], initial=0)
+        digests.put(slot, digests_of([copied[start:end] for start, end in pairwise(edges)]))
     return Extent(copied, slot, hashing=False)
 
 
-def _copy(gathered: Sequence[ShardEntry]) -> bytes:
+def _copy(entries: Entries, numbers: range) -> bytes:
     """The bytes of small entries, one after another."""
     found: list[bytes] = []
-    for at in range(0, len(gathered), AT_ONCE):
-        some = gathered[at : at + AT_ONCE]
-        tensors = [entry.data for entry in some]
-        if all_dense(tensors) and all_in_order(tensors):
-            memories = memories_of(tensors)
-            if list(map(len, memories)) == [entry.nbytes for entry in some]:
-                found.append(b"".join(memories))
-                continue
-        found += map(_small, some)
+    for at in range(numbers.start, numbers.stop, AT_ONCE):
+        some = range(at, min(at + AT_ONCE, numbers.stop))
+        data = entries.data[some.start : some.stop]
+        memories = data if entries.in_order else _memories(data)
+        if memories and list(map(len, memories)) == entries.sizes[some.start : some.stop]:
+            found.append(b"".join(memories))
+        else:
+            found += [_small(entries, number) for number in some]
     return found[0] if len(found) == 1 else b"".join(found)
 
 
-def _alone(entry: ShardEntry, slot: int, digests: Digests) -> Extent:
-    view = _bytes_of(entry)
-    if entry.nbytes > BLOCK:
-        digests.probes[entry.text] = block_digests(view[:PROBE])
+def _memories(data: Sequence[Data]) -> Sequence[Memory]:
+    """The bytes of each where they lie in order; nothing where each has to be looked at."""
+    return memories_of(data) if all_dense(data) and all_in_order(data) else ()
+
+
+def _alone(entries: Entries, number: int, slot: int, digests: Digests) -> Extent:
+    view = _bytes_of(entries, number)
+    if len(view) > BLOCK:
+        digests.probes[entries.keys[number]] = block_digests(view[:PROBE])
     return Extent(view, slot, hashing=True)
 
 
@@ -182,23 +190,26 @@ def blocks(segment: Segment) -> Iterator[Slice]:
             start = end
 
 
-def _small(entry: ShardEntry) -> bytes:
-    if isinstance(entry.data, memoryview):
-        return bytes(_bytes_of(entry))
-    return _of_right_size(dtypes.copied_bytes(entry.data, entry.text), entry)
+def _small(entries: Entries, number: int) -> bytes:
+    data = entries.data[number]
+    if isinstance(data, memoryview):
+        return bytes(_bytes_of(entries, number))
+    return _of_right_size(dtypes.copied_bytes(data, entries.keys[number]), entries, number)
 
 
-def _bytes_of(entry: ShardEntry) -> memoryview:
-    if isinstance(entry.data, memoryview):
-        view = entry.data.cast("B") if entry.data.format != "B" else entry.data
+def _bytes_of(entries: Entries, number: int) -> memoryview:
+    data = entries.data[number]
+    if entries.in_order:
+        view = memoryview(data).cast("B")
+    elif isinstance(data, memoryview):
+        view = data.cast("B") if data.format != "B" else data
     else:
-        view = dtypes.stored_bytes(entry.data, entry.text)
-    return _of_right_size(view, entry)
+        view = dtypes.stored_bytes(data, entries.keys[number])
+    return _of_right_size(view, entries, number)
 
 
-def _of_right_size(data: Data, entry: ShardEntry) -> Data:
-    if len(data) != entry.nbytes:
-        raise BlobError(
-            f"{entry.text}: {len(data)} bytes were given for {entry.dtype} of shape {list(entry.piece_shape)}"
-        )
+def _of_right_size(data: Bytes, entries: Entries, number: int) -> Bytes:
+    key, form = entries.keys[number], entries.forms[number]
+    if len(data) != form.nbytes:
+        raise BlobError(f"{key}: {len(data)} bytes were given for {form.dtype} of shape {list(form.shape)}")
     return data

@@ -21,14 +21,21 @@ AT_ONCE = 1024
 
 def all_dense(found: Sequence[object]) -> TypeGuard[Sequence[torch.Tensor]]:
     """Whether these are tensors of no subclass, dense, with content, none of them quantised."""
+    return (
+        all_strided(found)
+        and not any(map(attrgetter("is_quantized"), found))
+        and not any(map(attrgetter("is_meta"), found))
+    )
+
+
+def all_strided(found: Sequence[object]) -> TypeGuard[Sequence[torch.Tensor]]:
+    """Whether these are tensors of no subclass and of the usual layout, with content or without."""
     import torch
 
     return (
         set(map(type, found)) <= {torch.Tensor, torch.nn.Parameter}
         and not any(map(attrgetter("is_nested"), found))  # a nested one cannot be asked the rest
         and set(map(attrgetter("layout"), found)) <= {torch.strided}
-        and not any(map(attrgetter("is_quantized"), found))
-        and not any(map(attrgetter("is_meta"), found))
     )
 
 

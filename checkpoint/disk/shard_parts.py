@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torchrelay.checkpoint.disk import canonical
 from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.disk.names import Key, encode_name, format_key
-from torchrelay.checkpoint.disk.shard import (
-    ALIGNMENT,
-    Part,
-    ShardEntry,
-    ShardIdentity,
-    cost_limit,
-    entry_cost,
-    know_all,
-    ordered,
-)
+from torchrelay.checkpoint.disk.shard import ALIGNMENT, Part, ShardIdentity, cost_limit, entry_cost
+from torchrelay.checkpoint.disk.shard_entries import Entries
 from torchrelay.errors import BlobError
 
 
@@ -38,7 +32,7 @@ DEFAULT_LIMITS = ShardLimits()
 
 def cut(
     identity: ShardIdentity,
-    entries: Sequence[ShardEntry],
+    entries: Entries,
     values: Mapping[str, Json],
     aliases: Mapping[str, Key],
     limits: ShardLimits,
@@ -51,7 +45,6 @@ def cut(
     Raises BlobError for a key that occurs twice, an alias without target, or values that alone are
     too much for a header.
     """
-    know_all(entries)
     by_target = _aliases_by_target(entries, aliases)
     text = canonical.dumps(dict(values), within=1) if values_text is None else values_text
     fixed = _fixed_cost(identity, text)
@@ -61,52 +54,49 @@ def cut(
             f"the values of {identity.node} need {fixed} bytes: keep large ones such as {largest} in tensors"
         )
     parts: list[Part] = []
-    for chosen in _runs(ordered(entries), by_target, fixed, limits):
-        here = {alias: target for entry in chosen for alias, target in by_target.get(entry.text, ())}
+    for chosen in _runs(entries.ordered(), by_target, fixed, limits):
+        here = {
+            alias: text for text in (chosen.keys if by_target else ()) for alias in by_target.get(text, ())
+        }
         first = (values, text) if not parts else ({}, None)
-        parts.append(Part(identity, len(parts) + 1, tuple(chosen), here, *first))
+        parts.append(Part(identity, len(parts) + 1, chosen, here, *first))
     return parts
 
 
 def _runs(
-    entries: Sequence[ShardEntry],
-    by_target: Mapping[str, Sequence[tuple[str, str]]],
-    fixed: int,
-    limits: ShardLimits,
-) -> list[list[ShardEntry]]:
+    entries: Entries, by_target: Mapping[str, Sequence[str]], fixed: int, limits: ShardLimits
+) -> list[Entries]:
     if not by_target and _fit_together(entries, fixed, limits):
-        return [list(entries)]
-    runs: list[list[ShardEntry]] = [[]]
-    data, header = 0, fixed
-    for entry in entries:
-        cost = entry_cost(entry) + sum(_text_cost(pair) for pair in by_target.get(entry.text, ()))
-        if runs[-1] and (data + entry.nbytes >= limits.data_bytes or header + cost >= limits.header_bytes):
-            runs.append([])
+        return [entries]
+    begins, data, header = [0], 0, fixed
+    for number, (key, form) in enumerate(zip(entries.keys, entries.forms, strict=True)):
+        cost = entry_cost(key, form, entries.pieces.get(key, {}))
+        cost += sum(_text_cost(alias, key) for alias in by_target.get(key, ()))
+        full = data + form.nbytes >= limits.data_bytes or header + cost >= limits.header_bytes
+        if full and number > begins[-1]:
+            begins.append(number)
             data, header = 0, fixed
-        runs[-1].append(entry)
-        data, header = data + entry.nbytes, header + cost
-    return runs
+        data, header = data + form.nbytes, header + cost
+    return [entries.among(range(*edges)) for edges in pairwise([*begins, len(entries)])]
 
 
-def _fit_together(entries: Sequence[ShardEntry], fixed: int, limits: ShardLimits) -> bool:
+def _fit_together(entries: Entries, fixed: int, limits: ShardLimits) -> bool:
     """Whether one file holds all without a closer look."""
-    header = fixed + cost_limit(entries)
-    return header < limits.header_bytes and sum([entry.nbytes for entry in entries]) < limits.data_bytes
+    return fixed + cost_limit(entries) < limits.header_bytes and sum(entries.sizes) < limits.data_bytes
 
 
-def _aliases_by_target(
-    entries: Sequence[ShardEntry], aliases: Mapping[str, Key]
-) -> dict[str, list[tuple[str, str]]]:
-    keys = {entry.text for entry in entries}
+def _aliases_by_target(entries: Entries, aliases: Mapping[str, Key]) -> dict[str, list[str]]:
+    """The encoded names of tied leaves, by the key that holds their bytes."""
+    keys = set(entries.keys)
     if len(keys) != len(entries):
-        texts = [entry.text for entry in entries]
-        raise BlobError(f"{next(text for text in texts if texts.count(text) > 1)} occurs twice in one shard")
-    found: dict[str, list[tuple[str, str]]] = {}
+        twice = next(key for key, times in Counter(entries.keys).items() if times > 1)
+        raise BlobError(f"{twice} occurs twice in one shard")
+    found: dict[str, list[str]] = {}
     for name, target in sorted(aliases.items()):
         alias, text = encode_name(name), format_key(target)
         if text not in keys or alias in keys:
             raise BlobError(f"{name} cannot be an alias of {text} in this shard")
-        found.setdefault(text, []).append((alias, text))
+        found.setdefault(text, []).append(alias)
     return found
 
 
@@ -116,8 +106,8 @@ def _fixed_cost(identity: ShardIdentity, values: bytes) -> int:
     return _quoted_bytes(said) + _quoted_bytes(values) + ALIGNMENT
 
 
-def _text_cost(pair: tuple[str, str]) -> int:
-    return _quoted_bytes(canonical.dumps({pair[0]: {"alias_of": pair[1]}}))
+def _text_cost(alias: str, target: str) -> int:
+    return _quoted_bytes(canonical.dumps({alias: {"alias_of": target}}))
 
 
 def _quoted_bytes(text: bytes) -> int:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 from torchrelay.checkpoint.disk.canonical import Json, sha256
-from torchrelay.checkpoint.disk.digest import SIZE, block_count
+from torchrelay.checkpoint.disk.digest import SIZE
 from torchrelay.checkpoint.disk.extents import Digests
 from torchrelay.checkpoint.disk.filling import fill
+from torchrelay.checkpoint.disk.lazily import lazily
 from torchrelay.checkpoint.disk.names import Key, shard_file_name
 from torchrelay.checkpoint.disk.seconds import Seconds
-from torchrelay.checkpoint.disk.shard import HeaderFrame, Part, ShardEntry, ShardIdentity
+from torchrelay.checkpoint.disk.shard import HeaderFrame, Part, ShardIdentity
+from torchrelay.checkpoint.disk.shard_entries import ShardEntry, entries_of
 from torchrelay.checkpoint.disk.shard_parts import DEFAULT_LIMITS, ShardLimits, cut
 from torchrelay.checkpoint.disk.workers import WRITERS
 from torchrelay.checkpoint.storage import Storage, WriteHandle
@@ -27,8 +30,8 @@ class ShardReport:
     """One written file: what a manifest needs to know, and where the time went.
 
     `header_bytes` counts all bytes before the data (the length field and the padding too), and
-    `header_sha256` is of exactly these; `keys` are in stored order, `digests` those of their blocks,
-    `probes` those of the first `PROBE` bytes of long ones.
+    `header_sha256` is of exactly these; `keys` are in stored order, `blocks` how many each has, `hashed`
+    the digests of all, one after another; `probes` those of the first `PROBE` bytes of long ones.
     """
 
     path: str
@@ -36,9 +39,16 @@ class ShardReport:
     header_bytes: int
     header_sha256: str
     keys: tuple[str, ...] = ()
-    digests: tuple[EntryDigests, ...] = field(default=(), compare=False)
+    blocks: tuple[int, ...] = ()
+    hashed: bytes = field(default=b"", compare=False)
     probes: Mapping[str, EntryDigests] = field(default_factory=dict, compare=False)
     seconds: Seconds = field(default_factory=Seconds, compare=False)
+
+    @lazily
+    def digests(self) -> tuple[EntryDigests, ...]:
+        """Those of each entry."""
+        edges = accumulate([SIZE * count for count in self.blocks], initial=0)
+        return tuple([self.hashed[start:end] for start, end in pairwise(edges)])
 
 
 def write_shard(
@@ -61,7 +71,7 @@ def write_shard(
     cannot be stored and StorageError for what could not be written; files that were begun are then
     removed where possible.
     """
-    parts = cut(identity, entries, values or {}, aliases or {}, limits)
+    parts = cut(identity, entries_of(entries), values or {}, aliases or {}, limits)
     return [write_part(storage, _path_of(part, directory, escape), part, writers) for part in parts]
 
 
@@ -93,20 +103,12 @@ def write_part(storage: Storage, path: str, part: Part, writers: int = WRITERS) 
         len(header) + part.data_bytes,
         len(header),
         sha256(header),
-        tuple(entry.text for entry in part.entries),
-        _by_entry(part, bytes(found.data)),
+        tuple(part.entries.keys),
+        tuple([form.blocks for form in part.entries.forms]),
+        bytes(found.data),
         found.probes,
         seconds,
     )
-
-
-def _by_entry(part: Part, digests: bytes) -> tuple[EntryDigests, ...]:
-    found, at = [], 0
-    for entry in part.entries:
-        size = SIZE * block_count(entry.nbytes)
-        found.append(digests[at : at + size])
-        at += size
-    return tuple(found)
 
 
 def _fill(handle: WriteHandle, part: Part, seconds: Seconds, writers: int) -> tuple[bytes, Digests]:

@@ -17,7 +17,7 @@ from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.disk.dtypes import ElementType
 from torchrelay.checkpoint.disk.lazily import lazily
 from torchrelay.checkpoint.disk.names import Key
-from torchrelay.checkpoint.disk.shard import piece_shape
+from torchrelay.checkpoint.disk.shard_entries import piece_shape
 from torchrelay.errors import FormatError
 
 

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from torchrelay.checkpoint.blob_file_content import content_of
 from torchrelay.checkpoint.blob_file_writing import write_blob_file
 from torchrelay.checkpoint.members import members_of
 from torchrelay.checkpoint.selecting import select
@@ -78,7 +79,7 @@ def _write(life: Life, workspace: Workspace, path: Path, facts: dict[str, Any]) 
     chosen = leaves if life.manager is None else select(leaves, blobs, life.manager.engine.selection)
     sharded = [leaf.name for leaf in chosen if _sharded(leaf)]
     whole = [leaf for leaf in chosen if leaf.name not in sharded]
-    write_blob_file(path, [*whole, *leaves_of({FACTS: facts})], overwrite=True)
+    write_blob_file(path, content_of([*whole, *leaves_of({FACTS: facts})]), overwrite=True)
     for other in path.parent.glob(f"{workspace.node}.attempt_*.safetensors"):
         if other != path:
             with suppress(OSError):

@@ -20,7 +20,8 @@ from torchrelay import (
 )
 from torchrelay.checkpoint.disk.digest import BLOCK, SIZE
 from torchrelay.checkpoint.disk.names import Whole
-from torchrelay.checkpoint.disk.shard import ShardEntry, ShardIdentity
+from torchrelay.checkpoint.disk.shard import ShardIdentity
+from torchrelay.checkpoint.disk.shard_entries import ShardEntry, entries_of
 from torchrelay.checkpoint.disk.shard_parts import ShardLimits, cut
 from torchrelay.checkpoint.disk.shard_reader import read_header
 from torchrelay.checkpoint.local_storage import LocalStorage
@@ -41,12 +42,15 @@ def test_s14_many_tensors_are_cut_into_parts_of_a_size() -> None:
     """1234 tensors at 32 to a file are 39 parts; a tensor larger than a part has one for itself."""
     identity = ShardIdentity("job", Position(1), "node", "main", "e00000001-abcdef")
     entries = [ShardEntry(Whole(f"t{i:04d}"), "float32", (8,), memoryview(bytes(32))) for i in range(1234)]
-    parts = cut(identity, entries, {}, {}, ShardLimits(data_bytes=32 * 32 + 1, header_bytes=1 << 20))
+    parts = cut(
+        identity, entries_of(entries), {}, {}, ShardLimits(data_bytes=32 * 32 + 1, header_bytes=1 << 20)
+    )
     assert len(parts) == 39
     large = ShardEntry(Whole("large"), "float32", (1000,), memoryview(bytes(4000)))
-    parts = cut(identity, [*entries[:3], large], {}, {}, ShardLimits(data_bytes=65, header_bytes=1 << 20))
+    limits = ShardLimits(data_bytes=65, header_bytes=1 << 20)
+    parts = cut(identity, entries_of([*entries[:3], large]), {}, {}, limits)
     assert max(len(part.entries) for part in parts) == 2
-    assert [len(part.entries) for part in parts if large in part.entries] == [1]
+    assert [len(part.entries) for part in parts if "large" in part.entries.keys] == [1]
 
 
 def test_s15_narrower_storage_of_some(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ from torchrelay.checkpoint.disk import bounce, extents, workers
 from torchrelay.checkpoint.disk.digest import BLOCK, block_digests
 from torchrelay.checkpoint.disk.names import Whole
 from torchrelay.checkpoint.disk.seconds import Seconds
-from torchrelay.checkpoint.disk.shard import ShardEntry, ShardIdentity
+from torchrelay.checkpoint.disk.shard import ShardIdentity
+from torchrelay.checkpoint.disk.shard_entries import ShardEntry
 from torchrelay.checkpoint.disk.shard_reader import read_header
 from torchrelay.checkpoint.disk.shard_writer import write_shard
 from torchrelay.checkpoint.local_storage import LocalStorage, LocalWriteHandle

@@ -15,7 +15,8 @@ from torchrelay.checkpoint.blob_file import open_blob_file
 from torchrelay.checkpoint.blob_files import save_blobs
 from torchrelay.checkpoint.disk import shard_header
 from torchrelay.checkpoint.disk.names import Box, Flat, Whole
-from torchrelay.checkpoint.disk.shard import Part, ShardEntry, ShardIdentity, header_bytes, ordered
+from torchrelay.checkpoint.disk.shard import Part, ShardIdentity, header_bytes
+from torchrelay.checkpoint.disk.shard_entries import ShardEntry, entries_of
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.reading.load_result import blob_of, of_objects
 from torchrelay.errors import DamagedError, FormatError
@@ -30,7 +31,7 @@ def entry(key, dtype, shape, nbytes):
 
 def content():
     """A header as a writer makes it, with every form that an entry can have."""
-    entries = ordered(
+    entries = entries_of(
         [
             entry(Whole("a.weight"), "float32", (2, 3), 24),
             entry(Whole("b.weight"), "bfloat16", (4,), 8),
@@ -41,10 +42,10 @@ def content():
             entry(Box("g.box", ((0, 2), (1, 3))), "float32", (4, 4), 16),
             entry(Flat("h.flat", 2, 5), "float64", (7,), 24),
         ]
-    )
+    ).ordered()
     identity = ShardIdentity("job", Position(3), "trainer_0", "main", "e00000003-abcdef")
     part = Part(identity, 1, entries, {"i.tied": "a.weight"}, {"total": 3})
-    blocks = sum(one.nbytes > 0 for one in entries)
+    blocks = sum(size > 0 for size in entries.sizes)
     header = json.loads(header_bytes(part, bytes(range(16)) * blocks)[8:])
     inner = json.loads(header["__metadata__"]["torchrelay"])
     return header, inner, part.data_bytes
@@ -193,7 +194,7 @@ def test_what_differs_only_in_type_is_refused_as_one_by_one(key, field, new):
 
 def plain_content():
     """A header in which every entry is a whole leaf under a plain name, as text."""
-    entries = ordered([entry(Whole(f"m.{n}"), "float32", (n, 3), 12 * n) for n in range(1, 9)])
+    entries = entries_of([entry(Whole(f"m.{n}"), "float32", (n, 3), 12 * n) for n in range(1, 9)]).ordered()
     part = Part(ShardIdentity("job", Position(3), "trainer_0", "main", "e00000003-abcdef"), 1, entries)
     return header_bytes(part, bytes(range(16)) * len(entries))[8:].decode().rstrip(), part.data_bytes
 

@@ -10,8 +10,9 @@ import pytest
 
 from torchrelay.checkpoint import pacing
 from torchrelay.checkpoint.disk.canonical import dumps
-from torchrelay.checkpoint.disk.names import Whole, encode_name, format_key, parse_key
-from torchrelay.checkpoint.disk.shard import Part, ShardEntry, ShardIdentity, cost_limit, entry_cost
+from torchrelay.checkpoint.disk.names import Flat, Whole, encode_name, format_key, parse_key
+from torchrelay.checkpoint.disk.shard import Part, ShardIdentity, cost_limit, entry_cost
+from torchrelay.checkpoint.disk.shard_entries import ShardEntry, entries_of
 from torchrelay.checkpoint.disk.side_by_side import EACH, each
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.pacing import STRIDE, Pacer
@@ -128,10 +129,12 @@ def test_keys_of_plain_and_other_names_come_back(name):
 @pytest.mark.parametrize("name", ["w", '"\\' * 50, "\u00e9" * 80, "\U0001f600" * 30, "%@\x01" * 20])
 @pytest.mark.parametrize("shape", [(), (1,), (7, 2**40, 0), (1,) * 30])
 @pytest.mark.parametrize("dtype", ["float32", "complex128"])
-def test_the_quick_bound_of_a_header_entry_holds(name, shape, dtype):
+@pytest.mark.parametrize("key", [Whole, lambda name: Flat(name, 0, 0)])
+def test_the_quick_bound_of_a_header_entry_holds(name, shape, dtype, key):
     """Files are never left uncut on the strength of a bound that an entry exceeds."""
-    entry = ShardEntry(Whole(name), dtype, shape, memoryview(b""))
-    assert entry_cost(entry) <= cost_limit([entry])
+    entries = entries_of([ShardEntry(key(name), dtype, shape, memoryview(b""))])
+    (text,), (form,) = entries.keys, entries.forms
+    assert entry_cost(text, form, entries.pieces.get(text, {})) <= cost_limit(entries)
 
 
 def test_a_header_frame_has_the_length_it_announces():
@@ -141,7 +144,7 @@ def test_a_header_frame_has_the_length_it_announces():
 
     identity = ShardIdentity('"digests":"', Position(1), "n", "main", "t")
     entry = ShardEntry(Whole("w"), "uint8", (5,), memoryview(b"12345"))
-    part = Part(identity, 1, (entry,), {}, {'a"digests":"': '\\"digests\\":\\"'})
+    part = Part(identity, 1, entries_of([entry]), {}, {'a"digests":"': '\\"digests\\":\\"'})
     frame = HeaderFrame(part)
     header = frame.filled(bytes(range(16)))
     assert len(header) == frame.nbytes and frame.digest_bytes == 16

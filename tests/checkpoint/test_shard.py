@@ -16,7 +16,8 @@ from torchrelay.checkpoint.counting_storage import CountingStorage
 from torchrelay.checkpoint.disk import dtypes
 from torchrelay.checkpoint.disk.digest import BLOCK
 from torchrelay.checkpoint.disk.names import Box, Flat, Whole, format_key
-from torchrelay.checkpoint.disk.shard import ShardEntry, ShardIdentity
+from torchrelay.checkpoint.disk.shard import ShardIdentity
+from torchrelay.checkpoint.disk.shard_entries import ShardEntry
 from torchrelay.checkpoint.disk.shard_parts import ShardLimits
 from torchrelay.checkpoint.disk.shard_reader import ReadRequest, ShardExpectation, read_header
 from torchrelay.checkpoint.disk.shard_writer import write_shard

@@ -11,7 +11,8 @@ import pytest
 from torchrelay.checkpoint.disk.canonical import sha256
 from torchrelay.checkpoint.disk.digest import BLOCK
 from torchrelay.checkpoint.disk.names import Whole
-from torchrelay.checkpoint.disk.shard import ShardEntry, ShardIdentity
+from torchrelay.checkpoint.disk.shard import ShardIdentity
+from torchrelay.checkpoint.disk.shard_entries import ShardEntry
 from torchrelay.checkpoint.disk.shard_header import parse
 from torchrelay.checkpoint.disk.shard_reader import ShardExpectation, read_header
 from torchrelay.checkpoint.disk.shard_writer import write_shard

@@ -11,7 +11,8 @@ import struct
 from pathlib import Path
 
 from torchrelay.checkpoint.disk.names import Box, Flat, Whole
-from torchrelay.checkpoint.disk.shard import ShardEntry, ShardIdentity
+from torchrelay.checkpoint.disk.shard import ShardIdentity
+from torchrelay.checkpoint.disk.shard_entries import ShardEntry
 from torchrelay.checkpoint.disk.shard_writer import ShardReport, write_shard
 from torchrelay.checkpoint.disk.values import encode
 from torchrelay.checkpoint.local_storage import LocalStorage

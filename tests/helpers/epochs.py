@@ -21,7 +21,8 @@ from torchrelay.checkpoint.disk.canonical import sha256
 from torchrelay.checkpoint.disk.manifest import Manifest, ShardRow
 from torchrelay.checkpoint.disk.names import Flat, Whole
 from torchrelay.checkpoint.disk.paths import manifest_path, try_directory
-from torchrelay.checkpoint.disk.shard import ShardEntry, ShardIdentity
+from torchrelay.checkpoint.disk.shard import ShardIdentity
+from torchrelay.checkpoint.disk.shard_entries import ShardEntry
 from torchrelay.checkpoint.disk.shard_writer import write_shard
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.local_storage import LocalStorage

@@ -1,0 +1,99 @@
+"""What goes into a blob file: its entries, its values, and what every leaf is to its blob."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from typing import TYPE_CHECKING
+
+from torchrelay.checkpoint.blob_file import LEAVES, openings, row, seal, tensor_rows
+from torchrelay.checkpoint.disk import canonical
+from torchrelay.checkpoint.disk.canonical import Json
+from torchrelay.checkpoint.disk.dtypes import logical_dtype
+from torchrelay.checkpoint.disk.names import Key, Whole
+from torchrelay.checkpoint.disk.shard import Part, ShardIdentity
+from torchrelay.checkpoint.disk.shard_entries import Entries, form_of, whole_entries
+from torchrelay.checkpoint.disk.shard_parts import ShardLimits, cut
+from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.state.dtensors import is_sharded
+from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Value, spec_of
+from torchrelay.checkpoint.state.plain_blobs import PlainBlobs
+from torchrelay.errors import BlobError
+
+if TYPE_CHECKING:
+    import torch
+
+_IDENTITY = ShardIdentity("", Position(0), "blobs", MAIN_GROUP, "")
+_ONE_FILE = ShardLimits(data_bytes=1 << 62, header_bytes=90_000_000)
+_WITHIN = 2
+"""Containers that a value lies in: the metadata and the object of all values."""
+
+
+@dataclass(frozen=True)
+class FileContent:
+    """What a blob file is written of; `kept` is what keeps the memory of entries in place meanwhile."""
+
+    entries: Entries
+    values: Mapping[str, Json]
+    values_text: bytes
+    aliases: Mapping[str, Key]
+    kept: object = None
+
+    def part(self) -> Part:
+        """The content of the one file; raises BlobError for more than one can hold."""
+        parts = cut(_IDENTITY, self.entries, self.values, self.aliases, _ONE_FILE, self.values_text)
+        if len(parts) > 1:
+            raise BlobError(f"{len(self.entries)} tensors are too many for one file: save fewer in each")
+        return parts[0]
+
+
+def content_of_plain(names: Sequence[str], blobs: PlainBlobs) -> FileContent:
+    """The content of a file of tensors alone, each a blob by itself."""
+    entries = whole_entries(names, blobs.forms, blobs.memories, in_order=True)
+    rows = openings(names, names, blobs.roles)
+    sealed = tensor_rows(rows, blobs.forms)
+    return FileContent(entries, {}, _values_text({}, {}, rows, sealed), {}, kept=blobs)
+
+
+def content_of(leaves: Sequence[Leaf]) -> FileContent:
+    """The content of a file of these leaves; raises BlobError for what cannot be stored."""
+    stored = {
+        leaf.name: leaf.content
+        for leaf in leaves
+        if leaf.alias_of is None and not isinstance(leaf.content, Value)
+    }
+    forms = [form_of(_type(name, tensor), tensor.shape) for name, tensor in stored.items()]
+    values = {leaf.name: leaf.content.json for leaf in leaves if isinstance(leaf.content, Value)}
+    texts = {name: canonical.dumps(value, within=_WITHIN) for name, value in values.items()}
+    rows = openings(
+        [leaf.name for leaf in leaves], [leaf.blob for leaf in leaves], [leaf.role._value_ for leaf in leaves]
+    )
+    here = [leaf.name in stored for leaf in leaves]
+    tensors = iter(tensor_rows(compress(rows, here), forms))
+    sealed = [
+        next(tensors) if alone else row(spec_of(leaf)) for leaf, alone in zip(leaves, here, strict=True)
+    ]
+    aliases = {leaf.name: Whole(leaf.alias_of) for leaf in leaves if leaf.alias_of is not None}
+    entries = whole_entries(list(stored), forms, list(stored.values()))
+    return FileContent(entries, values, _values_text(texts, values, rows, sealed), aliases)
+
+
+def _type(name: str, tensor: torch.Tensor) -> str:
+    if is_sharded(tensor):
+        raise BlobError(
+            f"{name} is a sharded tensor (DTensor), and one process writes the file: give "
+            "full_tensor() of it, or ctx.full_state_dict(module)"
+        )
+    return logical_dtype(tensor.dtype, name).name
+
+
+def _values_text(
+    texts: Mapping[str, bytes], values: Mapping[str, Json], rows: Sequence[str], sealed: Sequence[str]
+) -> bytes:
+    """The canonical JSON of all values and, as one of them, of what the leaves are to their blobs.
+
+    Put together from texts, for the checks of canonical JSON would take longer than all else.
+    """
+    own = f'{{"leaves":[{"],".join(rows)}]],"sha256":"{seal(sealed, values)}"}}'.encode()
+    return canonical.object_of({**texts, LEAVES: own})
