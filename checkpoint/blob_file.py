@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +23,7 @@ from torchrelay.checkpoint.disk.lazily import lazily
 from torchrelay.checkpoint.disk.names import all_plain, encode_name
 from torchrelay.checkpoint.disk.read_options import verifies
 from torchrelay.checkpoint.disk.shard import METADATA_KEY
-from torchrelay.checkpoint.disk.shard_entries import Form, form_of
+from torchrelay.checkpoint.disk.shard_entries import Form
 from torchrelay.checkpoint.disk.shard_header import LENGTH_LIMIT
 from torchrelay.checkpoint.disk.shard_reader import ShardHeader, read_header
 from torchrelay.checkpoint.disk.value_decoding import references
@@ -106,7 +107,7 @@ def open_blob_file(where: str | os.PathLike[str], *, verify: str = "full") -> Bl
             f"{path} was not written by save_blobs; an epoch of a run is opened by open_checkpoint"
         )
     try:
-        leaves = BlobLeaves(header, {name: (blob, role) for name, blob, role in said["leaves"]})
+        leaves = BlobLeaves(header, said["leaves"])
         file = BlobFile(path, leaves, header, verifying)
         sealed = leaves.seal(file.values)
     except (KeyError, TypeError, ValueError) as error:
@@ -158,16 +159,21 @@ def row(one: LeafSpec) -> str:
 def openings(names: Sequence[str], blobs: Sequence[str], roles: Iterable[str]) -> list[str]:
     """What leaves are to their blobs, in canonical JSON but for the last bracket; UsageError for no text."""
     words = canonical.words(names)
-    others = words if names == blobs else canonical.words(blobs)
+    if names == blobs:
+        return [f'[{name},{name},"{role}"' for name, role in zip(words, roles, strict=True)]
+    others = canonical.words(blobs)
     return [f'[{name},{blob},"{role}"' for name, blob, role in zip(words, others, roles, strict=True)]
 
 
 def tensor_rows(opened: Iterable[str], forms: Sequence[Form]) -> list[str]:
     """The rows of very many tensors that are no aliases: few have a form of their own."""
     known = {id(form): form for form in forms}
-    said = {key: canonical.dumps([form.dtype, list(form.shape)]).decode()[1:-1] for key, form in known.items()}
-    ends = {key: f',"tensor",{text},null]' for key, text in said.items()}
+    ends = {key: f',"tensor",{_form_text(form)},null]' for key, form in known.items()}
     return list(map(add, opened, map(ends.__getitem__, map(id, forms))))
+
+
+def _form_text(form: Form) -> str:
+    return canonical.dumps([form.dtype, list(form.shape)]).decode()[1:-1]
 
 
 def local_path(where: str | os.PathLike[str]) -> Path:
@@ -183,39 +189,47 @@ def local_path(where: str | os.PathLike[str]) -> Path:
 class BlobLeaves(Mapping[str, LeafSpec]):
     """The leaves of a blob file by name; described when they are asked for."""
 
-    def __init__(self, header: ShardHeader, said: dict[str, tuple[str, str]]) -> None:
+    def __init__(self, header: ShardHeader, said: Sequence[Sequence[str]]) -> None:
+        """Of rows of leaf, blob and role; raises TypeError or ValueError for what are none."""
         self._header = header
-        self._said = said
-        self._blobs, self._roles = _columns(said)
+        self._names, self._blobs, self._roles = map(list, zip(*said, strict=True)) if said else ([], [], [])
+        self._numbers = dict(zip(self._names, range(len(said)), strict=True))
+        if len(self._numbers) < len(said):
+            raise ValueError("a leaf is there twice")
         self._made: dict[str, LeafSpec] = {}
-        self._plain = header.entries.keys() - header.values.keys() if all_plain(said) else set()
-        self._all_plain = said.keys() <= self._plain
+        entries, values = header.entries.keys(), header.values.keys()
+        plain = all_plain(self._names)
+        own = self._numbers.keys()
+        self._all_plain = plain and entries >= own and own.isdisjoint(values)
+        self._plain = entries if self._all_plain else entries - values if plain else set()
 
     def __getitem__(self, name: str) -> LeafSpec:
         found = self._made.get(name)
         if found is None:
-            blob, role = self._said[name]
+            number = self._numbers[name]
+            blob, role = self._blobs[number], self._roles[number]
             describe = _plain_spec if name in self._plain else _spec
             found = self._made[name] = describe(self._header, name, blob, _ROLES[role])
         return found
 
     def __contains__(self, name: object) -> bool:
-        return name in self._said
+        return name in self._numbers
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._said)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._said)
+        return len(self._names)
 
     def plain_blobs(self, among: Collection[str]) -> list[str]:
         """The blobs among these that are one tensor, whose name is its key."""
-        if self._all_plain and self._blobs == list(self._said) and set(self._roles) <= _BLOBS:
-            return [name for name in self._said if name in among]
+        if self._all_plain and self._blobs == self._names and set(self._roles) <= _BLOBS:
+            here = self._names
+            return here if here == list(among) else [name for name in here if name in among]
         times = Counter(self._blobs) if len(set(self._blobs)) < len(self._blobs) else None
         return [
             name
-            for name, (blob, role) in self._said.items()
+            for name, blob, role in zip(self._names, self._blobs, self._roles, strict=True)
             if blob == name
             and role in _BLOBS
             and name in among
@@ -234,18 +248,15 @@ class BlobLeaves(Mapping[str, LeafSpec]):
         if not set(self._roles) <= _ROLES.keys():
             raise ValueError("a leaf has a role that is none")
         if self._all_plain:
-            return seal(self._tensor_rows(list(self._said), self._blobs, self._roles), values)
-        plain = {name: said for name, said in self._said.items() if name in self._plain}
-        known = dict(zip(plain, self._tensor_rows(list(plain), *_columns(plain)), strict=True))
-        return seal([known[name] if name in known else row(self[name]) for name in self._said], values)
+            return seal(self._tensor_rows(self._names, self._blobs, self._roles), values)
+        here = [name in self._plain for name in self._names]
+        columns = (list(compress(column, here)) for column in (self._names, self._blobs, self._roles))
+        rows = iter(self._tensor_rows(*columns))
+        both = zip(self._names, here, strict=True)
+        return seal([next(rows) if own else row(self[name]) for name, own in both], values)
 
     def _tensor_rows(self, names: list[str], blobs: list[str], roles: list[str]) -> list[str]:
-        types, shapes = self._header.entries.forms(names)
-        return tensor_rows(openings(names, blobs, roles), list(map(form_of, types, shapes)))
-
-
-def _columns(said: Mapping[str, tuple[str, str]]) -> tuple[list[str], list[str]]:
-    return [blob for blob, _ in said.values()], [role for _, role in said.values()]
+        return tensor_rows(openings(names, blobs, roles), self._header.entries.forms(names))
 
 
 _ROLES = {str(role): role for role in Role}
@@ -254,9 +265,8 @@ _BLOBS = frozenset((str(Role.TENSOR), str(Role.PARAMETER)))
 
 def _plain_spec(header: ShardHeader, name: str, blob: str, role: Role) -> LeafSpec:
     """Of a leaf whose name is its key: nothing but its row is looked at."""
-    kind, extents = header.entries.form(name)
-    shape = tuple(extents)
-    return LeafSpec(name, blob, role, MAIN_GROUP, "tensor", kind.name, shape, kind.nbytes(shape))
+    form = header.entries.form(name)
+    return LeafSpec(name, blob, role, MAIN_GROUP, "tensor", form.dtype, form.shape, form.nbytes)
 
 
 def _spec(header: ShardHeader, name: str, blob: str, role: Role) -> LeafSpec:

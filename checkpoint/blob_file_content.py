@@ -17,8 +17,9 @@ from torchrelay.checkpoint.disk.shard_entries import Entries, form_of, whole_ent
 from torchrelay.checkpoint.disk.shard_parts import ShardLimits, cut
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.state.dtensors import is_sharded
+from torchrelay.checkpoint.state.flatten import tensor_role
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Value, spec_of
-from torchrelay.checkpoint.state.plain_blobs import PlainBlobs
+from torchrelay.checkpoint.state.plain_tensors import PlainTensors
 from torchrelay.errors import BlobError
 
 if TYPE_CHECKING:
@@ -48,12 +49,15 @@ class FileContent:
         return parts[0]
 
 
-def content_of_plain(names: Sequence[str], blobs: PlainBlobs) -> FileContent:
+def content_of_plain(blobs: Mapping[str, torch.Tensor], plain: PlainTensors) -> FileContent:
     """The content of a file of tensors alone, each a blob by itself."""
-    entries = whole_entries(names, blobs.forms, blobs.memories, in_order=True)
-    rows = openings(names, names, blobs.roles)
-    sealed = tensor_rows(rows, blobs.forms)
-    return FileContent(entries, {}, _values_text({}, {}, rows, sealed), {}, kept=blobs)
+    names = list(blobs)
+    entries = whole_entries(names, plain.forms, plain.memories, in_order=True)
+    firsts = {type(tensor): tensor for tensor in blobs.values()}
+    roles = {kind: str(tensor_role(tensor)) for kind, tensor in firsts.items()}
+    rows = openings(names, names, map(roles.__getitem__, map(type, blobs.values())))
+    sealed = tensor_rows(rows, plain.forms)
+    return FileContent(entries, {}, _values_text({}, {}, rows, sealed), {}, kept=plain)
 
 
 def content_of(leaves: Sequence[Leaf]) -> FileContent:

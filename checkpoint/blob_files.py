@@ -26,7 +26,7 @@ from torchrelay.checkpoint.selection import Patterns, Selection, selection_of
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role
-from torchrelay.checkpoint.state.plain_blobs import plain_blobs
+from torchrelay.checkpoint.state.plain_tensors import PlainTensors, plain_tensors
 from torchrelay.checkpoint.state.restore import restoration
 from torchrelay.checkpoint.wildcards import matches
 from torchrelay.errors import UsageError
@@ -88,8 +88,8 @@ def _content(
     named = {new: blobs[old] for new, old in renamed_all(blobs, rename).items()}
     check_blob_names(named)
     converted = checked_cast(dtype) is not None
-    if selection.everything and not converted and (plain := plain_blobs(named)) is not None:
-        return content_of_plain(list(named), plain)
+    if selection.everything and not converted and (plain := _plain(named)) is not None:
+        return content_of_plain(named, plain)
     found = leaves_of(named)
     check_patterns_used(found, selection)
     leaves = select(found, named, selection)
@@ -218,6 +218,12 @@ def _alone(spec: LeafSpec, blob: str) -> LeafSpec:
     if spec.blob == blob and spec.role is role:
         return spec
     return replace(spec, blob=blob, role=role)
+
+
+def _plain(blobs: Mapping[str, Any]) -> PlainTensors | None:
+    """What the blobs are, if all are plain tensors in memory and none is there twice."""
+    alone = len(set(map(id, blobs.values()))) == len(blobs)
+    return plain_tensors(blobs.values()) if alone else None
 
 
 def _shown(blobs: object) -> str:

@@ -179,7 +179,7 @@ class FileSource:
         )
         gate()
         keys = list(in_place.tensors)
-        memories, whole = in_place.beside() if atomic else (in_place.memories(), None)
+        memories, whole = in_place.beside() if atomic else (in_place.memories, None)
         beside = [(read, _beside(read)) for read in plan.reads if atomic or read.target is not None]
         at_once = [] if atomic else [read for read in plan.reads if read.target is None]
         reads = [*beside, *((read, read.memory()) for read in at_once)]
@@ -201,7 +201,7 @@ class FileSource:
         blobs, inner = self.file.specs.plain_blobs(objects), self.file.inner
         if inner:
             blobs = [name for name in blobs if name not in inner]
-        return fitting(objects, blobs, *self.file.header.entries.forms(blobs))
+        return fitting(objects, blobs, self.file.header.entries.forms(blobs))
 
     def _planned(
         self, objects: Mapping[str, Any], rename: Rename | None, in_place: InPlace, *, strict: bool

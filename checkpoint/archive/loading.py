@@ -14,6 +14,7 @@ from torchrelay.checkpoint.archive.publishing import Where
 from torchrelay.checkpoint.archive.states import checked, entries_of
 from torchrelay.checkpoint.archive.tying import shared_parameters, tie_again
 from torchrelay.checkpoint.asynchronous.gate import gate
+from torchrelay.checkpoint.disk.shard_entries import form_of
 from torchrelay.checkpoint.disk.value_decoding import decode
 from torchrelay.checkpoint.reading.partly_loaded import naming_what_changed
 from torchrelay.checkpoint.state.in_place import NOTHING, InPlace, fitting
@@ -71,7 +72,7 @@ def fill(archive: ArchiveFile, model: nn.Module, *, strict: bool) -> StateReport
     gate()
     _put(model, [(wanted[name], fresh[name]) for name in names])
     with naming_what_changed(live=True):
-        stored.read_all(places, live.memories())
+        stored.read_all(places, live.memories)
     return report
 
 
@@ -92,7 +93,7 @@ def _live(
     }
     own = {name: wanted[name].value for name in first.values()}
     entries = [stored[archive.ties.get(name, name)] for name in own]
-    return fitting(own, list(own), [one.element.name for one in entries], [one.shape for one in entries])
+    return fitting(own, list(own), [form_of(one.element.name, tuple(one.shape)) for one in entries])
 
 
 def _read(archive: ArchiveFile, names: Sequence[str]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from torchrelay.checkpoint.disk import canonical, dtypes, names
 from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.disk.digest import first_blocks
 from torchrelay.checkpoint.disk.shard import METADATA_KEY
+from torchrelay.checkpoint.disk.shard_entries import Form, form_of
 from torchrelay.checkpoint.disk.stored_entries import Columns
 from torchrelay.errors import FormatError
 
@@ -29,10 +30,10 @@ _END = "]}}"
 
 @dataclass(frozen=True)
 class QuickHeader:
-    """The text that the metadata hold, and all entries by their names, which are their keys."""
+    """The text that the metadata hold, and the number of each entry by its name, which is its key."""
 
     metadata: str
-    names: Sequence[str]
+    numbers: dict[str, int]
     columns: Columns
 
 
@@ -51,32 +52,32 @@ def quick_header(header: bytes, data_bytes: int) -> QuickHeader | None:
     return QuickHeader(said, *found) if found else None
 
 
-def _columns(entries: Sequence[str], data_bytes: int) -> tuple[Sequence[str], Columns] | None:
+def _columns(entries: Sequence[str], data_bytes: int) -> tuple[dict[str, int], Columns] | None:
     """Of texts such as `name":{"dtype":"F32","shape":[1000],"data_offsets":[0,4000`."""
     bounded = [entry.rpartition(":[") for entry in entries]
     named = [head.partition('":{') for head, _, _ in bounded]
     keys = [name for name, _, _ in named]
     if not names.all_plain(keys) or '"' in (joined := "".join(keys)) or "\\" in joined:
         return None
-    if len(set(keys)) < len(keys):
+    numbers = dict(zip(keys, range(len(keys)), strict=True))
+    if len(numbers) < len(keys):
         return None
     forms = [form for _, _, form in named]
     known = {form: _form(form) for form in set(forms)}
     if None in known.values():
         return None
-    described = [known[form] for form in forms]
-    sizes = [size for _, _, size in described]  # type: ignore[misc]
-    ends = [0, *accumulate(sizes)]
-    starts, stops = ends[:-1], ends[1:]
+    described = list(map(known.__getitem__, forms))
+    sizes = [form.nbytes for form in described]  # type: ignore[union-attr]
+    stops = list(accumulate(sizes))
+    starts = [0, *stops[:-1]]
     expected = [f"{start},{stop}" for start, stop in zip(starts, stops, strict=True)]
-    if [bounds for _, _, bounds in bounded] != expected or ends[-1] != data_bytes:
+    if [bounds for _, _, bounds in bounded] != expected or stops[-1] != data_bytes:
         return None
-    kinds, shapes = [kind for kind, _, _ in described], [shape for _, shape, _ in described]  # type: ignore[misc]
-    return keys, Columns(kinds, shapes, starts, stops, first_blocks(sizes))
+    return numbers, Columns(described, starts, stops, first_blocks(sizes))  # type: ignore[arg-type]
 
 
-def _form(text: str) -> tuple[dtypes.ElementType, list[int], int] | None:
-    """Element type, shape and bytes from `"dtype":"F32","shape":[1000],"data_offsets"`; None for others."""
+def _form(text: str) -> Form | None:
+    """The form that is meant by `"dtype":"F32","shape":[1000],"data_offsets"`; None for others."""
     try:
         said: Json = json.loads(f"{{{text}:0}}")
         kind, shape = dtypes.by_code(said["dtype"]), said["shape"]
@@ -84,7 +85,7 @@ def _form(text: str) -> tuple[dtypes.ElementType, list[int], int] | None:
         return None
     if type(shape) is not list or not all(type(extent) is int and extent > 0 for extent in shape):
         return None
-    if text != f'"dtype":"{kind.code}","shape":[{",".join(map(str, shape))}],"data_offsets"':
+    if math.prod(shape) * kind.itemsize >= canonical.INTEGER_LIMIT:
         return None
-    size = math.prod(shape) * kind.itemsize
-    return (kind, shape, size) if size < canonical.INTEGER_LIMIT else None
+    form = form_of(kind.name, tuple(shape))
+    return form if f"{{{text}:[" == form.text else None

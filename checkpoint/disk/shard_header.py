@@ -78,9 +78,9 @@ def _quickly(header: bytes, data: range, what: str) -> _Understood | None:
         return None
     inner = _parse_metadata(found.metadata, what)
     pieces, digests = _pieces(inner, what), inner["digests"]
-    if len(digests) != found.columns.blocks[-1] * digest.SIZE or not pieces.keys().isdisjoint(found.names):
+    if len(digests) != found.columns.blocks[-1] * digest.SIZE or not pieces.keys().isdisjoint(found.numbers):
         return None
-    return inner, pieces, StoredEntries(found.names, {}, Stored(found.columns, digests, data.start))
+    return inner, pieces, StoredEntries(found.numbers, {}, Stored(found.columns, digests, data.start))
 
 
 def _decoded(header: bytes, data: range, what: str) -> _Understood:
@@ -180,10 +180,11 @@ def _entries(
 ) -> StoredEntries:
     """All entries, checked together; one by one only what has a form of its own, or once all is wrong."""
     columns = columns_of(said, len(data), len(digests))
+    numbers = dict(zip(said, range(len(said)), strict=True))
     if columns is None:
-        return StoredEntries(said, _one_by_one(said, pieces, digests, data, what))
+        return StoredEntries(numbers, _one_by_one(said, pieces, digests, data, what))
     known: dict[str, StoredEntry] = {}
-    entries = StoredEntries(said, known, Stored(columns, digests, data.start))
+    entries = StoredEntries(numbers, known, Stored(columns, digests, data.start))
     odd = (
         pieces.keys()
         if names.all_plain(said)

@@ -21,8 +21,8 @@ from torchrelay.checkpoint.disk.workers import WRITERS
 from torchrelay.checkpoint.storage import Storage, WriteHandle
 from torchrelay.errors import StorageError
 
-EntryDigests = bytes
-"""Of the blocks of one entry, one after another; a name, because a report has a field `bytes`."""
+BlockDigests = bytes
+"""Of blocks, one after another; a name, because a report has a field `bytes`."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class ShardReport:
     header_sha256: str
     keys: tuple[str, ...] = ()
     blocks: tuple[int, ...] = ()
-    hashed: bytes = field(default=b"", compare=False)
-    probes: Mapping[str, EntryDigests] = field(default_factory=dict, compare=False)
+    hashed: BlockDigests = field(default=b"", compare=False)
+    probes: Mapping[str, BlockDigests] = field(default_factory=dict, compare=False)
     seconds: Seconds = field(default_factory=Seconds, compare=False)
 
     @lazily
-    def digests(self) -> tuple[EntryDigests, ...]:
+    def digests(self) -> tuple[BlockDigests, ...]:
         """Those of each entry."""
         edges = accumulate([SIZE * count for count in self.blocks], initial=0)
         return tuple([self.hashed[start:end] for start, end in pairwise(edges)])

@@ -15,7 +15,7 @@ from torchrelay.checkpoint.disk.stored_entries import Stored
 from torchrelay.checkpoint.storage import Memory
 from torchrelay.errors import DamagedError
 
-TOGETHER = 256
+TOGETHER = 512
 """Entries that are read with one call; the systems that there are take 1,024."""
 BYTES = 2 * BLOCK
 """Bytes that are read and then verified while the processor's cache still has them."""

@@ -6,10 +6,10 @@ A file has tens of thousands of entries of which a load may need five.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter, mul, sub
+from operator import mul, sub
 from typing import NamedTuple
 
 from torchrelay.checkpoint.disk import canonical, digest, dtypes, names
@@ -17,7 +17,7 @@ from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.disk.dtypes import ElementType
 from torchrelay.checkpoint.disk.lazily import lazily
 from torchrelay.checkpoint.disk.names import Key
-from torchrelay.checkpoint.disk.shard_entries import piece_shape
+from torchrelay.checkpoint.disk.shard_entries import Form, form_of, piece_shape
 from torchrelay.errors import FormatError
 
 
@@ -48,14 +48,13 @@ class StoredEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class Columns:
-    """Entries that lie side by side, as their file says: `shapes` and `kinds` are the stored ones.
+    """Entries that lie side by side, as their file says: `forms` are those of the stored bytes.
 
     Offsets count from the beginning of the data; `blocks` are the numbers of the first blocks, and of
     the one after the last.
     """
 
-    kinds: Sequence[ElementType]
-    shapes: Sequence[Sequence[int]]
+    forms: Sequence[Form]
     starts: Sequence[int]
     stops: Sequence[int]
     blocks: Sequence[int]
@@ -97,7 +96,10 @@ def columns_of(said: Mapping[str, Json], data_bytes: int, digest_bytes: int) -> 
     if 0 in sizes and any(too_large(shape) for shape, size in zip(shapes, sizes, strict=True) if not size):
         return None
     blocks = digest.first_blocks(sizes)
-    return Columns(kinds, shapes, starts, stops, blocks) if digest_bytes == blocks[-1] * digest.SIZE else None
+    if digest_bytes != blocks[-1] * digest.SIZE:
+        return None
+    forms = list(map(form_of, [kind.name for kind in kinds], map(tuple, shapes)))
+    return Columns(forms, starts, stops, blocks)
 
 
 def too_large(shape: Sequence[int]) -> bool:
@@ -134,31 +136,30 @@ class Stored:
         return StoredEntry(key, kind, shape, start, stop, digests)
 
 
-_NOTHING = Stored(Columns((), (), (), (), (0,)), b"", 0)
-
-
-Forms = tuple[list[str], list[tuple[int, ...]]]
-"""Names of element types, and shapes."""
+_NOTHING = Stored(Columns((), (), (), (0,)), b"", 0)
 
 
 class StoredEntries(Mapping[str, StoredEntry]):
     """The entries of a file by key, in its order.
 
-    `known` has those that were looked at one by one; every other lies in `stored`, as a whole leaf under
-    its own name.
+    `numbers` has the number of each by its key, `known` those that were looked at one by one; every other
+    lies in `stored`, as a whole leaf under its own name.
     """
 
-    def __init__(self, keys: Iterable[str], known: dict[str, StoredEntry], stored: Stored = _NOTHING) -> None:
+    def __init__(
+        self, numbers: dict[str, int], known: dict[str, StoredEntry], stored: Stored = _NOTHING
+    ) -> None:
         self.stored = stored
         self._known = known
-        self._numbers = {key: number for number, key in enumerate(keys)}
+        self._numbers = numbers
+        self._asked: tuple[list[str], list[int]] = [], []
 
     def __getitem__(self, key: str) -> StoredEntry:
         found = self._known.get(key)
         if found is None:
-            number, columns = self._numbers[key], self.stored.columns
-            shape = tuple(columns.shapes[number])
-            found = self.stored.entry(number, names.Whole(key), columns.kinds[number], shape)
+            number = self._numbers[key]
+            form = self.stored.columns.forms[number]
+            found = self.stored.entry(number, names.Whole(key), dtypes.by_name(form.dtype), form.shape)
             self._known[key] = found
         return found
 
@@ -178,27 +179,23 @@ class StoredEntries(Mapping[str, StoredEntry]):
     @property
     def in_columns(self) -> bool:
         """Whether all entries lie in columns, as they do but where each was looked at alone."""
-        return len(self.stored.columns.kinds) == len(self._numbers)
+        return len(self.stored.columns.forms) == len(self._numbers)
 
     def numbers(self, keys: Sequence[str]) -> Sequence[int]:
         """The numbers of entries in the columns of the file; raises KeyError."""
+        keys = list(keys)
         if self._are_all(keys):
             return range(len(keys))
-        return list(map(self._numbers.__getitem__, keys))
+        if keys != self._asked[0]:  # one load asks several times for the same
+            self._asked = keys, list(map(self._numbers.__getitem__, keys))
+        return self._asked[1]
 
-    def forms(self, keys: Sequence[str]) -> Forms:
-        """The names of element types, and the shapes, of leaves."""
+    def forms(self, keys: Sequence[str]) -> Sequence[Form]:
+        """The logical forms of leaves."""
         if self._known:
-            found = list(map(self.form, keys))
-            return [kind.name for kind, _ in found], [tuple(shape) for _, shape in found]
-        if self._are_all(keys):
-            return self._all_forms
-        numbers, columns = self.numbers(keys), self.stored.columns
-        return _forms([columns.kinds[n] for n in numbers], [columns.shapes[n] for n in numbers])
-
-    @lazily
-    def _all_forms(self) -> Forms:
-        return _forms(self.stored.columns.kinds, self.stored.columns.shapes)
+            return list(map(self.form, keys))
+        forms = self.stored.columns.forms
+        return forms if self._are_all(keys) else [forms[number] for number in self.numbers(keys)]
 
     @lazily
     def _order(self) -> list[str]:
@@ -208,13 +205,8 @@ class StoredEntries(Mapping[str, StoredEntry]):
         """Whether these are all that there are, in their order: then nothing is looked up."""
         return len(keys) == len(self._numbers) and list(keys) == self._order
 
-    def form(self, key: str) -> tuple[ElementType, Sequence[int]]:
-        """Element type and shape of a leaf; makes no object, because whoever asks for all needs none."""
+    def form(self, key: str) -> Form:
+        """The logical form of a leaf; makes no object, because whoever asks for all needs none."""
         if (found := self._known.get(key)) is not None:
-            return found.dtype, found.shape
-        number, columns = self._numbers[key], self.stored.columns
-        return columns.kinds[number], columns.shapes[number]
-
-
-def _forms(kinds: Sequence[ElementType], shapes: Sequence[Sequence[int]]) -> Forms:
-    return list(map(attrgetter("name"), kinds)), list(map(tuple, shapes))
+            return form_of(found.dtype.name, found.shape)
+        return self.stored.columns.forms[self._numbers[key]]

@@ -15,6 +15,7 @@ from torchrelay.checkpoint.disk import values
 from torchrelay.checkpoint.disk.dtypes import by_name, memory_of, torch_dtype
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
 from torchrelay.checkpoint.disk.mesh import Mesh
+from torchrelay.checkpoint.disk.shard_entries import form_of
 from torchrelay.checkpoint.disk.value_decoding import references
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.reading.casting import Cast, cast
@@ -98,8 +99,8 @@ def _in_place(reader: LeafReader, entry: Entry, objects: Mapping[str, Any]) -> I
             continue
         if leaf.group in entry.groups and reader.holder(rows[0]) is not None:
             found.append(leaf)
-    dtypes = [leaf.dtype or "" for leaf in found]
-    return fitting(objects, [leaf.name for leaf in found], dtypes, [leaf.shape for leaf in found])
+    forms = [form_of(leaf.dtype or "", leaf.shape) for leaf in found]
+    return fitting(objects, [leaf.name for leaf in found], forms)
 
 
 _BLOBS = ("tensor", "parameter")
@@ -272,7 +273,7 @@ def _read(
         one = found[read.leaf]
         reads.append(LeafRead(one.stored, memory_of(memory), one.node, read.target))
     live = bool(in_place.tensors) or any(read.destination is not None for read in plan.reads)
-    memories, whole = in_place.beside() if atomic else (in_place.memories(), None)
+    memories, whole = in_place.beside() if atomic else (in_place.memories, None)
     rows = [reader.manifest.rows[name][0] for name in in_place.tensors]
     with naming_what_changed(live=live and not atomic):
         reader.read_rows(rows, memories)

@@ -101,10 +101,10 @@ class ShardSet:
             return False
         if not all(map(entries.__contains__, keys)):
             return False
-        dtypes, shapes = entries.forms(keys)
+        forms = entries.forms(keys)
         return (
-            dtypes == [leaf.dtype for leaf in tensors]
-            and list(map(tuple, shapes)) == [leaf.shape for leaf in tensors]
+            [form.dtype for form in forms] == [leaf.dtype for leaf in tensors]
+            and [form.shape for form in forms] == [leaf.shape for leaf in tensors]
             and found.values.keys() == {leaf.name for leaf in leaves if leaf.kind == "value"}
         )
 
@@ -119,10 +119,10 @@ class ShardSet:
         for key, leaf in tensors.items():
             if key not in stored:
                 raise DamagedError(f"{path} does not hold {key}, which the manifest puts there")
-            kind, shape = stored[key].form(key)
-            if kind.name != leaf.dtype or tuple(shape) != leaf.shape:
+            form = stored[key].form(key)
+            if form.dtype != leaf.dtype or form.shape != leaf.shape:
                 raise DamagedError(
-                    f"{path}: {key} is {kind.name}{list(shape)}, "
+                    f"{path}: {key} is {form.dtype}{list(form.shape)}, "
                     f"the manifest has {leaf.dtype}{list(leaf.shape)}"
                 )
         if missing := sorted(values - found.values.keys()):

@@ -11,38 +11,43 @@ import ctypes
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, compress
-from operator import attrgetter
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
 
-from torchrelay.checkpoint.disk.many_tensors import (
-    AT_ONCE,
-    all_dense,
-    all_in_order,
-    memories_at,
-    memories_of,
-)
-from torchrelay.checkpoint.state.restoring import dtype_name
+from torchrelay.checkpoint.disk.many_tensors import AT_ONCE, memories_at
+from torchrelay.checkpoint.disk.shard_entries import Form
+from torchrelay.checkpoint.state.plain_tensors import PlainTensors
 from torchrelay.checkpoint.storage import Memory
 from torchrelay.errors import RelayError
 
 T = TypeVar("T")
-
-PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 @dataclass(frozen=True)
 class InPlace:
     """Tensors by the names of the leaves that fit them; all lie in order in the memory of the CPU."""
 
-    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    plain: PlainTensors = field(default_factory=PlainTensors)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all."""
-        return sum(map(attrgetter("nbytes"), self.tensors.values()))
+        return sum(self._sizes())
+
+    @property
+    def memories(self) -> list[Memory]:
+        """The bytes of each."""
+        return self.plain.memories
+
+    def take(self, names: Sequence[str], live: Sequence[Any], forms: Sequence[Form]) -> bool:
+        """Add these if nothing is odd about any of them."""
+        if not self.plain.take(live, forms):
+            return False
+        self.tensors.update(zip(names, live, strict=True))
+        return True
 
     def rest(self, objects: Mapping[str, T]) -> Mapping[str, T]:
         """Those objects that are not here."""
@@ -52,13 +57,6 @@ class InPlace:
         if len(settled) == len(objects):
             return {}
         return {name: one for name, one in objects.items() if name not in settled}
-
-    def memories(self) -> list[Memory]:
-        """The bytes of each, to be written to as long as the tensors are there."""
-        live, found = list(self.tensors.values()), []
-        for at in range(0, len(live), AT_ONCE):
-            found += memories_of(live[at : at + AT_ONCE])
-        return found
 
     def beside(self) -> tuple[list[Memory], Memory]:
         """As much memory of its own for each, and what all of that is cut from."""
@@ -70,14 +68,11 @@ class InPlace:
 
     def put(self, memories: Iterable[Memory]) -> None:
         """Copy what was read beside into place."""
-        sources = map(ctypes.addressof, memories)  # type: ignore[arg-type]
-        deque(map(ctypes.memmove, self._addresses(), sources, self._sizes()), maxlen=0)
-
-    def _addresses(self) -> list[int]:
-        return list(map(torch.Tensor.data_ptr, self.tensors.values()))
+        places, sources = (map(ctypes.addressof, some) for some in (self.memories, memories))  # type: ignore[arg-type]
+        deque(map(ctypes.memmove, places, sources, self._sizes()), maxlen=0)
 
     def _sizes(self) -> list[int]:
-        return list(map(attrgetter("nbytes"), self.tensors.values()))
+        return [form.nbytes for form in self.plain.forms]
 
 
 NOTHING = InPlace()
@@ -97,25 +92,18 @@ def planned(plan: Callable[[InPlace], T], in_place: InPlace) -> tuple[T, InPlace
     return plan(NOTHING), NOTHING
 
 
-def fitting(
-    objects: Mapping[str, Any], names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
-) -> InPlace:
+def fitting(objects: Mapping[str, Any], names: Sequence[str], forms: Sequence[Form]) -> InPlace:
     """Of these stored leaves, each the only one of a blob of its name, those that its object fits."""
-    live = [objects[name] for name in names]
+    live = list(objects.values()) if list(objects) == names else [objects[name] for name in names]
     twice = _twice(live)
-    found: dict[str, torch.Tensor] = {}
+    found = InPlace()
     for at in range(0, len(live), AT_ONCE):
         part = slice(at, at + AT_ONCE)
-        some = live[part], dtypes[part], shapes[part]
-        if not twice and _all_usual(*some):
-            found.update(zip(names[part], some[0], strict=True))
-        else:
-            rows = zip(*some, strict=True)
-            usual = [
-                id(one) not in twice and _all_usual([one], [dtype], [shape]) for one, dtype, shape in rows
-            ]
-            found.update(compress(zip(names[part], some[0], strict=True), usual))
-    return InPlace(found)
+        if twice or not found.take(names[part], live[part], forms[part]):
+            for name, one, form in zip(names[part], live[part], forms[part], strict=True):
+                if id(one) not in twice:
+                    found.take([name], [one], [form])
+    return found
 
 
 def _twice(live: Sequence[Any]) -> set[int]:
@@ -123,19 +111,3 @@ def _twice(live: Sequence[Any]) -> set[int]:
     if len(set(map(id, live))) == len(live):
         return set()
     return {one for one, count in Counter(map(id, live)).items() if count > 1}
-
-
-def _all_usual(live: Sequence[Any], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> bool:
-    """Whether nothing is odd about any of these tensors."""
-    return (
-        all_dense(live)
-        and _dtypes(live) == list(dtypes)
-        and list(map(attrgetter("shape"), live)) == list(map(tuple, shapes))
-        and all_in_order(live)
-    )
-
-
-def _dtypes(live: Sequence[torch.Tensor]) -> list[str]:
-    found = list(map(attrgetter("dtype"), live))
-    names = {dtype: dtype_name(dtype) for dtype in set(found)}
-    return list(map(names.__getitem__, found))

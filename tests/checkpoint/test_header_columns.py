@@ -77,8 +77,8 @@ def outcome_one_by_one(header: bytes, data_bytes: int) -> object:
 
 
 def forms(entries: Mapping[str, object]) -> object:
-    return [(entries[key].dtype, list(entries[key].shape)) for key in entries] == [
-        (kind, list(shape)) for kind, shape in map(entries.form, entries)
+    return [(entries[key].dtype.name, entries[key].shape) for key in entries] == [
+        (form.dtype, form.shape) for form in map(entries.form, entries)
     ]
 
 

@@ -16,6 +16,7 @@ from torchrelay import load_into, open_checkpoint, save_blobs
 from torchrelay.checkpoint import load_into as from_files
 from torchrelay.checkpoint.disk import small_entries
 from torchrelay.checkpoint.disk.digest import BLOCK
+from torchrelay.checkpoint.disk.shard_entries import form_of
 from torchrelay.checkpoint.reading import loading as from_epochs
 from torchrelay.checkpoint.state.in_place import NOTHING, fitting
 from torchrelay.errors import RelayError
@@ -188,9 +189,9 @@ def test_what_is_usual_is_in_place_and_read_with_few_calls(tmp_path, monkeypatch
     into = {name: torch.zeros(30) for name in blobs}
     load_into(tmp_path / "blobs", into)
     assert all(torch.equal(into[name], one) for name, one in blobs.items())
-    assert len(calls) == 4
+    assert len(calls) == 2
     names = list(blobs)
-    found = fitting(into, names, ["float32"] * 1000, [[30]] * 1000)
+    found = fitting(into, names, [form_of("float32", (30,))] * 1000)
     assert list(found.tensors) == names
 
 
