@@ -85,7 +85,9 @@ def _content(
 ) -> FileContent:
     if not isinstance(blobs, Mapping) or not blobs:
         raise UsageError(f'give the blobs by name, save_blobs(url, {{"model": model}}), not {_shown(blobs)}')
-    named = {new: blobs[old] for new, old in renamed_all(blobs, rename).items()}
+    named = dict(blobs)
+    if rename is not None:
+        named = {new: blobs[old] for new, old in renamed_all(blobs, rename).items()}
     check_blob_names(named)
     converted = checked_cast(dtype) is not None
     if selection.everything and not converted and (plain := _plain(named)) is not None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Collection, Iterable, Sequence
+from itertools import repeat
+from operator import itemgetter
 
 from torchrelay.errors import UsageError
 
@@ -58,15 +60,18 @@ def check_blob_names(names: Iterable[str]) -> None:
     if not _all_plain(given):
         for name in given:
             check_blob_name(name)
-    known, prefixes = set(given), _prefixes(given)
-    if RANDOM_STATES in known or RANDOM_STATES in prefixes or not known.isdisjoint(prefixes):
+    known = set(given)
+    if RANDOM_STATES in known or any(map(str.startswith, given, repeat(f"{RANDOM_STATES}."))):
+        _refuse_mixed(known)
+    depths = set(map(str.count, given, repeat(".")))
+    if len(depths) > 1 and not known.isdisjoint(_prefixes(given)):  # of one depth, none is in another
         _refuse_mixed(known)
 
 
 def _prefixes(names: Iterable[str]) -> set[str]:
     """What lies before any dot of any name. Very many names have few such prefixes between them."""
-    found: set[str] = set()
-    while names := {name[: name.rindex(".")] for name in names if "." in name} - found:
+    found = {""}
+    while names := set(map(itemgetter(0), map(str.rpartition, names, repeat(".")))) - found:
         found |= names
     return found
 

@@ -39,14 +39,14 @@ def all_strided(found: Sequence[object]) -> TypeGuard[Sequence[torch.Tensor]]:
     )
 
 
-def all_in_order(dense: Sequence[torch.Tensor]) -> bool:
+def all_in_order(dense: Sequence[torch.Tensor], some_complex: bool = True) -> bool:
     """Whether each lies in order in the memory of the CPU, as what its elements are."""
     import torch
 
     return (
         all(map(attrgetter("is_cpu"), dense))
         and all(map(torch.Tensor.is_contiguous, dense))
-        and not any(map(torch.Tensor.is_conj, dense))
+        and not (some_complex and any(map(torch.Tensor.is_conj, dense)))
         and not any(map(torch.Tensor.is_neg, dense))
     )
 

@@ -35,7 +35,7 @@ class PlainTensors:
         if not all(map(is_storable, set(types))):
             return False
         found = list(map(form_of, map(logical_name, types), map(attrgetter("shape"), some)))
-        if forms not in (None, found) or not all_in_order(some):
+        if forms not in (None, found) or not all_in_order(some, any(kind.is_complex for kind in set(types))):
             return False
         self.forms += found
         self.storages += map(torch.Tensor.untyped_storage, some)
