@@ -1,8 +1,8 @@
 """W7: a training loop with saves in flight. `python -m bench.training ASKED`.
 
 Everything that is compared comes from the loop's own clock and is taken in the same way for all engines:
-how long the call blocks, how much longer a step of the optimizer takes than without saves (the gate),
-when a save is durable, and what a save costs the loop altogether.
+how long the call blocks, how long a step waits before the optimizer's own work begins (the gate), when a
+save is durable, and what a save costs the loop altogether.
 """
 
 from __future__ import annotations
@@ -54,13 +54,22 @@ class Training:
     state: State
     micro: int = 1
     steps: list[tuple[float, float]] = field(default_factory=list)
-    """Seconds of every step, and of the optimizer in it."""
+    """Seconds of every step, and of what stood before the optimizer's own work in it."""
+    _working: list[float] = field(default_factory=list)
+    _passed: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Look at the clock behind all hooks that stand before every optimizer's step: its own come last."""
+        self.state.optimizer.register_step_pre_hook(self._pass)
+
+    def _pass(self, *_: object) -> None:
+        self._passed = time.perf_counter()
 
     def calibrate(self, step_secs: float) -> None:
         """Find the number of small batches from the quickest steps; it stays whatever happens later."""
         tried = self.run(5)
-        optimizer = min(secs for _, secs in tried)
-        batch = min(whole - secs for whole, secs in tried)
+        optimizer = min(self._working)
+        batch = min(whole - secs for (whole, _), secs in zip(tried, self._working, strict=True))
         self.micro = max(1, round((step_secs - optimizer) / max(1e-6, batch)))
         self.step()
         self.steps.clear()
@@ -76,7 +85,8 @@ class Training:
         gate()
         optimizer.step()
         end = time.perf_counter()
-        self.steps.append((end - begin, end - middle))
+        self.steps.append((end - begin, self._passed - middle))
+        self._working.append(end - self._passed)
 
     def run(self, count: int, gate: Callable[[], None] = lambda: None) -> list[tuple[float, float]]:
         """So many steps, and their seconds."""
@@ -109,14 +119,14 @@ def measured(asked: Asked, engine: Saving) -> Answers:
             lambda gate: training.run(STEPS_BETWEEN, gate),
         )
     quiet += training.run(QUIET_STEPS)
-    normal, normal_optimizer = (median(times) for times in zip(*quiet, strict=True))
-    waits = [max(optimizer - normal_optimizer for _, optimizer in steps) for steps in loop.steps]
+    normal = median(secs for secs, _ in quiet)
+    waits = [max(waited for _, waited in steps) for steps in loop.steps]
     excess = (loop.secs - normal * STEPS_BETWEEN * asked.saves) / asked.saves
     later = slice(1, None) if asked.saves > 1 else slice(None)
-    held = [call + max(0.0, wait) for call, wait in zip(loop.blocked, waits, strict=True)]
+    held = [call + wait for call, wait in zip(loop.blocked, waits, strict=True)]
     return {
         "call blocked": {"secs": median(loop.blocked[later])},
-        "gate": {"secs": max(0.0, median(waits[later]))},
+        "gate": {"secs": median(waits[later])},
         "call and gate": {"secs": median(held[later])},
         "first save": {"secs": held[0]},
         "durable": {"secs": median(loop.durable[later]), "bytes": nbytes_of(training.state.tensors)},

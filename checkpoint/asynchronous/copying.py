@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -61,8 +62,12 @@ class Copier:
         if source.is_cpu:
             ctypes.memmove(target.address, source.data_ptr(), target.nbytes)
             return
-        with torch.cuda.stream(self._stream(source.device)):
+        with self.aside(source):
             target.tensor.copy_(source.detach().reshape(-1).view(torch.uint8), non_blocking=True)
+
+    def aside(self, source: torch.Tensor) -> AbstractContextManager[Any]:
+        """Where to look at a source: not behind what the training has queued."""
+        return nullcontext() if source.is_cpu else torch.cuda.stream(self._stream(source.device))
 
     def end(self) -> None:
         """Wait until the late copies are complete, those before one that failed too."""

@@ -1,4 +1,4 @@
-"""One save's copies: early ones made at once, late ones behind the training, compared at the gate."""
+"""One save's copies: early ones made at once, late ones behind the training, compared before they count."""
 
 from __future__ import annotations
 
@@ -81,9 +81,10 @@ class Stage:
         gate.close(self)
 
     def copy(self, also: Callable[[], None] = lambda: None) -> None:
-        """Make the late copies, and do what else must be done before the gate opens.
+        """Make the late copies, compare their sources, and do what else must be done before the gate opens.
 
-        Whoever waits there goes on after that, also when this raises.
+        Whoever waits there goes on after that, also when this raises. What is written between the comparison
+        and the gate no longer reaches the copies.
         """
         try:
             self.copier.enter_thread()
@@ -94,6 +95,7 @@ class Stage:
                     self.copier.copy_late(piece.target, piece.source)
             finally:
                 self.copier.end()  # what a device still sends would reach the block of the next save
+            self.compare()
             also()
         except BaseException as error:
             self.failure = error
@@ -101,8 +103,17 @@ class Stage:
         finally:
             self._copied.set()
 
+    def compare(self) -> None:
+        """Find the sources that are not what they were at the boundary."""
+        found = []
+        for piece in self.late:
+            with self.copier.aside(piece.source):
+                if piece.changed(self.verify):
+                    found.append(piece)
+        self.changed = tuple(found)
+
     def pass_gate(self) -> None:
-        """Wait for the copies and compare the sources with what they were. By any thread, more than once."""
+        """Wait for the copies, whose sources were compared by then. By any thread, more than once."""
         with self._passing:
             if self._passed:
                 return
@@ -110,8 +121,6 @@ class Stage:
                 turns.begin_now()
                 self._copied.wait()
             self.copier.let_compute_wait()
-            if self.failure is None:
-                self.changed = tuple(piece for piece in self.late if piece.changed(self.verify))
             self._passed = True
             gate.open_for(self)
 

@@ -44,7 +44,8 @@ def test_a_step_without_the_gate_tears_an_epoch(tmp_path: Path, monkeypatch: pyt
 
     Without reuse, for blocks that were hashed at the boundary show it as damage.
     """
-    monkeypatch.setattr(Stage, "pass_gate", lambda self: None)
+    for guard in ("pass_gate", "compare"):
+        monkeypatch.setattr(Stage, guard, lambda self: None)
     held = HeldUp(monkeypatch)
     truth = train(tmp_path / "run", 3, asynchronous=True, reuse=False, after_step=held.after_step)
     assert held.copies > 0
