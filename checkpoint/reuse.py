@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.disk.manifest import BlobRow, Manifest
-from torchrelay.checkpoint.disk.names import format_key
+from torchrelay.checkpoint.disk.names import format_keys
 from torchrelay.checkpoint.disk.shard_writer import ShardReport
 from torchrelay.checkpoint.known import Known, KnownFile, Part, known_of
 from torchrelay.checkpoint.log.branches import LogView
@@ -31,7 +31,7 @@ from torchrelay.checkpoint.planning.reuse import (
     within_limits,
 )
 from torchrelay.checkpoint.state.dtensors import is_sharded
-from torchrelay.checkpoint.state.leaf import Value
+from torchrelay.checkpoint.state.leaf import Role, Value
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.unchanged import PartKey, TensorOf, look
 from torchrelay.errors import RelayError
@@ -246,11 +246,9 @@ def _tensors(job: SaveJob, plan: Plan) -> TensorOf:
 
 def _parts_by_key(assignments: Sequence[Assignment]) -> dict[str, Part]:
     """Random states and values are left out: nobody refers to them."""
-    return {
-        format_key(one.key): Part(one.leaf.name, one.first, one.last, one.nbytes, one.box)
-        for one in assignments
-        if one.leaf.kind == "tensor" and one.leaf.role.value != "rng"
-    }
+    found = [one for one in assignments if one.leaf.kind == "tensor" and one.leaf.role is not Role.RNG]
+    parts = [Part(one.leaf.name, one.first, one.last, one.nbytes, one.box) for one in found]
+    return dict(zip(format_keys([one.key for one in found]), parts, strict=True))
 
 
 def _world_of(job: SaveJob) -> _World:

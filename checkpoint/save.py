@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.apart import Apart
 from torchrelay.checkpoint.boundary import NodeState
@@ -24,7 +24,7 @@ from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, block_digests
 from torchrelay.checkpoint.disk.manifest import ShardRow
 from torchrelay.checkpoint.disk.paths import DATA, manifest_path, stats_path, try_directory
 from torchrelay.checkpoint.disk.shard import ShardIdentity
-from torchrelay.checkpoint.disk.shard_entries import ShardEntry
+from torchrelay.checkpoint.disk.shard_entries import Entries
 from torchrelay.checkpoint.disk.shard_writer import write_shard
 from torchrelay.checkpoint.disk.workers import WRITERS
 from torchrelay.checkpoint.facts import Facts
@@ -32,7 +32,7 @@ from torchrelay.checkpoint.headway import headway
 from torchrelay.checkpoint.ledger_words import Holding
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.record import entry_json, entry_of
-from torchrelay.checkpoint.planning.assignments import Assignment, Plan, PlannedLeaf
+from torchrelay.checkpoint.planning.assignments import Plan, PlannedLeaf
 from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_of
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.report import NodeReport, bytes_in, secs_in, shards_in, values_in
@@ -47,6 +47,9 @@ from torchrelay.jobs.collector import undisturbed
 from torchrelay.jobs.peers import Peers, decide, together
 from torchrelay.jobs.places import NodePlace
 from torchrelay.metadata.stats import NodeStats, NodeTimes
+
+if TYPE_CHECKING:
+    import torch
 
 Row = list[Any]
 """A node's report as it travels (`report`)."""
@@ -222,7 +225,7 @@ def _write_node(
     where = try_directory(try_name)
     for group, assignments in plan.files(state.rank).items():
         identity = ShardIdentity(job.holding.job, job.position, state.place.name, group, try_name)
-        entries, values = _contents(job, state, assignments)
+        entries, values = _contents(job, plan, state, group)
         for part, report in enumerate(
             write_shard(job.storage, where, identity, entries, values=values, writers=job.writers), 1
         ):
@@ -236,11 +239,11 @@ def _write_node(
     return NodeReport(state.rank, tuple(shards), inline, secs)
 
 
-def _contents(
-    job: SaveJob, state: NodeState, assignments: Sequence[Assignment]
-) -> tuple[list[ShardEntry], dict[str, Any]]:
-    entries, values = [], {}
-    for assignment in assignments:
+def _contents(job: SaveJob, plan: Plan, state: NodeState, group: str) -> tuple[Entries, dict[str, Any]]:
+    """What a node writes into its file of a group: tensors, and values."""
+    data: list[torch.Tensor | memoryview] = []
+    values: dict[str, Any] = {}
+    for assignment in plan.files(state.rank)[group]:
         leaf = state.leaves[assignment.leaf.name]
         if isinstance(leaf.content, Value):
             values[leaf.name] = leaf.content.json
@@ -249,9 +252,8 @@ def _contents(
             digests = None if job.reuse is None else job.reuse.digests(state.rank, assignment)
             if digests is not None and isinstance(piece, memoryview):
                 _check_copied(leaf.name, piece, digests)
-            spec = assignment.leaf
-            entries.append(ShardEntry(assignment.key, str(spec.dtype), spec.shape, piece))
-    return entries, values
+            data.append(piece)
+    return plan.tensors(state.rank, group).of(data), values
 
 
 def _check_copied(name: str, piece: memoryview, digests: bytes) -> None:

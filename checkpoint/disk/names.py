@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from urllib.parse import unquote_to_bytes
@@ -78,6 +78,14 @@ def format_key(key: Key) -> str:
     if form is None:
         raise BlobError(f"{key.name}: {intervals} are no intervals of indices")
     return f"{name}@{form}"
+
+
+def format_keys(keys: Sequence[Key]) -> Sequence[str]:
+    """The texts of very many keys, nearly all of which are plain names; raises as `format_key` does."""
+    names = [key.name for key in keys]
+    if set(map(type, keys)) <= {Whole} and all_plain(names):
+        return names
+    return list(map(format_key, keys))
 
 
 def parse_key(text: str) -> Key:

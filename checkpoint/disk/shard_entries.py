@@ -6,8 +6,8 @@ part has no object for an entry: it has its keys, their forms, of which there ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import compress
 from operator import itemgetter
@@ -18,7 +18,16 @@ from torchrelay.checkpoint.disk.boxes import Bounds
 from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.disk.immutable import immutable
 from torchrelay.checkpoint.disk.lazily import lazily
-from torchrelay.checkpoint.disk.names import Box, Flat, Key, Whole, all_plain, encode_name, format_key
+from torchrelay.checkpoint.disk.names import (
+    Box,
+    Flat,
+    Key,
+    Whole,
+    all_plain,
+    encode_name,
+    format_key,
+    format_keys,
+)
 from torchrelay.errors import BlobError
 
 if TYPE_CHECKING:
@@ -91,6 +100,12 @@ class Entries:
         """Bytes in the file, known without touching the data."""
         return [form.nbytes for form in self.forms]
 
+    def of(self, data: Sequence[Data]) -> Entries:
+        """The same entries with these data, of which there are as many."""
+        if len(data) != len(self):
+            raise ValueError(f"{len(data)} tensors for {len(self)} entries")
+        return replace(self, data=data)
+
     def among(self, numbers: Sequence[int]) -> Entries:
         """The entries of these numbers, in this order."""
         keys = picked(self.keys, numbers)
@@ -113,14 +128,23 @@ def picked(items: Sequence[T], numbers: Sequence[int]) -> Sequence[T]:
 
 def entries_of(given: Sequence[ShardEntry]) -> Entries:
     """The columns of these; raises BlobError for a name that cannot be a key, or a piece of nothing."""
-    data = [entry.data for entry in given]
-    if all([type(entry.key) is Whole for entry in given]):  # noqa: C419
-        forms = [form_of(entry.dtype, entry.shape) for entry in given]
-        return whole_entries([entry.key.name for entry in given], forms, data)
-    keys = [format_key(entry.key) for entry in given]
-    forms = [form_of(entry.dtype, piece_shape(entry.key, entry.shape)) for entry in given]
-    said = {key: _piece(entry, form) for key, entry, form in zip(keys, given, forms, strict=True)}
-    return Entries(keys, forms, data, {key: piece for key, piece in said.items() if piece})
+    keys, types = [entry.key for entry in given], [entry.dtype for entry in given]
+    return described(keys, types, [entry.shape for entry in given]).of([entry.data for entry in given])
+
+
+def described(keys: Sequence[Key], types: Iterable[str], shapes: Sequence[tuple[int, ...]]) -> Entries:
+    """The columns of tensors and pieces, without data yet; raises BlobError.
+
+    `types` and `shapes` are those of the whole leaves.
+    """
+    texts = format_keys(keys)
+    forms = list(map(form_of, types, map(piece_shape, keys, shapes)))
+    odd = [form.raw or type(key) is not Whole for form, key in zip(forms, keys, strict=True)]
+    pieces = {
+        text: _piece(form, shape)
+        for text, form, shape in compress(zip(texts, forms, shapes, strict=True), odd)
+    }
+    return Entries(texts, forms, (), pieces)
 
 
 def whole_entries(
@@ -133,13 +157,8 @@ def whole_entries(
     return Entries(keys, forms, data, pieces, in_order)
 
 
-def _piece(entry: ShardEntry, form: Form) -> dict[str, Json]:
-    said: dict[str, Json] = {}
-    if form.raw:
-        said["dtype"] = entry.dtype
-    if form.raw or isinstance(entry.key, (Box, Flat)):
-        said["shape"] = list(entry.shape)
-    return said
+def _piece(form: Form, shape: tuple[int, ...]) -> dict[str, Json]:
+    return {**({"dtype": form.dtype} if form.raw else {}), "shape": list(shape)}
 
 
 def piece_shape(key: Key, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from torchrelay.checkpoint.disk.manifest import VALUE_LIMIT_BYTES, BlobRow, Leaf
 from torchrelay.checkpoint.disk.mesh import Mesh, placements_json
 from torchrelay.checkpoint.disk.names import Flat, Key, Whole
 from torchrelay.checkpoint.disk.parts import box_key
+from torchrelay.checkpoint.disk.shard_entries import Entries, described
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.state.leaf import LeafSpec
@@ -130,6 +131,21 @@ class Plan:
             if not assignment.inline:
                 groups.setdefault(assignment.leaf.group, []).append(assignment)
         return {group: tuple(found) for group, found in sorted(groups.items())}
+
+    def tensors(self, node: int, group: str) -> Entries:
+        """How a node's file describes the tensors that `files` has it write, in that order; without data."""
+        if (node, group) not in self._described:
+            found = [one for one in self.files(node)[group] if one.leaf.kind == "tensor"]
+            self._described[node, group] = described(
+                [one.key for one in found],
+                [str(one.leaf.dtype) for one in found],
+                [one.leaf.shape for one in found],
+            )
+        return self._described[node, group]
+
+    @cached_property
+    def _described(self) -> dict[tuple[int, str], Entries]:
+        return {}
 
     @cached_property
     def writers(self) -> frozenset[tuple[int, str]]:

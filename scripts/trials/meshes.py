@@ -162,8 +162,8 @@ class Saved:
         state = NodeState(place, leaves, (), {}, {})
         job: Any = SimpleNamespace(reuse=None)
         found = []
-        for group, assignments in plan.files(place.rank).items():
-            entries, _ = save._contents(job, state, assignments)
+        for group in plan.files(place.rank):
+            entries, _ = save._contents(job, plan, state, group)
             identity = ShardIdentity("job", Position(1), place.name, group, TRY)
             storage: Any = self.storage
             for part, report in enumerate(write_shard(storage, f"data/{TRY}", identity, entries), 1):
