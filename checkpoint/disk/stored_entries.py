@@ -186,9 +186,11 @@ class StoredEntries(Mapping[str, StoredEntry]):
         keys = list(keys)
         if self._are_all(keys):
             return range(len(keys))
-        if keys != self._asked[0]:  # one load asks several times for the same
-            self._asked = keys, list(map(self._numbers.__getitem__, keys))
-        return self._asked[1]
+        asked, found = self._asked  # taken once: another thread may ask for others meanwhile
+        if keys != asked:  # one load asks several times for the same
+            found = list(map(self._numbers.__getitem__, keys))
+            self._asked = keys, found
+        return found
 
     def forms(self, keys: Sequence[str]) -> Sequence[Form]:
         """The logical forms of leaves."""
