@@ -19,6 +19,7 @@ from torchrelay.checkpoint.blob_file_content import content_of
 from torchrelay.checkpoint.blob_file_writing import write_blob_file
 from torchrelay.checkpoint.disk import extents
 from torchrelay.checkpoint.disk.digest import BLOCK
+from torchrelay.checkpoint.disk.shard_entries import form_of
 from torchrelay.checkpoint.state import flatten
 from torchrelay.errors import DamagedError
 
@@ -132,6 +133,21 @@ def test_who_asks_for_numbers_gets_their_own_while_somebody_asks_for_others(tmp_
     assert list(entries.numbers(["b", "c"])) == [1, 2]
     assert list(entries.numbers([Slow("b"), "c"])) == [1, 2]
     assert between == [[3]]
+
+
+@pytest.mark.parametrize("blobs", [["a"], ["a", "%"]])
+def test_nothing_stays_of_a_shape_without_end(tmp_path, blobs):
+    """A file that claims very many dimensions costs memory only while it is looked at."""
+    save_blobs(tmp_path / "f", {name: torch.ones(3) for name in blobs})
+    data = (tmp_path / "f").read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    text = data[8:end].rstrip().replace(b'"shape":[3]', b'"shape":[%b3]' % (b"1," * 10_000))
+    text = text.ljust(len(text) + -(len(text) + 8) % 4096)
+    (tmp_path / "f").write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+    before = form_of.cache_info()
+    with pytest.raises(DamagedError, match="not the one that was saved"):
+        open_blob_file(tmp_path / "f")
+    assert form_of.cache_info().currsize == before.currsize
 
 
 def forged(path, change):
