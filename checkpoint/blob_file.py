@@ -61,11 +61,16 @@ class BlobFile:
 
     @lazily
     def inner(self) -> dict[str, str]:
-        """The tensors that lie inside values, each with the name of that value."""
+        """The tensors that lie inside values, each with the name of that value.
+
+        Raises DamagedError for one that is not there.
+        """
         found: dict[str, str] = {}
         for name, json in self.values.items():
             for leaf in references(json):
                 found.setdefault(leaf, name)
+        if missing := [leaf for leaf in found if leaf not in self.specs]:
+            raise DamagedError(f"{self.path}: the value {found[missing[0]]} has no tensor {missing[0]}")
         return found
 
     @undisturbed()
@@ -196,6 +201,8 @@ class BlobLeaves(Mapping[str, LeafSpec]):
         self._numbers = dict(zip(self._names, range(len(said)), strict=True))
         if len(self._numbers) < len(said):
             raise ValueError("a leaf is there twice")
+        if not set(map(type, self._blobs)) <= {str}:
+            raise TypeError("a blob has a name that is no text")
         self._made: dict[str, LeafSpec] = {}
         entries, values = header.entries.keys(), header.values.keys()
         plain = all_plain(self._names)

@@ -85,8 +85,9 @@ def _content(
 ) -> FileContent:
     if not isinstance(blobs, Mapping) or not blobs:
         raise UsageError(f'give the blobs by name, save_blobs(url, {{"model": model}}), not {_shown(blobs)}')
-    named = dict(blobs)
-    if rename is not None:
+    if rename is None and type(blobs) is dict:  # one of another type may make a value when asked for it
+        named = dict(blobs)
+    else:
         named = {new: blobs[old] for new, old in renamed_all(blobs, rename).items()}
     check_blob_names(named)
     converted = checked_cast(dtype) is not None

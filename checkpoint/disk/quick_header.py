@@ -19,7 +19,7 @@ from torchrelay.checkpoint.disk import canonical, dtypes, names
 from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.disk.digest import first_blocks
 from torchrelay.checkpoint.disk.shard import METADATA_KEY
-from torchrelay.checkpoint.disk.shard_entries import Form, form_of
+from torchrelay.checkpoint.disk.shard_entries import Form, form_said
 from torchrelay.checkpoint.disk.stored_entries import Columns
 from torchrelay.errors import FormatError
 
@@ -87,5 +87,5 @@ def _form(text: str) -> Form | None:
         return None
     if math.prod(shape) * kind.itemsize >= canonical.INTEGER_LIMIT:
         return None
-    form = form_of(kind.name, tuple(shape))
+    form = form_said(kind.name, tuple(shape))
     return form if f"{{{text}:[" == form.text else None

@@ -78,6 +78,15 @@ def form_of(dtype: str, shape: tuple[int, ...]) -> Form:
     return Form(dtype, tuple(shape), nbytes, digest.block_count(nbytes), kind.itemsize, text, kind.raw)
 
 
+_DIMENSIONS = 64
+"""Of more no form that a file claims is remembered: there may be millions."""
+
+
+def form_said(dtype: str, shape: tuple[int, ...]) -> Form:
+    """The same, where the shape is what a file says that nobody has proved."""
+    return (form_of if len(shape) <= _DIMENSIONS else form_of.__wrapped__)(dtype, shape)
+
+
 @dataclass(frozen=True)
 class Entries:
     """Entries of a file, column by column: what each is called in the header, its form, and its data.

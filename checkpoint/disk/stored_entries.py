@@ -17,7 +17,7 @@ from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.disk.dtypes import ElementType
 from torchrelay.checkpoint.disk.lazily import lazily
 from torchrelay.checkpoint.disk.names import Key
-from torchrelay.checkpoint.disk.shard_entries import Form, form_of, piece_shape
+from torchrelay.checkpoint.disk.shard_entries import Form, form_said, piece_shape
 from torchrelay.errors import FormatError
 
 
@@ -98,7 +98,7 @@ def columns_of(said: Mapping[str, Json], data_bytes: int, digest_bytes: int) -> 
     blocks = digest.first_blocks(sizes)
     if digest_bytes != blocks[-1] * digest.SIZE:
         return None
-    forms = list(map(form_of, [kind.name for kind in kinds], map(tuple, shapes)))
+    forms = list(map(form_said, [kind.name for kind in kinds], map(tuple, shapes)))
     return Columns(forms, starts, stops, blocks)
 
 
@@ -186,9 +186,11 @@ class StoredEntries(Mapping[str, StoredEntry]):
         keys = list(keys)
         if self._are_all(keys):
             return range(len(keys))
-        if keys != self._asked[0]:  # one load asks several times for the same
-            self._asked = keys, list(map(self._numbers.__getitem__, keys))
-        return self._asked[1]
+        asked, found = self._asked  # taken once: another thread may ask for others meanwhile
+        if keys != asked:  # one load asks several times for the same
+            found = list(map(self._numbers.__getitem__, keys))
+            self._asked = keys, found
+        return found
 
     def forms(self, keys: Sequence[str]) -> Sequence[Form]:
         """The logical forms of leaves."""
@@ -208,5 +210,5 @@ class StoredEntries(Mapping[str, StoredEntry]):
     def form(self, key: str) -> Form:
         """The logical form of a leaf; makes no object, because whoever asks for all needs none."""
         if (found := self._known.get(key)) is not None:
-            return form_of(found.dtype.name, found.shape)
+            return form_said(found.dtype.name, found.shape)
         return self.stored.columns.forms[self._numbers[key]]

@@ -20,7 +20,8 @@ from torchrelay.checkpoint.storage import Memory
 class PlainTensors:
     """What each tensor is: its form and its memory.
 
-    The memory stays as long as this object does, whatever becomes of the tensors.
+    The memory stays as long as this object does, even where a tensor is gone or got other memory; not
+    where somebody resizes the storage that it lies in (`resize_`), as with any view of a tensor's memory.
     """
 
     forms: list[Form] = field(default_factory=list)
