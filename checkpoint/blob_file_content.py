@@ -39,10 +39,10 @@ class FileContent:
     values: Mapping[str, Json]
     values_text: bytes
     aliases: Mapping[str, Key]
-    kept: object = None
+    kept: PlainTensors | None = None
 
     def part(self) -> Part:
-        """The content of the one file; raises BlobError for more than one can hold."""
+        """The one file, as long as this object is kept; raises BlobError for more than one can hold."""
         parts = cut(_IDENTITY, self.entries, self.values, self.aliases, _ONE_FILE, self.values_text)
         if len(parts) > 1:
             raise BlobError(f"{len(self.entries)} tensors are too many for one file: save fewer in each")
@@ -52,7 +52,7 @@ class FileContent:
 def content_of_plain(blobs: Mapping[str, torch.Tensor], plain: PlainTensors) -> FileContent:
     """The content of a file of tensors alone, each a blob by itself."""
     names = list(blobs)
-    entries = whole_entries(names, plain.forms, plain.memories, in_order=True)
+    entries = whole_entries(names, plain.forms, plain.memories, in_memory=True)
     firsts = {type(tensor): tensor for tensor in blobs.values()}
     roles = {kind: str(tensor_role(tensor)) for kind, tensor in firsts.items()}
     rows = openings(names, names, map(roles.__getitem__, map(type, blobs.values())))

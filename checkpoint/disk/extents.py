@@ -143,7 +143,7 @@ def _copy(entries: Entries, numbers: range) -> bytes:
     for at in range(numbers.start, numbers.stop, AT_ONCE):
         some = range(at, min(at + AT_ONCE, numbers.stop))
         data = entries.data[some.start : some.stop]
-        memories = data if entries.in_order else _memories(data)
+        memories = data if entries.in_memory else _memories(data)
         if memories and list(map(len, memories)) == entries.sizes[some.start : some.stop]:
             found.append(b"".join(memories))
         else:
@@ -199,7 +199,7 @@ def _small(entries: Entries, number: int) -> bytes:
 
 def _bytes_of(entries: Entries, number: int) -> memoryview:
     data = entries.data[number]
-    if entries.in_order:
+    if entries.in_memory:
         view = memoryview(data).cast("B")
     elif isinstance(data, memoryview):
         view = data.cast("B") if data.format != "B" else data

@@ -92,14 +92,14 @@ class Entries:
     """Entries of a file, column by column: what each is called in the header, its form, and its data.
 
     `pieces` has, by key, what the metadata say of those whose header alone does not tell what they are.
-    `in_order` tells that data are nothing but memory, of exactly the size of each.
+    `in_memory` tells that data are nothing but memory, of exactly the size of each.
     """
 
     keys: Sequence[str]
     forms: Sequence[Form]
     data: Sequence[Data]
     pieces: Mapping[str, Json]
-    in_order: bool = False
+    in_memory: bool = False
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -120,7 +120,7 @@ class Entries:
         keys = picked(self.keys, numbers)
         pieces = {key: self.pieces[key] for key in keys if key in self.pieces} if self.pieces else {}
         data = picked(self.data, numbers)
-        return Entries(keys, picked(self.forms, numbers), data, pieces, self.in_order)
+        return Entries(keys, picked(self.forms, numbers), data, pieces, self.in_memory)
 
     def ordered(self) -> Entries:
         """In stored order: item size descending, so that every tensor is aligned, then key."""
@@ -157,13 +157,13 @@ def described(keys: Sequence[Key], types: Iterable[str], shapes: Sequence[tuple[
 
 
 def whole_entries(
-    names: Sequence[str], forms: Sequence[Form], data: Sequence[Data], *, in_order: bool = False
+    names: Sequence[str], forms: Sequence[Form], data: Sequence[Data], *, in_memory: bool = False
 ) -> Entries:
     """The columns of leaves that are stored whole; raises BlobError for a name that cannot be a key."""
     keys = names if all_plain(names) else list(map(encode_name, names))
     raw = compress(zip(keys, forms, strict=True), [form.raw for form in forms])
     pieces = {key: {"dtype": form.dtype, "shape": list(form.shape)} for key, form in raw}
-    return Entries(keys, forms, data, pieces, in_order)
+    return Entries(keys, forms, data, pieces, in_memory)
 
 
 def _piece(form: Form, shape: tuple[int, ...]) -> dict[str, Json]:

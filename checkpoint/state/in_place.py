@@ -29,7 +29,7 @@ T = TypeVar("T")
 class InPlace:
     """Tensors by the names of the leaves that fit them; all lie in order in the memory of the CPU."""
 
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     plain: PlainTensors = field(default_factory=PlainTensors)
 
     @property
@@ -41,13 +41,6 @@ class InPlace:
     def memories(self) -> list[Memory]:
         """The bytes of each."""
         return self.plain.memories
-
-    def take(self, names: Sequence[str], live: Sequence[Any], forms: Sequence[Form]) -> bool:
-        """Add these if nothing is odd about any of them."""
-        if not self.plain.take(live, forms):
-            return False
-        self.tensors.update(zip(names, live, strict=True))
-        return True
 
     def rest(self, objects: Mapping[str, T]) -> Mapping[str, T]:
         """Those objects that are not here."""
@@ -96,14 +89,16 @@ def fitting(objects: Mapping[str, Any], names: Sequence[str], forms: Sequence[Fo
     """Of these stored leaves, each the only one of a blob of its name, those that its object fits."""
     live = list(objects.values()) if list(objects) == names else [objects[name] for name in names]
     twice = _twice(live)
-    found = InPlace()
+    plain, found = PlainTensors(), dict[str, torch.Tensor]()
     for at in range(0, len(live), AT_ONCE):
         part = slice(at, at + AT_ONCE)
-        if twice or not found.take(names[part], live[part], forms[part]):
-            for name, one, form in zip(names[part], live[part], forms[part], strict=True):
-                if id(one) not in twice:
-                    found.take([name], [one], [form])
-    return found
+        if not twice and plain.take(live[part], forms[part]):
+            found.update(zip(names[part], live[part], strict=True))
+            continue
+        for name, one, form in zip(names[part], live[part], forms[part], strict=True):
+            if id(one) not in twice and plain.take([one], [form]):
+                found[name] = one
+    return InPlace(found, plain)
 
 
 def _twice(live: Sequence[Any]) -> set[int]:
