@@ -159,7 +159,7 @@ def late(source: Any, at: int, block: Block) -> stage.LatePiece:
 
 
 def test_late_copies_wait_for_compute_and_everybody_for_them(told: Told):
-    """The side stream waits for the boundary's mark, then copies; the gate opens after its end."""
+    """The side stream waits for the boundary's mark, copies, and reads the sources again before the gate."""
     block, copies = Block(128), stage.Stage("samples")
     copies.late = [late(OnDevice(told), 0, block), late(OnDevice(told), 64, block)]
     copies.copier.begin({"cuda:3"})
@@ -167,7 +167,8 @@ def test_late_copies_wait_for_compute_and_everybody_for_them(told: Told):
     copies.copier.let_compute_wait()
     assert told.order == [
         "mark in compute", "thread on 3", "side waits mark in compute", "copy in side", "copy in side",
-        "mark in side", "host waits mark in side", "written", "compute waits mark in side",
+        "mark in side", "host waits mark in side", "copy in side", "copy in side",
+        "written", "compute waits mark in side",
     ]  # fmt: skip
     assert bytes(block.view) == b"\1" * 128
 
