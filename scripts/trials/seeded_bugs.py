@@ -286,6 +286,13 @@ def _behind() -> Iterator[Bug]:
         ["tests/runners/test_background_saves.py"],
     )
     yield Bug(
+        "late sources are not looked at again",
+        "checkpoint/asynchronous/stage.py",
+        "            self.compare()\n",
+        "",
+        ["tests/runners/test_background_saves.py"],
+    )
+    yield Bug(
         "what is written is not what is hashed",
         "checkpoint/disk/filling.py",
         "                        self.digests.hash(piece, room[at:end])\n",
