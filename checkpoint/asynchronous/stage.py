@@ -81,7 +81,7 @@ class Stage:
         gate.close(self)
 
     def copy(self, also: Callable[[], None] = lambda: None) -> None:
-        """Make the late copies, compare their sources, and do what else must be done before the gate opens.
+        """Make the late copies, do what else must be done before the gate opens, and compare the sources.
 
         Whoever waits there goes on after that, also when this raises. What is written between the comparison
         and the gate no longer reaches the copies.
@@ -95,8 +95,8 @@ class Stage:
                     self.copier.copy_late(piece.target, piece.source)
             finally:
                 self.copier.end()  # what a device still sends would reach the block of the next save
-            self.compare()
             also()
+            self.compare()  # last: it names who wrote while that was done, too
         except BaseException as error:
             self.failure = error
             raise

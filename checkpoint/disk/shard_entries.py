@@ -1,4 +1,4 @@
-"""What goes into a shard: tensors and pieces of them, given one by one, laid out as columns.
+"""What goes into a shard: tensors and pieces of them, as columns.
 
 What costs time with very many small tensors is each object made for one, and each question to it. So a
 part has no object for an entry: it has its keys, their forms, of which there are few, and their data.
@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import compress
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torchrelay.checkpoint.disk import digest, dtypes
 from torchrelay.checkpoint.disk.boxes import Bounds
 from torchrelay.checkpoint.disk.canonical import Json
-from torchrelay.checkpoint.disk.immutable import immutable
 from torchrelay.checkpoint.disk.lazily import lazily
 from torchrelay.checkpoint.disk.names import (
     Box,
@@ -30,26 +29,9 @@ from torchrelay.checkpoint.disk.names import (
 )
 from torchrelay.errors import BlobError
 
-if TYPE_CHECKING:
-    import torch
-
 Data = Any
 """torch.Tensor, or Memory of 1-D bytes; to say so would import torch."""
 T = TypeVar("T")
-
-
-@immutable()
-class ShardEntry:
-    """One tensor, or a piece of one, that goes into a shard.
-
-    `dtype` (torch's name for it) and `shape` are those of the whole leaf; `data` is what is stored:
-    the piece as a tensor or as 1-D bytes, kept by reference until it is written.
-    """
-
-    key: Key
-    dtype: str
-    shape: tuple[int, ...]
-    data: torch.Tensor | memoryview
 
 
 class Form(NamedTuple):
@@ -135,16 +117,10 @@ def picked(items: Sequence[T], numbers: Sequence[int]) -> Sequence[T]:
     return itemgetter(*numbers)(items) if len(numbers) > 1 else tuple(items[number] for number in numbers)
 
 
-def entries_of(given: Sequence[ShardEntry]) -> Entries:
-    """The columns of these; raises BlobError for a name that cannot be a key, or a piece of nothing."""
-    keys, types = [entry.key for entry in given], [entry.dtype for entry in given]
-    return described(keys, types, [entry.shape for entry in given]).of([entry.data for entry in given])
-
-
 def described(keys: Sequence[Key], types: Iterable[str], shapes: Sequence[tuple[int, ...]]) -> Entries:
-    """The columns of tensors and pieces, without data yet; raises BlobError.
+    """The columns of tensors and pieces of leaves of these types and shapes, without data yet.
 
-    `types` and `shapes` are those of the whole leaves.
+    Raises BlobError for a name that cannot be a key, or a piece of nothing.
     """
     texts = format_keys(keys)
     forms = list(map(form_of, types, map(piece_shape, keys, shapes)))
@@ -162,8 +138,7 @@ def whole_entries(
     """The columns of leaves that are stored whole; raises BlobError for a name that cannot be a key."""
     keys = names if all_plain(names) else list(map(encode_name, names))
     raw = compress(zip(keys, forms, strict=True), [form.raw for form in forms])
-    pieces = {key: {"dtype": form.dtype, "shape": list(form.shape)} for key, form in raw}
-    return Entries(keys, forms, data, pieces, in_memory)
+    return Entries(keys, forms, data, {key: _piece(form, form.shape) for key, form in raw}, in_memory)
 
 
 def _piece(form: Form, shape: tuple[int, ...]) -> dict[str, Json]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -15,7 +15,7 @@ from torchrelay.checkpoint.disk.lazily import lazily
 from torchrelay.checkpoint.disk.names import Key, shard_file_name
 from torchrelay.checkpoint.disk.seconds import Seconds
 from torchrelay.checkpoint.disk.shard import HeaderFrame, Part, ShardIdentity
-from torchrelay.checkpoint.disk.shard_entries import Entries, ShardEntry, entries_of
+from torchrelay.checkpoint.disk.shard_entries import Entries
 from torchrelay.checkpoint.disk.shard_parts import DEFAULT_LIMITS, ShardLimits, cut
 from torchrelay.checkpoint.disk.workers import WRITERS
 from torchrelay.checkpoint.storage import Storage, WriteHandle
@@ -55,7 +55,7 @@ def write_shard(
     storage: Storage,
     directory: str,
     identity: ShardIdentity,
-    entries: Sequence[ShardEntry] | Entries,
+    entries: Entries,
     *,
     values: Mapping[str, Json] | None = None,
     aliases: Mapping[str, Key] | None = None,
@@ -71,8 +71,7 @@ def write_shard(
     cannot be stored and StorageError for what could not be written; files that were begun are then
     removed where possible.
     """
-    columns = entries if isinstance(entries, Entries) else entries_of(entries)
-    parts = cut(identity, columns, values or {}, aliases or {}, limits)
+    parts = cut(identity, entries, values or {}, aliases or {}, limits)
     return [write_part(storage, _path_of(part, directory, escape), part, writers) for part in parts]
 
 

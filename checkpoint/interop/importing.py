@@ -12,10 +12,8 @@ from typing import Any
 
 from torchrelay.checkpoint.disk.canonical import sha256
 from torchrelay.checkpoint.disk.manifest import Manifest, ShardRow
-from torchrelay.checkpoint.disk.names import Whole
 from torchrelay.checkpoint.disk.paths import manifest_path, try_directory
 from torchrelay.checkpoint.disk.shard import ShardIdentity
-from torchrelay.checkpoint.disk.shard_entries import ShardEntry
 from torchrelay.checkpoint.disk.shard_writer import write_shard
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.interop.content import Incoming
@@ -138,16 +136,15 @@ def _shards(
 ) -> list[ShardRow]:
     rows = []
     for group, assignments in plan.files(place.rank).items():
-        entries: list[ShardEntry] = []
+        tensors: list[Any] = []
         values: dict[str, Any] = {}
         for one in assignments:
             content = leaves[one.leaf.name].content
             if isinstance(content, Value):
                 values[one.leaf.name] = content.json
             else:
-                entries.append(
-                    ShardEntry(Whole(one.leaf.name), str(one.leaf.dtype), tuple(one.leaf.shape), content)
-                )
+                tensors.append(content)
+        entries = plan.tensors(place.rank, group).of(tensors)
         name = ShardIdentity(identity.job_name, identity.position, place.name, group, identity.try_name)
         directory = try_directory(identity.try_name)
         for part, report in enumerate(write_shard(storage, directory, name, entries, values=values), 1):

@@ -288,7 +288,7 @@ def _behind() -> Iterator[Bug]:
     yield Bug(
         "late sources are not looked at again",
         "checkpoint/asynchronous/stage.py",
-        "            self.compare()\n",
+        "            self.compare()  # last: it names who wrote while that was done, too\n",
         "",
         ["tests/runners/test_background_saves.py"],
     )

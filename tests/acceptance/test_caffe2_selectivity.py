@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from given_entries import ShardEntry, entries_of
 
 from torchrelay import (
     Job,
@@ -21,7 +22,6 @@ from torchrelay import (
 from torchrelay.checkpoint.disk.digest import BLOCK, SIZE
 from torchrelay.checkpoint.disk.names import Whole
 from torchrelay.checkpoint.disk.shard import ShardIdentity
-from torchrelay.checkpoint.disk.shard_entries import ShardEntry, entries_of
 from torchrelay.checkpoint.disk.shard_parts import ShardLimits, cut
 from torchrelay.checkpoint.disk.shard_reader import read_header
 from torchrelay.checkpoint.local_storage import LocalStorage

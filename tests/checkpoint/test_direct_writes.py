@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from given_entries import ShardEntry, write_shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load
@@ -25,9 +26,7 @@ from torchrelay.checkpoint.disk.digest import BLOCK, block_digests
 from torchrelay.checkpoint.disk.names import Whole
 from torchrelay.checkpoint.disk.seconds import Seconds
 from torchrelay.checkpoint.disk.shard import ShardIdentity
-from torchrelay.checkpoint.disk.shard_entries import ShardEntry
 from torchrelay.checkpoint.disk.shard_reader import read_header
-from torchrelay.checkpoint.disk.shard_writer import write_shard
 from torchrelay.checkpoint.local_storage import LocalStorage, LocalWriteHandle
 from torchrelay.checkpoint.position import Position
 from torchrelay.errors import BlobError, StorageError

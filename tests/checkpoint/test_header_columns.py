@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+from given_entries import ShardEntry, entries_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,6 @@ from torchrelay.checkpoint.blob_files import save_blobs
 from torchrelay.checkpoint.disk import shard_header
 from torchrelay.checkpoint.disk.names import Box, Flat, Whole
 from torchrelay.checkpoint.disk.shard import Part, ShardIdentity, header_bytes
-from torchrelay.checkpoint.disk.shard_entries import ShardEntry, entries_of
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.reading.load_result import blob_of, of_objects
 from torchrelay.errors import DamagedError, FormatError

@@ -7,12 +7,12 @@ import os
 import threading
 
 import pytest
+from given_entries import ShardEntry, entries_of
 
 from torchrelay.checkpoint import pacing
 from torchrelay.checkpoint.disk.canonical import dumps
 from torchrelay.checkpoint.disk.names import Flat, Whole, encode_name, format_key, parse_key
 from torchrelay.checkpoint.disk.shard import Part, ShardIdentity, cost_limit, entry_cost
-from torchrelay.checkpoint.disk.shard_entries import ShardEntry, entries_of
 from torchrelay.checkpoint.disk.side_by_side import EACH, each
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.pacing import STRIDE, Pacer

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from given_entries import ShardEntry, write_shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -17,10 +18,8 @@ from torchrelay.checkpoint.disk import dtypes
 from torchrelay.checkpoint.disk.digest import BLOCK
 from torchrelay.checkpoint.disk.names import Box, Flat, Whole, format_key
 from torchrelay.checkpoint.disk.shard import ShardIdentity
-from torchrelay.checkpoint.disk.shard_entries import ShardEntry
 from torchrelay.checkpoint.disk.shard_parts import ShardLimits
 from torchrelay.checkpoint.disk.shard_reader import ReadRequest, ShardExpectation, read_header
-from torchrelay.checkpoint.disk.shard_writer import write_shard
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.position import Position
 from torchrelay.errors import BlobError, StorageError, UsageError

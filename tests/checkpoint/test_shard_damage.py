@@ -7,15 +7,14 @@ import os
 from pathlib import Path
 
 import pytest
+from given_entries import ShardEntry, write_shard
 
 from torchrelay.checkpoint.disk.canonical import sha256
 from torchrelay.checkpoint.disk.digest import BLOCK
 from torchrelay.checkpoint.disk.names import Whole
 from torchrelay.checkpoint.disk.shard import ShardIdentity
-from torchrelay.checkpoint.disk.shard_entries import ShardEntry
 from torchrelay.checkpoint.disk.shard_header import parse
 from torchrelay.checkpoint.disk.shard_reader import ShardExpectation, read_header
-from torchrelay.checkpoint.disk.shard_writer import write_shard
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.position import Position
 from torchrelay.errors import DamagedError, FormatError, StorageError

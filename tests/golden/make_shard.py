@@ -1,4 +1,4 @@
-"""Makes the frozen shard files: `python tests/golden/make_shard.py`, and then think before committing.
+"""Makes the frozen shard files (with PYTHONPATH=tests/helpers); think before committing what it makes.
 
 A change of these bytes is a change of the disk format: old epochs must stay readable, so the old
 files stay beside the new ones. The entries are chosen so that each form of a key, a raw type, an
@@ -10,10 +10,11 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
+from given_entries import ShardEntry, write_shard
+
 from torchrelay.checkpoint.disk.names import Box, Flat, Whole
 from torchrelay.checkpoint.disk.shard import ShardIdentity
-from torchrelay.checkpoint.disk.shard_entries import ShardEntry
-from torchrelay.checkpoint.disk.shard_writer import ShardReport, write_shard
+from torchrelay.checkpoint.disk.shard_writer import ShardReport
 from torchrelay.checkpoint.disk.values import encode
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.position import Position

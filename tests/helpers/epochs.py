@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from given_entries import ShardEntry, write_shard
 
 from torchrelay.checkpoint.disk import values
 from torchrelay.checkpoint.disk.canonical import sha256
@@ -22,8 +23,6 @@ from torchrelay.checkpoint.disk.manifest import Manifest, ShardRow
 from torchrelay.checkpoint.disk.names import Flat, Whole
 from torchrelay.checkpoint.disk.paths import manifest_path, try_directory
 from torchrelay.checkpoint.disk.shard import ShardIdentity
-from torchrelay.checkpoint.disk.shard_entries import ShardEntry
-from torchrelay.checkpoint.disk.shard_writer import write_shard
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.live import Entry
