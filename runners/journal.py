@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torchrelay.checkpoint.ledger_words import Holding, Look
@@ -39,14 +40,26 @@ class SaveWarning(UserWarning):
     """An epoch was not saved; training goes on."""
 
 
+Aside = Callable[[Callable[[], None]], None]
+"""Does what need not be done at once (`Background.aside`)."""
+
+
+def at_once(work: Callable[[], None]) -> None:
+    """Do it now."""
+    work()
+
+
 class Journal:
     """Notes the life of one run."""
 
-    def __init__(self, run: RunDirectory | None, peers: Peers, progress: Progress) -> None:
+    def __init__(
+        self, run: RunDirectory | None, peers: Peers, progress: Progress, aside: Aside = at_once
+    ) -> None:
         self.run = run
         self.peers = peers
         self.progress = progress
         self.run_id: str | None = None
+        self.aside = aside
         self._generation: int | None = None
         self._branch = 0
         self._epoch: int | None = None
@@ -138,7 +151,7 @@ class Journal:
     def epoch_done(
         self, state: RunState, metrics: Mapping[str, float], saved: bool | None, verdict: Verdict
     ) -> None:
-        """Note an epoch's metrics and whether it was saved."""
+        """Note an epoch's metrics and whether it was saved (None: that goes on behind the training)."""
         if not self.writes or self.run is None or self._generation is None:
             return
         line: dict[str, Any] = {
@@ -149,13 +162,22 @@ class Journal:
             "saved": saved,
             "metrics": {name: finite(value) for name, value in metrics.items()},
         }
-        self._note(self.run.log_metrics, self._generation, line)
-        if state.ended_early:
-            self._event("short epoch", epoch=state.epoch, reason=state.ended_early)
         self._epoch = state.epoch
-        # Behind a save in flight a sync waits for the disk, and the training with it.
-        durable = saved is not None
-        self._status("RUNNING", durable=durable, epoch=state.epoch, stop=list(verdict.reasons))
+        note = partial(self._note_epoch, line, state.ended_early, verdict.reasons)
+        if saved is None:  # behind the save in flight a sync waits for the disk
+            self.aside(partial(note, durable=False))
+        else:
+            note()
+
+    def _note_epoch(
+        self, line: dict[str, Any], ended_early: str | None, stop: Sequence[str], *, durable: bool = True
+    ) -> None:
+        if self.run is None or self._generation is None:
+            return
+        self._note(self.run.log_metrics, self._generation, line)
+        if ended_early:
+            self._event("short epoch", epoch=line["epoch"], reason=ended_early)
+        self._status("RUNNING", durable=durable, epoch=line["epoch"], stop=list(stop))
 
     def save_failed(self, position: Position, error: Exception, in_a_row: int) -> None:
         """Warn loudly: the epoch does not look saved anywhere."""

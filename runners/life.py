@@ -39,7 +39,7 @@ from torchrelay.runners.ending.requests import ASKED, PREEMPT
 from torchrelay.runners.ending.signals import signals_ask
 from torchrelay.runners.epoch_end import end_epoch
 from torchrelay.runners.fence import FenceGuard
-from torchrelay.runners.journal import Journal
+from torchrelay.runners.journal import Journal, at_once
 from torchrelay.runners.onlookers import Onlookers
 from torchrelay.runners.onnx_files.exporting import Exporting
 from torchrelay.runners.outset import finished_already, look_and_choose, request_of
@@ -76,7 +76,13 @@ class Life:
         self.onlookers = Onlookers(
             runner.run_directory, session.peers, runner.trackers, plan.log_every_n_secs
         )
-        self.journal = Journal(runner.run_directory, session.peers, self.onlookers.progress)
+        background = None if self.manager is None else self.manager.engine.background
+        self.journal = Journal(
+            runner.run_directory,
+            session.peers,
+            self.onlookers.progress,
+            at_once if background is None else background.aside,
+        )
         self.state = RunState(
             seed=current_seed(),
             run_dir=str(runner.run_directory.path) if runner.run_directory else None,

@@ -106,8 +106,16 @@ class Background:
             session.workspace(place.name).gate = gate.gate
         flight.start(self._ended)
         if flight.stage is None:
-            turns.begin_now()
-            flight.on_disk.wait()
+            with turns.waiting():
+                flight.on_disk.wait()
+
+    def aside(self, work: Callable[[], None]) -> None:
+        """Do something small behind the training, before the save in flight writes; else at once.
+
+        What it raises there fails the save.
+        """
+        if self._flight is None or not self._flight.takes(work):
+            work()
 
     def _pieces_of(self, plan: Plan, nodes: Sequence[int]) -> Pieces:
         """What the hosted nodes stage; laid out once for saves of the same plan."""
@@ -158,7 +166,9 @@ class _Flight:
         self.failed: Exception | None = None
         self.on_disk = threading.Event()
         self._thread: threading.Thread | None = None
-        self._go, self._given_up, self._begun = threading.Event(), False, False
+        self._go, self._given_up = threading.Event(), False
+        self._aside: deque[Callable[[], None]] = deque()
+        self._begins, self._begun = threading.Lock(), False
 
     def start(self, ended: Callable[[Outcome], None]) -> None:
         def run() -> None:
@@ -166,7 +176,8 @@ class _Flight:
             self._go.wait()
             if self._given_up:
                 return
-            self._begun = True
+            with self._begins:
+                self._begun = True
             ended(self._outcome())
 
         thread = threading.Thread(target=run, name="torchrelay save", daemon=True)
@@ -182,19 +193,28 @@ class _Flight:
             self._thread = thread
             self._go.set()
 
+    def takes(self, work: Callable[[], None]) -> bool:
+        """Whether the thread, which has not begun, does this first."""
+        with self._begins:
+            takes = self._thread is not None and not self._begun
+            if takes:
+                self._aside.append(work)
+        return takes
+
     def join(self) -> None:
         if self._thread is not None:
             self._go.set()
-            if not self._begun:
-                turns.begin_now()
-            self._thread.join()
+            with turns.waiting():
+                self._thread.join()
 
     def _outcome(self) -> Outcome:
         """Copy, write and commit; lets go of all leaves, here, for that takes as long as to list them."""
         job = replace(self.job, written=self._written)
         del self.job
         try:
+            left_undone = self._do_aside()
             self._copy()
+            self.failed = self.failed or left_undone
             if self.whole is not None:
                 self.whole.compare(job.peers, self.failed)
             return Outcome(job.position, carry_out(job, self.plan, self.clock))
@@ -204,6 +224,15 @@ class _Flight:
             self.on_disk.set()
             if self.stage is not None:
                 self.stage.forget()
+
+    def _do_aside(self) -> Exception | None:
+        """What it raised: the copies are made in any case, for somebody waits for them."""
+        try:
+            while self._aside:
+                self._aside.popleft()()
+        except Exception as error:
+            return error
+        return None
 
     def _copy(self) -> None:
         """Make the late copies; a failure is kept, because the others must hear of it in their turn."""

@@ -118,8 +118,8 @@ class Stage:
             if self._passed:
                 return
             if not self._copied.is_set():
-                turns.begin_now()
-                self._copied.wait()
+                with turns.waiting():
+                    self._copied.wait()
             self.copier.let_compute_wait()
             self._passed = True
             gate.open_for(self)

@@ -46,8 +46,7 @@ class Deletions:
 
     def wait(self, patience_secs: float = PATIENCE_SECS) -> bool:
         """Return when all that was asked for is done; False if that takes longer."""
-        turns.begin_now()
-        with self._changed:
+        with turns.waiting(), self._changed:
             return self._changed.wait_for(lambda: not self._asked and not self._busy, patience_secs)
 
     def take_failures(self) -> list[str]:

@@ -199,7 +199,7 @@ class StoredRun:
                 f"{self._run.url} is not up to date: {trouble}. Training goes on, and it is tried again; the "
                 f"files lie in {self._run.path}"
             )
-        behind.nudge()
+        self._life.journal.aside(behind.nudge)  # behind what is noted of the epoch
 
     # At its end
 

@@ -54,9 +54,20 @@ def test_who_waits_for_a_thread_lets_it_begin(monkeypatch) -> None:
     """Whoever waits inside of a boundary says so, and does not wait for its end."""
     monkeypatch.setattr(turns, "MOST_SECS", 30.0)
     with turns.undivided():
-        begun = _begun()
-        turns.begin_now()
-        assert begun.wait(10)
+        with turns.waiting():
+            assert _begun().wait(10)
+        assert not _begun().wait(0.2), "the rest of the boundary is undivided again"
+
+
+def test_who_waits_behind_the_training_holds_nobody_up_in_the_next_epoch(monkeypatch) -> None:
+    """A thread that waited over the end of a boundary leaves what that made of it."""
+    monkeypatch.setattr(turns, "MOST_SECS", 30.0)
+    with turns.undivided(beyond=True):
+        waits = turns.waiting()
+        waits.__enter__()
+    turns.begin_now()
+    waits.__exit__(None, None, None)
+    assert _begun().wait(10)
 
 
 def test_no_thread_is_held_for_long() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from served import wait_until
 from tear_job import Trainee, torn, train
 from torchrun import REPOSITORY, Job, script_file
 
@@ -33,7 +34,7 @@ from torchrelay.errors import SaveFailedError, StorageError, UsageError
 from torchrelay.jobs import turns
 from torchrelay.jobs.group import TaskGroup
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.journal import Journal
+from torchrelay.runners.journal import Journal, SaveWarning
 
 
 class Handler:
@@ -138,30 +139,81 @@ def test_a_save_goes_on_when_the_boundary_is_over(tmp_path: Path, monkeypatch: p
 def test_behind_a_save_in_flight_an_epoch_is_noted_without_waiting_for_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
-    """The status is there for readers at once; it is synced only where nothing else is being written."""
-    noting, synced, seen = [False], [], []
-    epoch_done, fsync = Journal.epoch_done, os.fsync
+    """Readers find it in the next epoch; it is synced only where nothing else is being written."""
+    noting, synced, noted = threading.local(), [], []
+    note_epoch, fsync = Journal._note_epoch, os.fsync
 
-    def note(self: Journal, *given: Any) -> None:
-        noting[0] = True
+    def note(self: Journal, *given: Any, **how: Any) -> None:
+        noted.append(threading.current_thread() is threading.main_thread())
+        noting.now = True
         try:
-            epoch_done(self, *given)
+            note_epoch(self, *given, **how)
         finally:
-            noting[0] = False
+            noting.now = False
 
     def sync(descriptor: int) -> None:
-        if noting[0] and threading.current_thread() is threading.main_thread():
+        if getattr(noting, "now", False):
             synced.append(descriptor)
         fsync(descriptor)
 
-    monkeypatch.setattr(Journal, "epoch_done", note)
+    monkeypatch.setattr(Journal, "_note_epoch", note)
     monkeypatch.setattr(os, "fsync", sync)
     run = RunDirectory(tmp_path / "run")
-    job = small_job(3, lambda epoch: seen.append(run.status()["epoch"]))
+    job = small_job(3, lambda epoch: wait_until(lambda: epoch == 1 or run.status()["epoch"] == epoch - 1))
     assert JobRunner(job, run.path, asynchronous=asynchronous).train() == 3
-    assert seen[1:] == [1, 2]
+    assert noted == [not asynchronous] * 3
     assert bool(synced) is not asynchronous
     assert run.status()["state"] == "FINISHED"
+
+
+def test_an_epoch_is_noted_before_its_save_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever ends the process then: of an epoch that a later start goes on from the metrics are there."""
+    run, commit, lines = RunDirectory(tmp_path / "run"), saving._commit, []
+
+    def look(*given: Any) -> Any:
+        lines.append([line["epoch"] for line in run.metrics()])
+        return commit(*given)
+
+    monkeypatch.setattr(saving, "_commit", look)
+    runner = JobRunner(small_job(3), run.path, save_initial=False, asynchronous=True)
+    assert runner.train() == 3
+    assert lines == [[1], [1, 2], [1, 2, 3]]
+
+
+def test_a_note_that_cannot_be_written_is_told_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a warning as ever."""
+    run = RunDirectory(tmp_path / "run")
+
+    def refuse(*_: Any) -> None:
+        raise StorageError("the disk is full")
+
+    monkeypatch.setattr(RunDirectory, "log_metrics", refuse)
+    runner = JobRunner(small_job(2), run.path, save_initial=False, asynchronous=True)
+    with pytest.warns(SaveWarning, match="could not be written: the disk is full"):
+        assert runner.train() == 2
+    assert open_checkpoint(run.path).position.epoch == 2
+
+
+def test_a_warning_that_is_an_error_holds_nobody_at_the_gate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where warnings are errors such a note fails its save, at the next boundary as ever."""
+    log_metrics = RunDirectory.log_metrics
+
+    def refuse(run: RunDirectory, generation: int, line: Any) -> None:
+        if line["epoch"] == 2:
+            raise StorageError("the disk is full")
+        log_metrics(run, generation, line)
+
+    monkeypatch.setattr(RunDirectory, "log_metrics", refuse)
+    with warnings.catch_warnings(), pytest.raises(SaveWarning, match=r"2 was NOT saved .*the disk is full"):
+        warnings.simplefilter("error", SaveWarning)
+        train(tmp_path / "run", 4, asynchronous=True)
+    assert open_checkpoint(tmp_path / "run").position.epoch == 1
 
 
 def test_a_failure_is_counted_at_the_next_boundary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +386,8 @@ def test_without_threads_saves_are_made_at_once(tmp_path: Path, monkeypatch: pyt
         def start(self) -> None:
             raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(background, "threading", SimpleNamespace(Thread=NoMore, Event=threading.Event))
+    others = {"Event": threading.Event, "Lock": threading.Lock}
+    monkeypatch.setattr(background, "threading", SimpleNamespace(Thread=NoMore, **others))
     truth = train(tmp_path / "run", 2, asynchronous=True)
     assert {epoch: torn(tmp_path / "run", epoch, truth[epoch]) for epoch in truth} == {1: [], 2: []}
 
@@ -374,6 +427,7 @@ def test_a_save_by_hand_is_committed_when_it_returns(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+from served import wait_until
 from tear_job import train
 from torchrelay.checkpoint import save
 
