@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,17 +16,17 @@ from torchrelay.checkpoint.boundary import NodeState, capture
 from torchrelay.checkpoint.buffers import touch_buffers
 from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.disk.manifest import Manifest
-from torchrelay.checkpoint.disk.paths import shard_path
+from torchrelay.checkpoint.disk.paths import shard_paths
 from torchrelay.checkpoint.exclusion import SingleWriter, check_single_writer
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.ledger_words import Target
 from torchrelay.checkpoint.load import LoadJob, load_all
 from torchrelay.checkpoint.load_blobs import load_some
 from torchrelay.checkpoint.log.keeping import KEEP_ALL, Keeping
-from torchrelay.checkpoint.members import Member, members_of, newcomers
+from torchrelay.checkpoint.members import Member, members_of, newcomers, stored_blobs
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.reading.lookup import nearest
-from torchrelay.checkpoint.replicas import ReplicaCheck, checked_every
+from torchrelay.checkpoint.replicas import ReplicaCheck, all_listed, checked_every
 from torchrelay.checkpoint.retaining import Retaining
 from torchrelay.checkpoint.reuse import Reuse
 from torchrelay.checkpoint.save import SaveJob, carry_out, make_plan
@@ -39,7 +40,7 @@ from torchrelay.checkpoint.structure import Structures
 from torchrelay.checkpoint.tier.options import Tier
 from torchrelay.checkpoint.tier.placed import placed
 from torchrelay.checkpoint.timing import Clock
-from torchrelay.errors import UsageError
+from torchrelay.errors import RelayError, UsageError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.collector import undisturbed
 from torchrelay.jobs.peers import together
@@ -47,6 +48,8 @@ from torchrelay.jobs.places import NodePlace
 from torchrelay.jobs.random_streams import RandomStreams
 from torchrelay.jobs.session import Session
 from torchrelay.metadata.stats import NodeStats
+
+States = tuple[NodeState, ...]
 
 
 class Engine:
@@ -76,10 +79,9 @@ class Engine:
         tier: Tier | None = None,
     ) -> None:
         self.selection = selection
-        if reuse is not None and type(reuse) is not bool:
-            raise UsageError(f"reuse is {reuse!r:.80}; it is True, False or None")
-        if share_reads is not None and type(share_reads) is not bool:
-            raise UsageError(f"share_reads is {share_reads!r:.80}; it is True, False or None")
+        for name, value in (("reuse", reuse), ("share_reads", share_reads)):
+            if value is not None and type(value) is not bool:
+                raise UsageError(f"{name} is {value!r:.80}; it is True, False or None")
         self.share_reads = bool(share_reads)
         looking = background is None if reuse is None else reuse
         self.single_writer = check_single_writer(single_writer)
@@ -159,7 +161,7 @@ class Engine:
         def look() -> None:
             for place in session.local_nodes:
                 registered = members_of(session.workspace(place.name))
-                stored = _stored_blobs(manifest, self._stored(place.name))
+                stored = stored_blobs(manifest, self._stored(place.name))
                 check_remade(stored, registered, self.selection)
                 found[place.name] = {**{name: Member(name) for name in stored}, **registered}
 
@@ -182,7 +184,6 @@ class Engine:
         self.wait()
         if self.ledger.holding is None:
             self.ledger.open(session.peers)
-        holding = self.ledger.required_holding()
         if self._members is None:
             self.seal(session)
         self.ledger.wait_for_room(session.peers)
@@ -190,20 +191,7 @@ class Engine:
         clock = Clock()
         with clock.spent("stage"):
             states, failed = self._capture(session)
-        job = SaveJob(
-            self.storage,
-            session.peers,
-            self._places(session),
-            states,
-            position,
-            replace(facts, selection=self.selection),
-            holding,
-            self.ledger.commit,
-            known=self.ledger.may_name,
-            make_room=self.ledger.deletions.wait,
-            reuse=self._reuse,
-            apart=self.ledger.apart(),
-        )
+        job = self._job(session, states, position, facts)
         with clock.spent("plan"):
             behind = self.background is not None and self.ledger.in_run
             demoted, whole = self._replicas.run(job, self._forced(), behind=behind, failed=failed)
@@ -216,6 +204,22 @@ class Engine:
         self._stats["checkpoint_save"] = carry_out(job, plan, clock)
         self.retaining.now(session.peers)
 
+    def _job(self, session: Session, states: States, position: Position, facts: Facts) -> SaveJob:
+        return SaveJob(
+            self.storage,
+            session.peers,
+            self._places(session),
+            states,
+            position,
+            replace(facts, selection=self.selection),
+            self.ledger.required_holding(),
+            self.ledger.commit,
+            known=self.ledger.may_name,
+            make_room=self.ledger.deletions.wait,
+            reuse=self._reuse,
+            apart=self.ledger.apart(),
+        )
+
     def check_place(self) -> None:
         """Raise LostDirectoryError where the directory of the checkpoints is not there any more."""
         if isinstance(self.storage, Placed):
@@ -227,6 +231,17 @@ class Engine:
             self.background.prepare(session)
         else:
             touch_buffers(self.storage, session)
+
+    def rehearse(self, session: Session) -> None:
+        """Plan a save behind the training when the state stands; what keeps it from that the save tells."""
+        if self.background is None or self.ledger.holding is None:
+            return
+        states, failed = self._capture(session)
+        job = replace(self._job(session, states, Position(0), Facts()), reuse=None)
+        with suppress(RelayError):
+            all_listed(session.peers, "rehearsal", failed)
+            plan = make_plan(job.with_rank_scope(self._demoted), self._exchange)
+            self.background.lay_out(session, plan, states)
 
     def wait(self, *, unguarded: bool = False) -> None:
         """Return when no save is in flight; `unguarded`: nor do registered objects wait for one."""
@@ -257,7 +272,7 @@ class Engine:
             self.retaining.now(session.peers)
         self.retaining.end(session.peers)
 
-    def _capture(self, session: Session) -> tuple[tuple[NodeState, ...], Exception | None]:
+    def _capture(self, session: Session) -> tuple[States, Exception | None]:
         """The hosted nodes, or what kept this process from listing them: that is told to all later."""
         members = self._members or {}
         states: list[NodeState] = []
@@ -381,19 +396,4 @@ class Engine:
         if entry is None:
             return []
         manifest = manifest_disk.read(self.storage, entry)
-        return [
-            f"{self.storage.url}/{shard_path(manifest, shard)}"
-            for shard in manifest.shards
-            if manifest.world.names[shard.node] == stored_name
-        ]
-
-
-def _stored_blobs(manifest: Manifest, node: str) -> list[str]:
-    """The blobs that a node of this name had, or, for a node that is new, those that all nodes share."""
-    number = manifest.world.number.get(node)
-    found: dict[str, None] = {}
-    for leaf in sorted(manifest.leaves, key=lambda leaf: leaf.name):  # referenced ones stand at the end
-        mine = number in manifest.nodes_of(leaf) if number is not None else leaf.scope == "replicated"
-        if mine and leaf.role != "rng":
-            found[leaf.blob] = None
-    return list(found)
+        return [f"{self.storage.url}/{path}" for path in shard_paths(manifest, stored_name)]

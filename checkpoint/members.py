@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from torchrelay.checkpoint.disk.manifest import Manifest
 from torchrelay.checkpoint.state.dtensors import is_sharded
 from torchrelay.checkpoint.state.leaf import Leaf, Role, Value
 from torchrelay.jobs.blobs import Reshard, Scope
@@ -90,3 +91,14 @@ def is_foreign_loader(value: Any) -> bool:
         return False
     has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
     return has_state and not getattr(value, "same_on_all_ranks", False)
+
+
+def stored_blobs(manifest: Manifest, node: str) -> list[str]:
+    """The blobs that a node of this name had, or, for a node that is new, those that all nodes share."""
+    number = manifest.world.number.get(node)
+    found: dict[str, None] = {}
+    for leaf in sorted(manifest.leaves, key=lambda leaf: leaf.name):  # referenced ones stand at the end
+        mine = number in manifest.nodes_of(leaf) if number is not None else leaf.scope == "replicated"
+        if mine and leaf.role != "rng":
+            found[leaf.blob] = None
+    return list(found)

@@ -42,6 +42,16 @@ def checked_every(epochs: int | None) -> int:
     raise UsageError(f"compare_every is {epochs!r:.80}; it is a whole number of epochs from 1")
 
 
+def all_listed(peers: Peers, topic: str, failed: Exception | None) -> None:
+    """Raise on all processes what kept one from listing its leaves."""
+    together(peers, topic, lambda: _check(failed))
+
+
+def _check(failed: Exception | None) -> None:
+    if failed is not None:
+        raise failed
+
+
 class ReplicaCheck:
     """Compares replicas save after save, whole every `every` epochs; knows which modules DDP keeps alike."""
 
@@ -65,13 +75,8 @@ class ReplicaCheck:
         left. Raises SaveFailedError, naming leaves and nodes, where a difference must not be; on all
         processes what `failed` on one, which has no leaves to tell of.
         """
-
-        def check() -> None:
-            if failed is not None:
-                raise failed
-
         if len(job.places) == 1:
-            together(job.peers, "save: boundary", check)
+            all_listed(job.peers, "save: boundary", failed)
             return frozenset(), None
         mode = mode_at(job.position.epoch, first=self._first, every=self._every)
         behind = behind and mode is Mode.WHOLE
@@ -85,7 +90,7 @@ class ReplicaCheck:
         strict.update(leaf.name for groups in shards.values() for group in groups for leaf in group.leaves)
 
         def digests() -> dict[int, list[dict[str, str]]]:
-            check()
+            _check(failed)
             return self._digests(job, shards, Mode.SAMPLES if behind else mode)
 
         verdict = compare_replicas(

@@ -236,6 +236,8 @@ class Life:
                 )
             if self.plan.save_initial:
                 self.saver.save(self.session, Position(0), self.facts(Verdict()))
+            else:
+                self.manager.engine.rehearse(self.session)
         return Verdict()
 
     def _derive_streams(self) -> None:
@@ -282,6 +284,7 @@ class Life:
             self.state.seed = facts.seed
         self._target_inside = None if target.position.boundary else target
         self._places = {} if target.position.boundary else facts.places
+        manager.engine.rehearse(self.session)
         self._verdict = over_by_facts(self.job, facts, epoch, inside=not target.position.boundary)
         return self._verdict
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-
 import torch
 
 from torchrelay.checkpoint.disk.dtypes import memory_of
+from torchrelay.checkpoint.disk.immutable import immutable
+from torchrelay.checkpoint.disk.lazily import lazily
 
 ALIGNMENT = 64
 """Pieces begin at multiples of a cache line."""
@@ -27,7 +26,7 @@ class Block:
         self.address = self.tensor.data_ptr()
 
 
-@dataclass(frozen=True)
+@immutable(eq=False)
 class Room:
     """A place in a block. It keeps the block alive."""
 
@@ -35,7 +34,7 @@ class Room:
     at: int
     nbytes: int
 
-    @cached_property
+    @lazily
     def address(self) -> int:
         """Where it lies in memory."""
         return self.block.address + self.at

@@ -13,6 +13,7 @@ from torchrelay.checkpoint.asynchronous.estimate import free_share, likely_bytes
 from torchrelay.checkpoint.asynchronous.pieces import Pieces, pieces_of
 from torchrelay.checkpoint.asynchronous.samples import Verify
 from torchrelay.checkpoint.asynchronous.stage import Stage, guarded_addresses, stage
+from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.planning.assignments import Plan
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.replicas import WholeBytes
@@ -61,6 +62,13 @@ class Background:
     def prepare(self, session: Session) -> None:
         """Touch the memory that the first save will likely need, while nobody waits for it yet."""
         self._reserve(session, likely_bytes(session))
+
+    def lay_out(self, session: Session, plan: Plan, states: Sequence[NodeState]) -> None:
+        """Get ready for a save of this plan: its pieces, and where they are staged."""
+        pieces = self._pieces_of(plan, [state.rank for state in states])
+        block = self._reserve(session, pieces.nbytes)
+        if block is not None:
+            pieces.rooms_in(block)
 
     def _reserve(self, session: Session, nbytes: int) -> Block | None:
         """Memory for so many bytes, if there is room for them now."""

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchrelay.checkpoint.asynchronous.arena import Block, Room, room
+from torchrelay.checkpoint.disk.immutable import immutable
 from torchrelay.checkpoint.disk.names import format_key
 from torchrelay.checkpoint.planning.assignments import Assignment, Plan
 
 
-@dataclass(frozen=True)
+@immutable(eq=False)
 class Piece:
     """A piece of a tensor, the key under which a shard holds it, and where it is staged."""
 

@@ -15,6 +15,7 @@ from torchrelay.checkpoint.asynchronous.late import Find, late_leaves
 from torchrelay.checkpoint.asynchronous.pieces import Piece, Pieces
 from torchrelay.checkpoint.asynchronous.samples import SAMPLE_BYTES, Verify, digest
 from torchrelay.checkpoint.boundary import NodeState
+from torchrelay.checkpoint.disk.immutable import immutable
 from torchrelay.checkpoint.disk.names import format_key
 from torchrelay.checkpoint.planning.assignments import Assignment
 from torchrelay.errors import SaveFailedError
@@ -34,7 +35,7 @@ class StagedState(NodeState):
         return super().piece(assignment) if staged is None else staged
 
 
-@dataclass(frozen=True)
+@immutable(eq=False)
 class LatePiece:
     """A piece on its way: what it is copied from and to, and what it was at the boundary.
 

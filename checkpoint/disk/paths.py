@@ -41,3 +41,8 @@ def shard_path(manifest: Manifest, shard: ShardRow, *, escape: str = "") -> str:
     try_name = manifest.tries[shard.source]
     name = ShardName(manifest.world.names[shard.node], position_of(try_name), shard.group, shard.part)
     return f"{try_directory(try_name)}/{shard_file_name(name, escape=escape)}"
+
+
+def shard_paths(manifest: Manifest, node: str) -> list[str]:
+    """All files of the node that is stored under this name."""
+    return [shard_path(manifest, one) for one in manifest.shards if manifest.world.names[one.node] == node]

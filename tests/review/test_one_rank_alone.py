@@ -130,6 +130,30 @@ def test_leaves_that_one_rank_cannot_list_fail_the_save_of_all(
     assert not broken
 
 
+def test_leaves_that_one_rank_cannot_list_yet_are_no_plan_of_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is planned before the first epoch fails nobody and keeps nobody waiting; the save tells of it."""
+    broken: list[BaseException] = [BlobError("not there yet")]
+    monkeypatch.setattr(engine_module, "capture", on_rank(1, broken, engine_module.capture))
+    both = sessions()
+    managers = [MultiNodeCheckpointManager(tmp_path, asynchronous=True) for _ in both]
+
+    def run(rank: int) -> Any:
+        engine = managers[rank].engine
+        engine.ledger.open(both[rank].peers)
+        engine.seal(both[rank])
+        engine.rehearse(both[rank])
+        broken_now = not broken
+        engine.rehearse(both[rank])
+        both[rank].run(managers[rank].save(1))
+        return broken_now, managers[rank].engine.ledger.view().epochs()
+
+    for rank, session in enumerate(both):
+        session.workspace(f"trainer_{rank}")["total"] = torch.zeros(1)
+    assert [(told, tuple(epochs)) for told, epochs in all_ranks(run)] == [(True, (1,))] * 2
+
+
 def test_ranks_that_ask_for_different_epochs_are_named(tmp_path: Path) -> None:
     """Nobody's epoch wins in silence: all ranks end, and nothing is rewound."""
     both = sessions()
