@@ -24,13 +24,15 @@ from torchrelay.checkpoint.disk.boxes import (
     intersect,
     local_intervals,
 )
-from torchrelay.checkpoint.disk.mesh_rules import RULE, Among, first_share, share, writing_replicas
+from torchrelay.checkpoint.disk.mesh_rules import RULE, Among, first_share, owner, share, writing_replicas
 
 Json = Any
 Lengths = tuple[int, ...]
 Steps = range | tuple[int, ...]
 Places = tuple[Steps, ...]
 """Places of a grid: one of each steps, added up."""
+_REMEMBERED = 1 << 12
+"""Forms of leaves on nodes: a process asks for its own again and again, and for those of all once."""
 MAX_SPLIT_FACTOR = 1 << 16
 """No placements, all strides together, cut a tensor into more parts than this."""
 
@@ -77,8 +79,19 @@ class Mesh:
         """The boxes of leaf `name` that a node stores; none outside of the mesh."""
         if node not in self.place:
             return ()
-        coordinate, among = self._coordinate(self.place[node]), self._among(name, item_bytes)
-        return stored_at(tuple(shape), self.extents, self.placements, coordinate, among)
+        form = (node, *self.alike(name, shape, item_bytes))
+        found = self._stored.get(form)
+        if found is None:
+            coordinate, among = self._coordinate(self.place[node]), self._among(name, item_bytes)
+            found = stored_at(tuple(shape), self.extents, self.placements, coordinate, among)
+            if len(self._stored) >= _REMEMBERED:
+                self._stored.clear()
+            self._stored[form] = found
+        return found
+
+    @cached_property
+    def _stored(self) -> dict[tuple[int, tuple[int, ...], int, int], tuple[Bounds, ...]]:
+        return {}
 
     def stored(self, name: str, shape: Sequence[int], item_bytes: int) -> Iterator[tuple[int, Bounds]]:
         """All boxes of leaf `name` with the nodes that store them; they cover it exactly."""
@@ -143,7 +156,7 @@ class Mesh:
 
     def alike(self, name: str, shape: Sequence[int], item_bytes: int) -> tuple[tuple[int, ...], int, int]:
         """Equal for leaves that the same nodes store in the same boxes."""
-        return (tuple(shape), item_bytes, self._among(name, item_bytes).owner)
+        return (tuple(shape), item_bytes, owner(name, self.replicas))
 
     def _among(self, name: str, item_bytes: int) -> Among:
         return Among.of(name, self.replicas, item_bytes, self.rule)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.disk.boxes import Bounds, whole
@@ -62,7 +63,10 @@ def alike(layout: Layout, leaf: LeafRow) -> tuple[object, ...] | None:
 
 def box_key(name: str, shape: tuple[int, ...], box: Bounds) -> Key:
     """The key of a box: the name alone when it is all of the leaf."""
-    return Whole(name) if box == whole(shape) else Box(name, box)
+    return Whole(name) if box == _all_of(tuple(shape)) else Box(name, box)
+
+
+_all_of = lru_cache(maxsize=1 << 10)(whole)
 
 
 def piece_key(leaf: LeafRow, piece: Piece) -> Key:

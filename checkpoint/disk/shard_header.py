@@ -190,12 +190,17 @@ def _entries(
         if names.all_plain(said)
         else {*pieces, *(key for key in said if not names.is_plain(key))}
     )
+    looked_at: dict[tuple[object, ...], tuple[dtypes.ElementType, tuple[int, ...]]] = {}
     for number, text in enumerate(said) if odd else ():
         if text in odd:
-            leaf, key = f"{what}: {text}", names.parse_key(text)
-            kind, shape = _logical(key, said[text], pieces.get(text, {}), leaf)
-            known[text] = entries.stored.entry(number, key, kind, shape)
-            _check_stored(known[text], said[text], leaf)
+            key, entry, piece = names.parse_key(text), said[text], pieces.get(text, {})
+            # All that decides but the name; as text, for 1, 1.0 and True are equal.
+            alike = (entry["dtype"], *entry["shape"], text.partition("@")[2], repr(piece))
+            if alike not in looked_at:
+                leaf = f"{what}: {text}"
+                looked_at[alike] = kind, shape = _logical(key, entry, piece, leaf)
+                _check_stored(entries.stored.entry(number, key, kind, shape), entry, leaf)
+            known[text] = entries.stored.entry(number, key, *looked_at[alike])
     return entries
 
 

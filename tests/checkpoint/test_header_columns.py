@@ -39,7 +39,7 @@ def content():
             entry(Whole("d.empty"), "float32", (0, 5), 0),
             entry(Whole("e.raw"), "complex128", (2,), 32),
             entry(Whole("f%@ü"), "uint8", (3,), 3),
-            entry(Box("g.box", ((0, 2), (1, 3))), "float32", (4, 4), 16),
+            *(entry(Box(name, ((0, 2), (1, 3))), "float32", (4, 4), 16) for name in ("g.box", "g.like")),
             entry(Flat("h.flat", 2, 5), "float64", (7,), 24),
         ]
     ).ordered()
@@ -142,6 +142,9 @@ def _piece(draw, header, inner):
                 {"shape": [2, 3]},
                 {"shape": [BIG, 0]},
                 {"shape": [4, 4]},
+                {"shape": [4, 4.0]},
+                {"dtype": "float32", "shape": [4, 4]},
+                {"dtype": "float64", "shape": [4, 4]},
             ]
         )
     )
@@ -190,6 +193,19 @@ def test_what_differs_only_in_type_is_refused_as_one_by_one(key, field, new):
     found = outcome(text, DATA_BYTES)
     assert found == outcome_one_by_one(text, DATA_BYTES)
     assert isinstance(found[0], list) == (field == "more" or new == "I32")
+
+
+@pytest.mark.parametrize("new", [[4.0, 4], [4, True], [4, 5], [4, 4, 1], "[4, 4]", None])
+@pytest.mark.parametrize("box", ["g.box", "g.like"])
+def test_a_piece_like_another_is_looked_at_as_one_by_one(box, new):
+    """What was found good of one form is taken for that very form alone, whichever of the two came first."""
+    inner = copy.deepcopy(INNER)
+    key = next(one for one in KEYS if one.startswith(box))
+    inner["pieces"][key]["shape"] = new
+    text = text_of(HEADER, inner)
+    found = outcome(text, DATA_BYTES)
+    assert found == outcome_one_by_one(text, DATA_BYTES)
+    assert isinstance(found[0], list) == (new == [4, 5]), found
 
 
 def plain_content():
