@@ -7,9 +7,10 @@ is one more value, `:leaves` (no blob can have that name): `{"leaves": [[leaf, b
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import compress
 from operator import add
@@ -20,6 +21,7 @@ from torchrelay.checkpoint.disk import canonical
 from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.disk.dtypes import memory_of
 from torchrelay.checkpoint.disk.lazily import lazily
+from torchrelay.checkpoint.disk.listed_leaves import LEAVES
 from torchrelay.checkpoint.disk.names import all_plain, encode_name
 from torchrelay.checkpoint.disk.read_options import verifies
 from torchrelay.checkpoint.disk.shard import METADATA_KEY
@@ -39,7 +41,8 @@ from torchrelay.jobs.collector import undisturbed
 if TYPE_CHECKING:
     import torch
 
-LEAVES = ":leaves"
+_AT_ONCE = 512
+"""Rows that are hashed with one call, while the processor's cache has them."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ def open_blob_file(where: str | os.PathLike[str], *, verify: str = "full") -> Bl
     verifying = verifies(verify)
     path, storage, name = _found(where)
     try:
-        header = read_header(storage, name)
+        header = read_header(storage, name, listing=True)
     except (DamagedError, FormatError) as error:
         if not _of_others(storage, name):
             raise
@@ -150,9 +153,19 @@ def _of_others(storage: Storage, name: str) -> bool:
     return isinstance(metadata, dict) and METADATA_KEY not in metadata
 
 
-def seal(rows: Iterable[str], values: Mapping[str, Json]) -> str:
+def seal(rows: Sequence[str], values: Mapping[str, Json]) -> str:
     """SHA-256 of everything that a header says of leaves (see `tensor_rows`, `row`) and checked values."""
-    return canonical.sha256(b"[[%b],%b]" % (",".join(rows).encode(), canonical.dumps_read(dict(values))))
+    return _seal((",".join(rows[at : at + _AT_ONCE]) for at in range(0, len(rows), _AT_ONCE)), values)
+
+
+def _seal(texts: Iterable[str], values: Mapping[str, Json]) -> str:
+    """The same, of texts of some rows each."""
+    hashed, comma = hashlib.sha256(b"[["), ""
+    for text in texts:
+        hashed.update(f"{comma}{text}".encode())
+        comma = ","
+    hashed.update(b"],%b]" % canonical.dumps_read(dict(values)))
+    return hashed.hexdigest()
 
 
 def row(one: LeafSpec) -> str:
@@ -177,6 +190,20 @@ def tensor_rows(opened: Iterable[str], forms: Sequence[Form]) -> list[str]:
     return list(map(add, opened, map(ends.__getitem__, map(id, forms))))
 
 
+def _listed_rows(names: Sequence[str], role: str, forms: Sequence[Form]) -> Iterator[str]:
+    """The rows of tensors that are blobs by themselves, in one role, of names that JSON holds as they are.
+
+    Some hundreds in each text.
+    """
+    known = {id(form): form for form in forms}
+    ends = {key: f'"{role}","tensor",{_form_text(form)},null]' for key, form in known.items()}
+    for at in range(0, len(names), _AT_ONCE):
+        part = slice(at, at + _AT_ONCE)
+        behind = map(ends.__getitem__, map(id, forms[part]))
+        rows = [f'["{name}","{name}",{end}' for name, end in zip(names[part], behind, strict=True)]
+        yield ",".join(rows)
+
+
 def _form_text(form: Form) -> str:
     return canonical.dumps([form.dtype, list(form.shape)]).decode()[1:-1]
 
@@ -195,20 +222,31 @@ class BlobLeaves(Mapping[str, LeafSpec]):
     """The leaves of a blob file by name; described when they are asked for."""
 
     def __init__(self, header: ShardHeader, said: Sequence[Sequence[str]]) -> None:
-        """Of rows of leaf, blob and role; raises TypeError or ValueError for what are none."""
+        """Of rows of leaf, blob and role, or of what the header lists; TypeError or ValueError for others."""
         self._header = header
+        self._made: dict[str, LeafSpec] = {}
+        entries, values, listed = header.entries.keys(), header.values.keys(), header.content.listed
+        self._plain: Set[str] = entries
+        if listed is not None:
+            self._names = self._blobs = header.entries.keys_at(listed.numbers)
+            self._roles = [listed.role] * len(self._names)
+            self._all_plain = True
+            return
         self._names, self._blobs, self._roles = map(list, zip(*said, strict=True)) if said else ([], [], [])
-        self._numbers = dict(zip(self._names, range(len(said)), strict=True))
-        if len(self._numbers) < len(said):
+        own = self._numbers.keys()
+        if len(own) < len(said):
             raise ValueError("a leaf is there twice")
         if not set(map(type, self._blobs)) <= {str}:
             raise TypeError("a blob has a name that is no text")
-        self._made: dict[str, LeafSpec] = {}
-        entries, values = header.entries.keys(), header.values.keys()
         plain = all_plain(self._names)
-        own = self._numbers.keys()
         self._all_plain = plain and entries >= own and own.isdisjoint(values)
-        self._plain = entries if self._all_plain else entries - values if plain else set()
+        if not self._all_plain:
+            self._plain = entries - values if plain else set()
+
+    @lazily
+    def _numbers(self) -> dict[str, int]:
+        """The place of each leaf in the list."""
+        return dict(zip(self._names, range(len(self._names)), strict=True))
 
     def __getitem__(self, name: str) -> LeafSpec:
         found = self._made.get(name)
@@ -254,6 +292,9 @@ class BlobLeaves(Mapping[str, LeafSpec]):
         """What `seal` gives for these leaves; raises KeyError, TypeError or ValueError for what is none."""
         if not set(self._roles) <= _ROLES.keys():
             raise ValueError("a leaf has a role that is none")
+        if (listed := self._header.content.listed) is not None:
+            forms = self._header.entries.forms(self._names)
+            return _seal(_listed_rows(self._names, listed.role, forms), values)
         if self._all_plain:
             return seal(self._tensor_rows(self._names, self._blobs, self._roles), values)
         here = [name in self._plain for name in self._names]

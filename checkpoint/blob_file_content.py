@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import TYPE_CHECKING
 
-from torchrelay.checkpoint.blob_file import LEAVES, openings, row, seal, tensor_rows
+from torchrelay.checkpoint.blob_file import openings, row, seal, tensor_rows
 from torchrelay.checkpoint.disk import canonical
 from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.disk.dtypes import logical_dtype
+from torchrelay.checkpoint.disk.listed_leaves import LEAVES
 from torchrelay.checkpoint.disk.names import Key, Whole
 from torchrelay.checkpoint.disk.shard import Part, ShardIdentity
 from torchrelay.checkpoint.disk.shard_entries import Entries, form_of, whole_entries

@@ -173,9 +173,24 @@ class FileSource:
         self, objects: Mapping[str, Any], *, strict: bool, rename: Rename | None, atomic: bool = True
     ) -> LoadResult:
         """Compare everything, and, with `atomic`, read all of it, before an object changes."""
+        if rename is not None:
+            return self._load(objects, NOTHING, strict=strict, rename=rename, atomic=atomic)
+        blobs = self._plain_blobs(objects)
+        with self.file.header.expecting(blobs):
+            in_place = fitting(objects, blobs, self.file.header.entries.forms(blobs))
+            return self._load(objects, in_place, strict=strict, rename=rename, atomic=atomic)
+
+    def _load(
+        self,
+        objects: Mapping[str, Any],
+        in_place: InPlace,
+        *,
+        strict: bool,
+        rename: Rename | None,
+        atomic: bool,
+    ) -> LoadResult:
         (stored, specs, plan), in_place = planned(
-            lambda in_place: self._planned(objects, rename, in_place, strict=strict),
-            self._in_place(objects) if rename is None else NOTHING,
+            lambda in_place: self._planned(objects, rename, in_place, strict=strict), in_place
         )
         gate()
         keys = list(in_place.tensors)
@@ -196,12 +211,10 @@ class FileSource:
         nbytes = in_place.nbytes + sum(read.spec.nbytes for read in plan.reads)
         return LoadResult(loaded, plan.missing, plan.unexpected, nbytes)
 
-    def _in_place(self, objects: Mapping[str, Any]) -> InPlace:
-        """The tensors that are blobs by themselves and that nothing need be asked about."""
+    def _plain_blobs(self, objects: Mapping[str, Any]) -> list[str]:
+        """Those of the objects that are blobs by themselves, each one stored tensor."""
         blobs, inner = self.file.specs.plain_blobs(objects), self.file.inner
-        if inner:
-            blobs = [name for name in blobs if name not in inner]
-        return fitting(objects, blobs, self.file.header.entries.forms(blobs))
+        return [name for name in blobs if name not in inner] if inner else blobs
 
     def _planned(
         self, objects: Mapping[str, Any], rename: Rename | None, in_place: InPlace, *, strict: bool

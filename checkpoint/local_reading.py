@@ -56,6 +56,16 @@ class LocalReadHandle:
             done += count
         return done
 
+    def read(self, offset: int, length: int) -> bytes:
+        """So many bytes in fresh memory; fewer only at the end of the file. Raises OSError."""
+        expect_long_read(self._descriptor, length)
+        found = os.pread(self._descriptor, length, offset)
+        while len(found) < length and (
+            more := os.pread(self._descriptor, length - len(found), offset + len(found))
+        ):
+            found += more
+        return found
+
     def read_scattered(self, offset: int, destinations: Sequence[Memory]) -> int:
         """Fill `destinations`, at most 1,024, with one call of the system; fewer bytes only at the end."""
         if not self._announced:
@@ -65,6 +75,19 @@ class LocalReadHandle:
         if done == sum(map(len, destinations)):
             return done
         return read_each(self.read_into, offset, destinations)
+
+    def is_at_hand(self, offset: int, nbytes: int) -> bool:
+        """Whether bytes of the range lie in the page cache; yes where the system cannot say."""
+        return self._is_cached(offset, nbytes)
+
+    def fetch(self, offset: int, nbytes: int) -> bool:
+        """Have the kernel read into the page cache; of one request it takes only a few MiB."""
+        if not hasattr(os, "posix_fadvise"):
+            return False
+        with suppress(OSError):
+            os.posix_fadvise(self._descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
+            return True
+        return False
 
     def close(self) -> None:
         """Close once; later calls do nothing."""

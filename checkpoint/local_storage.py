@@ -126,6 +126,14 @@ class _LocalReads(LocalReadHandle):
         with _named(self.path, "read", FileNotFoundError, nbytes=len(destination)):
             return super().read_into(offset, destination, direct=direct)
 
+    def read(self, offset: int, length: int) -> bytes:
+        with _named(self.path, "read", FileNotFoundError, nbytes=length):
+            return super().read(offset, length)
+
+    def fetch(self, offset: int, nbytes: int) -> bool:
+        with underway("fetch", self.path, nbytes):
+            return super().fetch(offset, nbytes)
+
     def read_scattered(self, offset: int, destinations: Sequence[Memory]) -> int:
         with _named(self.path, "read", FileNotFoundError):
             count = super().read_scattered(offset, destinations)
@@ -248,9 +256,11 @@ class LocalStorage:
         size = self.stat(path)
         if size is None:
             raise FileNotFoundError(errno.ENOENT, "no such file", str(self._path(path)))
-        buffer = bytearray(max(0, min(length, size - offset)))
-        count = self.read_into(path, offset, memoryview(buffer))
-        return bytes(buffer[:count])
+        handle = self.open_read(path)
+        try:
+            return handle.read(offset, max(0, min(length, size - offset)))
+        finally:
+            handle.close()
 
     def read_into(self, path: str, offset: int, destination: memoryview) -> int:
         """Read in place; a special file or a link is refused."""

@@ -54,6 +54,17 @@ class ReadHandle(Protocol):
 
 
 @runtime_checkable
+class Fetches(ReadHandle, Protocol):
+    """What a handle may offer besides: to fetch bytes that will be read later."""
+
+    def is_at_hand(self, offset: int, nbytes: int) -> bool:
+        """Whether bytes of the range can be read without waiting for the device, as far as one can say."""
+
+    def fetch(self, offset: int, nbytes: int) -> bool:
+        """Begin to bring a MiB nearer; False where that cannot be done. Raises nothing."""
+
+
+@runtime_checkable
 class LongReads(Protocol):
     """What a storage may offer besides: files that stay open while they are read."""
 

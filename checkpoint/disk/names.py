@@ -116,15 +116,20 @@ def _decoded_name(encoded: str, key: str) -> str:
 
 def is_plain(name: str) -> bool:
     """Whether a whole leaf of this name has it as its key, as nearly all have."""
-    return _holds_plain(name) and name not in ("", _METADATA)
+    return holds_plain(name) and name not in ("", _METADATA)
 
 
 def all_plain(found: Collection[str]) -> bool:
     """Whether all are plain, at once."""
-    return _holds_plain("".join(found)) and "" not in found and _METADATA not in found
+    return holds_plain("".join(found)) and none_kept(found)
 
 
-def _holds_plain(text: str) -> bool:
+def none_kept(found: Collection[str]) -> bool:
+    """Whether none is a text that no key can be."""
+    return "" not in found and _METADATA not in found
+
+
+def holds_plain(text: str) -> bool:
     """Whether a key holds all of a text as it is: ASCII, which nearly every name consists of."""
     return text.isascii() and text.isprintable() and "%" not in text and "@" not in text
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torchrelay.checkpoint.disk import canonical, digest, dtypes, names, version
 from torchrelay.checkpoint.disk.canonical import Json
+from torchrelay.checkpoint.disk.listed_leaves import ListedLeaves, was_cut
 from torchrelay.checkpoint.disk.names import Key
 from torchrelay.checkpoint.disk.quick_header import quick_header
 from torchrelay.checkpoint.disk.shard import ALIGNMENT, METADATA_KEY, ShardIdentity
@@ -29,7 +30,10 @@ _RESERVED = ("encryption", "codec", "stored_bytes")
 
 @dataclass(frozen=True)
 class ShardContent:
-    """What a header says: whose file this is, and where everything lies in it."""
+    """What a header says: whose file this is, and where everything lies in it.
+
+    Of a blob file `listed` may tell what its list of leaves says, which is empty then among the values.
+    """
 
     identity: ShardIdentity
     part: int
@@ -38,6 +42,7 @@ class ShardContent:
     values: Mapping[str, Json]
     data_start: int
     file_bytes: int
+    listed: ListedLeaves | None = None
 
 
 def header_length(prefix: bytes, file_bytes: int, *, what: str) -> int:
@@ -50,12 +55,16 @@ def header_length(prefix: bytes, file_bytes: int, *, what: str) -> int:
     return total
 
 
-def parse(header: bytes, file_bytes: int, *, what: str) -> ShardContent:
-    """Understand all bytes before the data; raises DamagedError, or FormatError for another version."""
+def parse(header: bytes, file_bytes: int, *, what: str, listing: bool = False) -> ShardContent:
+    """Understand all bytes before the data; raises DamagedError, or FormatError for another version.
+
+    `listing` says that somebody wants `listed` of a blob file.
+    """
     if header_length(header, file_bytes, what=what) != len(header):
         raise DamagedError(f"{what}: the header is not {len(header)} bytes long")
     data = range(len(header), file_bytes)
-    inner, pieces, entries = _quickly(header, data, what) or _decoded(header, data, what)
+    found = _quickly(header, data, what, listing) or _decoded(header, data, what)
+    inner, pieces, entries, listed = found
     return ShardContent(
         identity=_identity(inner, what),
         part=_count(inner, "part", what),
@@ -64,23 +73,32 @@ def parse(header: bytes, file_bytes: int, *, what: str) -> ShardContent:
         values=_values(inner, what),
         data_start=len(header),
         file_bytes=file_bytes,
+        listed=listed,
     )
 
 
-_Understood = tuple[dict[str, Json], dict[str, dict[str, Json]], StoredEntries]
-"""Metadata, what they say of pieces, and the entries."""
+_Understood = tuple[dict[str, Json], dict[str, dict[str, Json]], StoredEntries, ListedLeaves | None]
+"""Metadata, what they say of pieces, the entries, and the list of leaves where it was taken out."""
 
 
-def _quickly(header: bytes, data: range, what: str) -> _Understood | None:
+def _quickly(header: bytes, data: range, what: str, listing: bool) -> _Understood | None:
     """A header in which every key is the name of a whole leaf that the entry tells all of."""
-    found = quick_header(header[8:], len(data))
+    found = quick_header(header, len(data), listing)
     if found is None:
         return None
-    inner = _parse_metadata(found.metadata, what)
+    try:
+        inner = _parse_metadata(found.metadata, what)
+    except (DamagedError, FormatError):
+        if found.listed:
+            return None  # what is wrong, and where, is said of all of the text
+        raise
+    if found.listed and not was_cut(inner.get("values"), found.numbers.keys()):
+        return None
     pieces, digests = _pieces(inner, what), inner["digests"]
     if len(digests) != found.columns.blocks[-1] * digest.SIZE or not pieces.keys().isdisjoint(found.numbers):
         return None
-    return inner, pieces, StoredEntries(found.numbers, {}, Stored(found.columns, digests, data.start))
+    entries = StoredEntries(found.numbers, {}, Stored(found.columns, digests, data.start))
+    return inner, pieces, entries, found.listed
 
 
 def _decoded(header: bytes, data: range, what: str) -> _Understood:
@@ -93,7 +111,7 @@ def _decoded(header: bytes, data: range, what: str) -> _Understood:
         raise FormatError(f"{what} was not written by torchrelay: its metadata say nothing of it")
     inner = _parse_metadata(text, what)
     pieces = _pieces(inner, what)
-    return inner, pieces, _entries(said, pieces, inner["digests"], data, what)
+    return inner, pieces, _entries(said, pieces, inner["digests"], data, what), None
 
 
 def _parse_metadata(text: str, what: str) -> dict[str, Json]:

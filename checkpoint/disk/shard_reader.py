@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
 from operator import sub
 from typing import NamedTuple
 
+from torchrelay.checkpoint.disk.ahead import fetched_ahead, worth_fetching
 from torchrelay.checkpoint.disk.canonical import Json, sha256
-from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, first_damaged_block
+from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, block_digests, first_damaged_block
 from torchrelay.checkpoint.disk.read_options import PLAIN, ReadOptions
 from torchrelay.checkpoint.disk.shard_header import (
     LENGTH_LIMIT,
@@ -19,7 +21,7 @@ from torchrelay.checkpoint.disk.shard_header import (
     parse,
 )
 from torchrelay.checkpoint.disk.side_by_side import each
-from torchrelay.checkpoint.disk.small_entries import FAR_BYTES, Batch, batches
+from torchrelay.checkpoint.disk.small_entries import FAR_BYTES, Batch, batches, in_order
 from torchrelay.checkpoint.disk.stored_entries import StoredEntries, StoredEntry
 from torchrelay.checkpoint.storage import (
     Memory,
@@ -63,19 +65,23 @@ class _File:
     direct: bool = False
 
 
-def read_header(storage: Storage, path: str, expect: ShardExpectation | None = None) -> ShardHeader:
+def read_header(
+    storage: Storage, path: str, expect: ShardExpectation | None = None, *, listing: bool = False
+) -> ShardHeader:
     """Read and check everything before the data; no data are read.
 
     With `expect` the file's size and the header's SHA-256 are proved; without, the header is only
-    checked to be consistent with itself and with the file's size. Raises DamagedError for a file
-    that is missing or is not what it should be, FormatError for another version's.
+    checked to be consistent with itself and with the file's size. `listing` is what `parse` takes.
+    Raises DamagedError for a file that is missing or is not what it should be, FormatError for
+    another version's.
     """
     size = storage.stat(path)
     if size is None:
         raise DamagedError(f"{path} is missing")
     header = _proved(storage, path, size, expect) if expect else _consistent(storage, path, size)
-    digest = expect.header_sha256 if expect else sha256(header)
-    return ShardHeader(storage, path, parse(header, size, what=path), digest)
+    return ShardHeader(
+        storage, path, parse(header, size, what=path, listing=listing), block_digests(memoryview(header))
+    )
 
 
 def _proved(storage: Storage, path: str, size: int, expect: ShardExpectation) -> bytes:
@@ -100,10 +106,10 @@ class ShardHeader:
     caller's question to ask again.
     """
 
-    def __init__(self, storage: Storage, path: str, content: ShardContent, header_sha256: str) -> None:
+    def __init__(self, storage: Storage, path: str, content: ShardContent, header_digests: bytes) -> None:
         self.path = path
         self.content = content
-        self.header_sha256 = header_sha256
+        self._header_digests = header_digests
         self._storage = storage
         self._gap = worth_of_a_request(storage)
         self._run = FAR_BYTES if self._gap else RUN
@@ -163,9 +169,10 @@ class ShardHeader:
         for request in requests:
             (whole if self._is_small(request) else parts).append(request)
         if whole:
-            keys = [request.key for request in whole]
+            numbers = self._numbers([request.key for request in whole])
             memories = [request.destination.cast("B") for request in whole]
-            self._read_batches(self._numbers(keys), keys, memories, options)
+            filled = [number for number, one in zip(numbers, memories, strict=True) if len(one)]
+            self._read_batches(*in_order(filled, list(filter(len, memories))), options)
         if not parts:
             return
         located = self._located(piece for request in parts for piece in _pieces(request, self._run))
@@ -173,6 +180,13 @@ class ShardHeader:
         runs = options.turned(list(_neighbours(located)))
         with open_for_reading(self._storage, self.path) as handle:
             each(partial(self._read_run, _File(handle, options)), runs, nbytes, options.threads)
+
+    def expecting(self, keys: Sequence[str]) -> AbstractContextManager[None]:
+        """Fetch these entries while a block looks at where they belong, if they are many and side by side."""
+        part = (
+            worth_fetching(self.entries.stored, self._numbers(keys)) if self.entries.in_columns else range(0)
+        )
+        return fetched_ahead(self._storage, self.path, part)
 
     def read_whole(
         self, keys: Sequence[str], memories: Sequence[Memory], options: ReadOptions = PLAIN
@@ -185,36 +199,33 @@ class ShardHeader:
             pairs = zip(keys, memories, strict=True)
             self.read_many([ReadRequest(key, 0, len(one), memoryview(one)) for key, one in pairs], options)
             return
-        numbers, sizes = self._numbers(keys), list(map(len, memories))
+        numbers, memories = in_order(self._numbers(keys), memories)
         starts, stops = self.entries.stored.columns.bounds(numbers)
-        stored = list(map(sub, stops, starts))
+        stored, sizes = list(map(sub, stops, starts)), list(map(len, memories))
         if stored != sizes:
-            key, size, room = next(one for one in zip(keys, stored, sizes, strict=True) if one[1] != one[2])
-            raise UsageError(f"{key}, which has {size} bytes, does not fit into {room}")
+            number, size, room = next(
+                one for one in zip(numbers, stored, sizes, strict=True) if one[1] != one[2]
+            )
+            raise UsageError(
+                f"{self.entries.key_at(number)}, which has {size} bytes, does not fit into {room}"
+            )
         if max(sizes, default=0) > BLOCK:
-            small = [size <= BLOCK for size in sizes]
             self.read_many(
                 [
-                    ReadRequest(key, 0, size, memoryview(memory))
-                    for key, size, memory in zip(keys, sizes, memories, strict=True)
+                    ReadRequest(self.entries.key_at(number), 0, size, memoryview(memory))
+                    for number, size, memory in zip(numbers, sizes, memories, strict=True)
                     if size > BLOCK
                 ],
                 options,
             )
-            numbers, keys = list(compress(numbers, small)), list(compress(keys, small))
-            memories = list(compress(memories, small))
-        self._read_batches(numbers, keys, memories, options)
+        if min(sizes, default=1) == 0 or max(sizes, default=0) > BLOCK:
+            small = [0 < size <= BLOCK for size in sizes]
+            numbers, memories = list(compress(numbers, small)), list(compress(memories, small))
+        self._read_batches(numbers, memories, options)
 
-    def _read_batches(
-        self, numbers: Sequence[int], keys: Sequence[str], memories: Sequence[Memory], options: ReadOptions
-    ) -> None:
-        """Read whole entries of a block at most."""
-        if not (isinstance(numbers, range) and all(map(len, memories))):
-            order = sorted(range(len(numbers)), key=numbers.__getitem__)
-            wanted = [place for place in order if len(memories[place])]
-            numbers = [numbers[place] for place in wanted]
-            keys, memories = [keys[place] for place in wanted], [memories[place] for place in wanted]
-        runs = list(batches(self.path, self.entries.stored, numbers, keys, memories, self._gap))
+    def _read_batches(self, numbers: Sequence[int], memories: Sequence[Memory], options: ReadOptions) -> None:
+        """Read whole entries in the order of the file, none empty or above a block."""
+        runs = list(batches(self.path, self.entries, numbers, memories, self._gap))
         if not runs:
             return
         with open_for_reading(self._storage, self.path) as handle:
@@ -259,7 +270,8 @@ class ShardHeader:
     def check_in_place(self) -> None:
         """Raise DamagedError where another file has come to the path: for reads that verify no block."""
         size = self._storage.stat(self.path)
-        if size is None or sha256(_consistent(self._storage, self.path, size)) != self.header_sha256:
+        header = b"" if size is None else _consistent(self._storage, self.path, size)
+        if block_digests(memoryview(header)) != self._header_digests:
             raise DamagedError(f"{self.path} was replaced while it was read: read it again")
 
     def verify(self) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, digests_of
-from torchrelay.checkpoint.disk.stored_entries import Stored
+from torchrelay.checkpoint.disk.stored_entries import Stored, StoredEntries
 from torchrelay.checkpoint.storage import Memory
 from torchrelay.errors import DamagedError
 
@@ -31,10 +31,14 @@ class Batch:
     """
 
     path: str
-    stored: Stored
+    entries: StoredEntries
     numbers: Sequence[int]
-    keys: Sequence[str]
     memories: Sequence[Memory]
+
+    @property
+    def stored(self) -> Stored:
+        """The columns of the file."""
+        return self.entries.stored
 
     @property
     def start(self) -> int:
@@ -50,7 +54,7 @@ class Batch:
         """Fill all memories; raises DamagedError naming file, key and block."""
         count = scattered(self.start, self._with_gaps())
         if count != self.nbytes:
-            key = self.keys[self._at(self.start + count)]
+            key = self.entries.key_at(self._at(self.start + count))
             raise DamagedError(f"{self.path} ends inside of {key}, at byte {self.start + count}")
         if verify:
             self._verify(digests_of(self.memories))
@@ -74,7 +78,7 @@ class Batch:
             if found[at * SIZE : (at + 1) * SIZE] != expected[at * SIZE : (at + 1) * SIZE]:
                 offset = self.stored.data_start + self.stored.columns.starts[number]
                 raise DamagedError(
-                    f"{self.path}: block 0 of {self.keys[at]}, at byte {offset} of the file,"
+                    f"{self.path}: block 0 of {self.entries.key_at(number)}, at byte {offset} of the file,"
                     " is not what was saved"
                 )
 
@@ -86,17 +90,26 @@ class Batch:
         return b"".join(digests[blocks[number] * SIZE : blocks[number + 1] * SIZE] for number in self.numbers)
 
     def _at(self, offset: int) -> int:
-        """The place among the entries of the one that an offset of the file lies in."""
+        """The number of the entry that an offset of the file lies in."""
         stops = self.stored.columns.stops
         beyond = offset - self.stored.data_start
-        return next(at for at, number in enumerate(self.numbers) if stops[number] > beyond)
+        return next(number for number in self.numbers if stops[number] > beyond)
+
+
+def in_order(numbers: Sequence[int], memories: Sequence[Memory]) -> tuple[Sequence[int], Sequence[Memory]]:
+    """Entries in the order of the file, each with its memory; a range where they lie side by side."""
+    if isinstance(numbers, range):
+        return numbers, memories
+    order = sorted(range(len(numbers)), key=numbers.__getitem__)
+    found = list(map(numbers.__getitem__, order))
+    beside = range(found[0], found[0] + len(found)) if found else range(0)
+    return (beside if found == list(beside) else found), list(map(memories.__getitem__, order))
 
 
 def batches(
     path: str,
-    stored: Stored,
+    entries: StoredEntries,
     numbers: Sequence[int],
-    keys: Sequence[str],
     memories: Sequence[Memory],
     gap: int = 0,
 ) -> Iterator[Batch]:
@@ -104,9 +117,9 @@ def batches(
 
     Those with up to `gap` bytes between them are read together; one that is wanted twice is read twice.
     """
-    starts, stops = stored.columns.bounds(numbers)
+    starts, stops = entries.stored.columns.bounds(numbers)
     for at, end in _runs(starts, stops, gap):
-        yield Batch(path, stored, numbers[at:end], keys[at:end], memories[at:end])
+        yield Batch(path, entries, numbers[at:end], memories[at:end])
 
 
 def _runs(starts: Sequence[int], stops: Sequence[int], gap: int) -> Iterator[tuple[int, int]]:

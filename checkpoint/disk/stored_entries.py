@@ -192,12 +192,22 @@ class StoredEntries(Mapping[str, StoredEntry]):
             self._asked = keys, found
         return found
 
+    def keys_at(self, numbers: Sequence[int]) -> list[str]:
+        """The keys of entries by their numbers, which are remembered until others are asked for."""
+        found = list(map(self._order.__getitem__, numbers))
+        self._asked = found, list(numbers)
+        return found
+
+    def key_at(self, number: int) -> str:
+        """The key of one entry."""
+        return self._order[number]
+
     def forms(self, keys: Sequence[str]) -> Sequence[Form]:
         """The logical forms of leaves."""
         if self._known:
             return list(map(self.form, keys))
         forms = self.stored.columns.forms
-        return forms if self._are_all(keys) else [forms[number] for number in self.numbers(keys)]
+        return forms if self._are_all(keys) else list(map(forms.__getitem__, self.numbers(keys)))
 
     @lazily
     def _order(self) -> list[str]:

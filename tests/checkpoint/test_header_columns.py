@@ -275,6 +275,7 @@ def test_a_header_taken_apart_as_text_is_understood_and_refused_as_the_decoded_o
         ('"data_offsets":[12,36]', '"data_offsets":[12,36],"more":1'),
         ('"data_offsets":[12,36]', '"data_offsets":[12,0036]'),
         ('"data_offsets":[12,36]', '"data_offsets":[36,12]'),
+        ('"data_offsets":[0,12]},"m.2"', '"data_offsets":[m.2"'),
         ('{"torchrelay"', '{"torchrelay":"","torchrelay"'),
         ('{"torchrelay"', '{"more":"","torchrelay"'),
     ],
