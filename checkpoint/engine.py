@@ -200,6 +200,7 @@ class Engine:
             plan = make_plan(job.with_rank_scope(self._demoted), self._exchange)
         if self.background is not None and self.ledger.in_run:
             self.background.begin(session, job, plan, clock, whole)
+            self.background.aside(self.retaining.behind)
             return
         self._stats["checkpoint_save"] = carry_out(job, plan, clock)
         self.retaining.now(session.peers)
@@ -248,19 +249,16 @@ class Engine:
         if self.background is not None:
             self.background.wait(unguarded=unguarded)
 
-    def settle(self, session: Session | None) -> Iterator[Outcome]:
+    def settle(self) -> Iterator[Outcome]:
         """Wait for the save in flight; what became of it, and of earlier ones nobody asked about.
 
-        Retention follows behind the training, when the caller is done with an outcome. Talks to nobody;
-        without a session nothing is retired.
+        Retention follows behind the training, with the next save or at the end. Talks to nobody.
         """
         self.wait()
         for outcome in self.background.take_outcomes() if self.background is not None else []:
             if outcome.stats is not None:
                 self._stats["checkpoint_save"] = outcome.stats
             yield outcome
-            if outcome.stats is not None and session is not None:
-                self.retaining.behind()
 
     def finish(self, session: Session) -> None:
         """Return when nothing is in flight and what retention gave up is deleted. All processes together.
@@ -268,6 +266,8 @@ class Engine:
         Raises FencedError on all when another job has taken the directory over.
         """
         self.wait(unguarded=True)
+        if self.background is not None:
+            self.retaining.behind()
         if self.ledger.drain(session.peers):
             self.retaining.now(session.peers)
         self.retaining.end(session.peers)

@@ -221,9 +221,9 @@ class Manager:
             if not in_run:
                 ledger.close()
 
-    def settle(self, session: Session | None) -> Iterator[Outcome]:
+    def settle(self) -> Iterator[Outcome]:
         """Wait for the save in flight, if there is one, and tell what became of it; see `Engine.settle`."""
-        return self.engine.settle(session)
+        return self.engine.settle()
 
     def finish(self, session: Session) -> None:
         """Return when nothing is in flight and nothing is being deleted; see `Engine.finish`."""

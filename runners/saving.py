@@ -70,7 +70,7 @@ class Saver:
         if self.manager is None:
             return
         self.journal.replicated(self.manager.take_replicated())
-        for outcome in self.manager.settle(session):
+        for outcome in self.manager.settle():
             if outcome.error is not None:
                 self._failed(outcome.position, outcome.error)
             else:
@@ -100,7 +100,7 @@ class Saver:
         """Wait for the save in flight after a failure of the run: without the others, and it only warns."""
         if self.manager is None:
             return
-        for outcome in self.manager.settle(None):
+        for outcome in self.manager.settle():
             if outcome.error is not None:
                 self.journal.save_failed(outcome.position, outcome.error, self.failed_in_a_row + 1)
             else:

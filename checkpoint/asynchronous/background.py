@@ -13,6 +13,7 @@ from torchrelay.checkpoint.asynchronous.estimate import free_share, likely_bytes
 from torchrelay.checkpoint.asynchronous.pieces import Pieces, pieces_of
 from torchrelay.checkpoint.asynchronous.samples import Verify
 from torchrelay.checkpoint.asynchronous.stage import Stage, guarded_addresses, stage
+from torchrelay.checkpoint.asynchronous.standby import Standby
 from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.planning.assignments import Plan
 from torchrelay.checkpoint.position import Position
@@ -51,6 +52,7 @@ class Background:
         self.blocking: set[str] = set()
         """Blobs that somebody wrote behind the gate's back."""
         self._arena = Arena()
+        self._standby = Standby()
         self._guards = gate.Guards()
         self._pieces: Pieces | None = None
         self._outcomes: deque[Outcome] = deque()
@@ -61,10 +63,12 @@ class Background:
 
     def prepare(self, session: Session) -> None:
         """Touch the memory that the first save will likely need, while nobody waits for it yet."""
+        self._standby.ready()
         self._reserve(session, likely_bytes(session))
 
     def lay_out(self, session: Session, plan: Plan, states: Sequence[NodeState]) -> None:
-        """Get ready for a save of this plan: its pieces, and where they are staged."""
+        """Get ready for a save of this plan: its pieces, where they are staged, and a thread."""
+        self._standby.ready()
         pieces = self._pieces_of(plan, [state.rank for state in states])
         block = self._reserve(session, pieces.nbytes)
         if block is not None:
@@ -94,7 +98,7 @@ class Background:
         self.wait()
         job = replace(job, peers=self._peers(session))
         # Known from now on: what interrupts this process leaves no gate that nobody opens.
-        flight = self._flight = _Flight(job, plan, clock, whole)
+        flight = self._flight = _Flight(job, plan, clock, whole, self._standby)
         try:
             with clock.spent("stage"):
                 pieces = self._pieces_of(plan, [state.rank for state in job.states])
@@ -145,7 +149,8 @@ class Background:
     def wait(self, *, unguarded: bool = False) -> None:
         """Return when nothing is in flight; outcomes are kept. Talks to nobody.
 
-        `unguarded`: registered objects are as they were, as loads and whoever goes on with them expect.
+        `unguarded`: registered objects are as they were, as loads and whoever goes on with them expect, and
+        no thread stands by.
         """
         flight = self._flight
         if flight is not None:
@@ -157,6 +162,7 @@ class Background:
         self._guards.remove_from_optimizers()
         if unguarded:
             self._guards.remove()
+            self._standby.dismiss()
 
     def take_outcomes(self) -> list[Outcome]:
         """What became of the saves that ended since the last time, in their order."""
@@ -168,13 +174,16 @@ class Background:
 class _Flight:
     """One save on its way."""
 
-    def __init__(self, job: SaveJob, plan: Plan, clock: Clock, whole: WholeBytes | None) -> None:
+    def __init__(
+        self, job: SaveJob, plan: Plan, clock: Clock, whole: WholeBytes | None, standby: Standby
+    ) -> None:
         self.job, self.plan, self.clock, self.whole = job, plan, clock, whole
         self.stage: Stage | None = None
         self.failed: Exception | None = None
         self.on_disk = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._standby = standby
         self._go, self._given_up = threading.Event(), False
+        self._over: threading.Event | None = None
         self._aside: deque[Callable[[], None]] = deque()
         self._begins, self._begun = threading.Lock(), False
 
@@ -188,32 +197,29 @@ class _Flight:
                 self._begun = True
             ended(self._outcome())
 
-        thread = threading.Thread(target=run, name="torchrelay save", daemon=True)
         try:
-            thread.start()
-        except RuntimeError:  # no more threads in this process, but the others are on their way
-            ended(self._outcome())
-        except BaseException:  # an interrupt, when the thread is there already: nobody would wait for it
+            self._over = self._standby.hand(run)
+        except BaseException:  # an interrupt, perhaps when it was handed over: nobody would wait for it
             self._given_up = True
             self._go.set()
             raise
-        else:
-            self._thread = thread
-            self._go.set()
+        self._go.set()
+        if self._over is None:  # no more threads in this process, but the others are on their way
+            ended(self._outcome())
 
     def takes(self, work: Callable[[], None]) -> bool:
         """Whether the thread, which has not begun, does this first."""
         with self._begins:
-            takes = self._thread is not None and not self._begun
+            takes = self._over is not None and not self._begun
             if takes:
                 self._aside.append(work)
         return takes
 
     def join(self) -> None:
-        if self._thread is not None:
+        if self._over is not None:
             self._go.set()
             with turns.waiting():
-                self._thread.join()
+                self._standby.wait(self._over)
 
     def _outcome(self) -> Outcome:
         """Copy, write and commit; lets go of all leaves, here, for that takes as long as to list them."""

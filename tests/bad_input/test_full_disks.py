@@ -6,7 +6,6 @@ import errno
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from bad_input import Trial, noted, small_disk
-from torchrun import torchrun
+from in_flight import nothing_in_flight
+from torchrun import REPOSITORY, torchrun
 
 from torchrelay import open_checkpoint
 from torchrelay.checkpoint import save
@@ -29,13 +29,6 @@ def fill(disk: Path) -> None:
     with (disk / "filler").open("wb", buffering=0) as file, suppress(OSError):
         while True:
             file.write(bytes(1024))
-
-
-def nothing_in_flight() -> None:
-    """Wait for a save behind the training, so that it is known which epochs find the disk full."""
-    for thread in threading.enumerate():
-        if thread.name == "torchrelay save":
-            thread.join(60)
 
 
 def filling(disk: Path, full: range) -> Callable[[Any], None]:
@@ -135,7 +128,8 @@ def test_a_disk_without_room_for_files(tmp_path: Path) -> None:
 def test_a_full_disk_on_two_ranks(tmp_path: Path) -> None:
     """Both ranks warn alike and go on, whichever found the disk full, also behind the training."""
     with small_disk(tmp_path / "disk", "size=6m") as disk:
-        done = torchrun(PROGRAM, str(disk), warm=True, ranks=2, cwd=tmp_path)
+        env = {"PYTHONPATH": str(REPOSITORY / "tests/helpers")}
+        done = torchrun(PROGRAM, str(disk), warm=True, ranks=2, cwd=tmp_path, env=env)
         assert done.rc == 0, str(done)
         assert done.out.count("saved 0 1 4 5") == 2, str(done)
         for name in ("sync", "async"):

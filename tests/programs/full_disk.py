@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-import threading
 from contextlib import suppress
 from pathlib import Path
 
 import torch
+from in_flight import nothing_in_flight
 
 import torchrelay
 from torchrelay import Job, JobRunner, max_epochs
@@ -25,9 +25,7 @@ def train(name: str, **options: bool) -> None:
     @job.epoch
     def fill(ctx: torchrelay.Context) -> None:
         ctx["w"] += 1
-        for thread in threading.enumerate():
-            if thread.name == "torchrelay save":
-                thread.join(60)
+        nothing_in_flight()
         if ctx.epoch == 2 and FIRST:
             with filler.open("wb", buffering=0) as file, suppress(OSError):
                 while True:

@@ -27,7 +27,7 @@ from torchrelay import (
 )
 from torchrelay import Job as RelayJob
 from torchrelay.checkpoint import save as saving
-from torchrelay.checkpoint.asynchronous import background
+from torchrelay.checkpoint.asynchronous import background, standby
 from torchrelay.checkpoint.asynchronous.background import Background
 from torchrelay.checkpoint.asynchronous.copying import Copier
 from torchrelay.checkpoint.planning import repeated
@@ -280,7 +280,7 @@ def test_one_position_is_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(saving, "_write_all", counted)
     train(tmp_path / "run", 5, asynchronous=True)
     assert most == [1] * 6
-    assert not [one for one in threading.enumerate() if one.name == "torchrelay save"]
+    assert not [one for one in threading.enumerate() if one.name in (standby.SAVES, standby.STANDS_BY)]
 
 
 def test_the_upload_finds_the_last_epoch_committed(tmp_path: Path) -> None:
@@ -406,8 +406,7 @@ def test_without_threads_saves_are_made_at_once(tmp_path: Path, monkeypatch: pyt
         def start(self) -> None:
             raise RuntimeError("can't start new thread")
 
-    others = {"Event": threading.Event, "Lock": threading.Lock}
-    monkeypatch.setattr(background, "threading", SimpleNamespace(Thread=NoMore, **others))
+    monkeypatch.setattr(standby, "threading", SimpleNamespace(Thread=NoMore))
     truth = train(tmp_path / "run", 2, asynchronous=True)
     assert {epoch: torn(tmp_path / "run", epoch, truth[epoch]) for epoch in truth} == {1: [], 2: []}
 
@@ -420,7 +419,7 @@ def test_an_interrupt_while_the_thread_starts_leaves_nobody_at_work(
 
     def start(self: threading.Thread) -> None:
         begin(self)
-        if self.name == "torchrelay save":
+        if self.name == standby.STANDS_BY:
             begun.append(self)
             raise KeyboardInterrupt
 
