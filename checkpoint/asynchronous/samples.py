@@ -25,9 +25,8 @@ def digest(tensor: torch.Tensor, verify: Verify) -> int:
     hashed = xxhash.xxh3_128()
     nbytes = tensor.nbytes
     if tensor.is_cpu:
-        address = tensor.data_ptr()
-        for first, kind in _buffers(nbytes, verify):
-            hashed.update(kind.from_address(address + first))
+        for memory in _memories(tensor.data_ptr(), nbytes, verify):
+            hashed.update(memory)
     else:  # only what is hashed leaves the device
         flat = tensor.detach().reshape(-1).view(torch.uint8)
         for first, last in stretches(nbytes, verify):
@@ -46,7 +45,13 @@ def stretches(nbytes: int, verify: Verify) -> Iterator[tuple[int, int]]:
         yield first, first + size
 
 
-@lru_cache(maxsize=1024)
-def _buffers(nbytes: int, verify: Verify) -> tuple[tuple[int, type[ctypes.Array[ctypes.c_ubyte]]], ...]:
-    """Where the stretches begin, and the type that sees memory there as bytes."""
-    return tuple((first, ctypes.c_ubyte * (last - first)) for first, last in stretches(nbytes, verify))
+@lru_cache(maxsize=1 << 13)
+def _memories(address: int, nbytes: int, verify: Verify) -> tuple[ctypes.Array[ctypes.c_ubyte], ...]:
+    """The stretches of memory at an address, which are looked at only while a tensor lies there.
+
+    Remembered, for the same tensors are asked about at every save.
+    """
+    return tuple(
+        (ctypes.c_ubyte * (last - first)).from_address(address + first)
+        for first, last in stretches(nbytes, verify)
+    )
