@@ -276,6 +276,13 @@ def _verification() -> Iterator[Bug]:
         ["tests/checkpoint/test_unchanged.py"],
     )
     yield Bug(
+        "a piece is taken for one like it whatever is said of it",
+        "checkpoint/disk/shard_header.py",
+        'text.partition("@")[2], repr(piece))\n',
+        'text.partition("@")[2])\n',
+        ["tests/checkpoint/test_header_columns.py"],
+    )
+    yield Bug(
         "rows of a list of leaves are taken unseen",
         "checkpoint/disk/listed_leaves.py",
         " and first == blobs[0] and opened == expected else None\n",
@@ -292,6 +299,13 @@ def _verification() -> Iterator[Bug]:
 
 
 def _behind() -> Iterator[Bug]:
+    yield Bug(
+        "old epochs wait for a save that never comes",
+        "checkpoint/engine.py",
+        "            self.retaining.behind()\n        if self.ledger.drain",
+        "            pass\n        if self.ledger.drain",
+        ["tests/runners/test_deletions.py"],
+    )
     yield Bug(
         "nobody waits at the gate",
         "checkpoint/asynchronous/gate.py",
