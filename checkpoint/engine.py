@@ -40,7 +40,7 @@ from torchrelay.checkpoint.structure import Structures
 from torchrelay.checkpoint.tier.options import Tier
 from torchrelay.checkpoint.tier.placed import placed
 from torchrelay.checkpoint.timing import Clock
-from torchrelay.errors import RelayError, UsageError
+from torchrelay.errors import UsageError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.collector import undisturbed
 from torchrelay.jobs.peers import together
@@ -199,8 +199,7 @@ class Engine:
             self._demote(demoted, say=session.peers.rank == 0)
             plan = make_plan(job.with_rank_scope(self._demoted), self._exchange)
         if self.background is not None and self.ledger.in_run:
-            self.background.begin(session, job, plan, clock, whole)
-            self.background.aside(self.retaining.behind)
+            self.background.begin(session, job, plan, clock, whole, self.retaining.behind)
             return
         self._stats["checkpoint_save"] = carry_out(job, plan, clock)
         self.retaining.now(session.peers)
@@ -239,7 +238,7 @@ class Engine:
             return
         states, failed = self._capture(session)
         job = replace(self._job(session, states, Position(0), Facts()), reuse=None)
-        with suppress(RelayError):
+        with suppress(Exception):  # whatever kind it is of: the other processes go on
             all_listed(session.peers, "rehearsal", failed)
             plan = make_plan(job.with_rank_scope(self._demoted), self._exchange)
             self.background.lay_out(session, plan, states)

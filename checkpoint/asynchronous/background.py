@@ -88,17 +88,24 @@ class Background:
     # At a boundary
 
     def begin(
-        self, session: Session, job: SaveJob, plan: Plan, clock: Clock, whole: WholeBytes | None = None
+        self,
+        session: Session,
+        job: SaveJob,
+        plan: Plan,
+        clock: Clock,
+        whole: WholeBytes | None = None,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
         """Copy what must be copied now and go on in the background; an earlier save is waited for first.
 
-        `whole` are bytes of replicas that are to be compared before the save is written.
+        `whole` are bytes of replicas that are to be compared before the save is written; `before` is done
+        as `aside` does it, in time also where this returns only when the save is written.
         Does not raise what happens to this process alone: the background tells it to all.
         """
         self.wait()
         job = replace(job, peers=self._peers(session))
         # Known from now on: what interrupts this process leaves no gate that nobody opens.
-        flight = self._flight = _Flight(job, plan, clock, whole, self._standby)
+        flight = self._flight = _Flight(job, plan, clock, whole, self._standby, before)
         try:
             with clock.spent("stage"):
                 pieces = self._pieces_of(plan, [state.rank for state in job.states])
@@ -175,7 +182,13 @@ class _Flight:
     """One save on its way."""
 
     def __init__(
-        self, job: SaveJob, plan: Plan, clock: Clock, whole: WholeBytes | None, standby: Standby
+        self,
+        job: SaveJob,
+        plan: Plan,
+        clock: Clock,
+        whole: WholeBytes | None,
+        standby: Standby,
+        before: Callable[[], None],
     ) -> None:
         self.job, self.plan, self.clock, self.whole = job, plan, clock, whole
         self.stage: Stage | None = None
@@ -184,7 +197,7 @@ class _Flight:
         self._standby = standby
         self._go, self._given_up = threading.Event(), False
         self._over: threading.Event | None = None
-        self._aside: deque[Callable[[], None]] = deque()
+        self._aside: deque[Callable[[], None]] = deque([before])
         self._begins, self._begun = threading.Lock(), False
 
     def start(self, ended: Callable[[Outcome], None]) -> None:

@@ -9,8 +9,9 @@ nothing is said here: the metadata are decoded with it.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.disk.text_windows import windows
@@ -29,6 +30,13 @@ class ListedLeaves:
 
     role: str
     numbers: Sequence[int]
+    mark: str = field(default_factory=lambda: secrets.token_hex(8))
+    """What stands in place of the rows when the metadata are decoded; no file can know it."""
+
+    @property
+    def place(self) -> bytes:
+        """The mark as the text of the metadata has it."""
+        return f'\\"{self.mark}\\"'.encode()
 
 
 def place_of_rows(header: bytes, start: int, stop: int) -> range | None:
@@ -78,11 +86,14 @@ def _blobs(text: str, role: str) -> list[str] | None:
     return blobs if blobs and first == blobs[0] and opened == expected else None
 
 
-def was_cut(values: Json, names: Set[str]) -> bool:
-    """Whether it was the list of the file that was taken out: a file with entries has no empty one.
+def was_cut(values: Json, names: Set[str], mark: str) -> bool:
+    """Whether it was the list of the file that was taken out, for the mark; that list is empty from now on.
 
     And that no value has the name of an entry, so that a row means the entry.
     """
     if not isinstance(values, dict) or not isinstance(found := values.get(LEAVES), dict):
         return False
-    return found.get("leaves") == [] and names.isdisjoint(values)
+    if found.get("leaves") != [mark] or not names.isdisjoint(values):
+        return False
+    found["leaves"] = []
+    return True

@@ -38,7 +38,7 @@ _END = b"]}}"
 class QuickHeader:
     """The text that the metadata hold, and the number of each entry by its name, which is its key.
 
-    Of a blob file whose list of leaves says no more than `listed` tells, the text has an empty list there.
+    Of a blob file whose list of leaves says no more than `listed` tells, the text has but its mark there.
     """
 
     metadata: str
@@ -65,19 +65,19 @@ def quick_header(header: bytes, data_bytes: int, listing: bool) -> QuickHeader |
             return None
         listed = understood(header, rows, columns[0]) if rows else None
         if rows and listed:
-            parts = [range(first, rows.start), range(rows.stop, middle + 2)]
+            parts = [header[first : rows.start], listed.place, header[rows.stop : middle + 2]]
         elif header.find(_ENTRIES, first) == middle:
-            parts = [range(first, middle + 2)]
+            parts = [header[first : middle + 2]]
         else:
             return None
-        return QuickHeader(_metadata(header, parts), *columns, listed)
+        return QuickHeader(_metadata(parts), *columns, listed)
     except (ValueError, KeyError, AttributeError):
         return None
 
 
-def _metadata(header: bytes, parts: Iterable[range]) -> str:
+def _metadata(parts: Iterable[bytes]) -> str:
     """The text that the metadata hold; raises ValueError, KeyError or AttributeError for others."""
-    text = b"".join([header[part.start : part.stop] for part in parts]).decode("utf-8")
+    text = b"".join(parts).decode("utf-8")
     metadata, end = canonical.decoded_at(text, 0)
     said = metadata[METADATA_KEY] if type(metadata) is dict and len(metadata) == 1 else ""
     said.encode("utf-8")  # an escape may stand for half a character

@@ -92,7 +92,7 @@ def _quickly(header: bytes, data: range, what: str, listing: bool) -> _Understoo
         if found.listed:
             return None  # what is wrong, and where, is said of all of the text
         raise
-    if found.listed and not was_cut(inner.get("values"), found.numbers.keys()):
+    if found.listed and not was_cut(inner.get("values"), found.numbers.keys(), found.listed.mark):
         return None
     pieces, digests = _pieces(inner, what), inner["digests"]
     if len(digests) != found.columns.blocks[-1] * digest.SIZE or not pieces.keys().isdisjoint(found.numbers):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from torchrelay import Context, Job, JobRunner, max_epochs
 from torchrelay.checkpoint.asynchronous.gate import Guards, gate
+from torchrelay.checkpoint.asynchronous.stage import Stage
 
 
 def _gates(one: nn.Module | torch.optim.Optimizer) -> int:
@@ -70,3 +72,13 @@ def test_a_run_leaves_no_gate_in_its_objects(tmp_path: Path) -> None:
     JobRunner(job, tmp_path / "run", save_initial=False, asynchronous=True).train()
     assert seen == [(0, 0), (4, 0), (4, 0), (0, 0)]
     assert (_gates(model), _gates(optimizer)) == (0, 0)
+
+
+def test_who_waits_for_copies_that_were_never_begun_goes_on_when_they_are_released() -> None:
+    """A save may be interrupted after it closed the gate, when another thread waits there already."""
+    copies = Stage("samples")
+    waits = threading.Thread(target=copies.pass_gate, daemon=True)
+    waits.start()
+    copies.release()
+    waits.join(10)
+    assert not waits.is_alive()

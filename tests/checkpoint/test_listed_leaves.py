@@ -192,6 +192,18 @@ def test_no_other_list_passes(tmp_path, old, new):
     assert opened(tmp_path / "file") == opened_decoded(tmp_path / "file")
 
 
+def test_rows_that_lie_elsewhere_are_not_the_list_of_the_file(tmp_path):
+    """A list that is empty stays empty, whatever looks like it before it: the file is refused as damaged."""
+    rows = TEXT[ROWS.start : ROWS.stop]
+    before = TEXT[: ROWS.start].rindex('\\"values\\"')
+    decoy = f'\\"like\\":{{\\":leaves\\":{{\\"leaves\\":{rows},\\"sha256\\":\\"\\"}}}},'
+    text = TEXT[:before] + decoy + TEXT[before : ROWS.start] + "[]" + TEXT[ROWS.stop :]
+    (tmp_path / "file").write_bytes(with_header(text))
+    with pytest.raises(DamagedError, match="not the one that was saved"):
+        open_blob_file(tmp_path / "file")
+    assert opened(tmp_path / "file") == opened_decoded(tmp_path / "file")
+
+
 def test_damage_names_its_tensor_where_the_orders_differ(tmp_path):
     """A block is compared with the digest of its own tensor, whose name the error says."""
     for number, name in enumerate(NAMES):

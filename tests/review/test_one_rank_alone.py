@@ -130,11 +130,12 @@ def test_leaves_that_one_rank_cannot_list_fail_the_save_of_all(
     assert not broken
 
 
+@pytest.mark.parametrize("broken_by", [BlobError("not there yet"), MemoryError("not there yet")])
 def test_leaves_that_one_rank_cannot_list_yet_are_no_plan_of_any(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken_by: Exception
 ) -> None:
     """What is planned before the first epoch fails nobody and keeps nobody waiting; the save tells of it."""
-    broken: list[BaseException] = [BlobError("not there yet")]
+    broken: list[BaseException] = [broken_by]
     monkeypatch.setattr(engine_module, "capture", on_rank(1, broken, engine_module.capture))
     both = sessions()
     managers = [MultiNodeCheckpointManager(tmp_path, asynchronous=True) for _ in both]

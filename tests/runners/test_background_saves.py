@@ -255,6 +255,26 @@ def test_a_failure_is_counted_at_the_next_boundary(tmp_path: Path, monkeypatch: 
         open_checkpoint(tmp_path / "run", epoch=1)
 
 
+@pytest.mark.parametrize("limit", [None, 0])
+def test_what_retention_gave_up_is_gone_before_the_next_epoch_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None
+) -> None:
+    """With `keep_last=1` there is room for two epochs, also where nothing is staged."""
+    there: list[list[str]] = []
+    check_room = saving.check_room
+
+    def look(*args: Any) -> None:
+        there.append(sorted(one.name for one in (tmp_path / "checkpoints" / "data").iterdir()))
+        check_room(*args)
+
+    monkeypatch.setattr(saving, "check_room", look)
+    manager = MultiNodeCheckpointManager(
+        tmp_path / "checkpoints", asynchronous=True, keep_last=1, staging_limit=limit
+    )
+    assert JobRunner(small_job(4), manager).train() == 4
+    assert [len(names) for names in there] == [0, 1, 1, 1, 1]
+
+
 def test_too_many_failures_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three background saves that fail in a row are as bad as three others, the last one included."""
     failing_commits(monkeypatch, {1, 2, 3})
