@@ -267,6 +267,7 @@ class Engine:
         self.wait(unguarded=True)
         if self.background is not None:
             self.retaining.behind()
+            self.ledger.finish_deletions()  # hosts are told of what is gone, where each has files of its own
         if self.ledger.drain(session.peers):
             self.retaining.now(session.peers)
         self.retaining.end(session.peers)

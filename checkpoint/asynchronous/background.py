@@ -253,13 +253,14 @@ class _Flight:
                 self.stage.forget()
 
     def _do_aside(self) -> Exception | None:
-        """What it raised: the copies are made in any case, for somebody waits for them."""
-        try:
-            while self._aside:
+        """All of it; what the first raised. The copies are made in any case, for somebody waits for them."""
+        failed = None
+        while self._aside:
+            try:
                 self._aside.popleft()()
-        except Exception as error:
-            return error
-        return None
+            except Exception as error:
+                failed = failed or error
+        return failed
 
     def _copy(self) -> None:
         """Make the late copies; a failure is kept, because the others must hear of it in their turn."""

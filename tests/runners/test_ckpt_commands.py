@@ -130,15 +130,15 @@ def test_why_knows_when_no_start_is_possible(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """3 where nothing can be proved, 5 where the newest cannot be read now, because it may be whole."""
-    read, fired = LocalStorage.read_into, []
+    read, fired = LocalStorage.read_range, []
 
-    def failing(self: LocalStorage, path: str, offset: int, destination: memoryview) -> int:
+    def failing(self: LocalStorage, path: str, offset: int, length: int) -> bytes:
         if "s000012" in path:
             fired.append(path)
             raise StorageError(f"cannot read {path}: Input/output error")
-        return read(self, path, offset, destination)
+        return read(self, path, offset, length)
 
-    monkeypatch.setattr(LocalStorage, "read_into", failing)
+    monkeypatch.setattr(LocalStorage, "read_range", failing)
     code, out, _ = told(capsys, "why", run)
     assert fired and code == 5 and "epoch 6+12 cannot be read" in out.splitlines()[-1]
     assert "epoch 6+12 (branch 1)  unknown: cannot read" in out

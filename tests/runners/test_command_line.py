@@ -206,15 +206,15 @@ def test_verify_calls_unreadable_epochs_unknown(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An I/O error says nothing about an epoch: it is unknown, neither damaged nor proved."""
-    bad, read, fired = shard_of(run, 3).name, LocalStorage.read_into, []
+    bad, read, fired = shard_of(run, 3).name, LocalStorage.read_range, []
 
-    def failing(self: LocalStorage, path: str, offset: int, destination: memoryview) -> int:
+    def failing(self: LocalStorage, path: str, offset: int, length: int) -> bytes:
         if path.endswith(bad) and "e00000003" in path:
             fired.append(path)
             raise StorageError(f"cannot read {path}: Input/output error")
-        return read(self, path, offset, destination)
+        return read(self, path, offset, length)
 
-    monkeypatch.setattr(LocalStorage, "read_into", failing)
+    monkeypatch.setattr(LocalStorage, "read_range", failing)
     code, out, _ = told(capsys, "verify", run)
     assert fired
     assert code == 5
