@@ -27,6 +27,7 @@ class Standby:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._works: Works = SimpleQueue()
+        self._end: Callable[[], object] = lambda: None
 
     def ready(self) -> bool:
         """Have the thread; False where this process gets no more threads."""
@@ -42,7 +43,7 @@ class Standby:
             works.put(None)
             raise
         self._thread, self._works = thread, works
-        weakref.finalize(self, works.put, None)
+        self._end = weakref.finalize(self, works.put, None)
         return True
 
     def hand(self, work: Callable[[], None]) -> threading.Event | None:
@@ -68,7 +69,7 @@ class Standby:
         """End the thread, when it has done what was handed to it; another one is made for more."""
         thread, self._thread = self._thread, None
         if thread is not None:
-            self._works.put(None)
+            self._end()
             thread.join(PATIENCE_SECS)
 
 

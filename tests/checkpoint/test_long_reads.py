@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshes import Saved, local_part, target
+from page_cache import drop_from_cache
 
 from torchrelay import load_blobs, load_into, save_blobs
 from torchrelay.checkpoint import local_reading
@@ -30,16 +31,6 @@ from torchrelay.errors import DamagedError, PartiallyLoadedError, StorageError, 
 
 EDGES = [0, 1, 511, 512, 513, ALIGN - 1, ALIGN, ALIGN + 1, BLOCK - 1, BLOCK, BLOCK + 1]
 SIZE = 5 * BLOCK + 777
-
-
-def drop_from_cache(path):
-    """The page cache holds nothing of a file afterwards, where the system allows that."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
 
 
 @pytest.fixture(scope="module")
