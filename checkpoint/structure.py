@@ -17,6 +17,9 @@ from torchrelay.checkpoint.disk.manifest import VALUE_LIMIT_BYTES
 from torchrelay.checkpoint.state.dtensors import is_sharded
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Value, spec_of
 
+_SHORT = (type(None), bool, int, float)
+"""JSON that is short whatever its value: how long decides nothing."""
+
 
 @dataclass(frozen=True, eq=False)
 class Structure:
@@ -69,14 +72,17 @@ def _small_values(found: LeafSpec, known: LeafSpec) -> bool:
 
 
 def _unchanged(leaf: Leaf, known: LeafSpec) -> bool:
-    """Whether a plain tensor is as described. Values and sharded tensors are always described anew."""
+    """Whether a leaf is as described, as far as a look tells. False too for what is to be described anew."""
     content = leaf.content
-    if isinstance(content, Value) or known.sharding is not None or is_sharded(content):
+    if isinstance(content, Value):
+        alike = type(content.json) in _SHORT and known.kind == "value" and known.nbytes <= VALUE_LIMIT_BYTES
+    elif known.sharding is not None or is_sharded(content):
         return False
+    else:
+        alike = content.shape == known.shape and logical_name(content.dtype) == known.dtype
     return (
-        leaf.name == known.name
-        and content.shape == known.shape
-        and logical_name(content.dtype) == known.dtype
+        alike
+        and leaf.name == known.name
         and leaf.blob == known.blob
         and leaf.role is known.role
         and leaf.group == known.group

@@ -67,12 +67,17 @@ class Background:
         self._reserve(session, likely_bytes(session))
 
     def lay_out(self, session: Session, plan: Plan, states: Sequence[NodeState]) -> None:
-        """Get ready for a save of this plan: its pieces, where they are staged, and a thread."""
+        """Do what a boundary does for a save of this plan, and drop it: the first one finds it all prepared.
+
+        Nothing is in flight. Raises what cannot be staged.
+        """
         self._standby.ready()
         pieces = self._pieces_of(plan, [state.rank for state in states])
         block = self._reserve(session, pieces.nbytes)
         if block is not None:
-            pieces.rooms_in(block)
+            copies, _ = stage(states, pieces, block, self.verify, self.blocking)
+            self._guards.put(_owners(states, copies))
+            self._guards.remove_from_optimizers()
 
     def _reserve(self, session: Session, nbytes: int) -> Block | None:
         """Memory for so many bytes, if there is room for them now."""
@@ -117,7 +122,7 @@ class Background:
                         whole.hash_but(
                             {one.rank: guarded_addresses(one, self.blocking) for one in job.states}
                         )
-                    self._guards.put(_owners(job, flight.stage))
+                    self._guards.put(_owners(job.states, flight.stage))
                     flight.stage.close_gate()
         except Exception as error:
             flight.failed = error
@@ -282,10 +287,10 @@ class _Flight:
         self.on_disk.set()
 
 
-def _owners(job: SaveJob, copies: Stage) -> list[object]:
+def _owners(states: Sequence[NodeState], copies: Stage) -> list[object]:
     """The registered objects that hold what is copied late."""
     blobs = {piece.blob for piece in copies.late}
-    objects: Iterable[tuple[str, object]] = (one for state in job.states for one in state.objects.items())
+    objects: Iterable[tuple[str, object]] = (one for state in states for one in state.objects.items())
     return [value for name, value in objects if name in blobs]
 
 

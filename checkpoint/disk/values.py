@@ -54,7 +54,12 @@ def encode(value: Any, path: str, *, tensor: TensorWriter | None = None) -> Json
     not in the table above: BlobError with the path inside the object (`scheduler.a[3].b`), also
     for cycles and for more than 32 levels.
     """
-    return _Encoder(tensor).encode(value, path)
+    return _scalar(value) if is_scalar(value) else _Encoder(tensor).encode(value, path)
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether a value consists of no others: always stored, whatever its path, and without a tensor."""
+    return type(value) in _SCALARS
 
 
 def tagged(kind: str, content: Json) -> Json:
@@ -69,10 +74,8 @@ class _Encoder:
 
     def encode(self, value: Any, path: str) -> Json:
         kind = type(value)
-        if value is None or kind is bool:
-            return value
         if kind in _SCALARS:
-            return _SCALARS[kind](value)
+            return _scalar(value)
         if kind in (list, tuple, set, frozenset, dict, OrderedDict, Counter):
             with self._entered(value, path):
                 return self._container(value, path)
@@ -171,7 +174,13 @@ def _str(value: str) -> Json:
     return tagged("str", _base64(value.encode("utf-16-le", "surrogatepass")))
 
 
+def _scalar(value: Any) -> Json:
+    return _SCALARS[type(value)](value)
+
+
 _SCALARS: dict[type, Callable[[Any], Json]] = {
+    type(None): lambda value: value,
+    bool: lambda value: value,
     str: _str,
     int: _int,
     float: _float,

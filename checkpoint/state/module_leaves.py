@@ -105,7 +105,8 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
 
 def _show_shards(blob: str, parts: Sequence[nn.Module]) -> None:
     for part in parts:
-        kinds = _class_names(type(part).__mro__)
+        kind: Any = type(part)
+        kinds = _class_names(kind)
         if "FullyShardedDataParallel" in kinds:
             raise BlobError(
                 f"blob {blob!r} is wrapped by FullyShardedDataParallel (FSDP1), whose flat parameters are no "
@@ -117,13 +118,13 @@ def _show_shards(blob: str, parts: Sequence[nn.Module]) -> None:
 
 
 @lru_cache(maxsize=256)
-def _class_names(kinds: tuple[type, ...]) -> frozenset[str]:
-    return frozenset(kind.__name__ for kind in kinds)
+def _class_names(kind: type) -> frozenset[str]:
+    return frozenset(one.__name__ for one in kind.__mro__)
 
 
 def _naming(module: nn.Module, parts: Sequence[nn.Module]) -> Callable[[str], str]:
     """From a state dict key to the canonical name; without a wrapper inside they are the same."""
-    wrapped = any(_wrapped_child(part) is not None for part in parts)
+    wrapped = any(map(_wrapped_child, parts))
     return partial(canonical_name, module) if wrapped else str
 
 
@@ -150,7 +151,13 @@ def submodule(module: nn.Module, path: str) -> nn.Module | None:
 
 def _wrapped_child(module: nn.Module) -> str | None:
     """The name of the one child of a wrapper; None for other modules."""
-    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+    kind: Any = type(module)
+    return _wrapped_child_of(kind)
+
+
+@lru_cache(maxsize=256)
+def _wrapped_child_of(kind: type) -> str | None:
+    if issubclass(kind, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         return "module"
     # The class of compiled modules is private, and importing it loads the compiler.
-    return "_orig_mod" if type(module).__name__ == "OptimizedModule" else None
+    return "_orig_mod" if kind.__name__ == "OptimizedModule" else None

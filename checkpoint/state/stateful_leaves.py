@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.disk.values import encode
+from torchrelay.checkpoint.disk.values import encode, is_scalar
 from torchrelay.checkpoint.state.admission import admitted
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Role, Value
 from torchrelay.checkpoint.state.subclasses import description, inner_tensors, is_wrapper
@@ -55,6 +55,8 @@ def tree_leaves(
     tensor_role: Role = Role.TENSOR,
 ) -> list[Leaf]:
     """A value leaf called `name`, followed by a leaf for each tensor inside it."""
+    if is_scalar(value):
+        return [Leaf(name, blob, role, group, Value(encode(value, name)))]
     tensors: dict[str, Leaf] = {}
     known: dict[int, str] = {}
     taken = {name}

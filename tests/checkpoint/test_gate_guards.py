@@ -70,7 +70,7 @@ def test_a_run_leaves_no_gate_in_its_objects(tmp_path: Path) -> None:
 
     job.stop_when(max_epochs(3))
     JobRunner(job, tmp_path / "run", save_initial=False, asynchronous=True).train()
-    assert seen == [(0, 0), (4, 0), (4, 0), (0, 0)]
+    assert seen == [(4, 0), (4, 0), (4, 0), (0, 0)]
     assert (_gates(model), _gates(optimizer)) == (0, 0)
 
 

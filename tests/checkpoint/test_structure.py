@@ -57,6 +57,8 @@ CHANGES: dict[str, Callable[[Leaf, str], tuple[Leaf, str]]] = {
     "blob": lambda leaf, scope: (replace(leaf, blob="other"), scope),
     "tied": lambda leaf, scope: (replace(leaf, alias_of="model.0"), scope),
     "value": lambda leaf, scope: (replace(leaf, content=Value("now a value")), scope),
+    "number": lambda leaf, scope: (replace(leaf, content=Value(17)), scope),
+    "no value": lambda leaf, scope: (replace(leaf, content=Value(None)), scope),
     "large value": lambda leaf, scope: (replace(leaf, content=Value("x" * 70_000)), scope),
     "of each rank": lambda leaf, scope: (leaf, "rank"),
     "of each host": lambda leaf, scope: (leaf, "host"),
