@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import compress
 from operator import sub
-from typing import NamedTuple
 
 from torchrelay.checkpoint.disk.ahead import fetched_ahead, worth_fetching
 from torchrelay.checkpoint.disk.canonical import Json, sha256
 from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, block_digests, first_damaged_block
+from torchrelay.checkpoint.disk.passing import Passage, Passing, Span
 from torchrelay.checkpoint.disk.read_options import PLAIN, ReadOptions
+from torchrelay.checkpoint.disk.read_requests import ReadRequest, checked_target, neighbours, pieces
 from torchrelay.checkpoint.disk.shard_header import (
     LENGTH_LIMIT,
     ShardContent,
@@ -34,8 +35,6 @@ from torchrelay.errors import DamagedError, UsageError
 
 RUN = 2 * BLOCK
 """Bytes that are read and then verified while the cache still has them."""
-WINDOW = 8 * BLOCK
-"""Neighbouring small ranges are read together up to this size."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +44,6 @@ class ShardExpectation:
     bytes: int
     header_bytes: int
     header_sha256: str
-
-
-class ReadRequest(NamedTuple):
-    """Bytes [start, stop) of a stored entry, and the 1-D bytes they go to."""
-
-    key: str
-    start: int
-    stop: int
-    destination: memoryview
 
 
 @dataclass(frozen=True)
@@ -142,9 +132,9 @@ class ShardHeader:
     def _read_one(self, file: _File, request: ReadRequest) -> None:
         key, start_byte, stop_byte = request.key, request.start, request.stop
         entry = self._entry(key)
-        target = _checked_target(entry, request)
+        target = checked_target(entry, request)
         if not file.options.verify:
-            self._read_exactly(file, entry, request, target)
+            self._read_exactly(file, key, entry, start_byte, target)
             return
         position = start_byte
         while position < stop_byte:
@@ -153,7 +143,7 @@ class ShardHeader:
             whole_end = entry.nbytes if inside == entry.nbytes else inside // BLOCK * BLOCK
             if position == first and whole_end > first:
                 part = target[first - start_byte : whole_end - start_byte]
-                self._read_verified(file, request, entry, first, part)
+                self._read_verified(file, key, entry, first, part)
                 position = whole_end
             else:
                 position = self._read_partly(file, request, entry, position, target[position - start_byte :])
@@ -175,9 +165,9 @@ class ShardHeader:
             self._read_batches(*in_order(filled, list(filter(len, memories))), options)
         if not parts:
             return
-        located = self._located(piece for request in parts for piece in _pieces(request, self._run))
+        located = self._located(piece for request in parts for piece in pieces(request, self._run))
         nbytes = sum(request.stop - request.start for _, request in located)
-        runs = options.turned(list(_neighbours(located)))
+        runs = options.turned(list(neighbours(located)))
         with open_for_reading(self._storage, self.path) as handle:
             each(partial(self._read_run, _File(handle, options)), runs, nbytes, options.threads)
 
@@ -223,6 +213,25 @@ class ShardHeader:
             numbers, memories = list(compress(numbers, small)), list(compress(memories, small))
         self._read_batches(numbers, memories, options)
 
+    def read_passing(
+        self, key: str, spans: Sequence[Span], memory: Passing, options: ReadOptions = PLAIN
+    ) -> Iterator[memoryview]:
+        """Verified bytes of ascending spans of an entry, each until the next one is asked for.
+
+        Whole blocks are read, each once. Raises as `read_into` does.
+        """
+        entry = self._entry(key)
+        for start, stop in spans:
+            if not 0 <= start <= stop <= entry.nbytes:
+                raise UsageError(f"{key}, which has {entry.nbytes} bytes, has no bytes {start} to {stop}")
+        passage = Passage(
+            entry.nbytes, BLOCK if options.verify else 1, FAR_BYTES if self._gap else 0, self._gap
+        )
+        with open_for_reading(self._storage, self.path) as handle:
+            file = _File(handle, options)
+            read = self._read_blocks if options.verify else self._read_exactly
+            yield from memory.over(spans, passage, partial(read, file, key, entry))
+
     def _read_batches(self, numbers: Sequence[int], memories: Sequence[Memory], options: ReadOptions) -> None:
         """Read whole entries in the order of the file, none empty or above a block."""
         runs = list(batches(self.path, self.entries, numbers, memories, self._gap))
@@ -259,7 +268,7 @@ class ShardHeader:
         Raises DamagedError.
         """
         entry = self._entry(request.key)
-        self._verify(request.key, entry, request.start, _checked_target(entry, request))
+        self._verify(request.key, entry, request.start, checked_target(entry, request))
 
     def read(self, key: str) -> bytearray:
         """All bytes of an entry, verified, in fresh memory."""
@@ -286,8 +295,7 @@ class ShardHeader:
             for key, entry in self.entries.items():
                 for start in range(0, entry.nbytes, self._run):
                     part = scratch[: min(self._run, entry.nbytes - start)]
-                    request = ReadRequest(key, start, start + len(part), part)
-                    self._read_verified(_File(handle, PLAIN, direct=True), request, entry, start, part)
+                    self._read_verified(_File(handle, PLAIN, direct=True), key, entry, start, part)
         if self._storage.stat(self.path) != self.content.file_bytes:
             raise DamagedError(f"{self.path} changed its size while it was read")
         return sum(entry.nbytes for entry in self.entries.values())
@@ -304,27 +312,33 @@ class ShardHeader:
         """From `position` to the end of its block or of the request."""
         first = position // BLOCK * BLOCK
         block = memoryview(bytearray(min(BLOCK, entry.nbytes - first)))
-        self._read_verified(file, request, entry, first, block)
+        self._read_verified(file, request.key, entry, first, block)
         end = min(request.stop, first + len(block))
         target[: end - position] = block[position - first : end - first]
         return end
 
+    def _read_blocks(self, file: _File, key: str, entry: StoredEntry, first: int, target: memoryview) -> None:
+        """Fill with blocks from byte `first` on; where requests cost little, each verified when it comes."""
+        step = FAR_BYTES if self._gap else BLOCK
+        for at in range(0, len(target), step):
+            self._read_verified(file, key, entry, first + at, target[at : at + step])
+
     def _read_verified(
-        self, file: _File, request: ReadRequest, entry: StoredEntry, first: int, target: memoryview
+        self, file: _File, key: str, entry: StoredEntry, first: int, target: memoryview
     ) -> None:
-        self._fill(file, request, entry.start + first, target)
-        self._verify(request.key, entry, first, target)
+        self._fill(file, key, entry.start + first, target)
+        self._verify(key, entry, first, target)
 
     def _read_exactly(
-        self, file: _File, entry: StoredEntry, request: ReadRequest, target: memoryview
+        self, file: _File, key: str, entry: StoredEntry, first: int, target: memoryview
     ) -> None:
         for at in range(0, len(target), self._run):
-            self._fill(file, request, entry.start + request.start + at, target[at : at + self._run])
+            self._fill(file, key, entry.start + first + at, target[at : at + self._run])
 
-    def _fill(self, file: _File, request: ReadRequest, offset: int, target: memoryview) -> None:
+    def _fill(self, file: _File, key: str, offset: int, target: memoryview) -> None:
         count = file.handle.read_into(offset, target, direct=file.direct)
         if count != len(target):
-            raise DamagedError(f"{self.path} ends inside of {request.key}, at byte {offset + count}")
+            raise DamagedError(f"{self.path} ends inside of {key}, at byte {offset + count}")
 
     def _verify(self, key: str, entry: StoredEntry, first: int, view: memoryview) -> None:
         block = first // BLOCK
@@ -345,49 +359,10 @@ class ShardHeader:
     def _read_together(self, file: _File, run: list[tuple[StoredEntry, ReadRequest]]) -> None:
         start, stop = run[0][0].start, run[-1][0].stop
         window = memoryview(bytearray(stop - start))
-        self._fill(file, run[-1][1], start, window)
+        self._fill(file, run[-1][1].key, start, window)
         for entry, request in run:
             view = window[entry.start - start : entry.stop - start]
-            target = _checked_target(entry, request)
+            target = checked_target(entry, request)
             if file.options.verify:
                 self._verify(request.key, entry, 0, view)
             target[:] = view[request.start : request.stop]
-
-
-def _pieces(request: ReadRequest, run: int) -> Iterator[ReadRequest]:
-    """A long request in pieces that end with a block, so that no block is read twice."""
-    if request.stop - request.start <= run or len(request.destination) != request.stop - request.start:
-        yield request
-        return
-    target, start = request.destination.cast("B"), request.start
-    while start < request.stop:
-        stop = min(request.stop, (start // run + 1) * run)
-        piece = target[start - request.start : stop - request.start]
-        yield ReadRequest(request.key, start, stop, piece)
-        start = stop
-
-
-def _checked_target(entry: StoredEntry, request: ReadRequest) -> memoryview:
-    target = request.destination.cast("B")
-    if not 0 <= request.start <= request.stop <= entry.nbytes or len(target) != request.stop - request.start:
-        raise UsageError(
-            f"bytes {request.start} to {request.stop} of {request.key}, which has {entry.nbytes},"
-            f" do not fit into {len(target)} bytes"
-        )
-    return target
-
-
-def _neighbours(
-    located: list[tuple[StoredEntry, ReadRequest]],
-) -> Iterator[list[tuple[StoredEntry, ReadRequest]]]:
-    """Runs of entries below one block that lie side by side; anything larger is a run of its own."""
-    run: list[tuple[StoredEntry, ReadRequest]] = []
-    for entry, request in located:
-        joins = bool(run) and entry.nbytes <= BLOCK and run[-1][0].nbytes <= BLOCK
-        beside = bool(run) and entry.start in (run[-1][0].stop, run[-1][0].start)
-        if run and not (joins and beside and entry.stop - run[0][0].start <= WINDOW):
-            yield run
-            run = []
-        run.append((entry, request))
-    if run:
-        yield run

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from torchrelay.checkpoint.disk.boxes import Bounds, Interval, range_boxes, runs, volume, whole
 from torchrelay.checkpoint.disk.names import Box, Flat, Key, format_key
 from torchrelay.checkpoint.disk.parts import parts_of
-from torchrelay.checkpoint.disk.shard_reader import ReadRequest, ShardHeader
+from torchrelay.checkpoint.disk.read_requests import ReadRequest
+from torchrelay.checkpoint.disk.shard_reader import ShardHeader
 from torchrelay.checkpoint.inspection.contents import Epoch, Item
 
 CHUNK_BYTES = 8 << 20

@@ -1,28 +1,37 @@
 """Boxes of leaves into tensors that hold only a part of them, from whatever parts are stored.
 
-What is not one run of bytes on both sides goes through slabs of memory, one per thread.
+What is not one run of bytes on both sides passes through memory in slabs, each thread with its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import groupby
 
 from torchrelay.checkpoint.disk.boxes import Bounds, intersect, range_boxes, uncovered, whole
+from torchrelay.checkpoint.disk.digest import BLOCK
 from torchrelay.checkpoint.disk.immutable import immutable
 from torchrelay.checkpoint.disk.manifest import LeafRow
 from torchrelay.checkpoint.disk.names import Box, Flat, Key, format_key
+from torchrelay.checkpoint.disk.passing import Passing
 from torchrelay.checkpoint.disk.read_options import ReadOptions
-from torchrelay.checkpoint.disk.shard_reader import ReadRequest, ShardHeader
+from torchrelay.checkpoint.disk.read_requests import ReadRequest
+from torchrelay.checkpoint.disk.shard_reader import ShardHeader
 from torchrelay.checkpoint.disk.side_by_side import each
 from torchrelay.checkpoint.disk.windows import Target
-from torchrelay.checkpoint.reading.scatter import SLAB_BYTES, Copy, Slab
+from torchrelay.checkpoint.reading.scatter import Copy, Slab
+from torchrelay.checkpoint.reading.seen_twice import seen_twice
 from torchrelay.errors import DamagedError
+
+PASSING_BYTES = 8 << 20
+"""Slabs of a large entry that a thread takes at a time: a block at their borders is read twice."""
+TOGETHER_BYTES = 4 << 20
+"""Slabs of small entries that a thread takes at a time: all of them lie in memory, entries and slabs."""
 
 Open = Callable[[LeafRow, int, str], ShardHeader]
 """The header of the file of a node that holds a leaf's key."""
-ReadMany = Callable[[ShardHeader, list[ReadRequest], ReadOptions], None]
 
 
 @dataclass(frozen=True)
@@ -59,29 +68,23 @@ class BoxPlan:
         """The bytes of each read that goes through a slab."""
         return [one.slab.nbytes(one.item_bytes) for one in self._slabs]
 
-    def read_slabs(self, read_many: ReadMany, options: ReadOptions) -> None:
+    def read_slabs(self, options: ReadOptions) -> None:
         """Read all slabs, begun in the order of the files, and put them into place, batch by batch.
 
-        Threads share the batches; each has memory of its own, used again for every batch.
+        Threads share the batches; each has memory of its own, used again for every batch. A mismatch is
+        read again before it is believed.
         """
         order = sorted(self._slabs, key=lambda one: (one.header.path, _start(one)))
         batches = options.turned(list(_batches(order)))
-        nbytes = sum(_size(batch) for _, batch in batches)
-        scratch: list[bytearray] = []
+        spare: list[Passing] = []
         within = replace(options, number=0, threads=1)
 
-        def work(item: tuple[ShardHeader, list[_Placed]]) -> None:
-            header, batch = item
-            memory = scratch.pop() if scratch else bytearray()
-            if len(memory) < _size(batch):
-                memory = bytearray(_size(batch))
-            cut = list(_cut(memory, batch))
-            read_many(header, [_request(one, data) for one, data in cut], within)
-            for one, data in cut:
-                one.slab.put(data, one.destination, one.item_bytes)
-            scratch.append(memory)
+        def work(batch: list[_Placed]) -> None:
+            memory = spare.pop() if spare else Passing()
+            seen_twice(partial(_read_large if _is_large(batch[0]) else _read_small, batch, memory, within))
+            spare.append(memory)
 
-        each(work, batches, nbytes, options.threads)
+        each(work, batches, sum(map(_size, batches)), options.threads)
 
     def _add(self, read: BoxRead, opened: Open) -> None:
         width, forms = read.leaf.item_bytes, tuple(_form(read.leaf, key) for _, key in read.parts)
@@ -177,29 +180,56 @@ def _size(batch: Iterable[_Placed]) -> int:
     return sum(one.slab.nbytes(one.item_bytes) for one in batch)
 
 
-def _cut(memory: bytearray, batch: Iterable[_Placed]) -> Iterator[tuple[_Placed, memoryview]]:
+def _is_large(one: _Placed) -> bool:
+    """Whether its entry is more than a block, of which a slab may want only some."""
+    return one.header.entries[one.key].nbytes > BLOCK
+
+
+def _batches(order: Iterable[_Placed]) -> Iterator[list[_Placed]]:
+    """Slabs that are read together: of one large entry, or of some small ones of a file."""
+    for (_, large, _), some in groupby(order, _together):
+        limit = PASSING_BYTES if large else TOGETHER_BYTES
+        batch: list[_Placed] = []
+        size = 0
+        for one in some:
+            nbytes = one.slab.nbytes(one.item_bytes)
+            if batch and size + nbytes > limit:
+                yield batch
+                batch, size = [], 0
+            batch.append(one)
+            size += nbytes
+        yield batch
+
+
+def _together(one: _Placed) -> tuple[str, bool, str]:
+    large = _is_large(one)
+    return one.header.path, large, one.key if large else ""
+
+
+def _read_large(batch: Sequence[_Placed], memory: Passing, options: ReadOptions) -> None:
+    """Put slabs of one entry into place, as they pass."""
+    spans = [(_first(one), _first(one) + one.slab.nbytes(one.item_bytes)) for one in batch]
+    passing = batch[0].header.read_passing(batch[0].key, spans, memory, options)
+    for data, one in zip(passing, batch, strict=True):
+        one.slab.put(data, one.destination, one.item_bytes)
+
+
+def _read_small(batch: Sequence[_Placed], memory: Passing, options: ReadOptions) -> None:
+    """Put slabs of some entries, each of a block at most, into place, when all are read."""
+    cut = list(_cut(memory.room(_size(batch)), batch))
+    batch[0].header.read_many([_request(one, data) for one, data in cut], options)
+    for one, data in cut:
+        one.slab.put(data, one.destination, one.item_bytes)
+
+
+def _cut(memory: memoryview, batch: Iterable[_Placed]) -> Iterator[tuple[_Placed, memoryview]]:
     """Each slab with its part of the memory."""
-    view, at = memoryview(memory), 0
+    at = 0
     for one in batch:
         stop = at + one.slab.nbytes(one.item_bytes)
-        yield one, view[at:stop]
+        yield one, memory[at:stop]
         at = stop
 
 
 def _request(one: _Placed, data: memoryview) -> ReadRequest:
     return ReadRequest(one.key, _first(one), _first(one) + len(data), data)
-
-
-def _batches(order: list[_Placed]) -> Iterator[tuple[ShardHeader, list[_Placed]]]:
-    """Slabs of one file that together take the memory of one."""
-    batch: list[_Placed] = []
-    size = 0
-    for one in order:
-        nbytes = one.slab.nbytes(one.item_bytes)
-        if batch and (one.header is not batch[0].header or size + nbytes > SLAB_BYTES):
-            yield batch[0].header, batch
-            batch, size = [], 0
-        batch.append(one)
-        size += nbytes
-    if batch:
-        yield batch[0].header, batch

@@ -23,7 +23,8 @@ from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.disk.names import Flat, Key, encode_name, format_key
 from torchrelay.checkpoint.disk.parts import parts_near, parts_of
 from torchrelay.checkpoint.disk.read_options import PLAIN, ReadOptions
-from torchrelay.checkpoint.disk.shard_reader import ReadRequest, ShardHeader
+from torchrelay.checkpoint.disk.read_requests import ReadRequest
+from torchrelay.checkpoint.disk.shard_reader import ShardHeader
 from torchrelay.checkpoint.disk.windows import Target, whole_target
 from torchrelay.checkpoint.reading.box_reader import BoxPlan, BoxRead
 from torchrelay.checkpoint.reading.lookup import find_row, holder_of
@@ -95,7 +96,7 @@ class LeafReader:
             by_file.setdefault(header.path, (header, []))[1].append(request)
         for path in sorted(by_file):
             _read_twice(*by_file[path], self.options)
-        plan.read_slabs(_read_twice, self.options)
+        plan.read_slabs(self.options)
 
     def planned(self, reads: Iterable[LeafRead]) -> tuple[list[tuple[ShardHeader, ReadRequest]], BoxPlan]:
         """What `read_many` reads, of leaves that all nodes have alike and of boxes; opens headers alone."""

@@ -1,7 +1,8 @@
 """Copies of boxes between a stored entry and a destination: which bytes to read, and where they go.
 
 A box that is one run of bytes on both sides is read straight into its destination. Any other is read in
-slabs, each the bytes from the slab's first to its last element, and put into place from there.
+slabs, each the bytes from the slab's first to its last element, and put into place from there: those of a
+file pass through memory in its order, so that it matters to nobody where blocks end.
 """
 
 from __future__ import annotations
@@ -12,12 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torchrelay.checkpoint.disk.boxes import Bounds, Interval, runs, volume, whole
-from torchrelay.checkpoint.disk.digest import BLOCK
 
-SLAB_BYTES = 4 << 20
+SLAB_BYTES = 1 << 20
 """A slab takes at most so much memory, or one element; larger ones leave the processor's cache."""
-_DENSE = 2
-"""A slab larger than two blocks holds at least one wanted byte in so many."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Copy:
         while pending:
             box = pending.pop()
             start, stop = _hull(self.source, box)
-            if _fits(self.source, box, stop - start, item_bytes):
+            if (stop - start) * item_bytes <= SLAB_BYTES or volume(box) == 1:
                 yield Slab(self, box, (self.first + start, self.first + stop))
             else:
                 pending += reversed(_halves(box))
@@ -91,28 +89,6 @@ def _hull(outer: Bounds, box: Bounds) -> Interval:
         start = start * (high - low) + a - low
         stop = stop * (high - low) + b - 1 - low
     return start, stop + 1
-
-
-def _fits(outer: Bounds, box: Bounds, elements: int, item_bytes: int) -> bool:
-    if volume(box) == 1:
-        return True
-    if elements * item_bytes > SLAB_BYTES:
-        return False
-    if elements * item_bytes <= 2 * BLOCK or volume(box) * _DENSE >= elements:
-        return True
-    # Whole blocks are read: where no gap skips one, nothing is saved by reading less at a time.
-    return _widest_gap(outer, box) * item_bytes <= BLOCK
-
-
-def _widest_gap(outer: Bounds, box: Bounds) -> int:
-    """Elements between two runs of the box, at most; the widest is where its first dimension steps."""
-    inside, stride, widest = 1, 1, 0
-    for (low, high), (a, b) in reversed(list(zip(outer, box, strict=True))):
-        if b - a > 1:
-            widest = max(widest, stride - inside)
-        inside += (b - a - 1) * stride
-        stride *= high - low
-    return widest
 
 
 def _halves(box: Bounds) -> list[Bounds]:

@@ -12,7 +12,8 @@ import threading
 from collections.abc import Mapping
 from itertools import groupby
 
-from torchrelay.checkpoint.disk.shard_reader import ReadRequest, ShardHeader
+from torchrelay.checkpoint.disk.read_requests import ReadRequest
+from torchrelay.checkpoint.disk.shard_reader import ShardHeader
 from torchrelay.checkpoint.reading.leaf_reader import LeafReader
 from torchrelay.checkpoint.reading.shares import PIECE, Batch, Part, Shares
 from torchrelay.errors import DamagedError

@@ -20,7 +20,8 @@ from torchrelay.checkpoint.disk.canonical import sha256
 from torchrelay.checkpoint.disk.manifest import Manifest, ShardRow
 from torchrelay.checkpoint.disk.paths import DATA, manifest_path, shard_path, stats_path, try_directory
 from torchrelay.checkpoint.disk.read_options import ReadOptions
-from torchrelay.checkpoint.disk.shard_reader import ReadRequest, ShardExpectation, ShardHeader, read_header
+from torchrelay.checkpoint.disk.read_requests import ReadRequest
+from torchrelay.checkpoint.disk.shard_reader import ShardExpectation, ShardHeader, read_header
 from torchrelay.checkpoint.disk.workers import share
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.reading.proof import Outcome, prove

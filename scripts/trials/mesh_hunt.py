@@ -37,12 +37,16 @@ def main() -> int:
 
 
 def hunt(pairs: int, seed: int) -> list[Unlike]:
-    """So many pairs, some larger than a block; the memory for slabs is large or tiny in turns."""
+    """So many pairs, some larger than a block; the memory for slabs is large or tiny in turns.
+
+    Tiny ones are read together or, as those of large entries, one after the other.
+    """
     rng, found = random.Random(seed), []
     for number in range(0, pairs, PAIRS):
         large = number // PAIRS % 2 == 0
         box_reader.moves.cache_clear()  # they depend on it
-        with patch.object(scatter, "SLAB_BYTES", (1 << 20) if large else 64):
+        slab, small = ((1 << 20), box_reader.BLOCK) if large else (64, rng.choice([0, box_reader.BLOCK]))
+        with patch.object(scatter, "SLAB_BYTES", slab), patch.object(box_reader, "BLOCK", small):
             found += unlike_pairs(rng, large=large)
     return found
 

@@ -22,7 +22,8 @@ from torchrelay.checkpoint.disk.digest import BLOCK
 from torchrelay.checkpoint.disk.dtypes import memory_of
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.disk.read_options import ReadOptions
-from torchrelay.checkpoint.disk.shard_reader import ReadRequest, read_header
+from torchrelay.checkpoint.disk.read_requests import ReadRequest
+from torchrelay.checkpoint.disk.shard_reader import read_header
 from torchrelay.checkpoint.local_reading import ALIGN, DIRECT_FROM
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.reading.leaf_reader import LeafRead

@@ -17,9 +17,10 @@ from torchrelay.checkpoint.counting_storage import CountingStorage
 from torchrelay.checkpoint.disk import dtypes
 from torchrelay.checkpoint.disk.digest import BLOCK
 from torchrelay.checkpoint.disk.names import Box, Flat, Whole, format_key
+from torchrelay.checkpoint.disk.read_requests import ReadRequest
 from torchrelay.checkpoint.disk.shard import ShardIdentity
 from torchrelay.checkpoint.disk.shard_parts import ShardLimits
-from torchrelay.checkpoint.disk.shard_reader import ReadRequest, ShardExpectation, read_header
+from torchrelay.checkpoint.disk.shard_reader import ShardExpectation, read_header
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.position import Position
 from torchrelay.errors import BlobError, StorageError, UsageError

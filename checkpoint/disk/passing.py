@@ -1,0 +1,70 @@
+"""Memory through which spans of an entry pass in the order of the file, in whole blocks, each read once.
+
+What is read, verified and put into place at a time stays in the processor's cache; measured in
+docs/performance.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+Span = tuple[int, int]
+"""The first byte of an entry that is wanted, and the one after the last."""
+
+
+@dataclass(frozen=True)
+class Passage:
+    """How an entry of `size` bytes is read: whole blocks of `block` bytes, and how far beyond a span.
+
+    Later spans are read along with one, up to `far` bytes at a time, where no gap is wider than `gap`.
+    """
+
+    size: int
+    block: int
+    far: int = 0
+    gap: int = 0
+
+    def begin(self, span: Span) -> int:
+        """Where the block begins that a span begins in."""
+        return span[0] // self.block * self.block
+
+    def end(self, spans: Sequence[Span]) -> int:
+        """Up to where to read for the first of these spans."""
+        begin, stop = self.begin(spans[0]), spans[0][1]
+        for start, end in spans[1:] if self.far else ():
+            if start > stop + self.gap or end - begin > self.far:
+                break
+            stop = max(stop, end)
+        return min(self.size, -(-stop // self.block) * self.block)
+
+
+class Passing:
+    """Mutable; of one thread at a time. It takes as much memory as the largest span and two blocks."""
+
+    def __init__(self) -> None:
+        self._memory = memoryview(bytearray())
+
+    def room(self, nbytes: int) -> memoryview:
+        """So many bytes; what they hold means nothing, and earlier ones may be no longer there."""
+        if len(self._memory) < nbytes:
+            self._memory = memoryview(bytearray(nbytes))
+        return self._memory[:nbytes]
+
+    def over(
+        self, spans: Sequence[Span], passage: Passage, read: Callable[[int, memoryview], None]
+    ) -> Iterator[memoryview]:
+        """The bytes of each span, until the next one is asked for; `read` fills memory from a byte on.
+
+        Spans come in the order of their first bytes, and lie inside of the entry.
+        """
+        first = end = 0  # what of the entry the memory holds
+        for number, span in enumerate(spans):
+            if span[1] > end:
+                begin, upto = passage.begin(span), passage.end(spans[number:])
+                kept = self._memory[begin - first : max(begin, end) - first]
+                memory = self.room(upto - begin)
+                memory[: len(kept)] = kept
+                read(begin + len(kept), memory[len(kept) :])
+                first, end = begin, upto
+            yield self._memory[span[0] - first : span[1] - first]

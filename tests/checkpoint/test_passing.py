@@ -1,0 +1,92 @@
+"""Memory through which spans of an entry pass: the right bytes, whole blocks, each read once."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from meshes import Saved, load, local_part, target
+
+from torchrelay.checkpoint.disk.boxes import Replicated, Sharded
+from torchrelay.checkpoint.disk.mesh import Mesh
+from torchrelay.checkpoint.disk.passing import Passage, Passing
+from torchrelay.errors import DamagedError
+
+spans = st.lists(st.tuples(st.integers(0, 90), st.integers(0, 40)), max_size=12).map(
+    lambda found: sorted((start, min(90, start + length)) for start, length in found)
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(spans, min_size=1, max_size=3), st.integers(1, 20), st.sampled_from([0, 30]), st.integers(0, 20)
+)
+def test_spans_pass_as_they_are_stored(entries, block, far, gap):
+    """Whatever spans of whatever entries pass, one after the other: their bytes, from blocks read once."""
+    memory = Passing()
+    for number, wanted in enumerate(entries):
+        stored, read = bytes((number * 90 + at) % 256 for at in range(90)), Counter()
+
+        def fill(first: int, room: memoryview, stored: bytes = stored, read: Counter = read) -> None:
+            assert first % block == 0 and ((first + len(room)) % block == 0 or first + len(room) == 90)
+            room[:] = stored[first : first + len(room)]
+            read.update(range(first // block, -(-(first + len(room)) // block)))
+
+        passing = memory.over(wanted, Passage(90, block, far, gap), fill)
+        for (start, stop), data in zip(wanted, passing, strict=True):
+            assert bytes(data) == stored[start:stop]
+        assert all(count == 1 for count in read.values())
+        needed = {at // block for start, stop in wanted for at in range(start, stop)}
+        assert needed <= set(read)
+        if not far:  # a span that is empty may bring its block along
+            assert set(read) <= needed | {start // block for start, _ in wanted}
+
+
+def test_no_more_memory_than_a_span_and_its_blocks():
+    """A long entry passes through memory of a span and two blocks."""
+    memory, block = Passing(), 100
+    wanted = [(at, at + 150) for at in range(0, 100_000 - 150, 130)]
+    for _ in memory.over(wanted, Passage(100_000, block), lambda first, room: None):
+        assert len(memory.room(0).obj) <= 150 + 2 * block
+
+
+def test_near_spans_of_a_distant_place_come_with_one_request():
+    """Where a request costs much, spans with small gaps are asked for together, others are not."""
+    asked: list[tuple[int, int]] = []
+    wanted = [(0, 10), (15, 20), (30, 40), (200, 210)]
+    passage = Passage(1000, 10, far=100, gap=12)
+    list(Passing().over(wanted, passage, lambda first, room: asked.append((first, first + len(room)))))
+    assert asked == [(0, 40), (200, 210)]
+
+
+WIDE = torch.arange(2100 * 999, dtype=torch.float32).reshape(2100, 999)  # no row begins with a block
+COLUMNS = Mesh((0, 1), (2,), (Sharded(1),))
+
+
+def _saved() -> Saved:
+    return Saved({"m": WIDE}, {"m": Mesh((0,), (1,), (Replicated(),))}, 1)
+
+
+def test_columns_of_rows_that_end_anywhere_are_read_once():
+    """Half of each row of a tensor of eight blocks: its bytes, and hardly a block twice."""
+    saved = _saved()
+    reader = saved.run()
+    for node in (0, 1):
+        before = saved.storage.bytes_read
+        found = load(reader, "m", WIDE, target(COLUMNS, WIDE.shape, node))
+        assert torch.equal(found, local_part(WIDE, COLUMNS, node))
+        assert saved.storage.bytes_read - before <= WIDE.nbytes + (2 << 20)
+
+
+@pytest.mark.parametrize("at", [1, 1 << 20, (3 << 20) + 17])
+def test_damage_is_found_in_what_passes(at):
+    """A changed byte of any block fails the load of columns, wanted or not."""
+    saved = _saved()
+    reader = saved.run()
+    path = max(saved.storage.files, key=lambda path: len(saved.storage.files[path]))
+    saved.storage.files[path][-at] ^= 1
+    with pytest.raises(DamagedError, match="not what was saved"):
+        load(reader, "m", WIDE, target(COLUMNS, WIDE.shape, 0))
