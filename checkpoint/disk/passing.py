@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 Span = tuple[int, int]
 """The first byte of an entry that is wanted, and the one after the last."""
@@ -29,10 +30,10 @@ class Passage:
         """Where the block begins that a span begins in."""
         return span[0] // self.block * self.block
 
-    def end(self, spans: Sequence[Span]) -> int:
-        """Up to where to read for the first of these spans."""
-        begin, stop = self.begin(spans[0]), spans[0][1]
-        for start, end in spans[1:] if self.far else ():
+    def end(self, spans: Sequence[Span], number: int) -> int:
+        """Up to where to read for the span of this number."""
+        begin, stop = self.begin(spans[number]), spans[number][1]
+        for start, end in islice(spans, number + 1, None) if self.far else ():
             if start > stop + self.gap or end - begin > self.far:
                 break
             stop = max(stop, end)
@@ -61,7 +62,7 @@ class Passing:
         first = end = 0  # what of the entry the memory holds
         for number, span in enumerate(spans):
             if span[1] > end:
-                begin, upto = passage.begin(span), passage.end(spans[number:])
+                begin, upto = passage.begin(span), passage.end(spans, number)
                 kept = self._memory[begin - first : max(begin, end) - first]
                 memory = self.room(upto - begin)
                 memory[: len(kept)] = kept
