@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from operator import is_
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -36,6 +37,11 @@ def gate(*_: Any) -> None:
     """Wait until nothing is copied any more. A plain function, so that copies of objects can share it."""
     for one in tuple(_copying):
         one.pass_gate()
+
+
+def takes_gate(part: nn.Module) -> bool:
+    """Whether the gate can stand before a module's `load_state_dict`; scripted ones take no hook."""
+    return not isinstance(part, torch.jit.ScriptModule)
 
 
 def close(copying: Behind) -> None:
@@ -70,12 +76,21 @@ class Guards:
         objects = list(objects)
         found = [part for one in objects if isinstance(one, nn.Module) for part in parts_of(one)]
         if len(found) != len(self._parts) or not all(map(is_, found, self._parts)):
-            self.remove()
-            self._parts = found
-            self._of_parts += [part.register_load_state_dict_pre_hook(gate) for part in found]
+            self._guard(found)
         for one in objects:
             if isinstance(one, Optimizer):
                 self._of_optimizers.append(one.register_load_state_dict_pre_hook(gate))
+
+    def _guard(self, parts: list[nn.Module]) -> None:
+        """Guard all of them that can be, or leave them all as they were."""
+        self.remove()
+        try:
+            for part in filter(takes_gate, parts):
+                self._of_parts.append(part.register_load_state_dict_pre_hook(gate))
+        except BaseException:
+            self.remove()
+            raise
+        self._parts = parts  # last: what was interrupted is done anew
 
     def remove_from_optimizers(self) -> None:
         """Leave optimizers as they were; not from within one of their hooks."""

@@ -11,11 +11,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from torchrelay.checkpoint.asynchronous.copying import is_plain
+from torchrelay.checkpoint.asynchronous.gate import takes_gate
 from torchrelay.checkpoint.state.dtensors import is_sharded, memory_of_shard
 from torchrelay.checkpoint.state.flatten import parameter_names
+from torchrelay.checkpoint.state.module_leaves import parts_of
 from torchrelay.checkpoint.state.optimizer_leaves import parameters, state_prefix
 
 Find = Callable[[], Any]
@@ -32,25 +35,35 @@ def late_leaves(
 
     Left out is what is written elsewhere than in a step that passes the hooks of `torch.optim`:
     parameters that step inside of backward or in CUDA graphs (`capturable`), inference tensors,
-    subclasses of Tensor other than DTensor, and all parameters that an unknown optimizer holds too.
+    subclasses of Tensor other than DTensor, parameters of scripted modules, whose `load_state_dict` takes no
+    gate, and all parameters that an unknown optimizer holds too.
     """
     optimizers = {name: value for name, value in objects.items() if isinstance(value, Optimizer)}
     names = names or parameter_names(objects)
     foreign = {
         id(one) for other in optimizers.values() if not waits_at_the_gate(other) for one in parameters(other)
     }
+    ungated = _ungated(objects)
     found: dict[str, Find] = {}
     for blob, optimizer in optimizers.items():
         for parameter in parameters(optimizer):
             if id(parameter) in foreign or not _settled(parameter):
                 continue
             name = names[id(parameter)]
-            found[name] = partial(_memory_of, parameter)
+            if id(parameter) not in ungated:
+                found[name] = partial(_memory_of, parameter)
             prefix = f"{state_prefix(blob)}{name}."
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor) and value.nbytes > above_bytes and _settled(value):
                     found[f"{prefix}{key}"] = partial(_state_of, optimizer, parameter, key)
     return found
+
+
+def _ungated(objects: Mapping[str, Any]) -> set[int]:
+    """The parameters of modules whose `load_state_dict` takes no gate, by id."""
+    modules = (value for value in objects.values() if isinstance(value, nn.Module))
+    parts = (part for module in modules for part in parts_of(module) if not takes_gate(part))
+    return {id(parameter) for part in parts for parameter in part.parameters()}
 
 
 def waits_at_the_gate(optimizer: Optimizer) -> bool:

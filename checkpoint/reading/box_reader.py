@@ -6,7 +6,7 @@ What is not one run of bytes on both sides passes through memory in slabs, each 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import groupby
 
@@ -79,12 +79,12 @@ class BoxPlan:
         spare: list[Passing] = []
         within = replace(options, number=0, threads=1)
 
-        def work(batch: list[_Placed]) -> None:
+        def work(batch: _Batch) -> None:
             memory = spare.pop() if spare else Passing()
-            seen_twice(partial(_read_large if _is_large(batch[0]) else _read_small, batch, memory, within))
+            seen_twice(partial(_read_large if batch.large else _read_small, batch.slabs, memory, within))
             spare.append(memory)
 
-        each(work, batches, sum(map(_size, batches)), options.threads)
+        each(work, batches, sum(batch.nbytes for batch in batches), options.threads)
 
     def _add(self, read: BoxRead, opened: Open) -> None:
         width, forms = read.leaf.item_bytes, tuple(_form(read.leaf, key) for _, key in read.parts)
@@ -185,19 +185,38 @@ def _is_large(one: _Placed) -> bool:
     return one.header.entries[one.key].nbytes > BLOCK
 
 
-def _batches(order: Iterable[_Placed]) -> Iterator[list[_Placed]]:
+@dataclass
+class _Batch:
     """Slabs that are read together: of one large entry, or of some small ones of a file."""
+
+    large: bool
+    slabs: list[_Placed] = field(default_factory=list)
+    nbytes: int = 0
+    """What is read for them: of large entries whole blocks, which may be much more than is wanted."""
+    _end: int = 0
+
+    def takes(self, one: _Placed) -> bool:
+        """Take a slab in, unless it becomes too much."""
+        start, stop = _first(one), _first(one) + one.slab.nbytes(one.item_bytes)
+        if self.large:
+            start, stop = max(start // BLOCK * BLOCK, self._end), -(-stop // BLOCK) * BLOCK
+        nbytes = self.nbytes + max(0, stop - start)
+        if self.slabs and nbytes > (PASSING_BYTES if self.large else TOGETHER_BYTES):
+            return False
+        self.slabs.append(one)
+        self.nbytes, self._end = nbytes, max(self._end, stop)
+        return True
+
+
+def _batches(order: Iterable[_Placed]) -> Iterator[_Batch]:
+    """All slabs, in their order."""
     for (_, large, _), some in groupby(order, _together):
-        limit = PASSING_BYTES if large else TOGETHER_BYTES
-        batch: list[_Placed] = []
-        size = 0
+        batch = _Batch(large)
         for one in some:
-            nbytes = one.slab.nbytes(one.item_bytes)
-            if batch and size + nbytes > limit:
+            if not batch.takes(one):
                 yield batch
-                batch, size = [], 0
-            batch.append(one)
-            size += nbytes
+                batch = _Batch(large)
+                batch.takes(one)
         yield batch
 
 

@@ -45,8 +45,11 @@ def hunt(pairs: int, seed: int) -> list[Unlike]:
     for number in range(0, pairs, PAIRS):
         large = number // PAIRS % 2 == 0
         box_reader.moves.cache_clear()  # they depend on it
-        slab, small = ((1 << 20), box_reader.BLOCK) if large else (64, rng.choice([0, box_reader.BLOCK]))
-        with patch.object(scatter, "SLAB_BYTES", slab), patch.object(box_reader, "BLOCK", small):
+        passing = not large and rng.random() < 0.5
+        with (
+            patch.object(scatter, "SLAB_BYTES", (1 << 20) if large else 64),
+            patch.object(box_reader, "_is_large", (lambda one: True) if passing else box_reader._is_large),
+        ):
             found += unlike_pairs(rng, large=large)
     return found
 

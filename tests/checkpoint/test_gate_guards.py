@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from torchrelay import Context, Job, JobRunner, max_epochs
+from torchrelay import Context, Job, JobRunner, max_epochs, open_checkpoint
 from torchrelay.checkpoint.asynchronous.gate import Guards, gate
+from torchrelay.checkpoint.asynchronous.late import late_leaves
 from torchrelay.checkpoint.asynchronous.stage import Stage
 
 
@@ -72,6 +75,55 @@ def test_a_run_leaves_no_gate_in_its_objects(tmp_path: Path) -> None:
     JobRunner(job, tmp_path / "run", save_initial=False, asynchronous=True).train()
     assert seen == [(4, 0), (4, 0), (4, 0), (0, 0)]
     assert (_gates(model), _gates(optimizer)) == (0, 0)
+
+
+def test_guards_that_cannot_be_put_everywhere_are_put_nowhere() -> None:
+    """What fails halfway leaves no gate behind, and is tried anew by the next save."""
+
+    class Refusing(nn.Linear):
+        refuses = True
+
+        def register_load_state_dict_pre_hook(self, hook: Any) -> Any:
+            if self.refuses:
+                raise KeyboardInterrupt
+            return super().register_load_state_dict_pre_hook(hook)
+
+    model = nn.Sequential(nn.Linear(2, 2), Refusing(2, 2), nn.Linear(2, 2))
+    guards = Guards()
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            guards.put([model])
+        assert _gates(model) == 0
+    model[1].refuses = False
+    guards.put([model])
+    assert _gates(model) == 4
+
+
+def test_what_takes_no_gate_is_copied_at_the_boundary(tmp_path: Path) -> None:
+    """A scripted part takes no hook: its parameters are copied at once, others late; epochs are saved."""
+    scripted = torch.jit.script(nn.Linear(200, 200))
+    model = nn.Sequential(nn.Linear(200, 200), scripted)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 200)).sum().backward()
+    optimizer.step()
+    late = late_leaves({"model": model, "optimizer": optimizer})
+    assert "model.0.weight" in late and "model.1.weight" not in late
+    assert "optimizer.state.model.1.weight.exp_avg" in late
+    seen: list[int] = []
+    job = Job("scripted", blobs={"model": model, "optimizer": optimizer})
+
+    @job.epoch
+    def epoch(ctx: Context) -> None:
+        seen.append(len(model[0]._load_state_dict_pre_hooks))
+        model(torch.ones(2, 200)).sum().backward()
+        optimizer.step()
+
+    job.stop_when(max_epochs(2))
+    result = JobRunner(job, tmp_path / "run", save_initial=False, asynchronous=True).train()
+    assert seen == [1, 1] and result.committed == 2
+    assert not model[0]._load_state_dict_pre_hooks
+    stored = open_checkpoint(tmp_path / "run").load_tensors("model.1.weight")
+    assert torch.equal(stored["model.1.weight"], scripted.weight)
 
 
 def test_who_waits_for_copies_that_were_never_begun_goes_on_when_they_are_released() -> None:

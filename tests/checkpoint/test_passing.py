@@ -13,6 +13,7 @@ from meshes import Saved, load, local_part, target
 from torchrelay.checkpoint.disk.boxes import Replicated, Sharded
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.disk.passing import Passage, Passing
+from torchrelay.checkpoint.reading import box_reader
 from torchrelay.errors import DamagedError
 
 spans = st.lists(st.tuples(st.integers(0, 90), st.integers(0, 40)), max_size=12).map(
@@ -79,6 +80,23 @@ def test_columns_of_rows_that_end_anywhere_are_read_once():
         found = load(reader, "m", WIDE, target(COLUMNS, WIDE.shape, node))
         assert torch.equal(found, local_part(WIDE, COLUMNS, node))
         assert saved.storage.bytes_read - before <= WIDE.nbytes + (2 << 20)
+
+
+def test_work_is_what_is_read_not_what_is_wanted(monkeypatch):
+    """Narrow columns of rows of a block each: every row counts as a block, so that threads share them."""
+    whole = torch.arange(24 << 18, dtype=torch.float32).reshape(24, 1 << 18)
+    reader = Saved({"m": whole}, {"m": Mesh((0,), (1,), (Replicated(),))}, 1).run()
+    shared: list[tuple[int, int]] = []
+    real = box_reader.each
+
+    def each(work, items, nbytes, threads):
+        shared.append((len(items), nbytes))
+        real(work, items, nbytes, threads)
+
+    monkeypatch.setattr(box_reader, "each", each)
+    mesh = Mesh(tuple(range(64)), (64,), (Sharded(1),))
+    assert torch.equal(load(reader, "m", whole, target(mesh, whole.shape, 3)), local_part(whole, mesh, 3))
+    assert shared == [(3, whole.nbytes)]
 
 
 @pytest.mark.parametrize("at", [1, 1 << 20, (3 << 20) + 17])
