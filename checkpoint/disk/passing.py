@@ -41,7 +41,7 @@ class Passage:
 
 
 class Passing:
-    """Mutable; of one thread at a time. It takes as much memory as the largest span and two blocks."""
+    """Mutable; of one thread at a time. Its memory: the largest span and two blocks, or `far` and a block."""
 
     def __init__(self) -> None:
         self._memory = memoryview(bytearray())

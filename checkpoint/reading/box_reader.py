@@ -15,7 +15,7 @@ from torchrelay.checkpoint.disk.digest import BLOCK
 from torchrelay.checkpoint.disk.immutable import immutable
 from torchrelay.checkpoint.disk.manifest import LeafRow
 from torchrelay.checkpoint.disk.names import Box, Flat, Key, format_key
-from torchrelay.checkpoint.disk.passing import Passing
+from torchrelay.checkpoint.disk.passing import Passing, Span
 from torchrelay.checkpoint.disk.read_options import ReadOptions
 from torchrelay.checkpoint.disk.read_requests import ReadRequest
 from torchrelay.checkpoint.disk.shard_reader import ShardHeader
@@ -54,6 +54,12 @@ class _Placed:
     destination: memoryview
     item_bytes: int
 
+    @property
+    def span(self) -> Span:
+        """Its bytes within the entry."""
+        start, stop = self.slab.elements
+        return start * self.item_bytes, stop * self.item_bytes
+
 
 class BoxPlan:
     """What to read for some boxes; `straight` goes right into its destinations, by file."""
@@ -81,7 +87,7 @@ class BoxPlan:
 
         def work(batch: _Batch) -> None:
             memory = spare.pop() if spare else Passing()
-            seen_twice(partial(_read_large if batch.large else _read_small, batch.slabs, memory, within))
+            seen_twice(partial(_read_large if batch.large else _read_small, batch, memory, within))
             spare.append(memory)
 
         each(work, batches, sum(batch.nbytes for batch in batches), options.threads)
@@ -168,16 +174,8 @@ def _count(source: tuple[tuple[int, int], ...]) -> int:
     return count
 
 
-def _first(one: _Placed) -> int:
-    return one.slab.elements[0] * one.item_bytes
-
-
 def _start(one: _Placed) -> int:
-    return one.header.entries[one.key].start + _first(one)
-
-
-def _size(batch: Iterable[_Placed]) -> int:
-    return sum(one.slab.nbytes(one.item_bytes) for one in batch)
+    return one.header.entries[one.key].start + one.span[0]
 
 
 def _is_large(one: _Placed) -> bool:
@@ -197,7 +195,7 @@ class _Batch:
 
     def takes(self, one: _Placed) -> bool:
         """Take a slab in, unless it becomes too much."""
-        start, stop = _first(one), _first(one) + one.slab.nbytes(one.item_bytes)
+        start, stop = one.span
         if self.large:
             start, stop = max(start // BLOCK * BLOCK, self._end), -(-stop // BLOCK) * BLOCK
         nbytes = self.nbytes + max(0, stop - start)
@@ -225,18 +223,18 @@ def _together(one: _Placed) -> tuple[str, bool, str]:
     return one.header.path, large, one.key if large else ""
 
 
-def _read_large(batch: Sequence[_Placed], memory: Passing, options: ReadOptions) -> None:
+def _read_large(batch: _Batch, memory: Passing, options: ReadOptions) -> None:
     """Put slabs of one entry into place, as they pass."""
-    spans = [(_first(one), _first(one) + one.slab.nbytes(one.item_bytes)) for one in batch]
-    passing = batch[0].header.read_passing(batch[0].key, spans, memory, options)
-    for data, one in zip(passing, batch, strict=True):
+    first, spans = batch.slabs[0], [one.span for one in batch.slabs]
+    passing = first.header.read_passing(first.key, spans, memory, options)
+    for data, one in zip(passing, batch.slabs, strict=True):
         one.slab.put(data, one.destination, one.item_bytes)
 
 
-def _read_small(batch: Sequence[_Placed], memory: Passing, options: ReadOptions) -> None:
+def _read_small(batch: _Batch, memory: Passing, options: ReadOptions) -> None:
     """Put slabs of some entries, each of a block at most, into place, when all are read."""
-    cut = list(_cut(memory.room(_size(batch)), batch))
-    batch[0].header.read_many([_request(one, data) for one, data in cut], options)
+    cut = list(_cut(memory.room(batch.nbytes), batch.slabs))
+    batch.slabs[0].header.read_many([_request(one, data) for one, data in cut], options)
     for one, data in cut:
         one.slab.put(data, one.destination, one.item_bytes)
 
@@ -251,4 +249,4 @@ def _cut(memory: memoryview, batch: Iterable[_Placed]) -> Iterator[tuple[_Placed
 
 
 def _request(one: _Placed, data: memoryview) -> ReadRequest:
-    return ReadRequest(one.key, _first(one), _first(one) + len(data), data)
+    return ReadRequest(one.key, *one.span, data)
