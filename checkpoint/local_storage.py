@@ -7,9 +7,10 @@ import errno
 import os
 import secrets
 import stat as stat_module
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 
 from torchrelay.checkpoint.direct import ALIGNMENT, WORTH_IT, DirectFile, open_direct
 from torchrelay.checkpoint.exclusion import SingleWriter
@@ -40,21 +41,26 @@ def _refusal(path: str | Path, verb: str, error: OSError) -> StorageError:
     return failure
 
 
-@contextmanager
-def _named(
-    path: str | Path, verb: str, passing: type[OSError] = StorageError, *, nbytes: int = 0
-) -> Iterator[None]:
+class _named(underway):  # noqa: N801 - as `underway`
     """Turn an OSError into a StorageError that names the path; note the call, which moves `nbytes`.
 
     `passing` is the error of presence that the verb promises; any other says that a directory is gone.
     """
-    try:
-        with underway(verb, path, nbytes):
-            yield
-    except (passing, StorageError):
-        raise
-    except OSError as error:
-        raise _refusal(path, verb, error) from error
+
+    __slots__ = ("_passing",)
+
+    def __init__(
+        self, path: str | Path, verb: str, passing: type[OSError] = StorageError, *, nbytes: int = 0
+    ) -> None:
+        super().__init__(verb, path, nbytes)
+        self._passing = passing
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        if isinstance(error, OSError) and not isinstance(error, (self._passing, StorageError)):
+            raise _refusal(self._path, self._verb, error) from error
 
 
 class LocalWriteHandle:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from torchrelay.checkpoint.disk.kept_open import KeptOpen
+
 Span = tuple[int, int]
 """The first byte of an entry that is wanted, and the one after the last."""
 
@@ -41,9 +43,13 @@ class Passage:
 
 
 class Passing:
-    """Mutable; of one thread at a time. Its memory: the largest span and two blocks, or `far` and a block."""
+    """Mutable; of one thread at a time. Its memory: the largest span and two blocks, or `far` and a block.
+
+    `files` has the file that was read last.
+    """
 
     def __init__(self) -> None:
+        self.files = KeptOpen()
         self._memory = memoryview(bytearray())
 
     def room(self, nbytes: int) -> memoryview:

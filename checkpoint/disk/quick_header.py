@@ -57,6 +57,8 @@ def quick_header(header: bytes, data_bytes: int, listing: bool) -> QuickHeader |
     if rows and header.find(_ENTRIES, first, rows.start) >= 0:
         rows = None
     middle = header.find(_ENTRIES, rows.stop if rows else first, last)
+    if header.find(b"@", middle, last) >= 0:  # a box or a range, which has to be looked at alone
+        return None
     if middle < 0 or not header.startswith(_BEGIN, 8) or header[last + len(_END) :].strip(b" "):
         return None
     try:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from torchrelay.checkpoint.storage import Fetches, ReadHandle
 from torchrelay.errors import UsageError
 
 T = TypeVar("T")
@@ -26,6 +27,8 @@ class ReadOptions:
     processes: int = 1
     threads: int = 4
     """So many reads are under way at a time: while one thread verifies, the device has something to do."""
+    threads_at_hand: int = 4
+    """The same for bytes in the page cache: where all cores are busy, more only take turns."""
 
     def turned(self, items: Sequence[T]) -> list[T]:
         """The items from this process's place on and then those before it.
@@ -34,6 +37,13 @@ class ReadOptions:
         """
         at = len(items) * (self.number % self.processes) // self.processes
         return [*items[at:], *items[:at]]
+
+    def threads_for(self, handle: ReadHandle, begin: int, nbytes: int) -> int:
+        """How many reads of these bytes of a file, from byte `begin` on, are to be under way at a time."""
+        if self.threads_at_hand == self.threads:
+            return self.threads
+        at_hand = isinstance(handle, Fetches) and handle.is_at_hand(begin, nbytes)
+        return self.threads_at_hand if at_hand else self.threads
 
 
 PLAIN = ReadOptions()

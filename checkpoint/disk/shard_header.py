@@ -55,16 +55,21 @@ def header_length(prefix: bytes, file_bytes: int, *, what: str) -> int:
     return total
 
 
-def parse(header: bytes, file_bytes: int, *, what: str, listing: bool = False) -> ShardContent:
+def parse(
+    header: bytes, file_bytes: int, *, what: str, listing: bool = False, vouched: bool = False
+) -> ShardContent:
     """Understand all bytes before the data; raises DamagedError, or FormatError for another version.
 
-    `listing` says that somebody wants `listed` of a blob file.
+    `listing` says that somebody wants `listed` of a blob file, `vouched` that these very bytes were
+    understood before: an entry of a form of its own is then looked at when it is asked for.
     """
     if header_length(header, file_bytes, what=what) != len(header):
         raise DamagedError(f"{what}: the header is not {len(header)} bytes long")
     data = range(len(header), file_bytes)
     found = _quickly(header, data, what, listing) or _decoded(header, data, what)
     inner, pieces, entries, listed = found
+    if not vouched:
+        entries.look_at_all()
     return ShardContent(
         identity=_identity(inner, what),
         part=_count(inner, "part", what),
@@ -196,30 +201,28 @@ def _entries(
     data: range,
     what: str,
 ) -> StoredEntries:
-    """All entries, checked together; one by one only what has a form of its own, or once all is wrong."""
+    """All entries, checked together; of odd ones so far only their bounds. One by one once all is wrong."""
     columns = columns_of(said, len(data), len(digests))
     numbers = dict(zip(said, range(len(said)), strict=True))
     if columns is None:
         return StoredEntries(numbers, _one_by_one(said, pieces, digests, data, what))
-    known: dict[str, StoredEntry] = {}
-    entries = StoredEntries(numbers, known, Stored(columns, digests, data.start))
-    odd = (
-        pieces.keys()
-        if names.all_plain(said)
-        else {*pieces, *(key for key in said if not names.is_plain(key))}
-    )
+    stored = Stored(columns, digests, data.start)
     looked_at: dict[tuple[object, ...], tuple[dtypes.ElementType, tuple[int, ...]]] = {}
-    for number, text in enumerate(said) if odd else ():
-        if text in odd:
-            key, entry, piece = names.parse_key(text), said[text], pieces.get(text, {})
-            # All that decides but the name; as text, for 1, 1.0 and True are equal.
-            alike = (entry["dtype"], *entry["shape"], text.partition("@")[2], repr(piece))
-            if alike not in looked_at:
-                leaf = f"{what}: {text}"
-                looked_at[alike] = kind, shape = _logical(key, entry, piece, leaf)
-                _check_stored(entries.stored.entry(number, key, kind, shape), entry, leaf)
-            known[text] = entries.stored.entry(number, key, *looked_at[alike])
-    return entries
+
+    def look(number: int, text: str) -> StoredEntry:
+        key, entry, piece = names.parse_key(text), said[text], pieces.get(text, {})
+        # All that decides but the name; as text, for 1, 1.0 and True are equal.
+        alike = (entry["dtype"], *entry["shape"], text.partition("@")[2], repr(piece))
+        if alike not in looked_at:
+            leaf = f"{what}: {text}"
+            kind, shape = _logical(key, entry, piece, leaf)
+            _check_stored(stored.entry(number, key, kind, shape), entry, leaf)
+            looked_at[alike] = kind, shape
+        return stored.entry(number, key, *looked_at[alike])
+
+    plain = names.all_plain(said)
+    odd = pieces.keys() if plain else {*pieces, *(key for key in said if not names.is_plain(key))}
+    return StoredEntries(numbers, {}, stored, odd, look)
 
 
 def _one_by_one(

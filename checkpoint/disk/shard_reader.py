@@ -56,12 +56,18 @@ class _File:
 
 
 def read_header(
-    storage: Storage, path: str, expect: ShardExpectation | None = None, *, listing: bool = False
+    storage: Storage,
+    path: str,
+    expect: ShardExpectation | None = None,
+    *,
+    listing: bool = False,
+    vouched: bool = False,
 ) -> ShardHeader:
     """Read and check everything before the data; no data are read.
 
     With `expect` the file's size and the header's SHA-256 are proved; without, the header is only
-    checked to be consistent with itself and with the file's size. `listing` is what `parse` takes.
+    checked to be consistent with itself and with the file's size. `listing` and `vouched` are what `parse`
+    takes; the latter only together with `expect`.
     Raises DamagedError for a file that is missing or is not what it should be, FormatError for
     another version's.
     """
@@ -69,9 +75,8 @@ def read_header(
     if size is None:
         raise DamagedError(f"{path} is missing")
     header = _proved(storage, path, size, expect) if expect else _consistent(storage, path, size)
-    return ShardHeader(
-        storage, path, parse(header, size, what=path, listing=listing), block_digests(memoryview(header))
-    )
+    content = parse(header, size, what=path, listing=listing, vouched=vouched and expect is not None)
+    return ShardHeader(storage, path, content, block_digests(memoryview(header)))
 
 
 def _proved(storage: Storage, path: str, size: int, expect: ShardExpectation) -> bytes:
@@ -169,7 +174,8 @@ class ShardHeader:
         nbytes = sum(request.stop - request.start for _, request in located)
         runs = options.turned(list(neighbours(located)))
         with open_for_reading(self._storage, self.path) as handle:
-            each(partial(self._read_run, _File(handle, options)), runs, nbytes, options.threads)
+            threads = options.threads_for(handle, *_range_of(runs[0]))
+            each(partial(self._read_run, _File(handle, options)), runs, nbytes, threads)
 
     def expecting(self, keys: Sequence[str]) -> AbstractContextManager[None]:
         """Fetch these entries while a block looks at where they belong, if they are many and side by side."""
@@ -218,7 +224,7 @@ class ShardHeader:
     ) -> Iterator[memoryview]:
         """Verified bytes of ascending spans of an entry, each until the next one is asked for.
 
-        Whole blocks are read, each once. Raises as `read_into` does.
+        Whole blocks are read, each once; the file stays open in `memory`. Raises as `read_into` does.
         """
         entry = self._entry(key)
         for start, stop in spans:
@@ -227,7 +233,7 @@ class ShardHeader:
         passage = Passage(
             entry.nbytes, BLOCK if options.verify else 1, FAR_BYTES if self._gap else 0, self._gap
         )
-        with open_for_reading(self._storage, self.path) as handle:
+        with memory.files.reading(self._storage, self.path) as handle:
             file = _File(handle, options)
             read = self._read_blocks if options.verify else self._read_exactly
             yield from memory.over(spans, passage, partial(read, file, key, entry))
@@ -242,7 +248,8 @@ class ShardHeader:
             def read(run: Batch) -> None:
                 run.read(handle.read_scattered, verify=options.verify)
 
-            each(read, options.turned(runs), sum(run.nbytes for run in runs), options.threads)
+            threads = options.threads_for(handle, runs[0].start, runs[0].nbytes)
+            each(read, options.turned(runs), sum(run.nbytes for run in runs), threads)
 
     def _numbers(self, keys: Sequence[str]) -> Sequence[int]:
         try:
@@ -282,6 +289,12 @@ class ShardHeader:
         header = b"" if size is None else _consistent(self._storage, self.path, size)
         if block_digests(memoryview(header)) != self._header_digests:
             raise DamagedError(f"{self.path} was replaced while it was read: read it again")
+
+    def threads_for(self, key: str, span: Span, options: ReadOptions) -> int:
+        """How many threads are to read, by where these bytes of an entry lie now."""
+        begin, stop = span
+        with open_for_reading(self._storage, self.path) as handle:
+            return options.threads_for(handle, self._entry(key).start + begin, stop - begin)
 
     def verify(self) -> int:
         """Read and verify all data in bounded memory; the number of bytes. Raises DamagedError.
@@ -366,3 +379,9 @@ class ShardHeader:
             if file.options.verify:
                 self._verify(request.key, entry, 0, view)
             target[:] = view[request.start : request.stop]
+
+
+def _range_of(run: list[tuple[StoredEntry, ReadRequest]]) -> tuple[int, int]:
+    """Where in the file the first of these bytes lie, and how many up to the last ones."""
+    (first, begin), (last, end) = run[0], run[-1]
+    return first.start + begin.start, last.start + end.stop - first.start - begin.start

@@ -6,7 +6,7 @@ A file has tens of thousands of entries of which a load may need five.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, KeysView, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import mul, sub
@@ -139,18 +139,30 @@ class Stored:
 _NOTHING = Stored(Columns((), (), (), (0,)), b"", 0)
 
 
+Look = Callable[[int, str], StoredEntry]
+"""Finds the entry of this number and key."""
+
+
 class StoredEntries(Mapping[str, StoredEntry]):
     """The entries of a file by key, in its order.
 
-    `numbers` has the number of each by its key, `known` those that were looked at one by one; every other
-    lies in `stored`, as a whole leaf under its own name.
+    `numbers` has the number of each by its key, `known` those that were looked at one by one. `odd` ones
+    have a form of their own, which `look` finds; it raises DamagedError for what is none. Every other lies
+    in `stored`, as a whole leaf under its own name.
     """
 
     def __init__(
-        self, numbers: dict[str, int], known: dict[str, StoredEntry], stored: Stored = _NOTHING
+        self,
+        numbers: dict[str, int],
+        known: dict[str, StoredEntry],
+        stored: Stored = _NOTHING,
+        odd: Collection[str] = (),
+        look: Look | None = None,
     ) -> None:
         self.stored = stored
         self._known = known
+        self._odd = odd if look else ()
+        self._look = look
         self._numbers = numbers
         self._asked: tuple[list[str], list[int]] = [], []
 
@@ -158,10 +170,23 @@ class StoredEntries(Mapping[str, StoredEntry]):
         found = self._known.get(key)
         if found is None:
             number = self._numbers[key]
-            form = self.stored.columns.forms[number]
-            found = self.stored.entry(number, names.Whole(key), dtypes.by_name(form.dtype), form.shape)
+            if self._look and key in self._odd:
+                found = self._look(number, key)
+            else:
+                form = self.stored.columns.forms[number]
+                found = self.stored.entry(number, names.Whole(key), dtypes.by_name(form.dtype), form.shape)
             self._known[key] = found
         return found
+
+    def look_at_all(self) -> None:
+        """Look at all odd entries, in the order of the file, before any other thread knows of them.
+
+        Raises DamagedError for the first that is none.
+        """
+        for key in self._numbers if self._odd else ():
+            if key in self._odd:
+                self[key]
+        self._odd, self._look = (), None
 
     def keys(self) -> KeysView[str]:
         """As a dictionary gives them, in the time that a dictionary takes."""
@@ -204,7 +229,7 @@ class StoredEntries(Mapping[str, StoredEntry]):
 
     def forms(self, keys: Sequence[str]) -> Sequence[Form]:
         """The logical forms of leaves."""
-        if self._known:
+        if self._known or self._odd:
             return list(map(self.form, keys))
         forms = self.stored.columns.forms
         return forms if self._are_all(keys) else list(map(forms.__getitem__, self.numbers(keys)))
@@ -219,6 +244,7 @@ class StoredEntries(Mapping[str, StoredEntry]):
 
     def form(self, key: str) -> Form:
         """The logical form of a leaf; makes no object, because whoever asks for all needs none."""
-        if (found := self._known.get(key)) is not None:
+        found = self[key] if key in self._odd else self._known.get(key)
+        if found is not None:
             return form_said(found.dtype.name, found.shape)
         return self.stored.columns.forms[self._numbers[key]]

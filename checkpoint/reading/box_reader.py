@@ -87,10 +87,16 @@ class BoxPlan:
 
         def work(batch: _Batch) -> None:
             memory = spare.pop() if spare else Passing()
-            seen_twice(partial(_read_large if batch.large else _read_small, batch, memory, within))
-            spare.append(memory)
+            try:
+                seen_twice(partial(_read_large if batch.large else _read_small, batch, memory, within))
+            finally:
+                spare.append(memory)
 
-        each(work, batches, sum(batch.nbytes for batch in batches), options.threads)
+        try:
+            each(work, batches, sum(batch.nbytes for batch in batches), _threads(batches, options))
+        finally:
+            for memory in spare:
+                memory.files.close()
 
     def _add(self, read: BoxRead, opened: Open) -> None:
         width, forms = read.leaf.item_bytes, tuple(_form(read.leaf, key) for _, key in read.parts)
@@ -172,6 +178,14 @@ def _count(source: tuple[tuple[int, int], ...]) -> int:
     for start, stop in source:
         count *= stop - start
     return count
+
+
+def _threads(batches: Sequence[_Batch], options: ReadOptions) -> int:
+    """How many threads are to read: what is true of the first slab may be so of most."""
+    if not batches:
+        return 1
+    first = batches[0].slabs[0]
+    return first.header.threads_for(first.key, first.span, options)
 
 
 def _start(one: _Placed) -> int:

@@ -59,13 +59,17 @@ ALL = Share()
 
 @dataclass(frozen=True)
 class Proof:
-    """The outcome for one entry, the reason where it is not `proved`, and what was opened on the way."""
+    """The outcome for one entry, the reason where it is not `proved`, and what was opened on the way.
+
+    `holders` are those whose headers are opened by all shares of the proof together.
+    """
 
     entry: Entry
     outcome: Outcome
     reason: str = ""
     manifest: Manifest | None = None
     shards: ShardSet | None = None
+    holders: frozenset[Holder] = frozenset()
 
     @property
     def proved(self) -> bool:
@@ -105,7 +109,8 @@ def prove(
         rows = [row for row in _wanted_rows(manifest, want) if _is_kept(manifest.leaves[row], entry)]
         size = sum(leaf.nbytes for leaf in manifest.leaves) if level == "full" else None
         with headway(f"verifying epoch {entry.position}", size):
-            for holder in share.taken(holders_of(manifest, rows)):
+            holders = frozenset(holders_of(manifest, rows))
+            for holder in share.taken(holders):
                 _look_at(shards, holder, level)
     except FormatError as error:
         return Proof(entry, Outcome.UNKNOWN, str(error))
@@ -113,7 +118,7 @@ def prove(
         return Proof(entry, Outcome.DAMAGED, str(error))
     except OSError as error:
         return Proof(entry, Outcome.UNKNOWN, str(error))
-    return Proof(entry, Outcome.PROVED, "", manifest, shards)
+    return Proof(entry, Outcome.PROVED, "", manifest, shards, frozenset() if level == "sizes" else holders)
 
 
 def _look_at(shards: ShardSet, holder: Holder, level: Level) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,18 @@ def options_of(session: Session) -> ReadOptions:
     """The processes of a session on this host."""
     mine = session.local_nodes[0]
     processes = sorted({place.process for place in session.nodes if place.host == mine.host})
-    return ReadOptions(number=processes.index(mine.process), processes=len(processes))
+    number, count = processes.index(mine.process), len(processes)
+    return ReadOptions(number=number, processes=count, threads_at_hand=threads_at_hand(count, _cores()))
+
+
+def threads_at_hand(processes: int, cores: int) -> int:
+    """How many threads of each process read what is in memory: two for a core, that all of them share."""
+    return max(1, min(ReadOptions.threads, 2 * cores // processes))
+
+
+def _cores() -> int:
+    """The cores that this process may use; those of the host where the system cannot say."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def options_here(*, verify: bool = True) -> ReadOptions:

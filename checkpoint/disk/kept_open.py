@@ -1,0 +1,41 @@
+"""The file that was read last stays open: who reads batch by batch mostly goes on in the same one.
+
+Opening a file looks at every part of its path, which takes as long as reading some hundred KiB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from torchrelay.checkpoint.storage import ReadHandle, Storage, open_for_reading
+
+
+class KeptOpen:
+    """Mutable; of one thread at a time."""
+
+    def __init__(self) -> None:
+        self._what: tuple[Storage, str] | None = None
+        self._handle: ReadHandle
+        self._opened = ExitStack()
+
+    @contextmanager
+    def reading(self, storage: Storage, path: str) -> Iterator[ReadHandle]:
+        """A file for reads within the block; raises as `open_for_reading` does.
+
+        Where the block fails it is closed: a second look is one at the file that has the name by then.
+        """
+        if self._what != (storage, path):
+            self.close()
+            self._handle = self._opened.enter_context(open_for_reading(storage, path))
+            self._what = storage, path
+        try:
+            yield self._handle
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close what is open; nothing, where nothing is."""
+        self._what = None
+        self._opened.close()
