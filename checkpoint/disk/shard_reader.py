@@ -13,6 +13,7 @@ from torchrelay.checkpoint.disk.ahead import fetched_ahead, worth_fetching
 from torchrelay.checkpoint.disk.canonical import Json, sha256
 from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, block_digests, first_damaged_block
 from torchrelay.checkpoint.disk.passing import Passage, Passing, Span
+from torchrelay.checkpoint.disk.portions import Portion, read_portions
 from torchrelay.checkpoint.disk.read_options import PLAIN, ReadOptions
 from torchrelay.checkpoint.disk.read_requests import ReadRequest, checked_target, neighbours, pieces
 from torchrelay.checkpoint.disk.shard_header import (
@@ -21,7 +22,6 @@ from torchrelay.checkpoint.disk.shard_header import (
     header_length,
     parse,
 )
-from torchrelay.checkpoint.disk.side_by_side import each
 from torchrelay.checkpoint.disk.small_entries import FAR_BYTES, Batch, batches, in_order
 from torchrelay.checkpoint.disk.stored_entries import StoredEntries, StoredEntry
 from torchrelay.checkpoint.storage import (
@@ -33,6 +33,7 @@ from torchrelay.checkpoint.storage import (
 )
 from torchrelay.errors import DamagedError, UsageError
 
+_Run = list[tuple[StoredEntry, ReadRequest]]
 RUN = 2 * BLOCK
 """Bytes that are read and then verified while the cache still has them."""
 
@@ -159,23 +160,23 @@ class ShardHeader:
         Some threads share what is large. Each takes at most 9 MiB of memory beyond the destinations.
         Raises as `read_into` does.
         """
+        found = self.portions(requests, options)
+        read_portions(found, sum(one.nbytes for one in found), options)
+
+    def portions(self, requests: Iterable[ReadRequest], options: ReadOptions = PLAIN) -> list[Portion]:
+        """What `read_many` reads at a time; raises UsageError and DamagedError where it does."""
         parts: list[ReadRequest] = []
         whole: list[ReadRequest] = []
         for request in requests:
             (whole if self._is_small(request) else parts).append(request)
+        found: list[Portion] = []
         if whole:
             numbers = self._numbers([request.key for request in whole])
             memories = [request.destination.cast("B") for request in whole]
             filled = [number for number, one in zip(numbers, memories, strict=True) if len(one)]
-            self._read_batches(*in_order(filled, list(filter(len, memories))), options)
-        if not parts:
-            return
+            found += self._small_portions(*in_order(filled, list(filter(len, memories))), options)
         located = self._located(piece for request in parts for piece in pieces(request, self._run))
-        nbytes = sum(request.stop - request.start for _, request in located)
-        runs = options.turned(list(neighbours(located)))
-        with open_for_reading(self._storage, self.path) as handle:
-            threads = options.threads_for(handle, *_range_of(runs[0]))
-            each(partial(self._read_run, _File(handle, options)), runs, nbytes, threads)
+        return found + [self._portion(run, options) for run in options.turned(list(neighbours(located)))]
 
     def expecting(self, keys: Sequence[str]) -> AbstractContextManager[None]:
         """Fetch these entries while a block looks at where they belong, if they are many and side by side."""
@@ -217,7 +218,8 @@ class ShardHeader:
         if min(sizes, default=1) == 0 or max(sizes, default=0) > BLOCK:
             small = [0 < size <= BLOCK for size in sizes]
             numbers, memories = list(compress(numbers, small)), list(compress(memories, small))
-        self._read_batches(numbers, memories, options)
+        found = self._small_portions(numbers, memories, options)
+        read_portions(found, sum(one.nbytes for one in found), options)
 
     def read_passing(
         self, key: str, spans: Sequence[Span], memory: Passing, options: ReadOptions = PLAIN
@@ -238,18 +240,25 @@ class ShardHeader:
             read = self._read_blocks if options.verify else self._read_exactly
             yield from memory.over(spans, passage, partial(read, file, key, entry))
 
-    def _read_batches(self, numbers: Sequence[int], memories: Sequence[Memory], options: ReadOptions) -> None:
-        """Read whole entries in the order of the file, none empty or above a block."""
-        runs = list(batches(self.path, self.entries, numbers, memories, self._gap))
-        if not runs:
-            return
-        with open_for_reading(self._storage, self.path) as handle:
+    def _small_portions(
+        self, numbers: Sequence[int], memories: Sequence[Memory], options: ReadOptions
+    ) -> list[Portion]:
+        """Whole entries in the order of the file, none empty or above a block."""
 
-            def read(run: Batch) -> None:
-                run.read(handle.read_scattered, verify=options.verify)
+        def read(batch: Batch, handle: ReadHandle) -> None:
+            batch.read(handle.read_scattered, verify=options.verify)
 
-            threads = options.threads_for(handle, runs[0].start, runs[0].nbytes)
-            each(read, options.turned(runs), sum(run.nbytes for run in runs), threads)
+        return [
+            Portion(self._storage, self.path, one.start, one.nbytes, partial(read, one))
+            for one in options.turned(list(batches(self.path, self.entries, numbers, memories, self._gap)))
+        ]
+
+    def _portion(self, run: _Run, options: ReadOptions) -> Portion:
+        """Neighbours in the file that are read together, or one piece of a large entry."""
+        (first, begin), (last, end) = run[0], run[-1]
+        at = first.start + begin.start
+        read = partial(self._read_run, run, options)
+        return Portion(self._storage, self.path, at, last.start + end.stop - at, read)
 
     def _numbers(self, keys: Sequence[str]) -> Sequence[int]:
         try:
@@ -263,7 +272,8 @@ class ShardHeader:
         whole = self.entries.in_columns and request.start == 0 and size == request.stop <= BLOCK
         return whole and self._entry(request.key).nbytes == size
 
-    def _read_run(self, file: _File, run: list[tuple[StoredEntry, ReadRequest]]) -> None:
+    def _read_run(self, run: _Run, options: ReadOptions, handle: ReadHandle) -> None:
+        file = _File(handle, options)
         if len(run) == 1:
             self._read_one(file, run[0][1])
         else:
@@ -369,7 +379,7 @@ class ShardHeader:
         # By the end, too: an empty entry begins where the next one does, and comes before it.
         return sorted(located, key=lambda pair: (pair[0].start, pair[0].stop, pair[1].start))
 
-    def _read_together(self, file: _File, run: list[tuple[StoredEntry, ReadRequest]]) -> None:
+    def _read_together(self, file: _File, run: _Run) -> None:
         start, stop = run[0][0].start, run[-1][0].stop
         window = memoryview(bytearray(stop - start))
         self._fill(file, run[-1][1].key, start, window)
@@ -379,9 +389,3 @@ class ShardHeader:
             if file.options.verify:
                 self._verify(request.key, entry, 0, view)
             target[:] = view[request.start : request.stop]
-
-
-def _range_of(run: list[tuple[StoredEntry, ReadRequest]]) -> tuple[int, int]:
-    """Where in the file the first of these bytes lie, and how many up to the last ones."""
-    (first, begin), (last, end) = run[0], run[-1]
-    return first.start + begin.start, last.start + end.stop - first.start - begin.start

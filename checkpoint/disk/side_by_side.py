@@ -5,7 +5,7 @@ Some wait for the device or copy from the kernel while another verifies; measure
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import TypeVar
 
 from torchrelay.checkpoint.disk.workers import share
@@ -15,7 +15,7 @@ EACH = 4 << 20
 """Bytes of work for each thread: with less, one costs more to start than it saves."""
 
 
-def each(work: Callable[[T], None], items: Sequence[T], nbytes: int, threads: int) -> None:
+def each(work: Callable[[T], None], items: Iterable[T], nbytes: int, threads: int) -> None:
     """Call `work` with every item, begun in their order; the first error ends it and is raised.
 
     No thread is at work any more when this returns or raises: destinations are the caller's again.
@@ -25,4 +25,5 @@ def each(work: Callable[[T], None], items: Sequence[T], nbytes: int, threads: in
         for item in mine:
             work(item)
 
-    share(run, items, min(threads, len(items), max(1, nbytes // EACH)), name="torchrelay-read")
+    most = min(threads, len(items)) if isinstance(items, Sized) else threads
+    share(run, items, min(most, max(1, nbytes // EACH)), name="torchrelay-read")

@@ -7,7 +7,7 @@ straight into their destination, boxes of sharded leaves that are no run of byte
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
@@ -22,6 +22,7 @@ from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.disk.names import Flat, Key, encode_name, format_key
 from torchrelay.checkpoint.disk.parts import parts_near, parts_of
+from torchrelay.checkpoint.disk.portions import Portion, read_portions
 from torchrelay.checkpoint.disk.read_options import PLAIN, ReadOptions
 from torchrelay.checkpoint.disk.read_requests import ReadRequest
 from torchrelay.checkpoint.disk.shard_reader import ShardHeader
@@ -94,9 +95,15 @@ class LeafReader:
         found, plan = self.planned(reads)
         for header, request in [*found, *plan.straight]:
             by_file.setdefault(header.path, (header, []))[1].append(request)
-        for path in sorted(by_file):
-            _read_twice(*by_file[path], self.options)
+        nbytes = sum(one.stop - one.start for _, requests in by_file.values() for one in requests)
+        read_portions(self._portions(by_file), nbytes, self.options, seen_twice)
         plan.read_slabs(self.options)
+
+    def _portions(self, by_file: Mapping[str, tuple[ShardHeader, list[ReadRequest]]]) -> Iterator[Portion]:
+        """What is read at a time, in the order of the files; not more of it is made than is needed."""
+        for path in sorted(by_file):
+            header, requests = by_file[path]
+            yield from header.portions(requests, self.options)
 
     def planned(self, reads: Iterable[LeafRead]) -> tuple[list[tuple[ShardHeader, ReadRequest]], BoxPlan]:
         """What `read_many` reads, of leaves that all nodes have alike and of boxes; opens headers alone."""
