@@ -255,6 +255,27 @@ def _verification() -> Iterator[Bug]:
         ["tests/checkpoint/test_passing.py"],
     )
     yield Bug(
+        "a file stays open for a second look",
+        "checkpoint/disk/kept_open.py",
+        "        except BaseException:\n            self.close()\n            raise\n",
+        "        finally:\n            pass\n",
+        ["tests/checkpoint/test_portions.py"],
+    )
+    yield Bug(
+        "headers that nobody looked at are vouched for",
+        "checkpoint/reading/proof.py",
+        'frozenset() if level == "sizes" else holders',
+        "holders",
+        ["tests/checkpoint/test_vouched_headers.py"],
+    )
+    yield Bug(
+        "an entry of a header that was vouched for is taken for a whole leaf",
+        "checkpoint/disk/stored_entries.py",
+        "            if self._look and key in self._odd:\n",
+        "            if False:\n",
+        ["tests/checkpoint/test_vouched_headers.py"],
+    )
+    yield Bug(
         "blocks that pass through memory are not verified",
         "checkpoint/disk/shard_reader.py",
         "            read = self._read_blocks if options.verify else self._read_exactly\n",
