@@ -58,9 +58,13 @@ class underway:  # noqa: N801 - it reads as the statement that it is; a generato
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        del _now[self._number]
+        _now.pop(self._number, None)
         if kind is None and self._verb in _MOVING_VERBS:
             moved(self._nbytes)
+
+    def __del__(self) -> None:
+        # Ctrl-C may come where the block begins or ends: what is not forgotten seems to hang for ever.
+        _now.pop(getattr(self, "_number", -1), None)
 
 
 def moved(nbytes: int) -> None:

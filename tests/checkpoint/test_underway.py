@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
+from itertools import count
 from time import monotonic
 
 import pytest
@@ -56,3 +58,33 @@ def test_a_call_that_fails_is_forgotten(tmp_path):
         assert underway.calls()[0].since <= monotonic()
         raise ZeroDivisionError
     assert underway.calls() == []
+
+
+def test_an_interrupt_anywhere_leaves_nothing_underway():
+    """Wherever in the bookkeeping of a call Ctrl-C comes: no call seems to go on afterwards."""
+    before, places = sys.gettrace(), 0
+
+    def interrupted(place):
+        """Whether the interrupt came, at this event of those that the code of the module has."""
+        events = count(1)
+
+        def trace(frame, event, _):
+            ours = frame.f_code.co_filename == underway.__file__ and frame.f_code.co_name != "__del__"
+            if ours and next(events) == place:
+                raise KeyboardInterrupt
+            return trace if ours else None
+
+        sys.settrace(trace)
+        try:
+            with underway.underway("write", "x", 5):
+                pass
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+    while interrupted(places + 1):
+        places += 1
+        assert underway.calls() == [], f"after an interrupt at event {places}"
+    assert places > 8
