@@ -6,7 +6,7 @@ Opening a file looks at every part of its path, which takes as long as reading s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 from torchrelay.checkpoint.storage import ReadHandle, Storage, open_for_reading
 
@@ -36,6 +36,7 @@ class KeptOpen:
             raise
 
     def close(self) -> None:
-        """Close what is open; nothing, where nothing is."""
+        """Close what is open; nothing, where nothing is. An error is none of what was read before."""
         self._what = None
-        self._opened.close()
+        with suppress(OSError):
+            self._opened.close()

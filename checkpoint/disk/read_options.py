@@ -28,7 +28,7 @@ class ReadOptions:
     threads: int = 4
     """So many reads are under way at a time: while one thread verifies, the device has something to do."""
     threads_at_hand: int = 4
-    """The same for bytes in the page cache: where all cores are busy, more only take turns."""
+    """At most so many for bytes in the page cache: where all cores are busy, more only take turns."""
 
     def turned(self, items: Sequence[T]) -> list[T]:
         """The items from this process's place on and then those before it.
@@ -40,7 +40,7 @@ class ReadOptions:
 
     def threads_for(self, handle: ReadHandle, begin: int, nbytes: int) -> int:
         """How many reads of these bytes of a file, from byte `begin` on, are to be under way at a time."""
-        if self.threads_at_hand == self.threads:
+        if self.threads_at_hand >= self.threads:
             return self.threads
         at_hand = isinstance(handle, Fetches) and handle.is_at_hand(begin, nbytes)
         return self.threads_at_hand if at_hand else self.threads

@@ -210,11 +210,13 @@ def _entries(
     looked_at: dict[tuple[object, ...], tuple[dtypes.ElementType, tuple[int, ...]]] = {}
 
     def look(number: int, text: str) -> StoredEntry:
-        key, entry, piece = names.parse_key(text), said[text], pieces.get(text, {})
+        key, piece, form = names.parse_key(text), pieces.get(text, {}), columns.forms[number]
         # All that decides but the name; as text, for 1, 1.0 and True are equal.
-        alike = (entry["dtype"], *entry["shape"], text.partition("@")[2], repr(piece))
+        alike = (form.dtype, form.shape, text.partition("@")[2], repr(piece))
         if alike not in looked_at:
             leaf = f"{what}: {text}"
+            # Not the decoded header's own, which need not be kept for that.
+            entry = {"dtype": dtypes.by_name(form.dtype).code, "shape": list(form.shape)}
             kind, shape = _logical(key, entry, piece, leaf)
             _check_stored(stored.entry(number, key, kind, shape), entry, leaf)
             looked_at[alike] = kind, shape

@@ -8,13 +8,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshes import Saved, load, local_part, target
+from meshes import TRY, Saved, load, local_part, target
 
 from torchrelay.checkpoint.disk.boxes import Replicated, Sharded
+from torchrelay.checkpoint.disk.dtypes import memory_of
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.disk.passing import Passage, Passing
+from torchrelay.checkpoint.disk.read_options import ReadOptions
+from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.reading import box_reader
-from torchrelay.errors import DamagedError
+from torchrelay.checkpoint.reading.leaf_reader import LeafRead
+from torchrelay.errors import DamagedError, StorageError
 
 spans = st.lists(st.tuples(st.integers(0, 90), st.integers(0, 40)), max_size=12).map(
     lambda found: sorted((start, min(90, start + length)) for start, length in found)
@@ -108,3 +112,43 @@ def test_damage_is_found_in_what_passes(at):
     saved.storage.files[path][-at] ^= 1
     with pytest.raises(DamagedError, match="not what was saved"):
         load(reader, "m", WIDE, target(COLUMNS, WIDE.shape, 0))
+
+
+def _on_disk(folder):
+    """Four tensors in rows on two nodes, in files, and a read of the columns of one of two."""
+    storage = LocalStorage(folder)
+    storage.mkdir(f"data/{TRY}")
+    wholes = {f"m{number}": torch.rand(64, 4096) for number in range(4)}
+    saved = Saved(wholes, {name: Mesh((0, 1), (2,), (Sharded(0),)) for name in wholes}, 2, storage)
+    reader = saved.run()
+    columns = target(COLUMNS, (64, 4096), 0)
+    found = {name: torch.empty(columns.shape) for name in wholes}
+    reads = [LeafRead(name, memory_of(found[name]), None, columns) for name in wholes]
+    reader.planned(reads)  # the headers are open, as after a proof
+    return storage, reader, reads, wholes, found
+
+
+def test_a_file_that_is_gone_after_the_proof_is_damage(tmp_path):
+    """The first file of all slabs is missing: DamagedError, which callers know, and not a bare error."""
+    _, reader, reads, _, _ = _on_disk(tmp_path)
+    min(tmp_path.rglob("*.safetensors")).unlink()
+    for options in (ReadOptions(), ReadOptions(threads_at_hand=1)):
+        reader.options = options
+        with pytest.raises(DamagedError, match="is missing"):
+            reader.read_many(reads)
+
+
+def test_a_file_that_fails_once_is_looked_at_again(tmp_path, monkeypatch):
+    """One I/O error where the first file of all slabs is opened: the load goes on."""
+    storage, reader, reads, wholes, found = _on_disk(tmp_path)
+    real, failed = storage.open_read, []
+
+    def flaky(path):
+        if not failed:
+            failed.append(path)
+            raise StorageError(f"cannot read {path}: Input/output error")
+        return real(path)
+
+    monkeypatch.setattr(storage, "open_read", flaky)
+    reader.read_many(reads)
+    assert failed and all(torch.equal(found[name], wholes[name][:, :2048]) for name in wholes)

@@ -16,6 +16,7 @@ from page_cache import drop_from_cache, pages_in_cache
 
 from torchrelay.checkpoint.disk.portions import Portion, once, read_portions
 from torchrelay.checkpoint.disk.read_options import PLAIN, ReadOptions
+from torchrelay.checkpoint.local_reading import LocalReadHandle
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.reading.seen_twice import seen_twice
 from torchrelay.checkpoint.reading.sharing import threads_at_hand
@@ -83,12 +84,14 @@ def test_all_processes_together_have_two_threads_for_a_core(processes: int, core
 
 
 def test_what_is_in_memory_is_read_by_fewer_threads(tmp_path: Path) -> None:
-    """Bytes in the page cache take the threads for the cores, others those that wait for the device."""
+    """Bytes in the page cache take threads for the cores, never more than those that wait for the device."""
     path, options = tmp_path / "a", ReadOptions(processes=4, threads_at_hand=1)
     path.write_bytes(os.urandom(4 << 20))
     with open_for_reading(LocalStorage(tmp_path), "a") as handle:
         assert options.threads_for(handle, 0, 4 << 20) == 1
         assert ReadOptions().threads_for(handle, 0, 4 << 20) == ReadOptions.threads
+        assert ReadOptions(threads=1).threads_for(handle, 0, 4 << 20) == 1
+        assert ReadOptions(threads=1, threads_at_hand=2).threads_for(handle, 0, 4 << 20) == 1
         drop_from_cache(path)
         if any(pages_in_cache(path)):
             pytest.skip("this file system keeps its files in memory")
@@ -165,3 +168,19 @@ def test_a_file_that_is_missing_is_damage_where_a_second_look_says_so(storage: C
     gone = Portion(storage, "gone", 0, 1, lambda handle: None)
     with pytest.raises(DamagedError, match="gone is missing"):
         read_portions([gone], 1, ReadOptions(threads_at_hand=1), seen_twice)
+
+
+def test_an_error_of_closing_is_none_of_reading(storage: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was read and verified stays so where a file does not close well; all are closed."""
+    found: dict[tuple[str, int], bytes] = {}
+    failed: list[str] = []
+    real = LocalReadHandle.close
+
+    def close(self: LocalReadHandle) -> None:
+        real(self)
+        failed.append(self.path)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(LocalReadHandle, "close", close)
+    read_portions(portions_of(storage, found), 12 * PIECE, PLAIN, seen_twice)
+    assert found == EXPECTED and len(failed) == len(storage.opened) and not open_files(storage.root)

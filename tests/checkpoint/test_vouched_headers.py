@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from meshes import Saved, random_mesh, random_shape
 from paired_sessions import Meeting, PairedPeers
 from ranks import on_ranks
 
+from torchrelay.checkpoint.disk.boxes import Sharded
+from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.disk.shard_reader import ShardExpectation, read_header
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.prove_together import JointProof, prove_together
@@ -137,3 +141,25 @@ def test_sizes_alone_vouch_for_nothing(committed: tuple[Path, Any]) -> None:
     """A proof that looked at sizes alone names nobody whose header was opened."""
     assert prove(LocalStorage(committed[0]), committed[1], level="sizes").holders == frozenset()
     assert len(prove(LocalStorage(committed[0]), committed[1]).holders) == 4
+
+
+def test_a_vouched_header_takes_no_more_memory(tmp_path: Path) -> None:
+    """Thousands of boxes: what is kept to look at them later is about what they are once looked at."""
+    wholes = {f"m{number:04}": torch.rand(2, 2) for number in range(3000)}
+    meshes = {name: Mesh((0, 1), (2,), (Sharded(0),)) for name in wholes}
+    saved = Saved(wholes, meshes, 2)
+    shards = saved.run().shards
+    holder = next(holders_of(shards.manifest, range(len(shards.manifest.leaves))))
+    expected = expectation(shards, holder)
+    (known,) = shards.open(holder).headers
+    held = []
+    for vouched in (False, True):
+        tracemalloc.start()
+        try:
+            header = read_header(saved.storage, known.path, expected, vouched=vouched)
+            gc.collect()
+            held.append(tracemalloc.get_traced_memory()[0])
+        finally:
+            tracemalloc.stop()
+        assert len(header.entries) == 3000
+    assert held[1] <= 1.25 * held[0]
