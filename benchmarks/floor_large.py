@@ -198,7 +198,7 @@ def ranks_at_once(folder: Path, scale: float, rounds: int) -> None:
 
 
 def read_in(path: Path) -> None:
-    """Have the page cache hold a file as reads bring it in: as it was written, it took twice as long."""
+    """Have the page cache hold a file as reads bring it in: as written, it took up to twice as long."""
     with path.open("rb", buffering=0) as stream:
         os.fsync(stream.fileno())
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
