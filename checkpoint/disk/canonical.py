@@ -39,20 +39,25 @@ def dumps(value: Json, *, within: int = 0) -> bytes:
         raise UsageError(f"{_lone_surrogate(value)} has a lone surrogate, which UTF-8 cannot hold") from None
 
 
-def loads(data: bytes, *, what: str, limit_bytes: int = 64 << 20, depth: int = DEPTH_LIMIT) -> Json:
+def loads(
+    data: bytes, *, what: str, limit_bytes: int = 64 << 20, depth: int = DEPTH_LIMIT, again: bool = False
+) -> Json:
     """Read JSON from bytes that nobody has proved yet.
 
     `what` names the bytes in messages. White space around and between tokens is allowed. Raises
-    DamagedError for anything that is no JSON or that canonical JSON cannot hold.
+    DamagedError for anything that is no JSON or that canonical JSON cannot hold. `again` says that these
+    very bytes were read so before, by whomever: then nothing is looked for that only other bytes can hold.
     """
     if len(data) > limit_bytes:
         raise DamagedError(f"{what}: {len(data)} bytes of JSON, more than the limit of {limit_bytes}")
     try:
-        value = _DECODER.decode(data.decode("utf-8"))
+        value = (_AGAIN if again else _DECODER).decode(data.decode("utf-8"))
     except RecursionError:
         raise DamagedError(f"{what}: nested deeper than {depth} levels") from None
     except ValueError as error:
         raise DamagedError(f"{what}: {error}") from None
+    if again:
+        return value
     _check_readable(value, depth, what)
     if _SURROGATE.search(data) and (near := _lone_surrogate(value)):
         raise DamagedError(f"{what}: {near} has a lone surrogate, which UTF-8 cannot hold")
@@ -215,3 +220,4 @@ _SURROGATE = re.compile(rb"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
 """An escape that may stand for half a character; UTF-8 itself has none."""
 _KINDS = _CONTAINERS | {type(None), bool, int, float, str}
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
+_AGAIN = json.JSONDecoder(parse_constant=_no_constant)

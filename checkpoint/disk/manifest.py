@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 from torchrelay.checkpoint.disk.layouts import Layout, Split
 from torchrelay.checkpoint.disk.mesh import Mesh
-from torchrelay.checkpoint.disk.names import Key
-from torchrelay.checkpoint.disk.parts import parts_held
+from torchrelay.checkpoint.disk.parts import keys_held
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.position import Position
 
@@ -85,7 +84,7 @@ class LeafRow(NamedTuple):
     @property
     def item_bytes(self) -> int:
         """Bytes of one element of a tensor."""
-        elements = self.elements
+        elements = prod(self.shape) if self.kind == "tensor" else 1
         return self.nbytes // elements if elements else 1
 
 
@@ -186,14 +185,14 @@ class Manifest:
         """The numbers of the nodes that have this leaf."""
         return self.layouts[leaf.layout].nodes
 
-    def stored_parts(self, source: int, node: int, group: str) -> Iterator[tuple[int, tuple[Key, ...]]]:
-        """The leaf rows of which a node's file holds something, and what of them."""
+    def stored_keys(self, source: int, node: int, group: str) -> Iterator[tuple[int, tuple[str, ...]]]:
+        """The leaf rows of which a node's file holds something, and under which keys, as `keys_held` says."""
         for number, rows in self._rows_by_layout.get((source, group), {}).items():
             layout = self.layouts[number]
             near = rows & set(layout.items_of(node)) if isinstance(layout, Split) else rows
             for row in sorted(near):
-                if parts := parts_held(layout, node, row, self.leaves[row]):
-                    yield row, parts
+                if keys := keys_held(layout, node, row, self.leaves[row]):
+                    yield row, keys
 
     def whole_rows(self, source: int, node: int, group: str) -> list[int] | None:
         """The leaf rows that a node's file holds, if all of them whole; None where not, or unknown."""

@@ -90,8 +90,6 @@ def format_keys(keys: Sequence[Key]) -> Sequence[str]:
 
 def parse_key(text: str) -> Key:
     """Read a key back; only what `format_key` writes is accepted, anything else is a DamagedError."""
-    if is_plain(text):
-        return Whole(text)
     encoded, at, form = text.partition("@")
     read = _read(form) if at else None
     if not encoded or (at and read is None):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torchrelay.checkpoint.disk.boxes import Bounds, whole
 from torchrelay.checkpoint.disk.layouts import Layout, PerNode, Piece, Replicated
 from torchrelay.checkpoint.disk.mesh import Mesh
-from torchrelay.checkpoint.disk.names import Box, Flat, Key, Whole
+from torchrelay.checkpoint.disk.names import Box, Flat, Key, Whole, encode_name, format_key
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.disk.manifest import LeafRow
@@ -43,15 +43,25 @@ def holding(layout: Layout, row: int, leaf: LeafRow) -> tuple[frozenset[int], ..
     return (frozenset(piece.node for piece in layout.pieces(row, leaf.elements)),)
 
 
-def parts_held(layout: Layout, node: int, row: int, leaf: LeafRow) -> tuple[Key, ...]:
-    """The parts of a leaf that one node stores."""
-    if isinstance(layout, (Replicated, PerNode)):
-        return (Whole(leaf.name),) if layout.stores(node) else ()
+def keys_held(layout: Layout, node: int, row: int, leaf: LeafRow) -> tuple[str, ...]:
+    """The keys, as text, under which one node stores parts of a leaf; of a value its name."""
     if isinstance(layout, Mesh):
         held = layout.stored_by(node, leaf.name, leaf.shape, leaf.item_bytes)
-        return tuple(box_key(leaf.name, leaf.shape, box) for box in held)
-    piece = layout.held_by(node, row, leaf.elements)
-    return () if piece is None else (piece_key(leaf, piece),)
+        name = encode_name(leaf.name) if held else ""
+        return tuple([name + suffix for suffix in _suffixes(tuple(leaf.shape), held)])
+    if isinstance(layout, (Replicated, PerNode)):
+        piece = Piece(node, 0, leaf.elements) if layout.stores(node) else None
+    else:
+        piece = layout.held_by(node, row, leaf.elements)
+    if piece is None:
+        return ()
+    return (leaf.name if leaf.kind == "value" else format_key(piece_key(leaf, piece)),)
+
+
+@lru_cache(maxsize=1 << 10)
+def _suffixes(shape: tuple[int, ...], boxes: tuple[Bounds, ...]) -> tuple[str, ...]:
+    """What the keys of these boxes of a leaf have behind its name; many leaves are alike."""
+    return tuple(format_key(box_key("_", shape, box))[1:] for box in boxes)
 
 
 def alike(layout: Layout, leaf: LeafRow) -> tuple[object, ...] | None:

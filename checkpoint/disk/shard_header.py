@@ -61,12 +61,13 @@ def parse(
     """Understand all bytes before the data; raises DamagedError, or FormatError for another version.
 
     `listing` says that somebody wants `listed` of a blob file, `vouched` that these very bytes were
-    understood before: an entry of a form of its own is then looked at when it is asked for.
+    understood before: nothing is searched for keys twice then, and an entry of a form of its own is looked
+    at when it is asked for.
     """
     if header_length(header, file_bytes, what=what) != len(header):
         raise DamagedError(f"{what}: the header is not {len(header)} bytes long")
     data = range(len(header), file_bytes)
-    found = _quickly(header, data, what, listing) or _decoded(header, data, what)
+    found = _quickly(header, data, what, listing) or _decoded(header, data, what, vouched)
     inner, pieces, entries, listed = found
     if not vouched:
         entries.look_at_all()
@@ -106,25 +107,25 @@ def _quickly(header: bytes, data: range, what: str, listing: bool) -> _Understoo
     return inner, pieces, entries, found.listed
 
 
-def _decoded(header: bytes, data: range, what: str) -> _Understood:
-    said = canonical.loads(header[8:], what=f"{what}: header", limit_bytes=LENGTH_LIMIT)
+def _decoded(header: bytes, data: range, what: str, vouched: bool) -> _Understood:
+    said = canonical.loads(header[8:], what=f"{what}: header", limit_bytes=LENGTH_LIMIT, again=vouched)
     if not isinstance(said, dict):
         raise DamagedError(f"{what}: the header is no JSON object")
     outer = said.pop("__metadata__", None)
     text = outer.get(METADATA_KEY) if isinstance(outer, dict) else None
     if not isinstance(text, str):
         raise FormatError(f"{what} was not written by torchrelay: its metadata say nothing of it")
-    inner = _parse_metadata(text, what)
+    inner = _parse_metadata(text, what, vouched)
     pieces = _pieces(inner, what)
     return inner, pieces, _entries(said, pieces, inner["digests"], data, what), None
 
 
-def _parse_metadata(text: str, what: str) -> dict[str, Json]:
+def _parse_metadata(text: str, what: str, vouched: bool = False) -> dict[str, Json]:
     try:
         data = text.encode("utf-8")
     except UnicodeEncodeError:
         raise DamagedError(f"{what}: the metadata are no Unicode") from None
-    inner = canonical.loads(data, what=f"{what}: metadata", limit_bytes=LENGTH_LIMIT)
+    inner = canonical.loads(data, what=f"{what}: metadata", limit_bytes=LENGTH_LIMIT, again=vouched)
     if not isinstance(inner, dict):
         raise DamagedError(f"{what}: the metadata are no JSON object")
     version.check_stamp(inner.get("format"), what=what)
@@ -222,8 +223,9 @@ def _entries(
             looked_at[alike] = kind, shape
         return stored.entry(number, key, *looked_at[alike])
 
-    plain = names.all_plain(said)
-    odd = pieces.keys() if plain else {*pieces, *(key for key in said if not names.is_plain(key))}
+    others = [key for key in said if key not in pieces]
+    plain = names.all_plain(others)
+    odd = pieces.keys() if plain else {*pieces, *(key for key in others if not names.is_plain(key))}
     return StoredEntries(numbers, {}, stored, odd, look)
 
 

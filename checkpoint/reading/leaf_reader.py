@@ -239,7 +239,9 @@ class LeafReader:
 
     def header(self, leaf: LeafRow, node: int, key: str) -> ShardHeader:
         """The header of the file of a node that holds a key of a leaf; raises as `read_many` does."""
-        return seen_twice(lambda: self.shards.open((leaf.source, node, leaf.group))).with_key(key)
+        holder = (leaf.source, node, leaf.group)
+        found = self.shards.opened.get(holder) or seen_twice(lambda: self.shards.open(holder))
+        return found.with_key(key)
 
 
 def _memory(spec: LeafRow, read: LeafRead, elements: int) -> memoryview:

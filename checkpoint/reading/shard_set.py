@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest, ShardRow
-from torchrelay.checkpoint.disk.names import all_plain, format_key
+from torchrelay.checkpoint.disk.names import all_plain
 from torchrelay.checkpoint.disk.parts import alike, holding
 from torchrelay.checkpoint.disk.paths import position_of, shard_path
 from torchrelay.checkpoint.disk.shard import ShardIdentity
@@ -35,6 +35,8 @@ class HeldFiles:
 
     def with_key(self, key: str) -> ShardHeader:
         """The part that holds a key; opening has made sure that one does."""
+        if len(self.headers) == 1:
+            return self.headers[0]
         return next(header for header in self.headers if key in header.entries)
 
     @property
@@ -50,18 +52,18 @@ class ShardSet:
         self.storage = storage
         self.manifest = manifest
         self._escape = escape
-        self._opened: dict[Holder, HeldFiles] = {}
+        self.opened: dict[Holder, HeldFiles] = {}
         self._vouched: Collection[Holder] = ()
 
     def open(self, holder: Holder) -> HeldFiles:
         """Open and prove the files of a holder; raises DamagedError, FormatError or StorageError."""
-        if holder not in self._opened:
+        if holder not in self.opened:
             vouched = holder in self._vouched
             found = HeldFiles(tuple(self._header(row, vouched) for row in self.manifest.files[holder]))
             if not vouched:
                 self._check_content(holder, found)
-            self._opened[holder] = found
-        return self._opened[holder]
+            self.opened[holder] = found
+        return self.opened[holder]
 
     def vouch(self, holders: Collection[Holder]) -> None:
         """Say that files of this manifest were opened by somebody: what their headers hold is right."""
@@ -69,7 +71,7 @@ class ShardSet:
 
     def forget(self) -> None:
         """Let go of what was opened, for many headers are large; asked for again it is opened again."""
-        self._opened.clear()
+        self.opened.clear()
 
     def check_sizes(self, holder: Holder) -> None:
         """Only look whether the files are there and as long as they were; raises DamagedError."""
@@ -83,7 +85,7 @@ class ShardSet:
     @property
     def header_bytes(self) -> int:
         """Bytes of all headers that were opened."""
-        opened = (row for holder in self._opened for row in self.manifest.files[holder])
+        opened = (row for holder in self.opened for row in self.manifest.files[holder])
         return sum(row.header_bytes for row in opened)
 
     def _header(self, row: ShardRow, vouched: bool) -> ShardHeader:
@@ -120,7 +122,7 @@ class ShardSet:
         if self._agrees(holder, found):
             return
         tensors, values = self._expected(holder)
-        stored = {key: header.entries for header in found.headers for key in header.entries}
+        stored = {key: entries for entries in [one.entries for one in found.headers] for key in entries}
         path = found.headers[0].path
         if len(stored) != sum(len(header.entries) for header in found.headers):
             raise DamagedError(f"{path} and its parts hold a key twice")
@@ -142,13 +144,12 @@ class ShardSet:
     def _expected(self, holder: Holder) -> tuple[dict[str, LeafRow], set[str]]:
         tensors: dict[str, LeafRow] = {}
         values: set[str] = set()
-        for row, parts in self.manifest.stored_parts(*holder):
+        for row, keys in self.manifest.stored_keys(*holder):
             leaf = self.manifest.leaves[row]
             if leaf.kind == "value":
                 values.add(leaf.name)
-                continue
-            for key in parts:
-                tensors[format_key(key)] = leaf
+            else:
+                tensors.update(dict.fromkeys(keys, leaf))
         return tensors, values
 
 
