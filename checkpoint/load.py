@@ -90,14 +90,13 @@ def load_all(job: LoadJob) -> tuple[dict[str, RandomStreams], NodeStats]:
     offers = together(job.session.peers, "load: check", check)
     shared = agreed(job.session, reader, rows, offers)
     size = sum(leaf.nbytes for leaf in job.manifest.leaves)  # no node reads more than everything
-    together(
-        job.session.peers,
-        "load: read",
-        lambda: _read_all(job, reader, loads, shared),
-        deadline_secs=patience_secs(size),
-    )
+
+    def read() -> list[dict[str, Any]]:
+        _read_all(job, reader, loads, shared)
+        return [_times(job, load) for load in loads]
+
+    times = together(job.session.peers, "load: read", read, deadline_secs=patience_secs(size))
     reader.shards.forget()  # the target may be kept as long as the run
-    times = together(job.session.peers, "load: done", lambda: [_times(job, load) for load in loads])
     streams = {load.place.name: load.streams for load in loads}
     return streams, NodeStats(NodeTimes(**row) for part in times for row in part)
 

@@ -101,16 +101,28 @@ class Mesh:
 
     def stored_near(
         self, name: str, shape: Sequence[int], item_bytes: int, wanted: Sequence[Bounds]
-    ) -> Iterator[tuple[int, Bounds]]:
+    ) -> tuple[tuple[int, Bounds], ...]:
         """What of `stored` shares elements with one of the boxes `wanted`, in the same order.
 
         Looks only at places that are near in every dimension: a rank that loads its part of a leaf on
         thousands of nodes asks this for every leaf.
         """
-        among = self._among(name, item_bytes)
-        near = near_parts(tuple(shape), self.extents, self.placements, tuple(wanted), among)
-        for place, part in near:
-            yield self.nodes[place], part
+        form = (*self.alike(name, shape, item_bytes), tuple(wanted))
+        found = self._near.get(form)
+        if found is None:
+            among = self._among(name, item_bytes)
+            near = near_parts(tuple(shape), self.extents, self.placements, tuple(wanted), among)
+            found = tuple((self.nodes[place], part) for place, part in near)
+            if len(self._near) >= _REMEMBERED:
+                self._near.clear()
+            self._near[form] = found
+        return found
+
+    @cached_property
+    def _near(
+        self,
+    ) -> dict[tuple[tuple[int, ...], int, int, tuple[Bounds, ...]], tuple[tuple[int, Bounds], ...]]:
+        return {}
 
     @cached_property
     def text(self) -> bytes:
@@ -204,7 +216,6 @@ def writing_places(
     return tuple(found)
 
 
-@lru_cache(maxsize=1 << 10)
 def near_parts(
     shape: tuple[int, ...],
     extents: tuple[int, ...],

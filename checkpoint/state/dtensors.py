@@ -50,19 +50,30 @@ def target_of(tensor: torch.Tensor, name: str) -> Target:
 
     Raises BlobError where the local tensor has another shape than its placements give it.
     """
-    coordinate = _dtensor(tensor).device_mesh.get_coordinate()
+    mesh: DeviceMesh = _dtensor(tensor).device_mesh
+    coordinate = mesh.get_coordinate()
     local = tuple(memory_of_shard(tensor).shape)
     if coordinate is None:
         return Target(local, ())
-    extents = tuple(_dtensor(tensor).device_mesh.shape)
-    placements = _placements(tensor, name)
-    found = local_target(intervals_at(tuple(tensor.shape), extents, placements, tuple(coordinate)))
+    placements = _dtensor(tensor).placements
+    known = _targets.setdefault(mesh, {})
+    # With their types: a placement may equal one of another type that cuts otherwise.
+    form = (tensor.shape, tuple(coordinate), placements, tuple(map(type, placements)))
+    found = known.get(form)
+    if found is None:
+        described = _placements(tensor, name)
+        intervals = intervals_at(tuple(tensor.shape), tuple(mesh.shape), described, tuple(coordinate))
+        found = known[form] = local_target(intervals)
     if found.shape != local:
         raise BlobError(
             f"the local part of {name!r} has shape {list(local)}, by its placements it has "
             f"{list(found.shape)}: make the tensor with distribute_tensor or fully_shard"
         )
     return found
+
+
+_targets: weakref.WeakKeyDictionary[DeviceMesh, dict[object, Target]] = weakref.WeakKeyDictionary()
+"""By shape, place and placements: leaves of one form are thousands, and get the same object."""
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.disk.dtypes import by_name, torch_dtype
 from torchrelay.checkpoint.disk.values import decode
 from torchrelay.checkpoint.disk.windows import Target
-from torchrelay.checkpoint.state.dtensors import empty_like, is_sharded, local_of, target_of
+from torchrelay.checkpoint.state.dtensors import empty_like, is_sharded, memory_of_shard, target_of
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.checkpoint.state.subclasses import (
     description,
@@ -188,8 +188,9 @@ class Draft:
         elif id(live) not in self._read_into:
             self._read_into.add(id(live))
             self._live.setdefault(source, live)
-            local = plain(local_of(live))
-            target = target_of(live, spec.name) if is_sharded(live) else None
+            sharded = is_sharded(live)
+            local = plain(memory_of_shard(live) if sharded else live)
+            target = target_of(live, spec.name) if sharded else None
             read = Read(source, spec, _own_memory(local), target)
             self.reads.append(read)
             if read.destination is None:
