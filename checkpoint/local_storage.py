@@ -10,7 +10,6 @@ import stat as stat_module
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 from torchrelay.checkpoint.direct import ALIGNMENT, WORTH_IT, DirectFile, open_direct
 from torchrelay.checkpoint.exclusion import SingleWriter
@@ -55,10 +54,7 @@ class _named(underway):  # noqa: N801 - as `underway`
         super().__init__(verb, path, nbytes)
         self._passing = passing
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
+    def _failed(self, error: BaseException) -> None:
         if isinstance(error, OSError) and not isinstance(error, (self._passing, StorageError)):
             raise _refusal(self._path, self._verb, error) from error
 

@@ -6,7 +6,6 @@ it ends; who watches the process asks for those that take longer than any storag
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from types import TracebackType
@@ -35,8 +34,8 @@ class Call(NamedTuple):
 
 _MOVING_VERBS = {"read", "write"}
 
-_numbers = itertools.count()
-_now: dict[int, Call] = {}
+_now: dict[int, tuple[str, str, int, float]] = {}
+"""What a `Call` has, by the object that notes it: made quickly, for storages are called very often."""
 _moved: dict[int, int] = {}
 """By thread, so that no count is lost."""
 
@@ -44,7 +43,7 @@ _moved: dict[int, int] = {}
 class underway:  # noqa: N801 - it reads as the statement that it is; a generator would take twice the time
     """Note a call for as long as the block takes; what is written or read then counts as moved."""
 
-    __slots__ = ("_nbytes", "_number", "_path", "_verb")
+    __slots__ = ("_nbytes", "_path", "_verb")
 
     def __init__(self, verb: str, path: object, nbytes: int = 0) -> None:
         self._verb = verb
@@ -52,19 +51,23 @@ class underway:  # noqa: N801 - it reads as the statement that it is; a generato
         self._nbytes = nbytes
 
     def __enter__(self) -> None:
-        self._number = next(_numbers)
-        _now[self._number] = Call(self._verb, self._path, self._nbytes, time.monotonic())
+        _now[id(self)] = self._verb, self._path, self._nbytes, time.monotonic()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _now.pop(self._number, None)
-        if kind is None and self._verb in _MOVING_VERBS:
+        _now.pop(id(self), None)
+        if error is not None:
+            self._failed(error)
+        elif self._verb in _MOVING_VERBS:
             moved(self._nbytes)
+
+    def _failed(self, error: BaseException) -> None:
+        """Say more of an error that ends the call."""
 
     def __del__(self) -> None:
         # Ctrl-C may come where the block begins or ends: what is not forgotten seems to hang for ever.
-        _now.pop(getattr(self, "_number", -1), None)
+        _now.pop(id(self), None)
 
 
 def moved(nbytes: int) -> None:
@@ -81,7 +84,7 @@ def moved_bytes() -> int:
 
 def calls() -> list[Call]:
     """The calls of this process that are going on, the oldest first."""
-    return list(_now.values())
+    return [Call(*one) for one in list(_now.values())]
 
 
 def hanging() -> str | None:

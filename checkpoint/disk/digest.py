@@ -32,7 +32,7 @@ def first_blocks(sizes: Sequence[int]) -> Sequence[int]:
 
 def block_digests(view: memoryview) -> bytes:
     """The digests of 1-D bytes that begin at a block's border, one after another."""
-    return b"".join(xxhash.xxh3_128_digest(view[at : at + BLOCK]) for at in range(0, len(view), BLOCK))
+    return b"".join([xxhash.xxh3_128_digest(view[at : at + BLOCK]) for at in range(0, len(view), BLOCK)])
 
 
 def digests_of(blocks: Iterable[bytes | Memory]) -> bytes:
@@ -45,10 +45,10 @@ def first_damaged_block(view: memoryview, digests: bytes | memoryview) -> int | 
 
     Returns the index within `view` of the first block that differs, None if all are as stored.
     """
-    if len(digests) != block_count(len(view)) * SIZE:
+    found = block_digests(view)
+    if found == digests:
+        return None
+    if len(found) != len(digests):
         raise ValueError(f"{len(digests)} bytes of digests do not belong to {len(view)} bytes")
-    for index in range(block_count(len(view))):
-        found = xxhash.xxh3_128_digest(view[index * BLOCK : (index + 1) * BLOCK])
-        if found != digests[index * SIZE : (index + 1) * SIZE]:
-            return index
-    return None
+    edges = range(0, len(found), SIZE)
+    return next(n for n, at in enumerate(edges) if found[at : at + SIZE] != digests[at : at + SIZE])

@@ -5,8 +5,8 @@ Opening a file looks at every part of its path, which takes as long as reading s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
+from types import TracebackType
 
 from torchrelay.checkpoint.storage import ReadHandle, Storage, open_for_reading
 
@@ -19,9 +19,8 @@ class KeptOpen:
         self._handle: ReadHandle
         self._opened = ExitStack()
 
-    @contextmanager
-    def reading(self, storage: Storage, path: str) -> Iterator[ReadHandle]:
-        """A file for reads within the block; raises as `open_for_reading` does.
+    def reading(self, storage: Storage, path: str) -> KeptOpen:
+        """For `with`, which gives the file for reads within the block; raises as `open_for_reading` does.
 
         Where the block fails it is closed: a second look is one at the file that has the name by then.
         """
@@ -29,11 +28,16 @@ class KeptOpen:
             self.close()
             self._handle = self._opened.enter_context(open_for_reading(storage, path))
             self._what = storage, path
-        try:
-            yield self._handle
-        except BaseException:
+        return self
+
+    def __enter__(self) -> ReadHandle:
+        return self._handle
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
             self.close()
-            raise
 
     def close(self) -> None:
         """Close what is open; nothing, where nothing is. An error is none of what was read before."""

@@ -137,7 +137,7 @@ class ShardHeader:
 
     def _read_one(self, file: _File, request: ReadRequest) -> None:
         key, start_byte, stop_byte = request.key, request.start, request.stop
-        entry = self._entry(key)
+        entry = self.entry(key)
         target = checked_target(entry, request)
         if not file.options.verify:
             self._read_exactly(file, key, entry, start_byte, target)
@@ -228,7 +228,7 @@ class ShardHeader:
 
         Whole blocks are read, each once; the file stays open in `memory`. Raises as `read_into` does.
         """
-        entry = self._entry(key)
+        entry = self.entry(key)
         for start, stop in spans:
             if not 0 <= start <= stop <= entry.nbytes:
                 raise UsageError(f"{key}, which has {entry.nbytes} bytes, has no bytes {start} to {stop}")
@@ -270,7 +270,7 @@ class ShardHeader:
         """Whether all of an entry of a block at most is asked for, into memory of its size."""
         size = request.destination.nbytes
         whole = self.entries.in_columns and request.start == 0 and size == request.stop <= BLOCK
-        return whole and self._entry(request.key).nbytes == size
+        return whole and self.entry(request.key).nbytes == size
 
     def _read_run(self, run: _Run, options: ReadOptions, handle: ReadHandle) -> None:
         file = _File(handle, options)
@@ -284,12 +284,12 @@ class ShardHeader:
 
         Raises DamagedError.
         """
-        entry = self._entry(request.key)
+        entry = self.entry(request.key)
         self._verify(request.key, entry, request.start, checked_target(entry, request))
 
     def read(self, key: str) -> bytearray:
         """All bytes of an entry, verified, in fresh memory."""
-        data = bytearray(self._entry(key).nbytes)
+        data = bytearray(self.entry(key).nbytes)
         self.read_into(key, 0, len(data), memoryview(data))
         return data
 
@@ -304,7 +304,7 @@ class ShardHeader:
         """How many threads are to read, by where these bytes of an entry lie now."""
         begin, stop = span
         with open_for_reading(self._storage, self.path) as handle:
-            return options.threads_for(handle, self._entry(key).start + begin, stop - begin)
+            return options.threads_for(handle, self.entry(key).start + begin, stop - begin)
 
     def verify(self) -> int:
         """Read and verify all data in bounded memory; the number of bytes. Raises DamagedError.
@@ -323,7 +323,8 @@ class ShardHeader:
             raise DamagedError(f"{self.path} changed its size while it was read")
         return sum(entry.nbytes for entry in self.entries.values())
 
-    def _entry(self, key: str) -> StoredEntry:
+    def entry(self, key: str) -> StoredEntry:
+        """What is stored under a key; raises DamagedError for one that is not there."""
         try:
             return self.content.entries[key]
         except KeyError:
@@ -342,7 +343,7 @@ class ShardHeader:
 
     def _read_blocks(self, file: _File, key: str, entry: StoredEntry, first: int, target: memoryview) -> None:
         """Fill with blocks from byte `first` on; where requests cost little, each verified when it comes."""
-        step = FAR_BYTES if self._gap else BLOCK
+        step = FAR_BYTES if self._gap else RUN
         for at in range(0, len(target), step):
             self._read_verified(file, key, entry, first + at, target[at : at + step])
 
@@ -375,7 +376,7 @@ class ShardHeader:
             )
 
     def _located(self, requests: Iterable[ReadRequest]) -> list[tuple[StoredEntry, ReadRequest]]:
-        located = [(self._entry(request.key), request) for request in requests]
+        located = [(self.entry(request.key), request) for request in requests]
         # By the end, too: an empty entry begins where the next one does, and comes before it.
         return sorted(located, key=lambda pair: (pair[0].start, pair[0].stop, pair[1].start))
 

@@ -27,8 +27,7 @@ def gathered(epoch: Epoch, part: Part, source: Bounds, first: int, box: Bounds, 
     out = np.empty((*copy.shape, many), f"<u{words}")
     strides = _strides(source, part.item_bytes)
     for slab in copy.slabs(part.item_bytes):
-        start, stop = (element * part.item_bytes for element in slab.elements)
-        data = np.frombuffer(buffer.filled(epoch, part, start, stop), f"<u{words}")
+        data = np.frombuffer(buffer.filled(epoch, part, *slab.span), f"<u{words}")
         size = [high - low for low, high in slab.box]
         stored = np.lib.stride_tricks.as_strided(data, [*size, many], [*strides, words], writeable=False)
         out[_place(slab, box)] = stored

@@ -16,11 +16,12 @@ from torchrelay.checkpoint.disk.digest import BLOCK
 from torchrelay.checkpoint.disk.immutable import immutable
 from torchrelay.checkpoint.disk.manifest import LeafRow
 from torchrelay.checkpoint.disk.names import Box, Flat, Key, format_key
-from torchrelay.checkpoint.disk.passing import Passing, Span
+from torchrelay.checkpoint.disk.passing import Passing
 from torchrelay.checkpoint.disk.read_options import ReadOptions
 from torchrelay.checkpoint.disk.read_requests import ReadRequest
 from torchrelay.checkpoint.disk.shard_reader import ShardHeader
 from torchrelay.checkpoint.disk.side_by_side import each
+from torchrelay.checkpoint.disk.stored_entries import StoredEntry
 from torchrelay.checkpoint.disk.windows import Target
 from torchrelay.checkpoint.reading.scatter import Copy, Slab
 from torchrelay.checkpoint.reading.seen_twice import seen_twice
@@ -51,15 +52,19 @@ class _Placed:
 
     header: ShardHeader
     key: str
+    entry: StoredEntry
     slab: Slab
     destination: memoryview
-    item_bytes: int
 
     @property
-    def span(self) -> Span:
-        """Its bytes within the entry."""
-        start, stop = self.slab.elements
-        return start * self.item_bytes, stop * self.item_bytes
+    def start(self) -> int:
+        """Its first byte in the file."""
+        return self.entry.start + self.slab.span[0]
+
+    @property
+    def is_large(self) -> bool:
+        """Whether its entry is more than a block, of which a slab may want only some."""
+        return self.entry.nbytes > BLOCK
 
 
 class BoxPlan:
@@ -73,7 +78,7 @@ class BoxPlan:
 
     def sizes(self) -> list[int]:
         """The bytes of each read that goes through a slab."""
-        return [one.slab.nbytes(one.item_bytes) for one in self._slabs]
+        return [stop - start for start, stop in (one.slab.span for one in self._slabs)]
 
     def read_slabs(self, options: ReadOptions) -> None:
         """Read all slabs, begun in the order of the files, and put them into place, batch by batch.
@@ -81,7 +86,7 @@ class BoxPlan:
         Threads share the batches; each has memory of its own, used again for every batch. A mismatch is
         read again before it is believed.
         """
-        order = sorted(self._slabs, key=lambda one: (one.header.path, _start(one)))
+        order = sorted(self._slabs, key=lambda one: (one.header.path, one.start))
         batches = options.turned(list(_batches(order)))
         spare: list[Passing] = []
         within = replace(options, number=0, threads=1)
@@ -111,7 +116,9 @@ class BoxPlan:
             for start, stop, at in move.straight:
                 memory = read.destination[at : at + stop - start]
                 self.straight.append((header, ReadRequest(text, start, stop, memory)))
-            self._slabs += [_Placed(header, text, slab, read.destination, width) for slab in move.slabs]
+            if move.slabs:
+                entry = header.entry(text)
+                self._slabs += [_Placed(header, text, entry, slab, read.destination) for slab in move.slabs]
 
 
 _Form = tuple[bool, Bounds]
@@ -187,17 +194,8 @@ def _threads(batches: Sequence[_Batch], options: ReadOptions) -> int:
         return 1
     first = batches[0].slabs[0]
     with suppress(OSError):  # what is wrong is said by whoever reads
-        return first.header.threads_for(first.key, first.span, options)
+        return first.header.threads_for(first.key, first.slab.span, options)
     return options.threads
-
-
-def _start(one: _Placed) -> int:
-    return one.header.entries[one.key].start + one.span[0]
-
-
-def _is_large(one: _Placed) -> bool:
-    """Whether its entry is more than a block, of which a slab may want only some."""
-    return one.header.entries[one.key].nbytes > BLOCK
 
 
 @dataclass
@@ -212,7 +210,7 @@ class _Batch:
 
     def takes(self, one: _Placed) -> bool:
         """Take a slab in, unless it becomes too much."""
-        start, stop = one.span
+        start, stop = one.slab.span
         if self.large:
             start, stop = max(start // BLOCK * BLOCK, self._end), -(-stop // BLOCK) * BLOCK
         nbytes = self.nbytes + max(0, stop - start)
@@ -236,16 +234,15 @@ def _batches(order: Iterable[_Placed]) -> Iterator[_Batch]:
 
 
 def _together(one: _Placed) -> tuple[str, bool, str]:
-    large = _is_large(one)
-    return one.header.path, large, one.key if large else ""
+    return one.header.path, one.is_large, one.key if one.is_large else ""
 
 
 def _read_large(batch: _Batch, memory: Passing, options: ReadOptions) -> None:
     """Put slabs of one entry into place, as they pass."""
-    first, spans = batch.slabs[0], [one.span for one in batch.slabs]
+    first, spans = batch.slabs[0], [one.slab.span for one in batch.slabs]
     passing = first.header.read_passing(first.key, spans, memory, options)
     for data, one in zip(passing, batch.slabs, strict=True):
-        one.slab.put(data, one.destination, one.item_bytes)
+        one.slab.put(data, one.destination)
 
 
 def _read_small(batch: _Batch, memory: Passing, options: ReadOptions) -> None:
@@ -253,17 +250,18 @@ def _read_small(batch: _Batch, memory: Passing, options: ReadOptions) -> None:
     cut = list(_cut(memory.room(batch.nbytes), batch.slabs))
     batch.slabs[0].header.read_many([_request(one, data) for one, data in cut], options)
     for one, data in cut:
-        one.slab.put(data, one.destination, one.item_bytes)
+        one.slab.put(data, one.destination)
 
 
 def _cut(memory: memoryview, batch: Iterable[_Placed]) -> Iterator[tuple[_Placed, memoryview]]:
     """Each slab with its part of the memory."""
     at = 0
     for one in batch:
-        stop = at + one.slab.nbytes(one.item_bytes)
+        start, end = one.slab.span
+        stop = at + end - start
         yield one, memory[at:stop]
         at = stop
 
 
 def _request(one: _Placed, data: memoryview) -> ReadRequest:
-    return ReadRequest(one.key, *one.span, data)
+    return ReadRequest(one.key, *one.slab.span, data)

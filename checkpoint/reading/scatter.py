@@ -11,10 +11,12 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torchrelay.checkpoint.disk.boxes import Bounds, Interval, runs, volume, whole
+from torchrelay.checkpoint.disk.lazily import lazily
 
-SLAB_BYTES = 1 << 20
+SLAB_BYTES = 2 << 20
 """A slab takes at most so much memory, or one element; larger ones leave the processor's cache."""
 
 
@@ -48,38 +50,59 @@ class Copy:
             box = pending.pop()
             start, stop = _hull(self.source, box)
             if (stop - start) * item_bytes <= SLAB_BYTES or volume(box) == 1:
-                yield Slab(self, box, (self.first + start, self.first + stop))
+                yield Slab(self, box, (self.first + start, self.first + stop), item_bytes)
             else:
                 pending += reversed(_halves(box))
 
 
 @dataclass(frozen=True)
 class Slab:
-    """A box of a copy and the elements of the entry from its first to its last one."""
+    """A box of a copy, and the elements of the entry from its first to its last one, of `item_bytes` each."""
 
     copy: Copy
     box: Bounds
     elements: Interval
+    item_bytes: int
 
-    def nbytes(self, item_bytes: int) -> int:
-        """Bytes to read."""
-        return (self.elements[1] - self.elements[0]) * item_bytes
+    @lazily
+    def span(self) -> tuple[int, int]:
+        """Its bytes within the entry."""
+        return self.elements[0] * self.item_bytes, self.elements[1] * self.item_bytes
 
-    def put(self, data: memoryview, destination: memoryview, item_bytes: int) -> None:
+    def put(self, data: memoryview, destination: memoryview) -> None:
         """Copy the box out of its bytes `data` into its place in the bytes of the destination."""
         import torch
 
-        words = next(size for size in (8, 4, 2, 1) if item_bytes % size == 0)
+        form = self._form
+        source = torch.frombuffer(data, dtype=form.kind).as_strided(form.size, form.strides)
+        target = torch.frombuffer(destination, dtype=form.kind).view(form.shape)
+        target[form.place].copy_(source)
+
+    @lazily
+    def _form(self) -> _Form:
+        """Worked out once: leaves of one form have the same slabs."""
+        import torch
+
+        words = next(size for size in (8, 4, 2, 1) if self.item_bytes % size == 0)
         kind = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[words]
-        many = item_bytes // words
+        many = self.item_bytes // words
         extents = [stop - start for start, stop in self.copy.source]
         strides = [many * math.prod(extents[dim + 1 :]) for dim in range(len(extents))]
         size = [stop - start for start, stop in self.box]
-        source = torch.frombuffer(data, dtype=kind).as_strided([*size, many], [*strides, 1])
-        target = torch.frombuffer(destination, dtype=kind).reshape([*self.copy.shape, many])
         moved = zip(self.box, self.copy.part, self.copy.place, strict=True)
         place = tuple(slice(a - low + at, b - low + at) for (a, b), (low, _), (at, _) in moved)
-        target[place].copy_(source)
+        return _Form(kind, [*size, many], [*strides, 1], [*self.copy.shape, many], place)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How torch sees a slab: `size` and `strides` of what was read, and its `place` in `shape`, in words."""
+
+    kind: Any
+    size: list[int]
+    strides: list[int]
+    shape: list[int]
+    place: tuple[slice, ...]
 
 
 def _hull(outer: Bounds, box: Bounds) -> Interval:

@@ -41,14 +41,14 @@ def hunt(pairs: int, seed: int) -> list[Unlike]:
 
     Tiny ones are read together or, as those of large entries, one after the other.
     """
-    rng, found = random.Random(seed), []
+    rng, found, placed = random.Random(seed), [], box_reader._Placed
     for number in range(0, pairs, PAIRS):
         large = number // PAIRS % 2 == 0
         box_reader.moves.cache_clear()  # they depend on it
         passing = not large and rng.random() < 0.5
         with (
-            patch.object(scatter, "SLAB_BYTES", (1 << 20) if large else 64),
-            patch.object(box_reader, "_is_large", (lambda one: True) if passing else box_reader._is_large),
+            patch.object(scatter, "SLAB_BYTES", (2 << 20) if large else 64),
+            patch.object(placed, "is_large", property(lambda one: True) if passing else placed.is_large),
         ):
             found += unlike_pairs(rng, large=large)
     return found

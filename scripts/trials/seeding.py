@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from planted import Bug
 from screen import Screen
-from seeded_bugs import Bug, bugs
+from seeded_bugs import bugs
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECS = 600
