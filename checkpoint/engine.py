@@ -333,22 +333,17 @@ class Engine:
 
     # Loading
 
+    @undisturbed()
     def load_epoch(self, session: Session, epoch: int) -> None:
         """Load an epoch of the current branch into the workspaces of the hosted nodes."""
         self.load(session, self.ledger.prove(session.peers, epoch))
 
+    @undisturbed()
     def load(self, session: Session, target: Target) -> None:
         """Load a proved position; random states wait in `take_streams` for the runner to restore them."""
         self.wait(unguarded=True)
-        job = LoadJob(
-            self.storage,
-            session,
-            target,
-            self._stored,
-            self._members or {},
-            self.selection,
-            self.share_reads,
-        )
+        members, selection = self._members or {}, self.selection
+        job = LoadJob(self.storage, session, target, self._stored, members, selection, self.share_reads)
         self._streams, self._stats["checkpoint_load"] = load_all(job)
         if self._reuse is not None:
             self._reuse.loaded(target.manifest)

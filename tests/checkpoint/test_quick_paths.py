@@ -9,6 +9,7 @@ import threading
 import pytest
 from given_entries import ShardEntry, entries_of
 
+from torchrelay import Job, JobRunner, max_epochs
 from torchrelay.checkpoint import pacing
 from torchrelay.checkpoint.disk.canonical import dumps
 from torchrelay.checkpoint.disk.names import Flat, Whole, encode_name, format_key, parse_key
@@ -54,6 +55,31 @@ def test_a_system_without_the_hint_writes_the_same(tmp_path, monkeypatch):
     handle.sync_file()
     handle.close()
     assert (tmp_path / "file").read_bytes() == content
+
+
+class _Noting:
+    """An object that notes whether cycles are collected while it is loaded."""
+
+    def __init__(self):
+        self.seen = []
+
+    def state_dict(self):
+        return {"x": 1}
+
+    def load_state_dict(self, state):
+        self.seen.append(gc.isenabled())
+
+
+def test_a_resume_sets_off_no_collections(tmp_path):
+    """The objects that a load makes stay in use: nobody looks through them for cycles meanwhile."""
+    for epochs in (1, 2):
+        noting = _Noting()
+        job = Job("job", blobs={"noting": noting})
+        job.epoch(lambda ctx: None)
+        job.stop_when(max_epochs(epochs))
+        JobRunner(job, tmp_path / "run").train()
+    assert noting.seen == [False]
+    assert gc.isenabled()
 
 
 def test_collections_are_off_inside_and_as_before_afterwards():
