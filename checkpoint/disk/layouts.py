@@ -16,19 +16,20 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
+from torchrelay.checkpoint.disk.immutable import immutable
 from torchrelay.checkpoint.disk.mesh import Mesh
 
 
-@dataclass(frozen=True, order=True)
-class Cut:
+class Cut(NamedTuple):
     """A place in a byte string: before element `element` of its item number `item`."""
 
     item: int
     element: int
 
 
-@dataclass(frozen=True)
+@immutable()
 class Piece:
     """Elements `first` up to, not including, `last` of a leaf (in row-major order), held by `node`."""
 

@@ -7,16 +7,16 @@ docs/performance.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
+from torchrelay.checkpoint.disk.immutable import immutable
 from torchrelay.checkpoint.disk.kept_open import KeptOpen
 
 Span = tuple[int, int]
 """The first byte of an entry that is wanted, and the one after the last."""
 
 
-@dataclass(frozen=True)
+@immutable()
 class Passage:
     """How an entry of `size` bytes is read: whole blocks of `block` bytes, and how far beyond a span.
 

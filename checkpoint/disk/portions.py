@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain
 
+from torchrelay.checkpoint.disk.immutable import immutable
 from torchrelay.checkpoint.disk.kept_open import KeptOpen
 from torchrelay.checkpoint.disk.read_options import ReadOptions
 from torchrelay.checkpoint.disk.side_by_side import each
@@ -16,7 +16,7 @@ Attempt = Callable[[Callable[[], None]], None]
 """Calls what it is given, perhaps once more where it failed."""
 
 
-@dataclass(frozen=True)
+@immutable()
 class Portion:
     """Bytes of a file, from byte `begin` on, that are read at a time, and what reads them once it is open."""
 

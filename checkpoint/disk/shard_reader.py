@@ -12,6 +12,7 @@ from operator import sub
 from torchrelay.checkpoint.disk.ahead import fetched_ahead, worth_fetching
 from torchrelay.checkpoint.disk.canonical import Json, sha256
 from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, block_digests, first_damaged_block
+from torchrelay.checkpoint.disk.immutable import immutable
 from torchrelay.checkpoint.disk.passing import Passage, Passing, Span
 from torchrelay.checkpoint.disk.portions import Portion, read_portions
 from torchrelay.checkpoint.disk.read_options import PLAIN, ReadOptions
@@ -47,7 +48,7 @@ class ShardExpectation:
     header_sha256: str
 
 
-@dataclass(frozen=True)
+@immutable()
 class _File:
     """A shard file that is open, and how it is read."""
 

@@ -36,7 +36,7 @@ Open = Callable[[LeafRow, int, str], ShardHeader]
 """The header of the file of a node that holds a leaf's key."""
 
 
-@dataclass(frozen=True)
+@immutable()
 class BoxRead:
     """A leaf, its stored parts, and where boxes of it belong in the memory of a tensor."""
 
@@ -46,7 +46,7 @@ class BoxRead:
     destination: memoryview
 
 
-@dataclass(frozen=True)
+@immutable()
 class _Placed:
     """A slab that is to be read, and the memory that it is put into."""
 

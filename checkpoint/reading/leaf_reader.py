@@ -8,7 +8,6 @@ straight into their destination, boxes of sharded leaves that are no run of byte
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import compress
 from math import prod
@@ -17,6 +16,7 @@ from typing import Any
 import xxhash
 
 from torchrelay.checkpoint.disk import values
+from torchrelay.checkpoint.disk.immutable import immutable
 from torchrelay.checkpoint.disk.layouts import Replicated, Split
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
 from torchrelay.checkpoint.disk.mesh import Mesh
@@ -37,7 +37,7 @@ from torchrelay.errors import UsageError
 Json = Any
 
 
-@dataclass(frozen=True)
+@immutable()
 class LeafRead:
     """All bytes of a leaf, as `node` has it, into 1-D memory of exactly that size.
 
@@ -50,7 +50,7 @@ class LeafRead:
     target: Target | None = None
 
 
-@dataclass(frozen=True)
+@immutable()
 class _Place:
     """Where a piece is stored."""
 

@@ -9,13 +9,13 @@ Parameters and buffers that the state dict holds as they are can be loaded in pl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from torchrelay.checkpoint.disk.immutable import immutable
 from torchrelay.checkpoint.state.admission import admitted_in_place
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Role
 from torchrelay.checkpoint.state.stateful_leaves import entry_leaves, subclass_leaves
@@ -23,7 +23,7 @@ from torchrelay.checkpoint.state.subclasses import is_wrapper
 from torchrelay.errors import BlobError
 
 
-@dataclass(frozen=True, eq=False)
+@immutable(eq=False)
 class ModuleEntry:
     """One entry of a module's state dict: torch's `key` for it, and the leaf's `name`.
 
