@@ -138,6 +138,7 @@ class Unopened:
 
     def __init__(self, node: int = 0) -> None:
         self.path = f"{node:06d}"
+        self.opened: dict[tuple[int, int, str], Unopened] = {}
 
     def open(self, holder: tuple[int, int, str]) -> Unopened:
         """The file of a holder."""
@@ -146,6 +147,9 @@ class Unopened:
     def with_key(self, key: str) -> Unopened:
         """The file itself."""
         return self
+
+    def entry(self, key: str) -> None:
+        """Nothing is known of what it holds."""
 
 
 def measured(root: Path, kind: str, blobs: int, nodes: int, *, every: bool = False) -> Line:
@@ -222,9 +226,7 @@ def really_read(
 ) -> Line:
     """Of a rank's part that whose holders have really written; every element is compared."""
     reader = LeafReader(LocalStorage(root), manifest)
-    there = [
-        read for read in part_of(everybody, rank) if {node for node, _ in reader.boxes(read).parts} <= written
-    ]
+    there = [read for read in part_of(everybody, rank) if written.issuperset(reader.boxes(read).parts.nodes)]
     there = [replace(read, destination=memoryview(bytearray(len(read.destination)))) for read in there]
     line: Line = {"read_blobs": len(there), "read_bytes": sum(len(read.destination) for read in there)}
     with taking(line, "read_secs"):

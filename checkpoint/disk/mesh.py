@@ -33,6 +33,8 @@ Places = tuple[Steps, ...]
 """Places of a grid: one of each steps, added up."""
 _REMEMBERED = 1 << 12
 """Forms of leaves on nodes: a process asks for its own again and again, and for those of all once."""
+_REMEMBERED_NEAR = 1 << 10
+"""Forms of leaves and what was wanted of them: who loads all of a leaf has parts of all nodes in each."""
 MAX_SPLIT_FACTOR = 1 << 16
 """No placements, all strides together, cut a tensor into more parts than this."""
 
@@ -113,7 +115,7 @@ class Mesh:
             among = self._among(name, item_bytes)
             near = near_parts(tuple(shape), self.extents, self.placements, tuple(wanted), among)
             found = tuple((self.nodes[place], part) for place, part in near)
-            if len(self._near) >= _REMEMBERED:
+            if len(self._near) >= _REMEMBERED_NEAR:
                 self._near.clear()
             self._near[form] = found
         return found

@@ -69,15 +69,19 @@ Key = Whole | Box | Flat
 
 def format_key(key: Key) -> str:
     """The text of a key in a shard; raises BlobError for a name that cannot be one."""
-    name = encode_name(key.name)
+    return encode_name(key.name) + suffix_of(key)
+
+
+def suffix_of(key: Key) -> str:
+    """What the text of a key has behind its encoded name, which is not looked at; raises BlobError."""
     if isinstance(key, Whole):
-        return name
+        return ""
     flat = isinstance(key, Flat)
     intervals = ((key.start, key.stop),) if isinstance(key, Flat) else key.intervals
     form = _written(intervals, flat)
     if form is None:
         raise BlobError(f"{key.name}: {intervals} are no intervals of indices")
-    return f"{name}@{form}"
+    return f"@{form}"
 
 
 def format_keys(keys: Sequence[Key]) -> Sequence[str]:

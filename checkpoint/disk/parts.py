@@ -7,9 +7,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.disk.boxes import Bounds, whole
+from torchrelay.checkpoint.disk.immutable import immutable
 from torchrelay.checkpoint.disk.layouts import Layout, PerNode, Piece, Replicated
 from torchrelay.checkpoint.disk.mesh import Mesh
-from torchrelay.checkpoint.disk.names import Box, Flat, Key, Whole, encode_name, format_key
+from torchrelay.checkpoint.disk.names import Box, Flat, Key, Whole, encode_name, format_key, suffix_of
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.disk.manifest import LeafRow
@@ -25,15 +26,56 @@ def parts_of(layout: Layout, row: int, leaf: LeafRow) -> Iterator[tuple[int, Key
             yield piece.node, piece_key(leaf, piece)
 
 
-def parts_near(
-    layout: Layout, row: int, leaf: LeafRow, wanted: Sequence[Bounds]
-) -> Iterator[tuple[int, Key]]:
+PartForm = tuple[bool, Bounds]
+"""Of a stored part: whether it is a range of elements, and its intervals."""
+
+
+@immutable()
+class Near:
+    """Stored parts of a leaf, as columns: nodes, what keys have behind the encoded name, forms.
+
+    Leaves that are alike have the same object.
+    """
+
+    nodes: tuple[int, ...]
+    suffixes: tuple[str, ...]
+    forms: tuple[PartForm, ...]
+
+    def of(self, node: int) -> Near:
+        """Those of one node."""
+        places = [place for place, one in enumerate(self.nodes) if one == node]
+        return Near(
+            tuple(self.nodes[place] for place in places),
+            tuple(self.suffixes[place] for place in places),
+            tuple(self.forms[place] for place in places),
+        )
+
+
+def parts_near(layout: Layout, row: int, leaf: LeafRow, wanted: Sequence[Bounds]) -> Near:
     """Of `parts_of` at least all that share elements with one of the boxes `wanted`."""
+    shape = tuple(leaf.shape)
     if isinstance(layout, Mesh):
-        for node, box in layout.stored_near(leaf.name, leaf.shape, leaf.item_bytes, wanted):
-            yield node, box_key(leaf.name, leaf.shape, box)
-    else:
-        yield from parts_of(layout, row, leaf)
+        return _near_boxes(shape, layout.stored_near(leaf.name, shape, leaf.item_bytes, wanted))
+    found = list(parts_of(layout, row, leaf))
+    return Near(
+        tuple(node for node, _ in found),
+        tuple(suffix_of(key) for _, key in found),
+        tuple(_form(key, shape) for _, key in found),
+    )
+
+
+def _form(key: Key, shape: tuple[int, ...]) -> PartForm:
+    if isinstance(key, Flat):
+        return True, ((key.start, key.stop),)
+    return False, key.intervals if isinstance(key, Box) else whole(shape)
+
+
+@lru_cache(maxsize=1 << 8)
+def _near_boxes(shape: tuple[int, ...], stored: tuple[tuple[int, Bounds], ...]) -> Near:
+    boxes = tuple(box for _, box in stored)
+    return Near(
+        tuple(node for node, _ in stored), _suffixes(shape, boxes), tuple((False, box) for box in boxes)
+    )
 
 
 def holding(layout: Layout, row: int, leaf: LeafRow) -> tuple[frozenset[int], ...]:
@@ -58,10 +100,10 @@ def keys_held(layout: Layout, node: int, row: int, leaf: LeafRow) -> tuple[str, 
     return (leaf.name if leaf.kind == "value" else format_key(piece_key(leaf, piece)),)
 
 
-@lru_cache(maxsize=1 << 10)
+@lru_cache(maxsize=1 << 8)
 def _suffixes(shape: tuple[int, ...], boxes: tuple[Bounds, ...]) -> tuple[str, ...]:
     """What the keys of these boxes of a leaf have behind its name; many leaves are alike."""
-    return tuple(format_key(box_key("_", shape, box))[1:] for box in boxes)
+    return tuple(suffix_of(box_key("", shape, box)) for box in boxes)
 
 
 def alike(layout: Layout, leaf: LeafRow) -> tuple[object, ...] | None:

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import groupby
 
-from torchrelay.checkpoint.disk.boxes import Bounds, intersect, range_boxes, uncovered, whole
+from torchrelay.checkpoint.disk.boxes import intersect, range_boxes, uncovered
 from torchrelay.checkpoint.disk.digest import BLOCK
 from torchrelay.checkpoint.disk.immutable import immutable
 from torchrelay.checkpoint.disk.manifest import LeafRow
-from torchrelay.checkpoint.disk.names import Box, Flat, Key, format_key
+from torchrelay.checkpoint.disk.names import encode_name
+from torchrelay.checkpoint.disk.parts import Near, PartForm
 from torchrelay.checkpoint.disk.passing import Passing
 from torchrelay.checkpoint.disk.read_options import ReadOptions
 from torchrelay.checkpoint.disk.read_requests import ReadRequest
@@ -41,7 +42,7 @@ class BoxRead:
     """A leaf, its stored parts, and where boxes of it belong in the memory of a tensor."""
 
     leaf: LeafRow
-    parts: tuple[tuple[int, Key], ...]
+    parts: Near
     target: Target
     destination: memoryview
 
@@ -105,30 +106,20 @@ class BoxPlan:
                 memory.files.close()
 
     def _add(self, read: BoxRead, opened: Open) -> None:
-        width, forms = read.leaf.item_bytes, tuple(_form(read.leaf, key) for _, key in read.parts)
-        problem, found = moves(forms, read.leaf.shape, read.target, width)
+        parts = read.parts
+        problem, found = moves(parts.forms, read.leaf.shape, read.target, read.leaf.item_bytes)
         if problem:
             raise DamagedError(f"the stored parts of {read.leaf.name!r} do not make it up: {problem}")
+        name = encode_name(read.leaf.name)
         for move in found:
-            node, key = read.parts[move.part]
-            text = format_key(key)
-            header = opened(read.leaf, node, text)
+            text = name + parts.suffixes[move.part]
+            header = opened(read.leaf, parts.nodes[move.part], text)
             for start, stop, at in move.straight:
                 memory = read.destination[at : at + stop - start]
                 self.straight.append((header, ReadRequest(text, start, stop, memory)))
             if move.slabs:
                 entry = header.entry(text)
                 self._slabs += [_Placed(header, text, entry, slab, read.destination) for slab in move.slabs]
-
-
-_Form = tuple[bool, Bounds]
-"""Of a stored part: whether it is a range of elements, and its intervals."""
-
-
-def _form(leaf: LeafRow, key: Key) -> _Form:
-    if isinstance(key, Flat):
-        return True, ((key.start, key.stop),)
-    return False, key.intervals if isinstance(key, Box) else whole(leaf.shape)
 
 
 @immutable()
@@ -142,7 +133,7 @@ class _Move:
 
 @lru_cache(maxsize=1 << 8)
 def moves(
-    forms: tuple[_Form, ...], shape: tuple[int, ...], target: Target, width: int
+    forms: tuple[PartForm, ...], shape: tuple[int, ...], target: Target, width: int
 ) -> tuple[str | None, tuple[_Move, ...]]:
     """What is wrong with parts of these forms, in words, or how they fill a target; many leaves are alike."""
     copies = [list(_copies(form, shape, target)) for form in forms]
@@ -166,7 +157,7 @@ def _move(part: int, copies: Sequence[Copy], width: int) -> _Move:
     return _Move(part, tuple(straight), tuple(slabs))
 
 
-def _copies(form: _Form, shape: tuple[int, ...], target: Target) -> Iterator[Copy]:
+def _copies(form: PartForm, shape: tuple[int, ...], target: Target) -> Iterator[Copy]:
     """What of a stored part belongs into the target."""
     flat, intervals = form
     sources = list(range_boxes(shape, *intervals[0])) if flat else [intervals]

@@ -223,8 +223,7 @@ class LeafReader:
         memory = _memory(spec, read, prod(target.shape))
         owner = holder_of(self.manifest, row, read.node)
         near = parts_near(self.manifest.layouts[spec.layout], row, spec, [w.box for w in target.windows])
-        parts = [part for part in near if owner is None or part[0] == owner]
-        return BoxRead(spec, tuple(parts), target, memory)
+        return BoxRead(spec, near if owner is None else near.of(owner), target, memory)
 
     def _places(self, leaf: str, node: str | None) -> list[_Place]:
         row = find_row(self.manifest, leaf, node)
