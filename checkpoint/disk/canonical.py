@@ -42,11 +42,12 @@ def dumps(value: Json, *, within: int = 0) -> bytes:
 def loads(
     data: bytes, *, what: str, limit_bytes: int = 64 << 20, depth: int = DEPTH_LIMIT, again: bool = False
 ) -> Json:
-    """Read JSON from bytes that nobody has proved yet.
+    """Read JSON from bytes that nobody has proved yet, but with `again`.
 
     `what` names the bytes in messages. White space around and between tokens is allowed. Raises
     DamagedError for anything that is no JSON or that canonical JSON cannot hold. `again` says that these
-    very bytes were read so before, by whomever: then nothing is looked for that only other bytes can hold.
+    very bytes were read without it before, by whomever: then nothing is looked for that canonical JSON cannot
+    hold (keys twice, integers of 2**53 and more, numbers out of range, depth, halves of characters).
     """
     if len(data) > limit_bytes:
         raise DamagedError(f"{what}: {len(data)} bytes of JSON, more than the limit of {limit_bytes}")

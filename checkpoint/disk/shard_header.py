@@ -61,8 +61,8 @@ def parse(
     """Understand all bytes before the data; raises DamagedError, or FormatError for another version.
 
     `listing` says that somebody wants `listed` of a blob file, `vouched` that these very bytes were
-    understood before: nothing is searched for keys twice then, and an entry of a form of its own is looked
-    at when it is asked for.
+    understood before: they are then read `again` (see `canonical.loads`), and an entry of a form of its own
+    is looked at when it is asked for.
     """
     if header_length(header, file_bytes, what=what) != len(header):
         raise DamagedError(f"{what}: the header is not {len(header)} bytes long")

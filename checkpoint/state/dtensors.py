@@ -63,6 +63,8 @@ def target_of(tensor: torch.Tensor, name: str) -> Target:
     if found is None:
         described = _placements(tensor, name)
         intervals = intervals_at(tuple(tensor.shape), tuple(mesh.shape), described, tuple(coordinate))
+        if len(known) >= _REMEMBERED:
+            known.clear()
         found = known[form] = local_target(intervals)
     if found.shape != local:
         raise BlobError(
@@ -74,6 +76,7 @@ def target_of(tensor: torch.Tensor, name: str) -> Target:
 
 _targets: weakref.WeakKeyDictionary[DeviceMesh, dict[object, Target]] = weakref.WeakKeyDictionary()
 """By shape, place and placements: leaves of one form are thousands, and get the same object."""
+_REMEMBERED = 1 << 10
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
