@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.disk.boxes import Bounds, whole
 from torchrelay.checkpoint.disk.immutable import immutable
-from torchrelay.checkpoint.disk.layouts import Layout, PerNode, Piece, Replicated
+from torchrelay.checkpoint.disk.layouts import Layout, Piece
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.disk.names import Box, Flat, Key, Whole, encode_name, format_key, suffix_of
 
@@ -91,10 +91,7 @@ def keys_held(layout: Layout, node: int, row: int, leaf: LeafRow) -> tuple[str, 
         held = layout.stored_by(node, leaf.name, leaf.shape, leaf.item_bytes)
         name = encode_name(leaf.name) if held else ""
         return tuple([name + suffix for suffix in _suffixes(tuple(leaf.shape), held)])
-    if isinstance(layout, (Replicated, PerNode)):
-        piece = Piece(node, 0, leaf.elements) if layout.stores(node) else None
-    else:
-        piece = layout.held_by(node, row, leaf.elements)
+    piece = layout.held_by(node, row, leaf.elements)
     if piece is None:
         return ()
     return (leaf.name if leaf.kind == "value" else format_key(piece_key(leaf, piece)),)

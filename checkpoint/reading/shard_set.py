@@ -34,7 +34,7 @@ class HeldFiles:
     headers: tuple[ShardHeader, ...]
 
     def with_key(self, key: str) -> ShardHeader:
-        """The part that holds a key; opening has made sure that one does, so a file of one part is not asked."""
+        """The part that holds a key; opening has made sure that one does: a file of one part is not asked."""
         if len(self.headers) == 1:
             return self.headers[0]
         return next(header for header in self.headers if key in header.entries)
