@@ -59,8 +59,7 @@ def make_cold(path: Path) -> float:
 def make_warm(path: Path) -> None:
     """Have a whole tree in the page cache, read in anew, file after file from begin to end.
 
-    How it came in counts: as written it may take twice as long to load as so, and as another load left it up to half
-    as long again. So it is the same for all engines.
+    How it came in may count (docs/performance.md): so it is the same for all engines.
     """
     _take_out(path)
     _read_in(path)
