@@ -12,7 +12,10 @@ from torchrelay.errors import LostDirectoryError, StorageError
 
 
 class SamePlace:
-    """Remembers a directory by device and inode from the first look at which it is there."""
+    """Remembers a directory by device and inode from the first look at which it is there.
+
+    Asked right before each write: one that has asked when the directory goes may still land in the other.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path

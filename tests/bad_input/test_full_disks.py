@@ -6,6 +6,8 @@ import errno
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -164,6 +166,7 @@ def test_a_directory_that_vanishes_ends_the_run(
 
     def epoch(ctx: Any) -> None:
         if ctx.epoch == 2:
+            nothing_under_way()
             lose(run)
             there.extend(run.rglob("*"))
 
@@ -175,6 +178,14 @@ def test_a_directory_that_vanishes_ends_the_run(
         ends(trial, run, asynchronous)
     assert trial.ran[-1] in ("epoch 2", "epoch 3")
     assert sorted(run.rglob("*")) == sorted(there), "not a single file"
+
+
+def nothing_under_way() -> None:
+    """A write that has looked at its directory already may land in another one: none does so now."""
+    until = time.monotonic() + 60
+    while any(thread.name == "torchrelay save" for thread in threading.enumerate()):
+        assert time.monotonic() < until, "a save is still under way"
+        time.sleep(0.005)
 
 
 def ends(trial: Trial, run: Path, asynchronous: bool) -> None:
