@@ -21,7 +21,8 @@ class Figure:
     """One engine and action. `ratio` is the best peer's median by this one: above 1 it is quicker.
 
     `ratios` is the range of the same ratio within each round, to the same peer; `limit` the median share
-    of what the device did right before. Without figures, `failed` says why; with some, it says what
+    of what the device did right before, `least` the median of what the same processes needed right after
+    for as many bytes alone (`bench.least`). Without figures, `failed` says why; with some, it says what
     happened in other rounds.
     """
 
@@ -35,6 +36,7 @@ class Figure:
     limit: float | None = None
     extra_memory: float | None = None
     bytes: float | None = None
+    least: float | None = None
     failed: str | None = None
 
     @property
@@ -80,6 +82,7 @@ def _figure(
         _share(workload, rounds, scale, action, secs),
         _middle(rounds, engine, action, "extra_memory"),
         _middle(rounds, engine, action, "bytes"),
+        _middle(rounds, engine, action, "least"),
         _failure(rounds, engine, action),
     )
 

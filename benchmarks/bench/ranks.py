@@ -14,6 +14,7 @@ import torch.distributed as dist
 from bench.caches import bytes_below, make_cold, make_warm
 from bench.content import blank, fill, first_difference, nbytes_of
 from bench.engines_ranks import Dcp, PerRank, RankEngine, RankZero, Relay, TorchSnapshot
+from bench.least import least_secs
 from bench.memory import ExtraMemory
 from bench.models import State, build
 from bench.task import Answers, Asked
@@ -74,7 +75,8 @@ def loaded(asked: Asked, engine: RankEngine, state: State, action: str) -> Answe
     wrong = first_difference(state.tensors)
     if wrong is not None:
         raise RuntimeError(f"{wrong} was loaded with other bytes than were saved")
-    return {action: {"secs": secs, "extra_memory": memory, "cached": cached}}
+    least = least_secs(asked.path, state.tensors) if action == "warm load" else None
+    return {action: {"secs": secs, "extra_memory": memory, "cached": cached, "least": least}}
 
 
 def warm_up(asked: Asked, engine: RankEngine) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 Answers = dict[str, dict[str, Any]]
-"""By action: `secs`, and where they mean something `extra_memory`, `bytes`, `cached`."""
+"""By action: `secs`, and where they mean something `extra_memory`, `bytes`, `cached`, `least`."""
 
 
 @dataclass(frozen=True)
