@@ -26,24 +26,23 @@ Piece = tuple[int, int, memoryview]
 
 
 def least_secs(path: Path, tensors: Mapping[str, torch.Tensor]) -> float | None:
-    """Seconds until all ranks have filled their tensors, the quickest of some tries; all ranks ask together.
+    """Seconds until this process, or all ranks, have filled their tensors, the quickest of some tries.
 
-    Each reads one stretch after the other, with its share of the cores as threads, and hashes every block
-    with xxh3-128. Nothing is looked up, compared or put in order, so the tensors hold nonsense afterwards.
-    Pieces whose bytes lie in columns of a file cost a load more than this. None for files that are too small.
+    All ranks ask together. Each reads one stretch after the other, with its share of the cores as threads,
+    and hashes every block with xxh3-128. Nothing is looked up, compared or put in order, so the tensors hold
+    nonsense afterwards. Pieces whose bytes lie in columns of a file cost a load more than this. None for
+    files that are too small.
     """
     local = [local_of(tensor) for tensor in tensors.values()]
     memories = [_memory(tensor) for tensor in local if tensor.nbytes >= SMALL]
-    mine = sum(len(memory) for memory in memories)
-    every: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
+    rank, every = _of_ranks(sum(len(memory) for memory in memories))
     files = [file for file in files_below(path) if file.stat().st_size >= 2 * RUN]
     if not files or not min(every):
         return None
     opened = [os.open(file, os.O_RDONLY) for file in files]
     try:
-        pieces = list(_pieces(opened, memories, sum(every[: dist.get_rank()])))
-        return min(_together(pieces) for _ in range(TRIES))
+        pieces = list(_pieces(opened, memories, sum(every[:rank])))
+        return min(_together(pieces, len(every)) for _ in range(TRIES))
     finally:
         for descriptor in opened:
             os.close(descriptor)
@@ -69,7 +68,7 @@ def _begins(descriptor: int) -> range:
     return range(0, os.fstat(descriptor).st_size - RUN + 1, RUN)
 
 
-def _together(pieces: list[Piece]) -> float:
+def _together(pieces: list[Piece], ranks: int) -> float:
     coming = iter(pieces)
     lock = threading.Lock()
 
@@ -81,17 +80,31 @@ def _together(pieces: list[Piece]) -> float:
                 return
             _read(*piece)
 
-    threads = max(1, (os.cpu_count() or 1) // dist.get_world_size())
+    threads = max(1, (os.cpu_count() or 1) // ranks)
     helpers = [threading.Thread(target=work) for _ in range(threads - 1)]
-    dist.barrier()
+    _meet()
     begin = time.perf_counter()
     for helper in helpers:
         helper.start()
     work()
     for helper in helpers:
         helper.join()
-    dist.barrier()
+    _meet()
     return time.perf_counter() - begin
+
+
+def _of_ranks(mine: int) -> tuple[int, list[int]]:
+    """This rank, and the numbers of all of them."""
+    if not dist.is_initialized():
+        return 0, [mine]
+    every = [0] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return dist.get_rank(), every
+
+
+def _meet() -> None:
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def _read(descriptor: int, at: int, memory: memoryview) -> None:

@@ -25,6 +25,7 @@ from bench.engines_single import (
     TorchSave,
     TorchSnapshot,
 )
+from bench.least import least_secs
 from bench.memory import ExtraMemory
 from bench.task import Answers, Asked
 
@@ -112,7 +113,8 @@ def loaded(asked: Asked, engine: Engine, shape: Shape, action: str) -> Answers:
     wrong = first_difference(into)
     if wrong is not None:
         raise RuntimeError(f"{wrong} was loaded with other bytes than were saved")
-    return {action: {"secs": secs, "extra_memory": extra.nbytes, "cached": cached}}
+    least = least_secs(asked.path, into) if action == "warm load" else None
+    return {action: {"secs": secs, "extra_memory": extra.nbytes, "cached": cached, "least": least}}
 
 
 def warm_up(asked: Asked, engine: Engine) -> None:

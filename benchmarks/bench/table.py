@@ -29,11 +29,11 @@ from begin to end, so that the cache came by them in the same way for all engine
 median of the best peer by that of this line: above 1 this line is quicker; behind it the range of the
 same ratio within the rounds.
 `limit` is the share of what the device did right before (writes and cold reads: O_DIRECT with 4 threads,
-writes with fsync; warm: reads of the page cache with all cores). `least` is what the same ranks needed right
-after a warm load to read as many bytes of the same files into the same memory and to hash them with xxh3-128,
-the quickest of three tries; nothing is looked up, decoded, compared or cut into columns in it. `extra memory`
-is the peak of RSS above what the process had before, of all ranks together, touched pages of mapped files
-included.
+writes with fsync; warm: reads of the page cache with all cores). `least` is what the same processes needed
+right after a warm load to read as many bytes of the same files into the same memory and to hash them with
+xxh3-128, the quickest of three tries; nothing is looked up, decoded, compared or cut into columns in it.
+`extra memory` is the peak of RSS above what the process had before, of all ranks together, touched pages of
+mapped files included.
 
 Tuning effort is the same for all: every engine has the quickest public settings that were found for it
 (torch.save without CRC beside its default, `mmap` and `safe_open` for parts, DCP with one and with two
