@@ -94,7 +94,7 @@ def _together(pieces: list[Piece], ranks: int) -> float:
 
 
 def _of_ranks(mine: int) -> tuple[int, list[int]]:
-    """This rank, and the numbers of all of them."""
+    """The rank of this process, and the numbers of all of them."""
     if not dist.is_initialized():
         return 0, [mine]
     every = [0] * dist.get_world_size()
