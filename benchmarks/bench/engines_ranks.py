@@ -15,12 +15,7 @@ from bench.models import State
 
 
 class RankEngine:
-    """Saves the state of all ranks and loads it into a state that is resident.
-
-    `one_folder`: all saves go into the first of the folders.
-    """
-
-    one_folder = False
+    """Saves the state of all ranks and loads it into a state that is resident."""
 
     def start(self) -> None:
         """Make the process group."""
@@ -64,8 +59,6 @@ def durable(path: Path) -> None:
 class Relay(RankEngine):
     """Epochs of a run, and the manager's load as a resume does it."""
 
-    one_folder = True
-
     def start(self) -> None:
         import torchrelay
 
@@ -75,13 +68,17 @@ class Relay(RankEngine):
         self.session.close()
 
     def timed_saves(self, paths: list[Path], state: State) -> list[float]:
-        from bench.epochs import timed_epochs
+        from bench.epochs import keep_first, timed_epochs
 
         run = paths[0] / "run"
         if dist.get_rank() == 0:
             paths[0].mkdir(parents=True)
         dist.barrier()
-        return timed_epochs(run, state.objects, len(paths), lambda: durable(run), self.session)
+        secs = timed_epochs(run, state.objects, len(paths), lambda: durable(run), self.session)
+        if dist.get_rank() == 0:
+            keep_first(run)
+        dist.barrier()
+        return secs
 
     def ready(self, state: State) -> None:
         from bench.epochs import hand_over

@@ -14,12 +14,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Engine:
-    """Saves a dict of tensors into an empty folder and loads it, or some of it, into resident tensors.
-
-    `one_folder`: all saves go into the first of the folders.
-    """
-
-    one_folder = False
+    """Saves a dict of tensors into an empty folder and loads it, or some of it, into resident tensors."""
 
     def save(self, path: Path, tensors: Tensors) -> None:
         raise NotImplementedError
@@ -65,14 +60,14 @@ class RelayFileUnverified(RelayFile):
 class RelayEpoch(Engine):
     """Epochs of a run, and `open_checkpoint(...).load` in place; every block verified."""
 
-    one_folder = True
-
     def timed_saves(self, paths: list[Path], tensors: Tensors) -> list[float]:
-        from bench.epochs import timed_epochs
+        from bench.epochs import keep_first, timed_epochs
 
         run = paths[0] / "run"
         run.parent.mkdir(parents=True)
-        return timed_epochs(run, {"state": dict(tensors)}, len(paths), lambda: sync_tree(run))
+        secs = timed_epochs(run, {"state": dict(tensors)}, len(paths), lambda: sync_tree(run))
+        keep_first(run)
+        return secs
 
     def load(self, path: Path, into: Tensors, *, whole: bool) -> None:
         import torchrelay

@@ -49,7 +49,7 @@ def saved(asked: Asked, engine: RankEngine, state: State) -> Answers:
     if dist.get_rank() == 0:
         for path in more:
             shutil.rmtree(path, ignore_errors=True)
-    stored = bytes_below(asked.path) // (asked.saves if engine.one_folder else 1)
+    stored = bytes_below(asked.path)
     if stored < nbytes_of(state.tensors):
         raise RuntimeError(f"{stored} bytes were stored of a state of {nbytes_of(state.tensors)}")
     found: Answers = {"save": {"secs": first, "extra_memory": memory, "bytes": stored}}

@@ -94,7 +94,7 @@ def saved(asked: Asked, engine: Engine, shape: Shape) -> Answers:
         first, *later = engine.timed_saves([asked.path, *more], tensors)
     for path in more:
         shutil.rmtree(path, ignore_errors=True)
-    nbytes = bytes_below(asked.path) // (asked.saves if engine.one_folder else 1)
+    nbytes = bytes_below(asked.path)
     found: Answers = {"save": {"secs": first, "extra_memory": extra.nbytes, "bytes": nbytes}}
     if later:
         found["save again"] = {"secs": median(later)}

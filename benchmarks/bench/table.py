@@ -21,11 +21,11 @@ PACKAGES = ("torch", "safetensors", "torchsnapshot", "orbax-checkpoint", "jax", 
 NOTES = """Every measurement is made by fresh processes; within a round all engines take turns, and each
 round begins with another one. A save is timed until the bytes and names of all its files are durable: the
 harness calls fsync on every file and directory behind every engine, inside of the measured time. `save` is
-the first save of a process, `save again` the median of the following ones. Loads end in tensors that were
-resident before, and all that was loaded is compared. Before a cold load the files are read once, so that
-a cache beneath a virtual disk has them for all engines alike, and taken out of the page cache; the kernel
-is asked for every page whether it is gone. Before a warm one they are taken out as well and read in
-from begin to end, so that the cache came by them in the same way for all engines. `ratio` is the
+the first save of a process, `save again` the median of the following ones, which are taken away. Loads end in
+tensors that were resident before, and all that was loaded is compared. Before a cold load the files are read
+once, so that a cache beneath a virtual disk has them for all engines alike, and taken out of the page cache;
+the kernel is asked for every page whether it is gone. Before a warm one they are taken out as well and read
+in from begin to end, so that the cache came by them in the same way for all engines. `ratio` is the
 median of the best peer by that of this line: above 1 this line is quicker; behind it the range of the
 same ratio within the rounds.
 `limit` is the share of what the device did right before (writes and cold reads: O_DIRECT with 4 threads,
