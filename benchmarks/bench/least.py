@@ -1,12 +1,13 @@
-"""What no warm load can do without: as many bytes of the same files read into the same memory, and hashed."""
+"""What no load and no save can do without: as many bytes, moved by the same processes, and nothing else."""
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -16,22 +17,29 @@ import xxhash
 from bench.caches import files_below
 from bench.content import local_of
 
-BLOCK, RUN = 1 << 20, 2 << 20
+BLOCK, RUN, PIECE = 1 << 20, 2 << 20, 4 << 20
 SMALL = 1 << 16
 """Tensors of fewer bytes are left out."""
-TRIES = 3
+WRITERS = 3
+RANDOM = 64 << 20
+"""Bytes of random content that is written again and again."""
 
 Piece = tuple[int, int, memoryview]
-"""A descriptor, from which byte on, and where to."""
+"""A descriptor, at which byte of it, and the memory."""
 
 
-def least_secs(path: Path, tensors: Mapping[str, torch.Tensor]) -> float | None:
+def least_load_secs(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    threads: Iterable[int],
+    before: Callable[[], object] = lambda: None,
+) -> float | None:
     """Seconds until this process, or all ranks, have filled their tensors, the quickest of some tries.
 
-    All ranks ask together. Each reads one stretch after the other, with its share of the cores as threads,
-    and hashes every block with xxh3-128. Nothing is looked up, compared or put in order, so the tensors hold
-    nonsense afterwards. Pieces whose bytes lie in columns of a file cost a load more than this. None for
-    files that are too small.
+    All ranks ask together; each try has so many threads in each, and `before` is called on rank 0. Each
+    reads one stretch after the other and hashes every block with xxh3-128. Nothing is looked up, compared
+    or put in order, so the tensors hold nonsense afterwards. Pieces whose bytes lie in columns of a file cost
+    a load more than this. None for files that are too small.
     """
     local = [local_of(tensor) for tensor in tensors.values()]
     memories = [_memory(tensor) for tensor in local if tensor.nbytes >= SMALL]
@@ -39,28 +47,46 @@ def least_secs(path: Path, tensors: Mapping[str, torch.Tensor]) -> float | None:
     files = [file for file in files_below(path) if file.stat().st_size >= 2 * RUN]
     if not files or not min(every):
         return None
-    opened = [os.open(file, os.O_RDONLY) for file in files]
+
+    def one(count: int) -> float:
+        if rank == 0:
+            before()
+        opened = [os.open(file, os.O_RDONLY) for file in files]
+        try:
+            pieces = _pieces(opened, memories, sum(every[:rank]))
+            return _timed(lambda: _shared(pieces, _read, count))
+        finally:
+            for descriptor in opened:
+                os.close(descriptor)
+
+    return min(one(count) for count in threads)
+
+
+def least_save_secs(folder: Path, nbytes: int) -> float:
+    """Seconds until so many random bytes are durable, each rank with its share in a file of its own.
+
+    Direct writes from aligned memory, space reserved; nothing is copied, hashed or described.
+    """
+    rank, every = _of_ranks(0)
+    share = max(PIECE, nbytes // len(every) // PIECE * PIECE)
+    path = folder / f"least-{rank}"
+    content = memoryview(mmap.mmap(-1, min(share, RANDOM)))
+    content[:] = os.urandom(len(content))
     try:
-        pieces = list(_pieces(opened, memories, sum(every[:rank])))
-        return min(_together(pieces, len(every)) for _ in range(TRIES))
+        return _timed(lambda: _write(path, share, content))
     finally:
-        for descriptor in opened:
-            os.close(descriptor)
+        path.unlink(missing_ok=True)
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def _pieces(opened: list[int], memories: Iterable[memoryview], begin: int) -> Iterable[Piece]:
+def _pieces(opened: list[int], memories: Iterable[memoryview], begin: int) -> list[Piece]:
     """Runs of memory and where their bytes come from, beginning at byte `begin` of all files in a row."""
     runs = [(descriptor, at) for descriptor in opened for at in _begins(descriptor)]
-    number = begin // RUN
-    for memory in memories:
-        for first in range(0, len(memory), RUN):
-            descriptor, at = runs[number % len(runs)]
-            yield descriptor, at, memory[first : first + RUN]
-            number += 1
+    parts = [memory[first : first + RUN] for memory in memories for first in range(0, len(memory), RUN)]
+    return [(*runs[(begin // RUN + number) % len(runs)], part) for number, part in enumerate(parts)]
 
 
 def _begins(descriptor: int) -> range:
@@ -68,7 +94,28 @@ def _begins(descriptor: int) -> range:
     return range(0, os.fstat(descriptor).st_size - RUN + 1, RUN)
 
 
-def _together(pieces: list[Piece], ranks: int) -> float:
+def _write(path: Path, nbytes: int, content: memoryview) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+        cut = ((at, at % len(content)) for at in range(0, nbytes, PIECE))
+        _shared([(descriptor, at, content[part : part + PIECE]) for at, part in cut], _put, WRITERS)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _timed(work: Callable[[], None]) -> float:
+    """Seconds from when all ranks begin until all have ended."""
+    _meet()
+    begin = time.perf_counter()
+    work()
+    _meet()
+    return time.perf_counter() - begin
+
+
+def _shared(pieces: list[Piece], move: Callable[[int, int, memoryview], None], threads: int) -> None:
+    """Move all pieces, begun in their order."""
     coming = iter(pieces)
     lock = threading.Lock()
 
@@ -78,19 +125,14 @@ def _together(pieces: list[Piece], ranks: int) -> float:
                 piece = next(coming, None)
             if piece is None:
                 return
-            _read(*piece)
+            move(*piece)
 
-    threads = max(1, (os.cpu_count() or 1) // ranks)
     helpers = [threading.Thread(target=work) for _ in range(threads - 1)]
-    _meet()
-    begin = time.perf_counter()
     for helper in helpers:
         helper.start()
     work()
     for helper in helpers:
         helper.join()
-    _meet()
-    return time.perf_counter() - begin
 
 
 def _of_ranks(mine: int) -> tuple[int, list[int]]:
@@ -112,3 +154,8 @@ def _read(descriptor: int, at: int, memory: memoryview) -> None:
         raise RuntimeError(f"file {descriptor} ends before byte {at + len(memory)}")
     for block in range(0, len(memory), BLOCK):
         xxhash.xxh3_128_digest(memory[block : block + BLOCK])
+
+
+def _put(descriptor: int, at: int, memory: memoryview) -> None:
+    if os.pwrite(descriptor, memory, at) != len(memory):
+        raise RuntimeError(f"the disk took less than {len(memory)} bytes at {at}")

@@ -11,11 +11,12 @@ from statistics import median
 
 import torch.distributed as dist
 
-from bench.caches import bytes_below, make_cold, make_warm
-from bench.content import blank, fill, first_difference, nbytes_of
+from bench.caches import bytes_below
+from bench.content import blank, fill, first_difference, local_of, nbytes_of
 from bench.engines_ranks import Dcp, PerRank, RankEngine, RankZero, Relay, TorchSnapshot
-from bench.least import least_secs
-from bench.memory import ExtraMemory
+from bench.least import least_load_secs, least_save_secs
+from bench.loads import Before
+from bench.memory import ExtraMemory, ready_memory
 from bench.models import State, build
 from bench.task import Answers, Asked
 
@@ -43,6 +44,8 @@ def saved(asked: Asked, engine: RankEngine, state: State) -> Answers:
     """A first save into the engine's folder, and later ones of the same processes."""
     fill(state.tensors)
     more = [asked.path.with_name(f"{asked.path.name}-{number}") for number in range(1, asked.saves)]
+    if dist.get_rank() == 0:
+        ready_memory(2 * nbytes_of(state.tensors))
     with ExtraMemory() as extra:
         first, *later = engine.timed_saves([asked.path, *more], state)
     memory = _sum(extra.nbytes)
@@ -52,9 +55,10 @@ def saved(asked: Asked, engine: RankEngine, state: State) -> Answers:
     stored = bytes_below(asked.path)
     if stored < nbytes_of(state.tensors):
         raise RuntimeError(f"{stored} bytes were stored of a state of {nbytes_of(state.tensors)}")
-    found: Answers = {"save": {"secs": first, "extra_memory": memory, "bytes": stored}}
+    least = least_save_secs(asked.path.parent, stored)
+    found: Answers = {"save": {"secs": first, "extra_memory": memory, "bytes": stored, "least": least}}
     if later:
-        found["save again"] = {"secs": median(later)}
+        found["save again"] = {"secs": median(later), "least": least}
     return found
 
 
@@ -62,9 +66,9 @@ def loaded(asked: Asked, engine: RankEngine, state: State, action: str) -> Answe
     """One load on all ranks into what is resident."""
     blank(state.tensors)
     engine.ready(state)
-    cached = None
-    if dist.get_rank() == 0:
-        cached = make_cold(asked.path) if action == "cold load" else make_warm(asked.path)
+    local = _sum(sum(local_of(tensor).nbytes for tensor in state.tensors.values()))
+    before = Before(asked.path, action, local or 0)
+    cached = before() if dist.get_rank() == 0 else None
     with ExtraMemory() as extra:
         dist.barrier()
         begin = time.perf_counter()
@@ -75,7 +79,7 @@ def loaded(asked: Asked, engine: RankEngine, state: State, action: str) -> Answe
     wrong = first_difference(state.tensors)
     if wrong is not None:
         raise RuntimeError(f"{wrong} was loaded with other bytes than were saved")
-    least = least_secs(asked.path, state.tensors) if action == "warm load" else None
+    least = least_load_secs(asked.path, state.tensors, before.threads(dist.get_world_size()), before)
     return {action: {"secs": secs, "extra_memory": memory, "cached": cached, "least": least}}
 
 

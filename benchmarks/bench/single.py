@@ -11,8 +11,8 @@ from statistics import median
 
 import torch
 
-from bench.caches import bytes_below, make_cold, make_warm
-from bench.content import blank, fill, first_difference
+from bench.caches import bytes_below
+from bench.content import blank, fill, first_difference, nbytes_of
 from bench.engines_single import (
     Broken,
     Dcp,
@@ -25,8 +25,9 @@ from bench.engines_single import (
     TorchSave,
     TorchSnapshot,
 )
-from bench.least import least_secs
-from bench.memory import ExtraMemory
+from bench.least import least_load_secs, least_save_secs
+from bench.loads import Before
+from bench.memory import ExtraMemory, ready_memory
 from bench.task import Answers, Asked
 
 ENGINES: dict[str, Callable[[], Engine]] = {
@@ -90,14 +91,16 @@ def saved(asked: Asked, engine: Engine, shape: Shape) -> Answers:
     tensors = shape.resident(to_save=True)
     fill(tensors)
     more = [asked.path.with_name(f"{asked.path.name}-{number}") for number in range(1, asked.saves)]
+    ready_memory(2 * nbytes_of(tensors))
     with ExtraMemory() as extra:
         first, *later = engine.timed_saves([asked.path, *more], tensors)
     for path in more:
         shutil.rmtree(path, ignore_errors=True)
     nbytes = bytes_below(asked.path)
-    found: Answers = {"save": {"secs": first, "extra_memory": extra.nbytes, "bytes": nbytes}}
+    least = least_save_secs(asked.path.parent, nbytes)
+    found: Answers = {"save": {"secs": first, "extra_memory": extra.nbytes, "bytes": nbytes, "least": least}}
     if later:
-        found["save again"] = {"secs": median(later)}
+        found["save again"] = {"secs": median(later), "least": least}
     return found
 
 
@@ -105,7 +108,8 @@ def loaded(asked: Asked, engine: Engine, shape: Shape, action: str) -> Answers:
     """One load into resident tensors."""
     into = shape.resident(to_save=False)
     blank(into)
-    cached = make_cold(asked.path) if action == "cold load" else make_warm(asked.path)
+    before = Before(asked.path, action, nbytes_of(into))
+    cached = before()
     with ExtraMemory() as extra:
         begin = time.perf_counter()
         engine.load(asked.path, into, whole=not shape.chosen)
@@ -113,7 +117,7 @@ def loaded(asked: Asked, engine: Engine, shape: Shape, action: str) -> Answers:
     wrong = first_difference(into)
     if wrong is not None:
         raise RuntimeError(f"{wrong} was loaded with other bytes than were saved")
-    least = least_secs(asked.path, into) if action == "warm load" else None
+    least = least_load_secs(asked.path, into, before.threads(1), before)
     return {action: {"secs": secs, "extra_memory": extra.nbytes, "cached": cached, "least": least}}
 
 
