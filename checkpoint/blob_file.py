@@ -23,7 +23,7 @@ from torchrelay.checkpoint.disk.dtypes import memory_of
 from torchrelay.checkpoint.disk.lazily import lazily
 from torchrelay.checkpoint.disk.listed_leaves import LEAVES
 from torchrelay.checkpoint.disk.names import all_plain, encode_name
-from torchrelay.checkpoint.disk.read_options import verifies
+from torchrelay.checkpoint.disk.read_options import ReadOptions, verifies
 from torchrelay.checkpoint.disk.shard import METADATA_KEY
 from torchrelay.checkpoint.disk.shard_entries import Form
 from torchrelay.checkpoint.disk.shard_header import LENGTH_LIMIT
@@ -31,7 +31,6 @@ from torchrelay.checkpoint.disk.shard_reader import ShardHeader, read_header
 from torchrelay.checkpoint.disk.value_decoding import references
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.reading.seen_twice import seen_twice
-from torchrelay.checkpoint.reading.sharing import options_here
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role
 from torchrelay.checkpoint.storage import Memory, Storage
 from torchrelay.checkpoint.storage_places import is_remote, object_at
@@ -84,7 +83,7 @@ class BlobFile:
 
     def fill_memories(self, keys: Sequence[str], memories: Sequence[Memory]) -> None:
         """The same by stored keys, into memory of exactly their sizes."""
-        options = options_here(verify=self.verify)
+        options = ReadOptions(verify=self.verify)
         seen_twice(lambda: self.header.read_whole(keys, memories, options))
         if not self.verify:
             self.header.check_in_place()

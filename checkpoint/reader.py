@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.disk.manifest import Manifest
-from torchrelay.checkpoint.disk.read_options import verifies
+from torchrelay.checkpoint.disk.read_options import ReadOptions, verifies
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.position import Position
@@ -36,7 +36,6 @@ from torchrelay.checkpoint.reading.lookup import find_row, holder_of, split_name
 from torchrelay.checkpoint.reading.opening import Best, Place, place_of, proved_entry, read_log
 from torchrelay.checkpoint.reading.patterns import Rename, choose, pattern_list, renamed_all
 from torchrelay.checkpoint.reading.proof import Proof
-from torchrelay.checkpoint.reading.sharing import options_here
 from torchrelay.checkpoint.reading.stages import Upstreams
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import DamagedError, UsageError
@@ -94,7 +93,7 @@ class Checkpoint:
         self.entry = proof.entry
         self.notices = (*view.notices, *notices)
         self._storage = place.storage
-        self._reader = LeafReader(place.storage, self.manifest, shards, options_here(verify=verify))
+        self._reader = LeafReader(place.storage, self.manifest, shards, ReadOptions(verify=verify))
         self.blobs = Blobs(self._reader)
 
     def __repr__(self) -> str:

@@ -57,8 +57,8 @@ def test_the_table_has_what_it_promises_and_a_broken_engine_is_told(tmp_path):
     assert "| broken | failed: RuntimeError" in page, page
 
 
-def test_a_warm_load_of_ranks_stands_beside_reads_and_digests_alone(tmp_path):
-    """The same processes read and hash as many bytes in less time than the load of the one epoch there is."""
+def test_saves_and_loads_of_ranks_stand_beside_their_bytes_alone(tmp_path):
+    """The same processes move as many bytes alone: warm ones in less time than a load of the one epoch."""
     size = ("--only", "W4", "--scale", "0.02", "--rounds", "1", "--engines", "torchrelay epoch")
     done = run(tmp_path, *size)
     assert done.returncode == 0, done.stderr
@@ -66,7 +66,7 @@ def test_a_warm_load_of_ranks_stands_beside_reads_and_digests_alone(tmp_path):
         one["action"]: one for one in json.loads((tmp_path / "out/results.json").read_text())["figures"]
     }
     assert 0 < figures["warm load"]["least"] < figures["warm load"]["median"], figures
-    assert figures["cold load"]["least"] is None and figures["save"]["least"] is None, figures
+    assert all(figures[action]["least"] > 0 for action in ("cold load", "save", "save again")), figures
     one = 0.02 * 2**31  # of two saves, the later is taken away before loads
     assert one / 2 < figures["save"]["bytes"] < 1.5 * one, figures
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from bench.caches import bytes_below, make_cold, make_warm
 from bench.memory import ready_memory
 
-COLD_THREADS, WARM_TRIES = 4, 3
+WARM_TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Before:
         return cached
 
     def threads(self, ranks: int) -> list[int]:
-        """The tries of reads alone, by threads in each process; what a device delays more may hasten."""
-        share = max(1, (os.cpu_count() or 1) // ranks)
-        return [share, COLD_THREADS] if self._is_cold else [share] * WARM_TRIES
+        """The tries of reads alone, by threads in each process: where a device delays them two at least."""
+        cores = os.cpu_count() or 1
+        return [max(2, 2 * cores // ranks)] if self._is_cold else [max(1, cores // ranks)] * WARM_TRIES
 
     @property
     def _is_cold(self) -> bool:

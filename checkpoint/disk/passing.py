@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from torchrelay.checkpoint.disk.immutable import immutable
-from torchrelay.checkpoint.disk.kept_open import KeptOpen
 
 Span = tuple[int, int]
 """The first byte of an entry that is wanted, and the one after the last."""
@@ -43,13 +42,9 @@ class Passage:
 
 
 class Passing:
-    """Mutable; of one thread at a time. Its memory: the largest span and two blocks, or `far` and a block.
-
-    `files` has the file that was read last.
-    """
+    """Mutable; of one thread at a time. Its memory: the largest span and two blocks, or `far` and a block."""
 
     def __init__(self) -> None:
-        self.files = KeptOpen()
         self._memory = memoryview(bytearray())
 
     def room(self, nbytes: int) -> memoryview:

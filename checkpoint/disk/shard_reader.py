@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -177,7 +177,11 @@ class ShardHeader:
             filled = [number for number, one in zip(numbers, memories, strict=True) if len(one)]
             found += self._small_portions(*in_order(filled, list(filter(len, memories))), options)
         located = self._located(piece for request in parts for piece in pieces(request, self._run))
-        return found + [self._portion(run, options) for run in options.turned(list(neighbours(located)))]
+        return found + [self._portion(run, options) for run in neighbours(located)]
+
+    def portion(self, begin: int, nbytes: int, read: Callable[[ReadHandle], None]) -> Portion:
+        """Bytes of this file, from byte `begin` on, that `read` reads at a time."""
+        return Portion(self._storage, self.path, begin, nbytes, read)
 
     def expecting(self, keys: Sequence[str]) -> AbstractContextManager[None]:
         """Fetch these entries while a block looks at where they belong, if they are many and side by side."""
@@ -223,11 +227,11 @@ class ShardHeader:
         read_portions(found, sum(one.nbytes for one in found), options)
 
     def read_passing(
-        self, key: str, spans: Sequence[Span], memory: Passing, options: ReadOptions = PLAIN
+        self, handle: ReadHandle, key: str, spans: Sequence[Span], memory: Passing, options: ReadOptions
     ) -> Iterator[memoryview]:
         """Verified bytes of ascending spans of an entry, each until the next one is asked for.
 
-        Whole blocks are read, each once; the file stays open in `memory`. Raises as `read_into` does.
+        Whole blocks are read, each once. Raises as `read_into` does.
         """
         entry = self.entry(key)
         for start, stop in spans:
@@ -236,10 +240,8 @@ class ShardHeader:
         passage = Passage(
             entry.nbytes, BLOCK if options.verify else 1, FAR_BYTES if self._gap else 0, self._gap
         )
-        with memory.files.reading(self._storage, self.path) as handle:
-            file = _File(handle, options)
-            read = self._read_blocks if options.verify else self._read_exactly
-            yield from memory.over(spans, passage, partial(read, file, key, entry))
+        read = self._read_blocks if options.verify else self._read_exactly
+        return memory.over(spans, passage, partial(read, _File(handle, options), key, entry))
 
     def _small_portions(
         self, numbers: Sequence[int], memories: Sequence[Memory], options: ReadOptions
@@ -250,8 +252,8 @@ class ShardHeader:
             batch.read(handle.read_scattered, verify=options.verify)
 
         return [
-            Portion(self._storage, self.path, one.start, one.nbytes, partial(read, one))
-            for one in options.turned(list(batches(self.path, self.entries, numbers, memories, self._gap)))
+            self.portion(one.start, one.nbytes, partial(read, one))
+            for one in batches(self.path, self.entries, numbers, memories, self._gap)
         ]
 
     def _portion(self, run: _Run, options: ReadOptions) -> Portion:
@@ -259,7 +261,7 @@ class ShardHeader:
         (first, begin), (last, end) = run[0], run[-1]
         at = first.start + begin.start
         read = partial(self._read_run, run, options)
-        return Portion(self._storage, self.path, at, last.start + end.stop - at, read)
+        return self.portion(at, last.start + end.stop - at, read)
 
     def _numbers(self, keys: Sequence[str]) -> Sequence[int]:
         try:
@@ -300,12 +302,6 @@ class ShardHeader:
         header = b"" if size is None else _consistent(self._storage, self.path, size)
         if block_digests(memoryview(header)) != self._header_digests:
             raise DamagedError(f"{self.path} was replaced while it was read: read it again")
-
-    def threads_for(self, key: str, span: Span, options: ReadOptions) -> int:
-        """How many threads are to read, by where these bytes of an entry lie now."""
-        begin, stop = span
-        with open_for_reading(self._storage, self.path) as handle:
-            return options.threads_for(handle, self.entry(key).start + begin, stop - begin)
 
     def verify(self) -> int:
         """Read and verify all data in bounded memory; the number of bytes. Raises DamagedError.

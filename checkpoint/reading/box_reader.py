@@ -6,8 +6,7 @@ What is not one run of bytes on both sides passes through memory in slabs, each 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import groupby
 
@@ -18,14 +17,14 @@ from torchrelay.checkpoint.disk.manifest import LeafRow
 from torchrelay.checkpoint.disk.names import encode_name
 from torchrelay.checkpoint.disk.parts import Near, PartForm
 from torchrelay.checkpoint.disk.passing import Passing
+from torchrelay.checkpoint.disk.portions import Portion
 from torchrelay.checkpoint.disk.read_options import ReadOptions
 from torchrelay.checkpoint.disk.read_requests import ReadRequest
 from torchrelay.checkpoint.disk.shard_reader import ShardHeader
-from torchrelay.checkpoint.disk.side_by_side import each
 from torchrelay.checkpoint.disk.stored_entries import StoredEntry
 from torchrelay.checkpoint.disk.windows import Target
 from torchrelay.checkpoint.reading.scatter import Copy, Slab
-from torchrelay.checkpoint.reading.seen_twice import seen_twice
+from torchrelay.checkpoint.storage import ReadHandle
 from torchrelay.errors import DamagedError
 
 PASSING_BYTES = 8 << 20
@@ -74,6 +73,7 @@ class BoxPlan:
     def __init__(self, reads: Iterable[BoxRead], opened: Open) -> None:
         self.straight: list[tuple[ShardHeader, ReadRequest]] = []
         self._slabs: list[_Placed] = []
+        self._spare: list[Passing] = []
         for read in reads:
             self._add(read, opened)
 
@@ -81,29 +81,24 @@ class BoxPlan:
         """The bytes of each read that goes through a slab."""
         return [stop - start for start, stop in (one.slab.span for one in self._slabs)]
 
-    def read_slabs(self, options: ReadOptions) -> None:
-        """Read all slabs, begun in the order of the files, and put them into place, batch by batch.
+    def portions(self, options: ReadOptions) -> dict[str, list[Portion]]:
+        """All slabs, by file and in its order, some at a time, which are put into place as they are read.
 
-        Threads share the batches; each has memory of its own, used again for every batch. A mismatch is
-        read again before it is believed.
+        Each thread that reads has memory of its own, used again for every portion.
         """
-        order = sorted(self._slabs, key=lambda one: (one.header.path, one.start))
-        batches = options.turned(list(_batches(order)))
-        spare: list[Passing] = []
-        within = replace(options, number=0, threads=1)
+        found: dict[str, list[Portion]] = {}
+        for batch in _batches(sorted(self._slabs, key=lambda one: (one.header.path, one.start))):
+            first = batch.slabs[0]
+            portion = first.header.portion(first.start, batch.nbytes, partial(self._read, batch, options))
+            found.setdefault(portion.path, []).append(portion)
+        return found
 
-        def work(batch: _Batch) -> None:
-            memory = spare.pop() if spare else Passing()
-            try:
-                seen_twice(partial(_read_large if batch.large else _read_small, batch, memory, within))
-            finally:
-                spare.append(memory)
-
+    def _read(self, batch: _Batch, options: ReadOptions, handle: ReadHandle) -> None:
+        memory = self._spare.pop() if self._spare else Passing()
         try:
-            each(work, batches, sum(batch.nbytes for batch in batches), _threads(batches, options))
+            (_read_large if batch.large else _read_small)(batch, handle, memory, options)
         finally:
-            for memory in spare:
-                memory.files.close()
+            self._spare.append(memory)
 
     def _add(self, read: BoxRead, opened: Open) -> None:
         parts = read.parts
@@ -179,16 +174,6 @@ def _count(source: tuple[tuple[int, int], ...]) -> int:
     return count
 
 
-def _threads(batches: Sequence[_Batch], options: ReadOptions) -> int:
-    """How many threads are to read: what is true of the first slab may be so of most."""
-    if not batches:
-        return 1
-    first = batches[0].slabs[0]
-    with suppress(OSError):  # what is wrong is said by whoever reads
-        return first.header.threads_for(first.key, first.slab.span, options)
-    return options.threads
-
-
 @dataclass
 class _Batch:
     """Slabs that are read together: of one large entry, or of some small ones of a file."""
@@ -228,18 +213,19 @@ def _together(one: _Placed) -> tuple[str, bool, str]:
     return one.header.path, one.is_large, one.key if one.is_large else ""
 
 
-def _read_large(batch: _Batch, memory: Passing, options: ReadOptions) -> None:
+def _read_large(batch: _Batch, handle: ReadHandle, memory: Passing, options: ReadOptions) -> None:
     """Put slabs of one entry into place, as they pass."""
     first, spans = batch.slabs[0], [one.slab.span for one in batch.slabs]
-    passing = first.header.read_passing(first.key, spans, memory, options)
+    passing = first.header.read_passing(handle, first.key, spans, memory, options)
     for data, one in zip(passing, batch.slabs, strict=True):
         one.slab.put(data, one.destination)
 
 
-def _read_small(batch: _Batch, memory: Passing, options: ReadOptions) -> None:
+def _read_small(batch: _Batch, handle: ReadHandle, memory: Passing, options: ReadOptions) -> None:
     """Put slabs of some entries, each of a block at most, into place, when all are read."""
     cut = list(_cut(memory.room(batch.nbytes), batch.slabs))
-    batch.slabs[0].header.read_many([_request(one, data) for one, data in cut], options)
+    for portion in batch.slabs[0].header.portions([_request(one, data) for one, data in cut], options):
+        portion.read(handle)
     for one, data in cut:
         one.slab.put(data, one.destination)
 

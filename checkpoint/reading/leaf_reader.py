@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import compress
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import xxhash
@@ -95,15 +96,23 @@ class LeafReader:
         found, plan = self.planned(reads)
         for header, request in [*found, *plan.straight]:
             by_file.setdefault(header.path, (header, []))[1].append(request)
+        slabs = plan.portions(self.options)
         nbytes = sum(one.stop - one.start for _, requests in by_file.values() for one in requests)
-        read_portions(self._portions(by_file), nbytes, self.options, seen_twice)
-        plan.read_slabs(self.options)
+        nbytes += sum(one.nbytes for some in slabs.values() for one in some)
+        read_portions(self._portions(by_file, slabs), nbytes, self.options, seen_twice)
 
-    def _portions(self, by_file: Mapping[str, tuple[ShardHeader, list[ReadRequest]]]) -> Iterator[Portion]:
+    def _portions(
+        self,
+        by_file: Mapping[str, tuple[ShardHeader, list[ReadRequest]]],
+        slabs: Mapping[str, Sequence[Portion]],
+    ) -> Iterator[Portion]:
         """What is read at a time, in the order of the files; not more of it is made than is needed."""
-        for path in sorted(by_file):
-            header, requests = by_file[path]
-            yield from header.portions(requests, self.options)
+        for path in sorted(by_file.keys() | slabs.keys()):
+            found = [*slabs.get(path, ())]
+            if path in by_file:
+                header, requests = by_file[path]
+                found += header.portions(requests, self.options)
+            yield from sorted(found, key=attrgetter("begin"))
 
     def planned(self, reads: Iterable[LeafRead]) -> tuple[list[tuple[ShardHeader, ReadRequest]], BoxPlan]:
         """What `read_many` reads, of leaves that all nodes have alike and of boxes; opens headers alone."""

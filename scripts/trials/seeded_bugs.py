@@ -249,8 +249,8 @@ def _verification() -> Iterator[Bug]:
     yield Bug(
         "blocks that pass through memory are not verified",
         "checkpoint/disk/shard_reader.py",
-        "            read = self._read_blocks if options.verify else self._read_exactly\n",
-        "            read = self._read_exactly\n",
+        "        read = self._read_blocks if options.verify else self._read_exactly\n",
+        "        read = self._read_exactly\n",
         ["tests/checkpoint/test_passing.py"],
     )
     yield Bug(

@@ -202,9 +202,9 @@ def test_a_proof_of_all_bytes_leaves_the_cache_alone(tmp_path, direct):
 WAYS = [
     ReadOptions(),
     ReadOptions(threads=1),
-    ReadOptions(number=2, processes=4),
+    ReadOptions(of_the_cores=1),
     ReadOptions(verify=False),
-    ReadOptions(verify=False, number=1, processes=2),
+    ReadOptions(verify=False, of_the_cores=2),
 ]
 
 
@@ -274,15 +274,6 @@ def test_damage_is_found_on_every_way_and_named(saved, tmp_path, options, cold, 
     ]
     with pytest.raises(DamagedError, match=f"block [0-9]+ of {name}"):
         header.read_many(requests, options)
-
-
-def test_turns_leave_nothing_out():
-    """Each process of a host begins somewhere else, and reads everything once."""
-    items = list(range(10))
-    orders = [ReadOptions(number=n, processes=4).turned(items) for n in range(4)]
-    assert [order[0] for order in orders] == [0, 2, 5, 7]
-    assert all(sorted(order) == items for order in orders)
-    assert ReadOptions(number=3, processes=4).turned([]) == []
 
 
 # Into objects

@@ -16,7 +16,7 @@ from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.disk.passing import Passage, Passing
 from torchrelay.checkpoint.disk.read_options import ReadOptions
 from torchrelay.checkpoint.local_storage import LocalStorage
-from torchrelay.checkpoint.reading import box_reader
+from torchrelay.checkpoint.reading import leaf_reader
 from torchrelay.checkpoint.reading.leaf_reader import LeafRead
 from torchrelay.errors import DamagedError, StorageError
 
@@ -100,13 +100,14 @@ def test_work_is_what_is_read_not_what_is_wanted(monkeypatch):
     whole = torch.arange(24 << 18, dtype=torch.float32).reshape(24, 1 << 18)
     reader = Saved({"m": whole}, {"m": Mesh((0,), (1,), (Replicated(),))}, 1).run()
     shared: list[tuple[int, int]] = []
-    real = box_reader.each
+    real = leaf_reader.read_portions
 
-    def each(work, items, nbytes, threads):
-        shared.append((len(items), nbytes))
-        real(work, items, nbytes, threads)
+    def read_portions(portions, nbytes, *others):
+        found = list(portions)
+        shared.append((len(found), nbytes))
+        real(found, nbytes, *others)
 
-    monkeypatch.setattr(box_reader, "each", each)
+    monkeypatch.setattr(leaf_reader, "read_portions", read_portions)
     mesh = Mesh(tuple(range(64)), (64,), (Sharded(1),))
     assert torch.equal(load(reader, "m", whole, target(mesh, whole.shape, 3)), local_part(whole, mesh, 3))
     [(batches, nbytes)] = shared
@@ -143,7 +144,7 @@ def test_a_file_that_is_gone_after_the_proof_is_damage(tmp_path):
     """The first file of all slabs is missing: DamagedError, which callers know, and not a bare error."""
     _, reader, reads, _, _ = _on_disk(tmp_path)
     min(tmp_path.rglob("*.safetensors")).unlink()
-    for options in (ReadOptions(), ReadOptions(threads_at_hand=1)):
+    for options in (ReadOptions(), ReadOptions(of_the_cores=1)):
         reader.options = options
         with pytest.raises(DamagedError, match="is missing"):
             reader.read_many(reads)

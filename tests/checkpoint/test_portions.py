@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from log_helpers import MemoryStorage
 from page_cache import drop_from_cache, pages_in_cache
 
 from torchrelay.checkpoint.disk.portions import Portion, once, read_portions
-from torchrelay.checkpoint.disk.read_options import PLAIN, ReadOptions
+from torchrelay.checkpoint.disk.read_options import PLAIN, WAITING, ReadOptions
 from torchrelay.checkpoint.local_reading import LocalReadHandle
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.reading.seen_twice import seen_twice
-from torchrelay.checkpoint.reading.sharing import threads_at_hand
+from torchrelay.checkpoint.reading.sharing import threads_each
 from torchrelay.checkpoint.storage import ReadHandle, open_for_reading
 from torchrelay.errors import DamagedError
 
@@ -77,32 +78,40 @@ EXPECTED = {(str(n), piece): bytes([16 * n + piece]) * 2 for n in range(3) for p
 @given(st.integers(1, 300), st.integers(1, 300))
 def test_all_processes_together_have_two_threads_for_a_core(processes: int, cores: int) -> None:
     """Never more than two for a core in all, unless that would leave a process without one; at most four."""
-    each = threads_at_hand(processes, cores)
+    each = threads_each(processes, cores)
     assert 1 <= each <= ReadOptions.threads
     assert each == 1 or each * processes <= 2 * cores
     assert each == ReadOptions.threads or (each + 1) * processes > 2 * cores
 
 
 def test_what_is_in_memory_is_read_by_fewer_threads(tmp_path: Path) -> None:
-    """Bytes in the page cache take threads for the cores, never more than those that wait for the device."""
-    path, options = tmp_path / "a", ReadOptions(processes=4, threads_at_hand=1)
+    """Bytes in the page cache take the threads there are cores for; the device has two at least."""
+    path, options = tmp_path / "a", ReadOptions(of_the_cores=1)
     path.write_bytes(os.urandom(4 << 20))
     with open_for_reading(LocalStorage(tmp_path), "a") as handle:
         assert options.threads_for(handle, 0, 4 << 20) == 1
         assert ReadOptions().threads_for(handle, 0, 4 << 20) == ReadOptions.threads
         assert ReadOptions(threads=1).threads_for(handle, 0, 4 << 20) == 1
-        assert ReadOptions(threads=1, threads_at_hand=2).threads_for(handle, 0, 4 << 20) == 1
+        assert ReadOptions(threads=1, of_the_cores=2).threads_for(handle, 0, 4 << 20) == 1
         drop_from_cache(path)
         if any(pages_in_cache(path)):
             pytest.skip("this file system keeps its files in memory")
-        assert options.threads_for(handle, 0, 4 << 20) == ReadOptions.threads
+        assert options.threads_for(handle, 0, 4 << 20) == WAITING
+        assert ReadOptions(of_the_cores=3).threads_for(handle, 0, 4 << 20) == 3
+        assert ReadOptions(threads=1, of_the_cores=0).threads_for(handle, 0, 4 << 20) == 1
+
+
+def test_requests_to_a_storage_are_not_counted_by_cores() -> None:
+    """A handle that cannot say what is in memory is asked by as many threads as ever."""
+    with open_for_reading(MemoryStorage(), "0") as handle:
+        assert ReadOptions(of_the_cores=1).threads_for(handle, 0, 1) == ReadOptions.threads
 
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_files_are_read_as_one_list(storage: Counted, threads: int) -> None:
     """Every piece of every file once; a thread opens a file once, and none stays open."""
     found: dict[tuple[str, int], bytes] = {}
-    options = replace(PLAIN, threads=threads, threads_at_hand=threads)
+    options = replace(PLAIN, threads=threads, of_the_cores=threads)
     read_portions(iter(portions_of(storage, found)), 12 * PIECE, options)
     assert found == EXPECTED
     assert all(1 <= storage.opened.count(str(n)) <= threads for n in range(3))
@@ -117,7 +126,7 @@ def test_as_many_threads_as_are_asked_for(storage: Counted) -> None:
         meeting.wait(timeout=60)
 
     some = [Portion(storage, str(n), 0, PIECE, read) for n in range(3)]
-    read_portions(some, 100 << 20, replace(PLAIN, threads=3, threads_at_hand=3))
+    read_portions(some, 100 << 20, replace(PLAIN, threads=3, of_the_cores=3))
     assert not meeting.broken
 
 
@@ -137,7 +146,7 @@ def test_an_error_ends_all_and_closes_everything(storage: Counted, threads: int)
         raise DamagedError("block 1 of x")
 
     portions[2] = replace(portions[2], read=fail)
-    options = replace(PLAIN, threads=threads, threads_at_hand=threads)
+    options = replace(PLAIN, threads=threads, of_the_cores=threads)
     with pytest.raises(DamagedError, match="block 1 of x"):
         read_portions(portions, 12 * PIECE, options, seen_twice)
     assert len(found) < len(EXPECTED) and not open_files(storage.root)
@@ -167,7 +176,7 @@ def test_a_file_that_is_missing_is_damage_where_a_second_look_says_so(storage: C
     """Also the first of all files, which is opened before anything is read."""
     gone = Portion(storage, "gone", 0, 1, lambda handle: None)
     with pytest.raises(DamagedError, match="gone is missing"):
-        read_portions([gone], 1, ReadOptions(threads_at_hand=1), seen_twice)
+        read_portions([gone], 1, ReadOptions(of_the_cores=1), seen_twice)
 
 
 def test_an_error_of_closing_is_none_of_reading(storage: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
