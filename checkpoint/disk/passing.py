@@ -42,7 +42,7 @@ class Passage:
 
 
 class Passing:
-    """Mutable; of one thread at a time. Its memory: the largest span and two blocks, or `far` and a block."""
+    """Mutable; of one thread at a time. Its memory: the largest span and two blocks, or `far` and two."""
 
     def __init__(self) -> None:
         self._memory = memoryview(bytearray())
@@ -67,6 +67,8 @@ class Passing:
                 kept = self._memory[begin - first : max(begin, end) - first]
                 memory = self.room(upto - begin)
                 memory[: len(kept)] = kept
-                read(begin + len(kept), memory[len(kept) :])
+                room = memory[len(kept) :]
+                del kept  # it would keep memory that was too small
+                read(upto - len(room), room)
                 first, end = begin, upto
             yield self._memory[span[0] - first : span[1] - first]

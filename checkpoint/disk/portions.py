@@ -38,7 +38,8 @@ def read_portions(
     """Read all, begun in their order and each within an attempt; the first error ends it and is raised.
 
     `nbytes` is about how many bytes they are together. How many threads take part is decided by where the
-    first of them lie. What comes lazily is made by whichever thread has time.
+    first of them lie; a process that asks late may find there what another one has just brought in. What
+    comes lazily is made by whichever thread has time.
     """
     coming = iter(portions)
     first = next(coming, None)

@@ -9,7 +9,7 @@ from torchrelay.checkpoint.disk.digest import BLOCK
 from torchrelay.checkpoint.disk.stored_entries import StoredEntry
 from torchrelay.errors import UsageError
 
-WINDOW = 8 * BLOCK
+WINDOW = 4 * BLOCK
 """Neighbouring small ranges are read together up to this size."""
 
 

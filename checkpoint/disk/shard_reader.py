@@ -57,6 +57,11 @@ class _File:
     direct: bool = False
 
 
+PASSING_FAR = 5 * BLOCK
+"""What passes through memory with one request, where requests cost much: a thread's memory is kept while
+straight reads go on, and such a storage needs as much again for the answer; together at most 64 MiB."""
+
+
 def read_header(
     storage: Storage,
     path: str,
@@ -238,7 +243,7 @@ class ShardHeader:
             if not 0 <= start <= stop <= entry.nbytes:
                 raise UsageError(f"{key}, which has {entry.nbytes} bytes, has no bytes {start} to {stop}")
         passage = Passage(
-            entry.nbytes, BLOCK if options.verify else 1, FAR_BYTES if self._gap else 0, self._gap
+            entry.nbytes, BLOCK if options.verify else 1, PASSING_FAR if self._gap else 0, self._gap
         )
         read = self._read_blocks if options.verify else self._read_exactly
         return memory.over(spans, passage, partial(read, _File(handle, options), key, entry))

@@ -59,7 +59,12 @@ class _Placed:
     @property
     def start(self) -> int:
         """Its first byte in the file."""
-        return self.entry.start + self.slab.span[0]
+        return self.entry.start + self.span[0]
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Which of the entry's bytes are wanted."""
+        return self.slab.span
 
     @property
     def is_large(self) -> bool:
@@ -79,17 +84,19 @@ class BoxPlan:
 
     def sizes(self) -> list[int]:
         """The bytes of each read that goes through a slab."""
-        return [stop - start for start, stop in (one.slab.span for one in self._slabs)]
+        return [stop - start for start, stop in (one.span for one in self._slabs)]
 
     def portions(self, options: ReadOptions) -> dict[str, list[Portion]]:
         """All slabs, by file and in its order, some at a time, which are put into place as they are read.
 
-        Each thread that reads has memory of its own, used again for every portion.
+        Each thread that reads has memory of its own, used again for every portion. A portion begins with a
+        block and has as many bytes as are read for it, which may lie apart.
         """
         found: dict[str, list[Portion]] = {}
         for batch in _batches(sorted(self._slabs, key=lambda one: (one.header.path, one.start))):
             first = batch.slabs[0]
-            portion = first.header.portion(first.start, batch.nbytes, partial(self._read, batch, options))
+            begin = first.entry.start + first.span[0] // BLOCK * BLOCK if batch.large else first.start
+            portion = first.header.portion(begin, batch.nbytes, partial(self._read, batch, options))
             found.setdefault(portion.path, []).append(portion)
         return found
 
@@ -186,9 +193,10 @@ class _Batch:
 
     def takes(self, one: _Placed) -> bool:
         """Take a slab in, unless it becomes too much."""
-        start, stop = one.slab.span
+        start, stop = one.span
         if self.large:
-            start, stop = max(start // BLOCK * BLOCK, self._end), -(-stop // BLOCK) * BLOCK
+            start = max(start // BLOCK * BLOCK, self._end)
+            stop = min(one.entry.nbytes, -(-stop // BLOCK) * BLOCK)
         nbytes = self.nbytes + max(0, stop - start)
         if self.slabs and nbytes > (PASSING_BYTES if self.large else TOGETHER_BYTES):
             return False
@@ -215,7 +223,7 @@ def _together(one: _Placed) -> tuple[str, bool, str]:
 
 def _read_large(batch: _Batch, handle: ReadHandle, memory: Passing, options: ReadOptions) -> None:
     """Put slabs of one entry into place, as they pass."""
-    first, spans = batch.slabs[0], [one.slab.span for one in batch.slabs]
+    first, spans = batch.slabs[0], [one.span for one in batch.slabs]
     passing = first.header.read_passing(handle, first.key, spans, memory, options)
     for data, one in zip(passing, batch.slabs, strict=True):
         one.slab.put(data, one.destination)
@@ -234,11 +242,11 @@ def _cut(memory: memoryview, batch: Iterable[_Placed]) -> Iterator[tuple[_Placed
     """Each slab with its part of the memory."""
     at = 0
     for one in batch:
-        start, end = one.slab.span
+        start, end = one.span
         stop = at + end - start
         yield one, memory[at:stop]
         at = stop
 
 
 def _request(one: _Placed, data: memoryview) -> ReadRequest:
-    return ReadRequest(one.key, *one.slab.span, data)
+    return ReadRequest(one.key, *one.span, data)

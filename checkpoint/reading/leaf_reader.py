@@ -106,7 +106,7 @@ class LeafReader:
         by_file: Mapping[str, tuple[ShardHeader, list[ReadRequest]]],
         slabs: Mapping[str, Sequence[Portion]],
     ) -> Iterator[Portion]:
-        """What is read at a time, in the order of the files; not more of it is made than is needed."""
+        """What is read at a time, in the order of the files; straight reads are made file by file."""
         for path in sorted(by_file.keys() | slabs.keys()):
             found = [*slabs.get(path, ())]
             if path in by_file:

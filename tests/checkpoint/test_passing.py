@@ -164,3 +164,74 @@ def test_a_file_that_fails_once_is_looked_at_again(tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "open_read", flaky)
     reader.read_many(reads)
     assert failed and all(torch.equal(found[name], wholes[name][:, :2048]) for name in wholes)
+
+
+class Once(LocalStorage):
+    """One read, the `wrong_at`-th from when that is set, gives a wrong byte; `opened`: files since."""
+
+    def __init__(self, root):
+        super().__init__(root)
+        self.wrong_at, self.opened = 0, []
+
+    def open_read(self, path):
+        handle = super().open_read(path)
+        real = handle.read_into
+
+        def read_into(offset, destination, *, direct=False):
+            count = real(offset, destination, direct=direct)
+            self.wrong_at -= 1
+            if self.wrong_at == 0:
+                destination[count - 1] ^= 1
+                self.opened.clear()
+            return count
+
+        handle.read_into = read_into
+        self.opened.append(path)
+        return handle
+
+
+@pytest.mark.parametrize(("rows", "wrong_at"), [(64, 1), (1024, 3)])
+def test_slabs_that_come_wrong_once_are_read_again(tmp_path, rows, wrong_at):
+    """A byte of one read is wrong, of small entries or large ones: the file is opened for a second look."""
+    wholes = {f"m{number}": torch.rand(rows, 4096) for number in range(4)}
+    storage = Once(tmp_path)
+    storage.mkdir(f"data/{TRY}")
+    reader = Saved(wholes, dict.fromkeys(wholes, Mesh((0,), (1,), (Replicated(),))), 1, storage).run()
+    columns = target(COLUMNS, (rows, 4096), 0)
+    found = {name: torch.empty(columns.shape) for name in wholes}
+    reads = [LeafRead(name, memory_of(found[name]), None, columns) for name in wholes]
+    reader.planned(reads)  # the headers are open, as after a proof
+    reader.options = ReadOptions(threads=1)
+    storage.wrong_at = wrong_at
+    reader.read_many(reads)
+    assert storage.wrong_at < 0, "no read was made wrong"
+    assert len(storage.opened) == 1
+    assert all(torch.equal(found[name], wholes[name][:, :2048]) for name in wholes)
+
+
+def test_straight_reads_and_slabs_of_a_file_come_in_its_order(monkeypatch):
+    """Rows of one tensor and columns of another, entry by entry: one list, each file from begin to end."""
+    wholes = {f"m{number}": torch.rand(512, 2048) for number in range(6)}
+    reader = Saved(wholes, dict.fromkeys(wholes, Mesh((0, 1), (2,), (Sharded(0),))), 2).run()
+    rows = Mesh((0, 1), (2,), (Sharded(0),))
+    wanted = {
+        name: target(rows if n % 2 else COLUMNS, (512, 2048), 0) for n, name in enumerate(sorted(wholes))
+    }
+    found = {name: torch.empty(one.shape) for name, one in wanted.items()}
+    seen: list[tuple[str, int]] = []
+    real = leaf_reader.read_portions
+
+    def read_portions(portions, *others):
+        def noted():
+            for one in portions:
+                seen.append((one.path, one.begin))
+                yield one
+
+        real(noted(), *others)
+
+    monkeypatch.setattr(leaf_reader, "read_portions", read_portions)
+    reader.read_many(LeafRead(name, memory_of(found[name]), None, wanted[name]) for name in wholes)
+    assert seen == sorted(seen) and len({path for path, _ in seen}) == 2
+    assert len(seen) >= 9  # three straight of the first file, three columns of both
+    for n, name in enumerate(sorted(wholes)):
+        assert torch.equal(found[name], local_part(wholes[name], rows if n % 2 else COLUMNS, 0))
