@@ -193,15 +193,14 @@ class Engine:
             states, failed = self._capture(session)
         job = self._job(session, states, position, facts)
         with clock.spent("plan"):
-            behind = self.background is not None and self.ledger.in_run
-            demoted, whole = self._replicas.run(job, self._forced(), behind=behind, failed=failed)
+            demoted, whole = self._replicas.run(job, self._forced(), failed=failed)
             self._tell_unused(session, states, position)
             self._demote(demoted, say=session.peers.rank == 0)
             plan = make_plan(job.with_rank_scope(self._demoted), self._exchange)
         if self.background is not None and self.ledger.in_run:
             self.background.begin(session, job, plan, clock, whole, self.retaining.behind)
             return
-        self._stats["checkpoint_save"] = carry_out(job, plan, clock)
+        self._stats["checkpoint_save"] = carry_out(job, plan, clock, whole)
         self.retaining.now(session.peers)
 
     def _job(self, session: Session, states: States, position: Position, facts: Facts) -> SaveJob:

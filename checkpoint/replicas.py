@@ -65,21 +65,19 @@ class ReplicaCheck:
         job: SaveJob,
         forced: frozenset[str],
         *,
-        behind: bool = False,
         failed: Exception | None = None,
     ) -> tuple[frozenset[str], WholeBytes | None]:
         """Return the leaves that are `rank` from now on, because they differ, and what is left to compare.
 
-        `forced` are blobs whose scope `replicated` the user fixed. With `behind`, where all bytes of
-        parameters and optimizer state are to be compared, samples of them are compared now and the rest is
-        left. Raises SaveFailedError, naming leaves and nodes, where a difference must not be; on all
-        processes what `failed` on one, which has no leaves to tell of.
+        `forced` are blobs whose scope `replicated` the user fixed. Of parameters and optimizer state samples
+        are compared now; where all their bytes are to be, these are left for before the commit. Raises
+        SaveFailedError, naming leaves and nodes, where a difference must not be; on all processes what
+        `failed` on one, which has no leaves to tell of.
         """
         if len(job.places) == 1:
             all_listed(job.peers, "save: boundary", failed)
             return frozenset(), None
         mode = mode_at(job.position.epoch, first=self._first, every=self._every)
-        behind = behind and mode is Mode.WHOLE
         shards = {state.rank: _parts(state) for state in job.states}
         strict = {
             leaf.name
@@ -91,7 +89,7 @@ class ReplicaCheck:
 
         def digests() -> dict[int, list[dict[str, str]]]:
             _check(failed)
-            return self._digests(job, shards, Mode.SAMPLES if behind else mode)
+            return self._samples(job, shards)
 
         verdict = compare_replicas(
             job.peers,
@@ -110,17 +108,14 @@ class ReplicaCheck:
         if verdict.failures:
             names = {place.rank: str(place) for place in job.places}
             raise SaveFailedError(_told(job.position, names, verdict.failures))
-        if behind:
-            return verdict.demote, self._whole_bytes(job, shards)
-        self._first = False
-        return verdict.demote, None
+        return verdict.demote, self._whole_bytes(job, shards) if mode is Mode.WHOLE else None
 
-    def _digests(
-        self, job: SaveJob, shards: Mapping[int, Sequence[Parts]], mode: Mode
+    def _samples(
+        self, job: SaveJob, shards: Mapping[int, Sequence[Parts]]
     ) -> dict[int, list[dict[str, str]]]:
         return {
             state.rank: [
-                digests_of(leaves, mode)
+                digests_of(leaves, Mode.SAMPLES)
                 for leaves in (
                     self._compared(state),
                     *(group.leaves for group in shards[state.rank] if not group.lone),
@@ -173,10 +168,11 @@ class Parts:
 
 
 class WholeBytes:
-    """All bytes of the replicas' parameters and optimizer state, which are compared behind the training.
+    """All bytes of the replicas' parameters and optimizer state, which are compared before the commit.
 
-    What may be written before the gate opens is hashed at the boundary, the rest before it opens. `groups`
-    are, by node, leaves that are compared together.
+    They are hashed while the shards are written. Of a save behind the training, before that: what may be
+    written before the gate opens at the boundary, the rest before it opens. `groups` are, by node, leaves
+    that are compared together.
     """
 
     def __init__(
@@ -203,7 +199,7 @@ class WholeBytes:
         """Hash what is left, and let go of it."""
         self.hash_but({})
 
-    def compare(self, peers: Peers, failed: Exception | None) -> None:
+    def compare(self, peers: Peers, failed: Exception | None = None) -> None:
         """Raise SaveFailedError, naming leaves and nodes, on all processes alike; `failed` is told to all."""
 
         def hashed() -> Mapping[int, Sequence[Mapping[str, str]]]:

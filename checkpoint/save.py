@@ -26,7 +26,7 @@ from torchrelay.checkpoint.disk.paths import DATA, manifest_path, stats_path, tr
 from torchrelay.checkpoint.disk.shard import ShardIdentity
 from torchrelay.checkpoint.disk.shard_entries import Entries
 from torchrelay.checkpoint.disk.shard_writer import write_shard
-from torchrelay.checkpoint.disk.workers import WRITERS
+from torchrelay.checkpoint.disk.workers import WRITERS, beside
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.headway import headway
 from torchrelay.checkpoint.ledger_words import Holding
@@ -50,6 +50,8 @@ from torchrelay.metadata.stats import NodeStats, NodeTimes
 
 if TYPE_CHECKING:
     import torch
+
+    from torchrelay.checkpoint.replicas import WholeBytes
 
 Row = list[Any]
 """A node's report as it travels (`report`)."""
@@ -127,13 +129,18 @@ def make_plan(job: SaveJob, exchange: SpecExchange) -> Plan:
     return plan
 
 
-def carry_out(job: SaveJob, plan: Plan, clock: Clock) -> NodeStats:
-    """Write, commit and acknowledge; returns where the time went, by node. Only rank 0 knows it."""
+def carry_out(job: SaveJob, plan: Plan, clock: Clock, whole: WholeBytes | None = None) -> NodeStats:
+    """Write, commit and acknowledge; returns where the time went, by node. Only rank 0 knows it.
+
+    `whole` are bytes of replicas that are hashed while the device is busy, and compared before the commit.
+    """
     with clock.spent("plan"):
         try_name = _make_try(job, plan)
     try:
         with headway(f"saving epoch {job.position}", plan.largest_share * len(job.states)):
-            rows = [row for part in _write_all(job, plan, try_name, clock) for row in part or ()]
+            rows = [row for part in _write_all(job, plan, try_name, clock, whole) for row in part or ()]
+        if whole is not None:
+            whole.compare(job.peers)
     except PeerError:
         raise  # somebody may still be writing there
     except Exception:
@@ -200,12 +207,18 @@ def _make_others(job: SaveJob, made: str, make: Callable[[str], str]) -> None:
         raise
 
 
-def _write_all(job: SaveJob, plan: Plan, try_name: str, clock: Clock) -> list[list[Row] | None]:
+def _write_all(
+    job: SaveJob, plan: Plan, try_name: str, clock: Clock, whole: WholeBytes | None
+) -> list[list[Row] | None]:
     """Every process writes its nodes' shards, syncs them and their directory, and reports to rank 0."""
 
-    def write() -> list[Row]:
+    def store() -> list[Row]:
         rows = [_write_node(job, plan, try_name, state, dict(clock.secs)).row() for state in job.states]
         job.storage.sync_dir(try_directory(try_name))
+        return rows
+
+    def write() -> list[Row]:
+        rows = store() if whole is None else beside(whole.hash_rest, store)
         job.written()
         return rows
 

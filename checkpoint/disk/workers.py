@@ -41,6 +41,21 @@ def share(
         raise min(errors, key=lambda error: isinstance(error, Exception))
 
 
+def beside(other: Callable[[], object], work: Callable[[], T], *, name: str = "torchrelay-hash") -> T:
+    """What `work` returns, with `other` done meanwhile in a thread of its own, or after it where there is none.
+
+    Both have ended when it returns or raises what one of them raised, which keeps the other from being begun.
+    """
+    found: list[T] = []
+
+    def both(todo: Iterator[Callable[[], object]]) -> None:
+        for one in todo:
+            one()
+
+    share(both, (lambda: found.append(work()), other), 2, name=name)
+    return found[0]
+
+
 def _start(helpers: list[threading.Thread]) -> None:
     for helper in helpers:
         try:
