@@ -42,7 +42,7 @@ def share(
 
 
 def beside(other: Callable[[], object], work: Callable[[], T], *, name: str = "torchrelay-hash") -> T:
-    """What `work` returns, with `other` done meanwhile in a thread of its own, or after it where there is none.
+    """What `work` returns, with `other` done meanwhile in another thread, or after it where there is none.
 
     Both have ended when it returns or raises what one of them raised, which keeps the other from being begun.
     """

@@ -220,7 +220,7 @@ def test_a_rank_that_reports_no_shard_fails_the_save_of_all(
 def test_a_save_like_the_last_one_meets_twice_before_it_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replicas and leaves, without reuse; the plan is compared again as soon as any rank's leaves differ."""
+    """Replicas and leaves, without reuse; where all bytes are due once more, and for a plan that is new."""
     topics: dict[int, list[str]] = {0: [], 1: []}
     exchange = PairedPeers.exchange
 
@@ -244,7 +244,8 @@ def test_a_save_like_the_last_one_meets_twice_before_it_writes(
 
     writing = ["save: try", "save: write", "save: commit"]
     put(torch.zeros(1))
-    assert saved(1) == ["save: replicas", "save: leaves", "save: plan", *writing]
+    whole = [*writing[:2], "save: all bytes of replicas", *writing[2:]]
+    assert saved(1) == ["save: replicas", "save: leaves", "save: plan", *whole]
     put(torch.ones(1))
     assert saved(2) == ["save: replicas", "save: leaves", *writing]
     put(torch.ones(2))
