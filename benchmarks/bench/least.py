@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import threading
@@ -24,8 +25,11 @@ WRITERS = 3
 RANDOM = 64 << 20
 """Bytes of random content that is written again and again."""
 
-Piece = tuple[int, int, memoryview]
-"""A descriptor, at which byte of it, and the memory."""
+Piece = tuple[int, int, memoryview, int]
+"""A descriptor, at which byte of it, the memory, and how many bytes of the file stand for one of it."""
+
+
+_own = threading.local()
 
 
 def least_load_secs(
@@ -37,13 +41,17 @@ def least_load_secs(
     """Seconds until this process, or all ranks, have filled their tensors, the quickest of some tries.
 
     All ranks ask together; each try has so many threads in each, and `before` is called on rank 0. Each
-    reads one stretch after the other and hashes every block with xxh3-128. Nothing is looked up, compared
-    or put in order, so the tensors hold nonsense afterwards. Pieces whose bytes lie in columns of a file cost
-    a load more than this. None for files that are too small.
+    reads one stretch after the other and hashes every block with xxh3-128. Where a rank wants some columns,
+    their blocks hold those of others too: as many bytes are read and hashed, and its share of them copied.
+    Nothing is looked up, compared or put in order, so the tensors hold nonsense afterwards. None for files
+    that are too small.
     """
-    local = [local_of(tensor) for tensor in tensors.values()]
-    memories = [_memory(tensor) for tensor in local if tensor.nbytes >= SMALL]
-    rank, every = _of_ranks(sum(len(memory) for memory in memories))
+    wanted = [
+        (_memory(local_of(tensor)), _columns(tensor))
+        for tensor in tensors.values()
+        if local_of(tensor).nbytes >= SMALL
+    ]
+    rank, every = _of_ranks(sum(len(memory) * columns for memory, columns in wanted))
     files = [file for file in files_below(path) if file.stat().st_size >= 2 * RUN]
     if not files or not min(every):
         return None
@@ -53,7 +61,7 @@ def least_load_secs(
             before()
         opened = [os.open(file, os.O_RDONLY) for file in files]
         try:
-            pieces = _pieces(opened, memories, sum(every[:rank]))
+            pieces = _pieces(opened, wanted, sum(every[:rank]))
             return _timed(lambda: _shared(pieces, _read, count))
         finally:
             for descriptor in opened:
@@ -82,11 +90,20 @@ def _memory(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def _pieces(opened: list[int], memories: Iterable[memoryview], begin: int) -> list[Piece]:
-    """Runs of memory and where their bytes come from, beginning at byte `begin` of all files in a row."""
+def _columns(tensor: torch.Tensor) -> int:
+    """Into how many parts its rows are cut, of which this rank has one."""
+    return math.prod(tensor.shape[1:]) // math.prod(local_of(tensor).shape[1:])
+
+
+def _pieces(opened: list[int], wanted: Iterable[tuple[memoryview, int]], begin: int) -> list[Piece]:
+    """Parts of memory and which runs fill them, beginning at byte `begin` of all files in a row."""
     runs = [(descriptor, at) for descriptor in opened for at in _begins(descriptor)]
-    parts = [memory[first : first + RUN] for memory in memories for first in range(0, len(memory), RUN)]
-    return [(*runs[(begin // RUN + number) % len(runs)], part) for number, part in enumerate(parts)]
+    parts = [
+        (memory[first : first + RUN // columns], columns)
+        for memory, columns in wanted
+        for first in range(0, len(memory), RUN // columns)
+    ]
+    return [(*runs[(begin // RUN + number) % len(runs)], *part) for number, part in enumerate(parts)]
 
 
 def _begins(descriptor: int) -> range:
@@ -99,7 +116,7 @@ def _write(path: Path, nbytes: int, content: memoryview) -> None:
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
         cut = ((at, at % len(content)) for at in range(0, nbytes, PIECE))
-        _shared([(descriptor, at, content[part : part + PIECE]) for at, part in cut], _put, WRITERS)
+        _shared([(descriptor, at, content[part : part + PIECE], 1) for at, part in cut], _put, WRITERS)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -114,7 +131,7 @@ def _timed(work: Callable[[], None]) -> float:
     return time.perf_counter() - begin
 
 
-def _shared(pieces: list[Piece], move: Callable[[int, int, memoryview], None], threads: int) -> None:
+def _shared(pieces: list[Piece], move: Callable[[int, int, memoryview, int], None], threads: int) -> None:
     """Move all pieces, begun in their order."""
     coming = iter(pieces)
     lock = threading.Lock()
@@ -149,13 +166,24 @@ def _meet() -> None:
         dist.barrier()
 
 
-def _read(descriptor: int, at: int, memory: memoryview) -> None:
-    if os.preadv(descriptor, [memory], at) != len(memory):
-        raise RuntimeError(f"file {descriptor} ends before byte {at + len(memory)}")
-    for block in range(0, len(memory), BLOCK):
-        xxhash.xxh3_128_digest(memory[block : block + BLOCK])
+def _read(descriptor: int, at: int, memory: memoryview, columns: int) -> None:
+    target = memory if columns == 1 else _room()[: len(memory) * columns]
+    if os.preadv(descriptor, [target], at) != len(target):
+        raise RuntimeError(f"file {descriptor} ends before byte {at + len(target)}")
+    for block in range(0, len(target), BLOCK):
+        xxhash.xxh3_128_digest(target[block : block + BLOCK])
+    if columns > 1:
+        memory[:] = target[: len(memory)]
 
 
-def _put(descriptor: int, at: int, memory: memoryview) -> None:
+def _room() -> memoryview:
+    """Memory of this thread for one run, used again and again."""
+    if not hasattr(_own, "room"):
+        _own.room = memoryview(mmap.mmap(-1, RUN))
+    room: memoryview = _own.room
+    return room
+
+
+def _put(descriptor: int, at: int, memory: memoryview, _: int) -> None:
     if os.pwrite(descriptor, memory, at) != len(memory):
         raise RuntimeError(f"the disk took less than {len(memory)} bytes at {at}")
