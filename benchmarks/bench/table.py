@@ -31,10 +31,11 @@ same ratio within the rounds.
 `limit` is the share of what the device did right before (writes and cold reads: O_DIRECT with 4 threads,
 writes with fsync; warm: reads of the page cache with all cores). `least` is what the same processes needed
 right after for as many bytes alone. Loads: read from the same files, as cold or as warm as before, into the
-same memory, and hashed with xxh3-128 (warm: the quickest of three tries); nothing is looked up, decoded,
-compared, cut into columns or wanted by two processes in it. Saves: random bytes written directly into one
-file of each process, until durable; nothing is copied, hashed or described. Before each load and its `least`
-as much free memory as they may need is touched and given back, for a virtual machine's host may have it.
+same memory, and hashed with xxh3-128 (warm: the quickest of three tries); of a tensor that is cut into
+columns each process reads and hashes whole blocks, and copies its share. Nothing is looked up, decoded or
+compared in it. Saves: random bytes written directly into one file of each process, until durable; nothing is
+copied, hashed or described. Before each load and its `least` as much free memory as they may need is touched
+and given back, for a virtual machine's host may have it.
 `extra memory` is the peak of RSS above what the process had before, of all ranks together, touched pages of
 mapped files included.
 
