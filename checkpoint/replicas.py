@@ -1,4 +1,4 @@
-"""Before bytes are written: are the replicas alike, and what follows where they are not."""
+"""Before an epoch is committed: are the replicas alike, and what follows where they are not."""
 
 from __future__ import annotations
 
@@ -58,6 +58,9 @@ class ReplicaCheck:
     def __init__(self, every: int = WHOLE_EVERY) -> None:
         self._every = every
         self._first = True
+        """Nothing was found alike yet."""
+        self._owed = False
+        """A comparison of all bytes was due and not made, because the save had failed before."""
         self._broadcasts: dict[int, tuple[weakref.ref[nn.Module], bool]] = {}
 
     def run(
@@ -70,14 +73,16 @@ class ReplicaCheck:
         """Return the leaves that are `rank` from now on, because they differ, and what is left to compare.
 
         `forced` are blobs whose scope `replicated` the user fixed. Of parameters and optimizer state samples
-        are compared now; where all their bytes are to be, these are left for before the commit. Raises
-        SaveFailedError, naming leaves and nodes, where a difference must not be; on all processes what
-        `failed` on one, which has no leaves to tell of.
+        are compared now; where all their bytes are due on any process, these are left for before the commit,
+        but for parts that two meshes of the same form hold alone. Raises SaveFailedError, naming leaves and
+        nodes, where a difference must not be; on all processes what `failed` on one, which has no leaves to
+        tell of.
         """
         if len(job.places) == 1:
             all_listed(job.peers, "save: boundary", failed)
             return frozenset(), None
-        mode = mode_at(job.position.epoch, first=self._first, every=self._every)
+        mode = mode_at(job.position.epoch, first=self._first or self._owed, every=self._every)
+        self._owed = mode is Mode.WHOLE
         shards = {state.rank: _parts(state) for state in job.states}
         strict = {
             leaf.name
@@ -98,17 +103,19 @@ class ReplicaCheck:
             strict,
             lone={
                 rank: [
-                    Lone(tuple(leaf.name for leaf in group.leaves), partial(digests_of, group.leaves, mode))
+                    Lone(tuple(leaf.name for leaf in group.leaves), partial(digests_of, group.leaves))
                     for group in groups
                     if group.lone
                 ]
                 for rank, groups in shards.items()
             },
+            due=mode is Mode.WHOLE,
         )
+        self._owed = verdict.due
         if verdict.failures:
             names = {place.rank: str(place) for place in job.places}
             raise SaveFailedError(_told(job.position, names, verdict.failures))
-        return verdict.demote, self._whole_bytes(job, shards) if mode is Mode.WHOLE else None
+        return verdict.demote, self._whole_bytes(job, shards) if verdict.due else None
 
     def _samples(
         self, job: SaveJob, shards: Mapping[int, Sequence[Parts]]
@@ -132,10 +139,11 @@ class ReplicaCheck:
             ]
             for state in job.states
         }
-        return WholeBytes(job, groups, self._passed)
+        return WholeBytes(job, groups, self._compared_whole)
 
-    def _passed(self) -> None:
-        self._first = False
+    def _compared_whole(self, alike: bool) -> None:
+        self._owed = False
+        self._first = self._first and not alike
 
     def _compared(self, state: NodeState) -> list[Leaf]:
         broadcast = {
@@ -172,18 +180,18 @@ class WholeBytes:
 
     They are hashed while the shards are written. Of a save behind the training, before that: what may be
     written before the gate opens at the boundary, the rest before it opens. `groups` are, by node, leaves
-    that are compared together.
+    that are compared together; `compared` hears whether all were alike.
     """
 
     def __init__(
-        self, job: SaveJob, groups: Mapping[int, Sequence[Sequence[Leaf]]], passed: Callable[[], None]
+        self, job: SaveJob, groups: Mapping[int, Sequence[Sequence[Leaf]]], compared: Callable[[bool], None]
     ) -> None:
         self._told = partial(_told, job.position, {place.rank: str(place) for place in job.places})
         self._left = {node: [list(group) for group in some] for node, some in groups.items()}
         self._digests: dict[int, list[dict[str, str]]] = {
             node: [{} for _ in some] for node, some in groups.items()
         }
-        self._passed = passed
+        self._compared = compared
 
     def hash_but(self, guarded: Mapping[int, Collection[int]]) -> None:
         """Hash what does not lie at one of these addresses, by node."""
@@ -197,7 +205,15 @@ class WholeBytes:
 
     def hash_rest(self) -> None:
         """Hash what is left, and let go of it."""
-        self.hash_but({})
+        for hash_one in self.each_left():
+            hash_one()
+
+    def each_left(self) -> Iterator[Callable[[], None]]:
+        """What `hash_rest` does, leaf by leaf; each may be called by another thread."""
+        for node, groups in self._left.items():
+            for group, digests in zip(groups, self._digests[node], strict=True):
+                while group:
+                    yield partial(_hash_one, group.pop(), digests)
 
     def compare(self, peers: Peers, failed: Exception | None = None) -> None:
         """Raise SaveFailedError, naming leaves and nodes, on all processes alike; `failed` is told to all."""
@@ -209,9 +225,13 @@ class WholeBytes:
 
         strict = {name for groups in self._digests.values() for digests in groups for name in digests}
         verdict = compare_replicas(peers, "save: all bytes of replicas", hashed, strict)
+        self._compared(not verdict.failures)
         if verdict.failures:
             raise SaveFailedError(self._told(verdict.failures))
-        self._passed()
+
+
+def _hash_one(leaf: Leaf, digests: dict[str, str]) -> None:
+    digests.update(digests_of([leaf], Mode.WHOLE))
 
 
 def _address(leaf: Leaf) -> int:

@@ -218,7 +218,7 @@ def _write_all(
         return rows
 
     def write() -> list[Row]:
-        rows = store() if whole is None else beside(whole.hash_rest, store)
+        rows = store() if whole is None else beside(store, whole.each_left(), name="torchrelay-hash")
         job.written()
         return rows
 

@@ -10,6 +10,8 @@ T = TypeVar("T")
 WRITERS = 3
 """Threads that write a file, however many processes do so: one copies and hashes while others wait for
 the device; more gain nothing."""
+LOOK_SECS = 5.0
+"""How often whoever waits for a helper looks at it, whatever became of the signal."""
 
 
 def share(
@@ -29,34 +31,56 @@ def share(
             shared.stop()
             errors.append(error)
 
-    helpers = [threading.Thread(target=run, name=name, daemon=True) for _ in range(threads - 1)]
+    helpers = [_Helper(run, name) for _ in range(threads - 1)]
     try:
         _start(helpers)
         run()
     except BaseException as error:
         shared.stop()
         errors.append(error)
-    errors.extend(_joined(helpers, shared))
+    errors.extend(_ended(helpers, shared))
     if errors:
         raise min(errors, key=lambda error: isinstance(error, Exception))
 
 
-def beside(other: Callable[[], object], work: Callable[[], T], *, name: str = "torchrelay-hash") -> T:
-    """What `work` returns, with `other` done meanwhile in another thread, or after it where there is none.
+def beside(work: Callable[[], T], others: Iterable[Callable[[], object]], *, name: str) -> T:
+    """What `work` returns, done by this thread; another does `others` meanwhile, and this one what is left.
 
-    Both have ended when it returns or raises what one of them raised, which keeps the other from being begun.
+    Both have ended when it returns or raises. What `work` raises ends the others after the one that each
+    thread is at.
     """
-    found: list[T] = []
+    caller, found = threading.get_ident(), list[T]()
 
-    def both(todo: Iterator[Callable[[], object]]) -> None:
+    def run(todo: Iterator[Callable[[], object]]) -> None:
+        if threading.get_ident() == caller:
+            found.append(work())
         for one in todo:
             one()
 
-    share(both, (lambda: found.append(work()), other), 2, name=name)
+    share(run, others, 2, name=name)
     return found[0]
 
 
-def _start(helpers: list[threading.Thread]) -> None:
+class _Helper(threading.Thread):
+    """A thread that tells when its work has ended.
+
+    `Thread.join` does not do for that: where it is interrupted, Python up to 3.12 may take a living thread
+    for one that has ended (bpo-45274).
+    """
+
+    def __init__(self, work: Callable[[], None], name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._work = work
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        try:
+            self._work()
+        finally:
+            self.over.set()
+
+
+def _start(helpers: list[_Helper]) -> None:
     for helper in helpers:
         try:
             helper.start()
@@ -64,13 +88,17 @@ def _start(helpers: list[threading.Thread]) -> None:
             return
 
 
-def _joined(helpers: list[threading.Thread], shared: _Shared[T]) -> list[BaseException]:
-    """Wait for all of them, whatever happens meanwhile; returns what interrupted the waiting."""
+def _ended(helpers: list[_Helper], shared: _Shared[T]) -> list[BaseException]:
+    """Wait for all that began, whatever happens meanwhile; returns what interrupted the waiting.
+
+    A helper without a number has not begun: if it still does, an interrupt has stopped the sequence, or this
+    thread has come to its end.
+    """
     errors: list[BaseException] = []
     for helper in helpers:
-        while helper.is_alive():
+        while helper.ident is not None and not helper.over.is_set():
             try:
-                helper.join()
+                helper.over.wait(LOOK_SECS)
             except BaseException as error:
                 shared.stop()
                 errors.append(error)

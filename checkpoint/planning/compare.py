@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -52,11 +52,12 @@ class Verdict:
     """What a comparison found.
 
     `demote` are leaves that become `rank` for good; `failures` says per leaf which nodes have other
-    bytes than most, and any of them fails the save.
+    bytes than most, and any of them fails the save. `due`: some process wants all bytes compared.
     """
 
     demote: frozenset[str] = frozenset()
     failures: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    due: bool = False
 
 
 def mode_at(epoch: int, *, first: bool, every: int = WHOLE_EVERY) -> Mode:
@@ -100,7 +101,7 @@ class Lone:
     """Leaves of a node of which it knows no other holder; hashed only if another node has the same names."""
 
     names: tuple[str, ...]
-    digest: Callable[[], ByLeaf]
+    digest: Callable[[Mode], ByLeaf]
 
 
 def compare_replicas(
@@ -110,9 +111,12 @@ def compare_replicas(
     forced_replicated: Collection[str],
     *,
     lone: Mapping[int, Sequence[Lone]] | None = None,
+    due: bool = False,
     deadline_secs: float | None = None,
 ) -> Verdict:
     """Compare the nodes of all processes; every process gets the same verdict.
+
+    `due`: this process wants all bytes compared, which it tells the others; lone leaves then are.
 
     `digest` makes the digests of the nodes that this process hosts, in groups: first what any node may
     have too, then parts of meshes, a group of the same names being the same parts. Where it raises, all
@@ -129,20 +133,23 @@ def compare_replicas(
                 node,
                 [_combined(one) for one in hosted[node]],
                 [_named(one.names) for one in alone.get(node, ())],
+                due,
             ]
             for node in sorted(hosted)
         ]
 
     answers = together(peers, topic, look, deadline_secs=deadline_secs)
     posted = sorted((one for answer in answers for one in answer), key=lambda one: int(one[0]))
-    groups = [(node, index, *pair) for node, pairs, _ in posted for index, pair in enumerate(pairs)]
-    counts = Counter(names for _, _, lones in posted for names in lones)
+    due = any(wanted for *_, wanted in posted)
+    groups = [(node, index, *pair) for node, pairs, *_ in posted for index, pair in enumerate(pairs)]
+    counts = Counter(names for _, _, lones, _ in posted for names in lones)
     twins = frozenset(names for names, count in counts.items() if count > 1)
     if twins:
-        groups += _twins(peers, topic, hosted, alone, twins, deadline_secs)
+        mode = Mode.WHOLE if due else Mode.SAMPLES
+        groups += _twins(peers, topic, hosted, alone, twins, mode, deadline_secs)
     asked = _asked(groups)
     if not asked:
-        return Verdict()
+        return Verdict(due=due)
     details = [
         [node, {name: one for index, group in enumerate(hosted[node]) if (node, index) in asked
                 for name, one in group.items()}]
@@ -150,7 +157,8 @@ def compare_replicas(
     ]  # fmt: skip
     answers = peers.exchange(f"{topic}, in detail", details, deadline_secs=deadline_secs)
     by_node = {node: digests for answer in answers for node, digests in answer}
-    return verdict(by_node, _everywhere(peers, topic, forced_replicated, deadline_secs))
+    found = verdict(by_node, _everywhere(peers, topic, forced_replicated, deadline_secs))
+    return replace(found, due=due)
 
 
 _Group = tuple[int, int, str, str]
@@ -163,6 +171,7 @@ def _twins(
     hosted: Mapping[int, list[ByLeaf]],
     alone: Mapping[int, Sequence[Lone]],
     twins: Collection[str],
+    mode: Mode,
     deadline_secs: float | None,
 ) -> list[_Group]:
     """Hash the lone groups that other nodes have too; they become groups of `hosted`."""
@@ -172,7 +181,7 @@ def _twins(
         for node, lones in sorted(alone.items()):
             for one in lones:
                 if _named(one.names) in twins:
-                    hosted[node].append(one.digest())
+                    hosted[node].append(one.digest(mode))
                     found.append([node, len(hosted[node]) - 1, *_combined(hosted[node][-1])])
         return found
 

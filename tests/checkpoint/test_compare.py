@@ -114,7 +114,7 @@ class Recorded:
             return [
                 mine,
                 *(
-                    {"value": [[node, groups_of(d), []] for node, d in one.items()]}
+                    {"value": [[node, groups_of(d), [], False] for node, d in one.items()]}
                     for one in self.hosted[1:]
                 ),
             ]
@@ -151,7 +151,7 @@ def compared(hosted, lone=None):
     meeting = Meeting(len(hosted))
 
     def one(rank):
-        alone = {rank: [Lone(tuple(d), lambda d=d: counted(d)) for d in (lone or {}).get(rank, [])]}
+        alone = {rank: [Lone(tuple(d), lambda mode, d=d: counted(d)) for d in (lone or {}).get(rank, [])]}
         return compare_replicas(meeting.of(rank), "t", lambda: {rank: hosted[rank]}, FORCED, lone=alone)
 
     hashed = []
@@ -217,3 +217,28 @@ def test_nodes_with_different_leaves_compare_what_they_share():
     assert found == Verdict(frozenset(), {"w": (1,)})
     found, _ = run({0: {"w": "a", "first": "b"}}, {1: {"w": "a", "second": "c"}})
     assert found == Verdict()
+
+
+def test_what_is_due_for_one_is_due_for_all():
+    """Every process hears whether any wants all bytes compared, and lone leaves are hashed accordingly."""
+    asked = []
+
+    def lone(mode):
+        asked.append(mode)
+        return {"w": "a"}
+
+    def verdicts(due):
+        meeting = Meeting(len(due))
+
+        def one(rank):
+            alone = {rank: [Lone(("w",), lone)]}
+            return compare_replicas(
+                meeting.of(rank), "t", lambda: {rank: [{"v": "b"}]}, {"w"}, lone=alone, due=due[rank]
+            )
+
+        with ThreadPoolExecutor(len(due)) as pool:
+            return list(pool.map(one, range(len(due))))
+
+    assert verdicts([False, True]) == [Verdict(due=True)] * 2
+    assert verdicts([False, False]) == [Verdict()] * 2
+    assert asked == [Mode.WHOLE] * 2 + [Mode.SAMPLES] * 2

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+import signal
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from paired_sessions import PairedSession, paired_sessions
 from ranks import on_ranks
 
 from torchrelay import MultiNodeCheckpointManager
+from torchrelay.checkpoint import replicas
 from torchrelay.checkpoint import save as save_module
 from torchrelay.checkpoint.disk import workers
 from torchrelay.checkpoint.disk.workers import beside
-from torchrelay.checkpoint.replicas import WholeBytes
 from torchrelay.errors import SaveFailedError, StorageError
 from torchrelay.jobs.blobs import Blob
 from torchrelay.jobs.random_streams import RandomStreams
@@ -48,16 +49,25 @@ class Replica(PairedSession):
         return RandomStreams.derive(0, self.peers.rank)
 
 
+def _full(job: Any, plan: Any, name: str, state: Any, before: Any) -> Any:
+    raise StorageError("no space left") from OSError(errno.ENOSPC, "no space left")
+
+
 class Run:
     """Ranks that save epochs to one directory; a save gives what each of them met."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, every: tuple[int | None, ...] = (None,) * RANKS) -> None:
         self.folder = folder
         self.ranks = [
             Replica(one.peers.rank, [f"trainer_{rank}" for rank in range(RANKS)], meetings)
             for one, meetings in ((one, (one.peers._meeting, one._flags)) for one in paired_sessions(RANKS))
         ]
-        self.managers = [MultiNodeCheckpointManager(folder, reuse=False) for _ in self.ranks]
+        self.managers = [MultiNodeCheckpointManager(folder, reuse=False, compare_every=one) for one in every]
+
+    def rank_of(self, leaf: Any) -> int:
+        """Whose leaf this is."""
+        held = [{one.data_ptr() for one in rank.layer.parameters()} for rank in self.ranks]
+        return next(rank for rank, some in enumerate(held) if leaf.content.data_ptr() in some)
 
     def save(self, epoch: int) -> list[Any]:
         with warnings.catch_warnings():
@@ -96,25 +106,27 @@ def test_a_difference_between_the_samples_keeps_a_first_save_from_being_committe
 
 def test_all_bytes_are_hashed_beside_the_write(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Either of the two waits for the other to have begun: one after the other they would not end."""
-    begun = {kind: threading.Barrier(2) for kind in range(RANKS)}
-    write, hash_rest = save_module._write_node, WholeBytes.hash_rest
-
-    def meet(kind: int) -> None:
-        begun[kind].wait(20.0)
+    begun = {rank: threading.Barrier(2) for rank in range(RANKS)}
+    writers: dict[int, str] = {}
+    write, hash_one, hashing = save_module._write_node, replicas._hash_one, set[int]()
 
     def written(job: Any, plan: Any, name: str, state: Any, before: Any) -> Any:
-        meet(state.rank)
+        writers[state.rank] = threading.current_thread().name
+        begun[state.rank].wait(20.0)
         return write(job, plan, name, state, before)
 
-    def hashed(self: WholeBytes) -> None:
-        (rank,) = self._left
-        meet(rank)
-        hash_rest(self)
+    def hashed(leaf: Any, digests: Any) -> None:
+        rank = run.rank_of(leaf)
+        if rank not in hashing:
+            hashing.add(rank)
+            begun[rank].wait(20.0)
+        hash_one(leaf, digests)
 
     monkeypatch.setattr(save_module, "_write_node", written)
-    monkeypatch.setattr(WholeBytes, "hash_rest", hashed)
+    monkeypatch.setattr(replicas, "_hash_one", hashed)
     run.save(1)
-    assert run.epochs == [1]
+    assert run.epochs == [1] and hashing == set(range(RANKS))
+    assert "torchrelay-hash" not in writers.values(), "who calls save writes, and hears of Ctrl-C"
 
 
 def test_what_hashing_meets_on_one_rank_fails_the_save_of_all(
@@ -122,14 +134,14 @@ def test_what_hashing_meets_on_one_rank_fails_the_save_of_all(
 ) -> None:
     """Both hear of it, nothing is committed or left, and the next save goes well."""
     broken: list[BaseException] = [MemoryError("no memory for a digest")]
-    hash_rest = WholeBytes.hash_rest
+    hash_one = replicas._hash_one
 
-    def hashed(self: WholeBytes) -> None:
-        if 1 in self._left and broken:
+    def hashed(leaf: Any, digests: Any) -> None:
+        if run.rank_of(leaf) == 1 and broken:
             raise broken.pop()
-        hash_rest(self)
+        hash_one(leaf, digests)
 
-    monkeypatch.setattr(WholeBytes, "hash_rest", hashed)
+    monkeypatch.setattr(replicas, "_hash_one", hashed)
     told = run.save(1)
     assert not broken
     assert all("no memory for a digest" in str(one) for one in told), told
@@ -138,13 +150,34 @@ def test_what_hashing_meets_on_one_rank_fails_the_save_of_all(
     assert run.epochs == [2]
 
 
+def test_a_comparison_that_a_failed_save_left_out_is_made_by_the_next(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All bytes are due at epoch 10, whose write fails: epoch 11 compares them, epoch 12 samples again."""
+    run.save(1)
+    run.ranks[1].element.add_(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(save_module, "_write_node", _full)
+        assert all("no space left" in str(one) for one in run.save(10))
+    assert all("model.weight differs on trainer_1" in str(one) for one in run.save(11))
+    run.save(12)
+    assert run.epochs == [1, 12]
+
+
+def test_all_bytes_are_compared_where_any_rank_asks_for_it(tmp_path: Path) -> None:
+    """One rank compares every 5 epochs, one every 10: at epoch 5 both do, and are in step after it."""
+    run = Run(tmp_path, every=(10, 5))
+    run.save(1)
+    run.ranks[1].element.add_(1)
+    assert all("model.weight differs on trainer_1" in str(one) for one in run.save(5))
+    run.ranks[1].element.sub_(1)
+    run.save(6)
+    assert run.epochs == [1, 6]
+
+
 def test_a_failed_write_is_told_and_not_the_hashing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the disk is full nobody goes on to compare: all ranks hear of the disk."""
-
-    def full(job: Any, plan: Any, name: str, state: Any, before: Any) -> Any:
-        raise StorageError("no space left") from OSError(errno.ENOSPC, "no space left")
-
-    monkeypatch.setattr(save_module, "_write_node", full)
+    monkeypatch.setattr(save_module, "_write_node", _full)
     told = run.save(1)
     assert all("no space left" in str(one) for one in told), told
     assert (run.epochs, run.tries) == ([], [])
@@ -158,15 +191,20 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         def start(self: threading.Thread) -> None:
             raise RuntimeError("can't start new thread")
 
-        monkeypatch.setattr(workers.threading.Thread, "start", start)
+        monkeypatch.setattr(workers._Helper, "start", start)
     yield
 
 
-def test_both_are_done_and_one_is_answered(threads: None) -> None:
-    """The work's answer comes back; the other thing is done by then."""
-    done: list[str] = []
-    assert beside(lambda: done.append("other"), lambda: done.append("work") or 7) == 7
-    assert sorted(done) == ["other", "work"]
+def _beside(work: Callable[[], Any], others: list[Callable[[], object]]) -> Any:
+    return beside(work, others, name="beside")
+
+
+def test_all_is_done_and_one_is_answered(threads: None) -> None:
+    """The work is done by the caller, its answer comes back, and the other things are done by then, once."""
+    done: list[int] = []
+    others = [lambda one=one: done.append(one) for one in range(20)]
+    assert _beside(threading.get_ident, others) == threading.get_ident()
+    assert sorted(done) == list(range(20))
 
 
 @pytest.mark.parametrize("fails", ["other", "work"])
@@ -178,4 +216,38 @@ def test_what_either_raises_is_raised(threads: None, fails: str) -> None:
             raise ValueError(name)
 
     with pytest.raises(ValueError, match=fails):
-        beside(lambda: one("other"), lambda: one("work"))
+        _beside(lambda: one("work"), [lambda: one("other")])
+
+
+def test_an_interrupt_waits_for_the_thing_that_a_helper_is_at() -> None:
+    """Ctrl-C in the caller, which waits for a helper: it is raised when that has ended what it was at."""
+    at_it, let_go, done = threading.Event(), threading.Event(), list[int]()
+
+    def slow() -> None:
+        at_it.set()
+        assert let_go.wait(20.0)
+        done.append(1)
+
+    def interrupt() -> None:
+        assert at_it.wait(20.0)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        interrupted.wait(20.0)
+        let_go.set()
+
+    interrupted = threading.Event()
+
+    def handler(*_: object) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, handler)
+    other = threading.Thread(target=interrupt, daemon=True)
+    try:
+        other.start()
+        with pytest.raises(KeyboardInterrupt):
+            _beside(lambda: at_it.wait(20.0), [slow])
+        assert done == [1]
+    finally:
+        signal.signal(signal.SIGINT, before)
+        let_go.set()
+        other.join(20.0)
