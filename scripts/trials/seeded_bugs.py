@@ -351,6 +351,15 @@ def _together() -> Iterator[Bug]:
         ["tests/checkpoint/test_replicas_beside.py"],
     )
     yield Bug(
+        "an interrupted join counts as the end of a thread",
+        "checkpoint/disk/workers.py",
+        "        while helper.ident is not None and not helper.over.is_set():\n"
+        "            try:\n"
+        "                helper.over.wait(LOOK_SECS)\n",
+        "        while helper.is_alive():\n            try:\n                helper.join()\n",
+        ["tests/checkpoint/test_replicas_beside.py", "-k", "interrupt"],
+    )
+    yield Bug(
         "random states are not restored",
         "runners/life.py",
         "        for name, streams in self.streams.items():\n",

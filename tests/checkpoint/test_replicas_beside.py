@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import signal
+import sys
 import threading
+import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -219,6 +222,16 @@ def test_what_either_raises_is_raised(threads: None, fails: str) -> None:
         _beside(lambda: one("work"), [lambda: one("other")])
 
 
+def _until_main_thread_is_in(function: str) -> None:
+    ends = time.monotonic() + 20.0
+    while time.monotonic() < ends:
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        if function in (one.name for one in traceback.extract_stack(frame)):
+            return
+        time.sleep(0.001)
+    raise AssertionError(f"the main thread never came to {function}")
+
+
 def test_an_interrupt_waits_for_the_thing_that_a_helper_is_at() -> None:
     """Ctrl-C in the caller, which waits for a helper: it is raised when that has ended what it was at."""
     at_it, let_go, done = threading.Event(), threading.Event(), list[int]()
@@ -230,6 +243,7 @@ def test_an_interrupt_waits_for_the_thing_that_a_helper_is_at() -> None:
 
     def interrupt() -> None:
         assert at_it.wait(20.0)
+        _until_main_thread_is_in("_ended")
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         interrupted.wait(20.0)
         let_go.set()
