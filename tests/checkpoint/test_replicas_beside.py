@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import errno
-import signal
-import sys
 import threading
-import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from interrupts import interrupted_in
 from paired_sessions import PairedSession, paired_sessions
 from ranks import on_ranks
 
@@ -222,16 +219,6 @@ def test_what_either_raises_is_raised(threads: None, fails: str) -> None:
         _beside(lambda: one("work"), [lambda: one("other")])
 
 
-def _until_main_thread_is_in(function: str) -> None:
-    ends = time.monotonic() + 20.0
-    while time.monotonic() < ends:
-        frame = sys._current_frames()[threading.main_thread().ident or 0]
-        if function in (one.name for one in traceback.extract_stack(frame)):
-            return
-        time.sleep(0.001)
-    raise AssertionError(f"the main thread never came to {function}")
-
-
 def test_an_interrupt_waits_for_the_thing_that_a_helper_is_at() -> None:
     """Ctrl-C in the caller, which waits for a helper: it is raised when that has ended what it was at."""
     at_it, let_go, done = threading.Event(), threading.Event(), list[int]()
@@ -241,27 +228,7 @@ def test_an_interrupt_waits_for_the_thing_that_a_helper_is_at() -> None:
         assert let_go.wait(20.0)
         done.append(1)
 
-    def interrupt() -> None:
-        assert at_it.wait(20.0)
-        _until_main_thread_is_in("_ended")
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        interrupted.wait(20.0)
-        let_go.set()
-
-    interrupted = threading.Event()
-
-    def handler(*_: object) -> None:
-        interrupted.set()
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, handler)
-    other = threading.Thread(target=interrupt, daemon=True)
-    try:
-        other.start()
+    with interrupted_in("_ended", at_it, let_go.set):
         with pytest.raises(KeyboardInterrupt):
             _beside(lambda: at_it.wait(20.0), [slow])
         assert done == [1]
-    finally:
-        signal.signal(signal.SIGINT, before)
-        let_go.set()
-        other.join(20.0)

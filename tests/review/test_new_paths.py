@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from interrupts import interrupted_in
 from leaf_store import load, save
 from ranks import local_store, on_ranks
 from tear_job import torn, train
@@ -121,17 +122,9 @@ def test_without_more_threads_a_load_is_done_by_one(monkeypatch: pytest.MonkeyPa
     assert done == [0, 1, 2, 3, 4]
 
 
-def test_an_interrupted_load_leaves_no_thread_that_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_load_leaves_no_thread_that_writes() -> None:
     """Once Ctrl-C has arrived while other threads read, no memory of the caller's is written any more."""
-    go, waiting = threading.Event(), threading.Event()
-    join, hit = threading.Thread.join, []
-
-    def interrupted(self: threading.Thread, timeout: float | None = None) -> None:
-        if not hit:
-            hit.append(self)
-            go.set()
-            raise KeyboardInterrupt
-        join(self, timeout)
+    go, waiting, written = threading.Event(), threading.Event(), list[int]()
 
     def work(item: int) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -139,14 +132,12 @@ def test_an_interrupted_load_leaves_no_thread_that_writes(monkeypatch: pytest.Mo
         else:
             waiting.set()
             assert go.wait(60)
-            time.sleep(0.05)
             written.append(item)
 
-    written: list[int] = []
-    monkeypatch.setattr(threading.Thread, "join", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        each(work, range(2), 2 * EACH, 2)
-    assert hit and not hit[0].is_alive() and len(written) == 1
+    with interrupted_in("_ended", waiting, go.set):
+        with pytest.raises(KeyboardInterrupt):
+            each(work, range(2), 2 * EACH, 2)
+        assert len(written) == 1
 
 
 def test_ranks_at_different_places_hear_so_whatever_they_post() -> None:
