@@ -209,7 +209,10 @@ class WholeBytes:
             hash_one()
 
     def each_left(self) -> Iterator[Callable[[], None]]:
-        """What `hash_rest` does, leaf by leaf; each may be called by another thread."""
+        """What `hash_rest` does, leaf by leaf; each may be called by another thread.
+
+        Samples of every leaf were copied before by who saves, behind whatever was queued on its device.
+        """
         for node, groups in self._left.items():
             for group, digests in zip(groups, self._digests[node], strict=True):
                 while group:

@@ -142,7 +142,7 @@ def carry_out(job: SaveJob, plan: Plan, clock: Clock, whole: WholeBytes | None =
         if whole is not None:
             whole.compare(job.peers)
     except PeerError:
-        raise  # somebody may still be writing there
+        raise  # somebody may still be writing there, or rank 0 be committing it
     except Exception:
         _discard(job, try_name)
         raise

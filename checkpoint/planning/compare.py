@@ -140,16 +140,16 @@ def compare_replicas(
 
     answers = together(peers, topic, look, deadline_secs=deadline_secs)
     posted = sorted((one for answer in answers for one in answer), key=lambda one: int(one[0]))
-    due = any(wanted for *_, wanted in posted)
+    wanted = any(of_node for *_, of_node in posted)
     groups = [(node, index, *pair) for node, pairs, *_ in posted for index, pair in enumerate(pairs)]
     counts = Counter(names for _, _, lones, _ in posted for names in lones)
     twins = frozenset(names for names, count in counts.items() if count > 1)
     if twins:
-        mode = Mode.WHOLE if due else Mode.SAMPLES
+        mode = Mode.WHOLE if wanted else Mode.SAMPLES
         groups += _twins(peers, topic, hosted, alone, twins, mode, deadline_secs)
     asked = _asked(groups)
     if not asked:
-        return Verdict(due=due)
+        return Verdict(due=wanted)
     details = [
         [node, {name: one for index, group in enumerate(hosted[node]) if (node, index) in asked
                 for name, one in group.items()}]
@@ -158,7 +158,7 @@ def compare_replicas(
     answers = peers.exchange(f"{topic}, in detail", details, deadline_secs=deadline_secs)
     by_node = {node: digests for answer in answers for node, digests in answer}
     found = verdict(by_node, _everywhere(peers, topic, forced_replicated, deadline_secs))
-    return replace(found, due=due)
+    return replace(found, due=wanted)
 
 
 _Group = tuple[int, int, str, str]
