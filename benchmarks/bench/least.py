@@ -25,8 +25,10 @@ WRITERS = 3
 RANDOM = 64 << 20
 """Bytes of random content that is written again and again."""
 
-Piece = tuple[int, int, memoryview, int]
-"""A descriptor, at which byte of it, the memory, and how many bytes of the file stand for one of it."""
+Cut = tuple[int, int]
+"""Into how many parts the rows of a tensor are cut, of which this rank has one, and the bytes of that."""
+Piece = tuple[int, int, memoryview, Cut]
+"""A descriptor, at which byte of it, the memory, and how its rows are cut."""
 
 
 _own = threading.local()
@@ -42,16 +44,16 @@ def least_load_secs(
 
     All ranks ask together; each try has so many threads in each, and `before` is called on rank 0. Each
     reads one stretch after the other and hashes every block with xxh3-128. Where a rank wants some columns,
-    their blocks hold those of others too: as many bytes are read and hashed, and its share of them copied.
-    Nothing is looked up, compared or put in order, so the tensors hold nonsense afterwards. None for files
-    that are too small.
+    their blocks hold those of others too: as many bytes are read and hashed, and its share of them copied
+    row by row. Nothing is looked up, compared or put in order, so the tensors hold nonsense afterwards. None
+    for files that are too small.
     """
     wanted = [
-        (_memory(local_of(tensor)), _columns(tensor))
+        (_memory(local_of(tensor)), _cut(tensor))
         for tensor in tensors.values()
         if local_of(tensor).nbytes >= SMALL
     ]
-    rank, every = _of_ranks(sum(len(memory) * columns for memory, columns in wanted))
+    rank, every = _of_ranks(sum(len(memory) * columns for memory, (columns, _) in wanted))
     files = [file for file in files_below(path) if file.stat().st_size >= 2 * RUN]
     if not files or not min(every):
         return None
@@ -90,20 +92,24 @@ def _memory(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def _columns(tensor: torch.Tensor) -> int:
-    """Into how many parts its rows are cut, of which this rank has one."""
-    return math.prod(tensor.shape[1:]) // math.prod(local_of(tensor).shape[1:])
+def _cut(tensor: torch.Tensor) -> Cut:
+    local = local_of(tensor)
+    mine = math.prod(local.shape[1:])
+    return math.prod(tensor.shape[1:]) // mine, mine * local.element_size()
 
 
-def _pieces(opened: list[int], wanted: Iterable[tuple[memoryview, int]], begin: int) -> list[Piece]:
+def _pieces(opened: list[int], wanted: Iterable[tuple[memoryview, Cut]], begin: int) -> list[Piece]:
     """Parts of memory and which runs fill them, beginning at byte `begin` of all files in a row."""
     runs = [(descriptor, at) for descriptor in opened for at in _begins(descriptor)]
-    parts = [
-        (memory[first : first + RUN // columns], columns)
-        for memory, columns in wanted
-        for first in range(0, len(memory), RUN // columns)
-    ]
+    parts = [(part, cut) for memory, cut in wanted for part in _parts(memory, cut)]
     return [(*runs[(begin // RUN + number) % len(runs)], *part) for number, part in enumerate(parts)]
+
+
+def _parts(memory: memoryview, cut: Cut) -> list[memoryview]:
+    """Memory in parts that a run fills, of whole rows where they are cut."""
+    columns, row = cut
+    step = RUN if columns == 1 else max(1, RUN // (columns * row)) * row
+    return [memory[first : first + step] for first in range(0, len(memory), step)]
 
 
 def _begins(descriptor: int) -> range:
@@ -131,7 +137,7 @@ def _timed(work: Callable[[], None]) -> float:
     return time.perf_counter() - begin
 
 
-def _shared(pieces: list[Piece], move: Callable[[int, int, memoryview, int], None], threads: int) -> None:
+def _shared(pieces: list[Piece], move: Callable[[int, int, memoryview, Cut], None], threads: int) -> None:
     """Move all pieces, begun in their order."""
     coming = iter(pieces)
     lock = threading.Lock()
@@ -166,24 +172,26 @@ def _meet() -> None:
         dist.barrier()
 
 
-def _read(descriptor: int, at: int, memory: memoryview, columns: int) -> None:
-    target = memory if columns == 1 else _room()[: len(memory) * columns]
+def _read(descriptor: int, at: int, memory: memoryview, cut: Cut) -> None:
+    columns, row = cut
+    target = memory if columns == 1 else _room(len(memory) * columns)
     if os.preadv(descriptor, [target], at) != len(target):
         raise RuntimeError(f"file {descriptor} ends before byte {at + len(target)}")
     for block in range(0, len(target), BLOCK):
         xxhash.xxh3_128_digest(target[block : block + BLOCK])
     if columns > 1:
-        memory[:] = target[: len(memory)]
+        rows = torch.frombuffer(target, dtype=torch.uint8).view(-1, columns * row)
+        torch.frombuffer(memory, dtype=torch.uint8).view(-1, row).copy_(rows[:, :row])
 
 
-def _room() -> memoryview:
+def _room(nbytes: int) -> memoryview:
     """Memory of this thread for one run, used again and again."""
-    if not hasattr(_own, "room"):
-        _own.room = memoryview(mmap.mmap(-1, RUN))
+    if len(getattr(_own, "room", b"")) < nbytes:
+        _own.room = memoryview(mmap.mmap(-1, nbytes))
     room: memoryview = _own.room
-    return room
+    return room[:nbytes]
 
 
-def _put(descriptor: int, at: int, memory: memoryview, _: int) -> None:
+def _put(descriptor: int, at: int, memory: memoryview, _: Cut) -> None:
     if os.pwrite(descriptor, memory, at) != len(memory):
         raise RuntimeError(f"the disk took less than {len(memory)} bytes at {at}")
