@@ -80,23 +80,24 @@ def whole_epochs(view: LogView, branch: int | None) -> list[Entry]:
     return [entry for entry in reversed(view.line(branch)) if entry.position.boundary]
 
 
-def named_entry(view: LogView, wish: Wanted) -> Entry:
-    """The entry of an explicit epoch or tag; raises UnknownEpochError saying what there is."""
+def named_entry(view: LogView, wish: Wanted, place: str) -> Entry:
+    """The entry of an explicit epoch or tag; raises UnknownEpochError saying what there is at `place`."""
     if wish.tag is not None:
-        return _tagged(view, wish.tag)
+        return _tagged(view, wish.tag, place)
     line = whole_epochs(view, wish.branch)
     found = next((entry for entry in line if entry.position.epoch == wish.epoch), None)
     if found is not None:
         return found
-    where = "" if wish.branch is None else f" of branch {wish.branch}"
-    raise UnknownEpochError(f"there is no epoch {wish.epoch}{where}: {_there_is(view, line, wish.epoch)}")
+    of_branch = "" if wish.branch is None else f" of branch {wish.branch}"
+    there_is = _there_is(view, line, wish.epoch)
+    raise UnknownEpochError(f"there is no epoch {wish.epoch}{of_branch} in {place}: {there_is}")
 
 
-def _tagged(view: LogView, name: str) -> Entry:
+def _tagged(view: LogView, name: str, place: str) -> Entry:
     found = view.tagged(name)
     if found is None:
         known = [mark.name for mark in view.marks if mark.kind == "tag"]
-        raise UnknownEpochError(f"there is no tag {name!r}{nearest(name, known)}")
+        raise UnknownEpochError(f"there is no tag {name!r} in {place}{nearest(name, known)}")
     return found
 
 

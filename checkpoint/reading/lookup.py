@@ -1,9 +1,14 @@
-"""Finding leaves and blobs by name: one node's own value is `node:name`, a wrong name gets suggestions."""
+"""Finding leaves and blobs by name: one node's own value is `node:name`, a wrong name gets suggestions.
+
+So does the path of a directory.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from difflib import get_close_matches
+from pathlib import Path
 
 from torchrelay.checkpoint.disk.layouts import Layout, PerNode
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
@@ -76,6 +81,15 @@ def nearest(name: str, known: Iterable[str]) -> str:
         return f"; did you mean {' or '.join(map(repr, close))}?"
     some = ", ".join(map(repr, sorted(known)[:8]))
     return f"; there {'is' if len(known) == 1 else 'are'} {some or 'none'}{', ...' if len(known) > 8 else ''}"
+
+
+def nearest_directory(path: Path) -> str:
+    """The middle of a message: a neighbour of a path that is not there whose name is nearly its own."""
+    with suppress(OSError):
+        names = [one.name for one in path.parent.iterdir() if one.is_dir()]
+        close = get_close_matches(path.name, names, n=1, cutoff=0.6)
+        return f" (did you mean {path.parent / close[0]}?)" if close else ""
+    return ""
 
 
 def _of_node(manifest: Manifest, name: str, rows: tuple[int, ...], node: str | None) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from torchrelay.checkpoint.log.job_file import PATH as JOB_FILE
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.reading.epoch_choice import Wanted, best_first, named_entry, whole_epochs
+from torchrelay.checkpoint.reading.lookup import nearest_directory
 from torchrelay.checkpoint.reading.proof import Outcome, Proof, prove
 from torchrelay.checkpoint.remote.urls import is_url
 from torchrelay.checkpoint.storage import Storage
@@ -54,7 +55,8 @@ def place_of(where: str | os.PathLike[str] | Storage) -> Place:
         return _place_at_url(where)
     path = Path(where.removeprefix(FILE) if isinstance(where, str) else where)
     if not path.is_dir():
-        raise UsageError(f"{path} is {'a file' if path.exists() else 'not there'}: give a run directory")
+        why = "a file" if path.exists() else f"not there{nearest_directory(path)}"
+        raise UsageError(f"{path} is {why}: give a run directory")
     if (path / "checkpoints").is_dir():
         return Place(CountingStorage(LocalStorage(path / "checkpoints")), best_of_run(path))
     if not (path / "job.json").exists():
@@ -106,7 +108,7 @@ def proved_entry(place: Place, view: LogView, wish: Wanted, best: Best | None, s
     left. Where an epoch cannot be looked at (I/O), StorageError: an older one would hide that.
     """
     if wish.explicit:
-        return prove(place.storage, named_entry(view, wish), want=())
+        return prove(place.storage, named_entry(view, wish, place.url), want=())
     reasons: list[str] = []
     for entry in candidates(place, view, wish, best, say):
         proof = prove(place.storage, entry, level="sizes")

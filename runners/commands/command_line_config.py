@@ -11,6 +11,7 @@ from torchrelay.jobs.config.problems import ConfigError
 from torchrelay.jobs.config.reading import load_config
 from torchrelay.runners.commands.command_line_arguments import Add
 from torchrelay.runners.commands.command_line_output import Output
+from torchrelay.runners.lifecycle.packages import file_within
 
 
 def add_check(add: Add) -> None:
@@ -68,7 +69,7 @@ def schema(chosen: argparse.Namespace, output: Output) -> int:
 
 
 def _add_reading(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="CONFIG", help="a YAML file")
+    parser.add_argument("path", metavar="CONFIG", help="a YAML file, or a directory with a config.yaml")
     parser.add_argument("more", metavar="KEY=VALUE", nargs="*", default=[], help="as -o")
     parser.add_argument(
         "-o", dest="overrides", metavar="KEY=VALUE", action="append", default=[],
@@ -79,7 +80,7 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
 def _read(chosen: argparse.Namespace, output: Output) -> Config | None:
     """None after a report in JSON; other reports are the caller's caller's."""
     try:
-        return load_config(chosen.path, [*chosen.more, *chosen.overrides])
+        return load_config(file_within(chosen.path), [*chosen.more, *chosen.overrides])
     except ConfigError as error:
         if not output.json:
             raise

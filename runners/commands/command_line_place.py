@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.job_file import PATH as JOB_FILE
 from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.reading.lookup import nearest_directory
 from torchrelay.checkpoint.reading.opening import Best, best_of_run, place_of
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.storage_places import FILE, storage_of
@@ -95,9 +95,8 @@ def existing_directory(text: str) -> Path:
         run, at, _ = text.rpartition("@")
         if at and Path(run).exists():
             raise UsageError(f"there is no {text}; this verb takes a run and no epoch of it: give {run}")
-        raise UsageError(
-            f"there is no {text}{_like(path)}: give the path of a run directory or of its checkpoints"
-        )
+        near = nearest_directory(path)
+        raise UsageError(f"there is no {text}{near}: give the path of a run directory or of its checkpoints")
     if not path.is_dir():
         raise UsageError(f"{text} is a file: give the path of a run directory or of its checkpoints")
     return path
@@ -131,17 +130,6 @@ def _runs_in(text: str) -> list[str]:
     if is_remote(text):
         return [str(run.where) for run in stored_runs_below(text)]
     return list(map(str, runs_below(text)))
-
-
-def _like(path: Path) -> str:
-    """A neighbour that is written nearly so."""
-    from difflib import get_close_matches
-
-    with suppress(OSError):
-        names = [one.name for one in path.parent.iterdir() if one.is_dir()]
-        close = get_close_matches(path.name, names, n=1, cutoff=0.6)
-        return f" (did you mean {path.parent / close[0]}?)" if close else ""
-    return ""
 
 
 def _below(text: str) -> str:

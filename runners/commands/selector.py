@@ -95,7 +95,7 @@ def find_entry(place: Place, view: LogView, wish: Wanted) -> Entry:
     if view.empty:
         raise UnknownEpochError(f"nothing is committed in {place.where} yet")
     if wish.explicit:
-        return named_entry(view, wish)
+        return named_entry(view, wish, place.where)
     where = opening.Place(CountingStorage(place.storage), place.best)
     found = opening.candidates(where, view, wish, None, lambda _: None)
     if not found:

@@ -10,16 +10,20 @@ _FILE = "config.yaml"
 _PACKAGE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
+def file_within(text: str) -> str:
+    """A path as it is; of a directory the `config.yaml` in it. Imports nothing."""
+    return str(Path(text) / _FILE) if Path(text).is_dir() else text
+
+
 def config_file(text: str) -> str:
     """A path as it is; of a directory, and of a package that can be found, the `config.yaml` in it.
 
     What is neither is returned as it is too, so that reading it says what is wrong. Of a dotted name the
     packages around it are imported.
     """
-    path = Path(text)
-    if path.is_dir():
-        return str(path / _FILE)
-    if path.exists() or not _PACKAGE.fullmatch(text):
+    if (found := file_within(text)) != text:
+        return found
+    if Path(text).exists() or not _PACKAGE.fullmatch(text):
         return text
     try:
         spec = importlib.util.find_spec(text)

@@ -42,7 +42,7 @@ class EpochSource:
         """Load what is meant; raises the errors of `open_checkpoint` and its `load`."""
         view = read_log(self._place)
         if self._wish.explicit:
-            return self._made(named_entry(view, self._wish))
+            return self._made(named_entry(view, self._wish, self.where))
         found = self._newest(view, None)
         if found is None:
             why = "; ".join(self._damaged.values())

@@ -169,7 +169,7 @@ def killed_and_resumed(check: Check, where: Path) -> dict[str, float | str]:
     if again.digest != alone.digest:
         raise CheckError(f"other bits after the resume: {again.digest} instead of {alone.digest}")
     return {
-        "killed in epoch 3, resumed in": float(began[0]),
+        "killed in epoch 3, resumed in": began[0],
         "start to first step of the resume, s": back,
         "bits of the resumed and the uninterrupted run": "the same",
     }
@@ -182,7 +182,9 @@ def table(found: dict[str, float | str]) -> str:
 
 
 def _cell(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:.2f}" if value < 1000 else f"{value:,.0f}"
+    if isinstance(value, float):
+        return f"{value:.2f}" if value < 1000 else f"{value:,.0f}"
+    return str(value)
 
 
 def parsed() -> argparse.Namespace:
@@ -210,7 +212,11 @@ def main() -> int:
     import torch
 
     if asked.device == "cuda" and not torch.cuda.is_available():
-        print(f"gpu-check: torch {torch.__version__} shows no GPU here: nothing was checked", file=sys.stderr)
+        print(
+            f"gpu-check: torch {torch.__version__} shows no GPU here: nothing was checked; "
+            "scripts/gpu-check --device cpu --mib 8 runs the programme without one",
+            file=sys.stderr,
+        )
         return 2
     many = torch.cuda.device_count() if asked.device == "cuda" else 2
     ranks = many if asked.ranks is None else asked.ranks
@@ -226,7 +232,7 @@ def main() -> int:
         wrong = f"{type(error).__name__}: {error}"
     finally:
         shutil.rmtree(where, ignore_errors=True)
-    check.found |= {"ranks of the killed run": float(ranks), "all, s": time.monotonic() - check.begun}
+    check.found |= {"ranks of the killed run": ranks, "all, s": time.monotonic() - check.begun}
     if wrong:
         check.found["FAILED"] = wrong
     print(json.dumps(check.found) if asked.json else table(check.found))

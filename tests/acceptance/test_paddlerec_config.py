@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from config_cases import RIGHT, problems, read, written
 
+from torchrelay.__main__ import main
 from torchrelay.jobs.config.class_path import ClassPath
 from torchrelay.jobs.config.epoch_choice import EpochChoice
 from torchrelay.jobs.config.problems import ConfigError
@@ -214,6 +215,17 @@ def test_pdr_6_the_report_takes_less_than_half_a_second_and_no_torch(tmp_path, t
     tell(f"config check with 13 mistakes: {secs:.2f} s of processor time, process start included")
     assert done.stdout.split() == ["False", "2"]
     assert secs < 0.5
+
+
+def test_pdr_6_a_directory_means_its_config_yaml(tmp_path, capsys):
+    """PDR-6: what `run -m` takes for a configuration, `config check` looks at as well."""
+    path = written(tmp_path, RIGHT)
+    assert path.name == "config.yaml"
+    assert main(["config", "check", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("ok, id ")
+    path.unlink()
+    assert main(["config", "check", str(tmp_path)]) == 2
+    assert "config.yaml" in capsys.readouterr().err
 
 
 def test_pdr_6_a_bad_indent_hides_nothing_else(tmp_path):

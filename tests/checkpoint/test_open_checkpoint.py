@@ -122,7 +122,7 @@ def test_what_names_no_epoch_is_a_usage_error(run, epoch):
 
 def test_an_unknown_epoch_lists_what_there_is(run):
     """The error says which epochs can be opened, on abandoned branches too."""
-    with pytest.raises(UnknownEpochError, match="no epoch 9: there are epochs 0 to 4"):
+    with pytest.raises(UnknownEpochError, match=r"no epoch 9 in .*checkpoints: there are epochs 0 to 4"):
         open_checkpoint(run, 9)
     with Writing(run / "checkpoints") as writing:
         writing.log.rewind(Position(2), {"epoch": 2})
@@ -169,6 +169,9 @@ def test_places_without_checkpoints_are_refused_by_name(tmp_path):
     for where, why in [("nothing", "not there"), ("file", "a file"), ("", "no checkpoints")]:
         with pytest.raises(UsageError, match=why):
             open_checkpoint(tmp_path / where)
+    (tmp_path / "digits").mkdir()
+    with pytest.raises(UsageError, match=r"not there \(did you mean .*/digits\?\)"):
+        open_checkpoint(tmp_path / "digit")
     with pytest.raises(UsageError, match="nosuch"):
         open_checkpoint("nosuch://bucket/run")
     with Writing(tmp_path / "empty"), pytest.raises(UnknownEpochError, match="nothing is committed"):
