@@ -76,7 +76,8 @@ def yaml_content(path: str | os.PathLike[str]) -> bytes:
     try:
         return _content(path)
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+        why = getattr(error, "strerror", None) or error
+        raise UsageError(f"{path or repr('')}: cannot be read ({why}): give a YAML file") from None
 
 
 def _content(path: str | os.PathLike[str]) -> bytes:

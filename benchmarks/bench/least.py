@@ -26,7 +26,9 @@ RANDOM = 64 << 20
 """Bytes of random content that is written again and again."""
 
 Cut = tuple[int, int]
-"""Into how many parts the rows of a tensor are cut, of which this rank has one, and the bytes of that."""
+"""Bytes of a whole row, and of the part of it that this rank has."""
+WHOLE: Cut = (1, 1)
+"""Of what is not cut."""
 Piece = tuple[int, int, memoryview, Cut]
 """A descriptor, at which byte of it, the memory, and how its rows are cut."""
 
@@ -53,7 +55,7 @@ def least_load_secs(
         for tensor in tensors.values()
         if local_of(tensor).nbytes >= SMALL
     ]
-    rank, every = _of_ranks(sum(len(memory) * columns for memory, (columns, _) in wanted))
+    rank, every = _of_ranks(sum(_stored(memory, cut) for memory, cut in wanted))
     files = [file for file in files_below(path) if file.stat().st_size >= 2 * RUN]
     if not files or not min(every):
         return None
@@ -93,9 +95,20 @@ def _memory(tensor: torch.Tensor) -> memoryview:
 
 
 def _cut(tensor: torch.Tensor) -> Cut:
-    local = local_of(tensor)
-    mine = math.prod(local.shape[1:])
-    return math.prod(tensor.shape[1:]) // mine, mine * local.element_size()
+    """Of the last dimension that is cut, but for the first one, whose parts lie in blocks of their own.
+
+    So do parts of rows that are longer than a run, nearly.
+    """
+    local, width = local_of(tensor), tensor.element_size()
+    cut = [dim for dim in range(1, tensor.dim()) if local.shape[dim] != tensor.shape[dim]]
+    row = math.prod(tensor.shape[cut[-1] :]) * width if cut else 1
+    return (row, math.prod(local.shape[cut[-1] :]) * width) if 1 < row <= RUN else WHOLE
+
+
+def _stored(memory: memoryview, cut: Cut) -> int:
+    """Bytes of the file that hold those of the memory."""
+    row, mine = cut
+    return len(memory) // mine * row
 
 
 def _pieces(opened: list[int], wanted: Iterable[tuple[memoryview, Cut]], begin: int) -> list[Piece]:
@@ -107,8 +120,8 @@ def _pieces(opened: list[int], wanted: Iterable[tuple[memoryview, Cut]], begin: 
 
 def _parts(memory: memoryview, cut: Cut) -> list[memoryview]:
     """Memory in parts that a run fills, of whole rows where they are cut."""
-    columns, row = cut
-    step = RUN if columns == 1 else max(1, RUN // (columns * row)) * row
+    row, mine = cut
+    step = RUN if cut == WHOLE else max(1, RUN // row) * mine
     return [memory[first : first + step] for first in range(0, len(memory), step)]
 
 
@@ -122,7 +135,7 @@ def _write(path: Path, nbytes: int, content: memoryview) -> None:
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
         cut = ((at, at % len(content)) for at in range(0, nbytes, PIECE))
-        _shared([(descriptor, at, content[part : part + PIECE], 1) for at, part in cut], _put, WRITERS)
+        _shared([(descriptor, at, content[part : part + PIECE], WHOLE) for at, part in cut], _put, WRITERS)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -173,21 +186,21 @@ def _meet() -> None:
 
 
 def _read(descriptor: int, at: int, memory: memoryview, cut: Cut) -> None:
-    columns, row = cut
-    target = memory if columns == 1 else _room(len(memory) * columns)
+    row, mine = cut
+    target = memory if cut == WHOLE else _room(_stored(memory, cut))
     if os.preadv(descriptor, [target], at) != len(target):
         raise RuntimeError(f"file {descriptor} ends before byte {at + len(target)}")
     for block in range(0, len(target), BLOCK):
         xxhash.xxh3_128_digest(target[block : block + BLOCK])
-    if columns > 1:
-        rows = torch.frombuffer(target, dtype=torch.uint8).view(-1, columns * row)
-        torch.frombuffer(memory, dtype=torch.uint8).view(-1, row).copy_(rows[:, :row])
+    if cut != WHOLE:
+        rows = torch.frombuffer(target, dtype=torch.uint8).view(-1, row)
+        torch.frombuffer(memory, dtype=torch.uint8).view(-1, mine).copy_(rows[:, :mine])
 
 
 def _room(nbytes: int) -> memoryview:
-    """Memory of this thread for one run, used again and again."""
+    """Memory of this thread, used again and again."""
     if len(getattr(_own, "room", b"")) < nbytes:
-        _own.room = memoryview(mmap.mmap(-1, nbytes))
+        _own.room = memoryview(mmap.mmap(-1, max(RUN, nbytes)))
     room: memoryview = _own.room
     return room[:nbytes]
 

@@ -76,7 +76,7 @@ def whole_epochs(view: LogView, branch: int | None) -> list[Entry]:
     """Whole epochs seen from a branch, newest first; raises UsageError for an unknown branch."""
     known = [one.id for one in view.branches]
     if branch is not None and branch not in known:
-        raise UsageError(f"there is no branch {branch}; there are {', '.join(map(str, known))}")
+        raise UsageError(f"there is no branch {branch}; the branches are: {', '.join(map(str, known))}")
     return [entry for entry in reversed(view.line(branch)) if entry.position.boundary]
 
 

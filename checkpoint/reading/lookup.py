@@ -5,14 +5,18 @@ So does the path of a directory.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from contextlib import suppress
 from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
 
 from torchrelay.checkpoint.disk.layouts import Layout, PerNode
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
 from torchrelay.errors import UsageError
+
+_NEIGHBOURS = 1000
 
 
 def split_name(name: str, nodes: Iterable[str]) -> tuple[str | None, str]:
@@ -84,9 +88,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def nearest_directory(path: Path) -> str:
-    """The middle of a message: a neighbour of a path that is not there whose name is nearly its own."""
-    with suppress(OSError):
-        names = [one.name for one in path.parent.iterdir() if one.is_dir()]
+    """The middle of a message: a neighbour of a path that is not there whose name is nearly its own.
+
+    Looks at the first of very many neighbours alone.
+    """
+    with suppress(OSError, ValueError), os.scandir(path.parent) as beside:
+        some = islice(beside, _NEIGHBOURS)
+        names = [one.name for one in some if one.name.isprintable() and one.is_dir()]
         close = get_close_matches(path.name, names, n=1, cutoff=0.6)
         return f" (did you mean {path.parent / close[0]}?)" if close else ""
     return ""

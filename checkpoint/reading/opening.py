@@ -53,8 +53,13 @@ def place_of(where: str | os.PathLike[str] | Storage) -> Place:
         raise UsageError(f"{where!r} is no path: give a run directory")
     if isinstance(where, str) and is_url(where) and not where.startswith(FILE):
         return _place_at_url(where)
+    if where == "":
+        raise UsageError("an empty text names no run: give a run directory")
     path = Path(where.removeprefix(FILE) if isinstance(where, str) else where)
     if not path.is_dir():
+        run, at, epoch = str(path).rpartition("@")
+        if at and run and Path(run).is_dir():
+            raise UsageError(f"there is no {path}: give {run!r}, and {epoch!r} as the epoch beside it")
         why = "a file" if path.exists() else f"not there{nearest_directory(path)}"
         raise UsageError(f"{path} is {why}: give a run directory")
     if (path / "checkpoints").is_dir():

@@ -93,6 +93,8 @@ def existing_directory(text: str) -> Path:
     path = Path(text)
     if not path.exists():
         run, at, _ = text.rpartition("@")
+        if at and not run:
+            raise UsageError(f"{text} names no run: give its path before the @")
         if at and Path(run).exists():
             raise UsageError(f"there is no {text}; this verb takes a run and no epoch of it: give {run}")
         near = nearest_directory(path)

@@ -18,7 +18,7 @@ from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.reading import opening
 from torchrelay.checkpoint.reading.epoch_choice import Wanted, named_entry, wanted
-from torchrelay.checkpoint.remote.urls import is_url
+from torchrelay.checkpoint.remote.urls import is_url, shown
 from torchrelay.errors import UnknownEpochError, UsageError
 from torchrelay.jobs.collector import undisturbed
 from torchrelay.runners.commands.command_line_place import Place, locate
@@ -95,7 +95,7 @@ def find_entry(place: Place, view: LogView, wish: Wanted) -> Entry:
     if view.empty:
         raise UnknownEpochError(f"nothing is committed in {place.where} yet")
     if wish.explicit:
-        return named_entry(view, wish, place.where)
+        return named_entry(view, wish, shown(place.where))
     where = opening.Place(CountingStorage(place.storage), place.best)
     found = opening.candidates(where, view, wish, None, lambda _: None)
     if not found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from contextlib import suppress
 from pathlib import Path
 
 _FILE = "config.yaml"
@@ -11,8 +12,13 @@ _PACKAGE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 def file_within(text: str) -> str:
-    """A path as it is; of a directory the `config.yaml` in it. Imports nothing."""
-    return str(Path(text) / _FILE) if Path(text).is_dir() else text
+    """A path as it is; of a directory the `config.yaml` in it. Imports nothing.
+
+    What cannot be looked at is returned as it is too, and so is the empty text, which names nothing.
+    """
+    with suppress(OSError, ValueError):
+        return str(Path(text) / _FILE) if text and Path(text).is_dir() else text
+    return text
 
 
 def config_file(text: str) -> str:

@@ -42,11 +42,11 @@ class EpochSource:
         """Load what is meant; raises the errors of `open_checkpoint` and its `load`."""
         view = read_log(self._place)
         if self._wish.explicit:
-            return self._made(named_entry(view, self._wish, self.where))
+            return self._made(named_entry(view, self._wish, self._place.url))
         found = self._newest(view, None)
         if found is None:
             why = "; ".join(self._damaged.values())
-            raise NoProvableEpochError(f"no epoch in {self.where} is whole: {why}")
+            raise NoProvableEpochError(f"no epoch in {self._place.url} is whole: {why}")
         return found
 
     def newer(self, served: Served) -> Served | None:
@@ -63,7 +63,7 @@ class EpochSource:
     def _newest(self, view: LogView, served: Served | None) -> Served | None:
         entries = [one for one in candidates(self._place, view, self._wish, None, self._say) if _trained(one)]
         if not entries and served is None:
-            raise UsageError(f"{self.where} has no trained epoch yet: train it first")
+            raise UsageError(f"{self._place.url} has no trained epoch yet: train it first")
         for entry in entries:
             if served is not None and self._is_reached(entry, served):
                 return None

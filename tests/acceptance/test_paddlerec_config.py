@@ -226,6 +226,9 @@ def test_pdr_6_a_directory_means_its_config_yaml(tmp_path, capsys):
     path.unlink()
     assert main(["config", "check", str(tmp_path)]) == 2
     assert "config.yaml" in capsys.readouterr().err
+    for nothing in ("", "x" * 300):
+        assert main(["config", "check", nothing]) == 2
+        assert "cannot be read" in capsys.readouterr().err
 
 
 def test_pdr_6_a_bad_indent_hides_nothing_else(tmp_path):
@@ -457,5 +460,5 @@ def test_alf_5_what_was_read_is_kept_although_the_file_changes(tmp_path):
 def test_a_mistake_of_the_user_is_no_traceback(tmp_path):
     """A file that is not there is one line and exit code 2."""
     assert command(tmp_path, "check", "none.yaml", code=2).stderr == (
-        "torchrelay: none.yaml: cannot be read (No such file or directory)\n"
+        "torchrelay: none.yaml: cannot be read (No such file or directory): give a YAML file\n"
     )

@@ -172,6 +172,15 @@ def test_places_without_checkpoints_are_refused_by_name(tmp_path):
     (tmp_path / "digits").mkdir()
     with pytest.raises(UsageError, match=r"not there \(did you mean .*/digits\?\)"):
         open_checkpoint(tmp_path / "digit")
+    (tmp_path / "digi\x1b[31mts").mkdir()
+    with pytest.raises(UsageError, match=r"give '.*/digits', and '3' as the epoch"):
+        open_checkpoint(f"{tmp_path}/digits@3")
+    with pytest.raises(UsageError, match="an empty text"):
+        open_checkpoint("")
+    for odd in (tmp_path / "digi\x1b[31mt", "a\0b/c"):
+        with pytest.raises(UsageError) as caught:
+            open_checkpoint(odd)
+        assert "31mts" not in str(caught.value)
     with pytest.raises(UsageError, match="nosuch"):
         open_checkpoint("nosuch://bucket/run")
     with Writing(tmp_path / "empty"), pytest.raises(UnknownEpochError, match="nothing is committed"):

@@ -240,6 +240,7 @@ def test_a_damaged_log_is_said(run: Path, capsys: pytest.CaptureFixture[str]) ->
         (["verify", "{tmp}"], 2, "below it are the runs hello"),
         (["ls", "{tmp}/foreign"], 2, "is no run and holds no checkpoints"),
         (["show", "{tmp}/file"], 2, "is a file"),
+        (["verify", "@2"], 2, "@2 names no run: give its path before the @"),
         (["show", "{run}@2"], 2, "this verb takes a run and no epoch of it: give {run}"),
         (["show", "{run}/checkpoints"], 2, "torchrelay ls lists its epochs"),
         (["ls", "memory://nothing/here"], 2, "holds no checkpoints"),

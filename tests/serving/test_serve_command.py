@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 from served import Held, train
@@ -61,6 +62,15 @@ def test_what_cannot_be_served_is_refused(
     told = capsys.readouterr().err
     assert text in told
     assert text == "TypeError" or "Traceback" not in told
+
+
+def test_what_may_be_a_password_in_a_url_is_not_told(run: Path, capsys: pytest.CaptureFixture[str]):
+    """An epoch that is not there is told with the place, without what stands before the `@` of its host."""
+    place = "bob:hunter2@store/run"
+    fsspec.filesystem("memory").put(str(run), f"/{place}", recursive=True)
+    assert code(f"memory://{place}", *MODEL, "--epoch", "7") == 2
+    told = capsys.readouterr().err
+    assert "there is no epoch 7 in memory://bob:***@store/run" in told and "hunter2" not in told
 
 
 def test_places_that_are_none_and_options_for_others(run: Path, capsys: pytest.CaptureFixture[str]):
