@@ -1,7 +1,4 @@
-"""Finding leaves and blobs by name: one node's own value is `node:name`, a wrong name gets suggestions.
-
-So does the path of a directory.
-"""
+"""Finding leaves and blobs by name (of one node: `node:name`); a wrong name or path gets suggestions."""
 
 from __future__ import annotations
 

@@ -57,10 +57,7 @@ def place_of(where: str | os.PathLike[str] | Storage) -> Place:
         raise UsageError("an empty text names no run: give a run directory")
     path = Path(where.removeprefix(FILE) if isinstance(where, str) else where)
     if not path.is_dir():
-        run, at, epoch = str(path).rpartition("@")
-        if at and run and Path(run).is_dir():
-            raise UsageError(f"there is no {path}: give {run!r}, and {epoch!r} as the epoch beside it")
-        why = "a file" if path.exists() else f"not there{nearest_directory(path)}"
+        why = "a file" if path.exists() else f"not there{_meant(path)}"
         raise UsageError(f"{path} is {why}: give a run directory")
     if (path / "checkpoints").is_dir():
         return Place(CountingStorage(LocalStorage(path / "checkpoints")), best_of_run(path))
@@ -70,6 +67,13 @@ def place_of(where: str | os.PathLike[str] | Storage) -> Place:
             "that the manager was given"
         )
     return Place(CountingStorage(opened(path)))
+
+
+def _meant(path: Path) -> str:
+    run, at, epoch = str(path).rpartition("@")
+    if at and run and Path(run).is_dir():
+        return f" (did you mean {run}, and {epoch!r} as the epoch?)"
+    return nearest_directory(path)
 
 
 def _place_at_url(url: str) -> Place:

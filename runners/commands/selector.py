@@ -92,15 +92,16 @@ def select(text: str, default: Wanted = LAST, *, single_writer: SingleWriter = N
 
 def find_entry(place: Place, view: LogView, wish: Wanted) -> Entry:
     """The live entry that is meant; raises as `select` does."""
+    where = shown(place.where)
     if view.empty:
-        raise UnknownEpochError(f"nothing is committed in {place.where} yet")
+        raise UnknownEpochError(f"nothing is committed in {where} yet")
     if wish.explicit:
-        return named_entry(view, wish, shown(place.where))
-    where = opening.Place(CountingStorage(place.storage), place.best)
-    found = opening.candidates(where, view, wish, None, lambda _: None)
+        return named_entry(view, wish, where)
+    opened = opening.Place(CountingStorage(place.storage), place.best)
+    found = opening.candidates(opened, view, wish, None, lambda _: None)
     if not found:
         raise UnknownEpochError(
-            f"no whole epoch in {place.where} is healthy: torchrelay ckpt why says what became of them"
+            f"no whole epoch in {where} is healthy: torchrelay ckpt why says what became of them"
         )
     return found[0]
 

@@ -173,7 +173,10 @@ def test_places_without_checkpoints_are_refused_by_name(tmp_path):
     with pytest.raises(UsageError, match=r"not there \(did you mean .*/digits\?\)"):
         open_checkpoint(tmp_path / "digit")
     (tmp_path / "digi\x1b[31mts").mkdir()
-    with pytest.raises(UsageError, match=r"give '.*/digits', and '3' as the epoch"):
+    with pytest.raises(UsageError, match=r"did you mean .*/digits, and '3' as the epoch\?"):
+        open_checkpoint(f"{tmp_path}/digits@3")
+    (tmp_path / "digits@3").touch()
+    with pytest.raises(UsageError, match="digits@3 is a file"):
         open_checkpoint(f"{tmp_path}/digits@3")
     with pytest.raises(UsageError, match="an empty text"):
         open_checkpoint("")
