@@ -11,21 +11,41 @@ digests of all nodes is the same, and is given back as the same objects.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.disk import canonical
-from torchrelay.checkpoint.disk.manifest import VALUE_LIMIT_BYTES
 from torchrelay.checkpoint.disk.mesh import Mesh, placements_json, placements_of
-from torchrelay.checkpoint.planning.assignments import NodeClass, Plan, identity, identity_heads
+from torchrelay.checkpoint.planning.assignments import NodeClass, Plan
+from torchrelay.checkpoint.planning.identity import leaves_digest, same
+from torchrelay.checkpoint.planning.plan import unusual
 from torchrelay.checkpoint.planning.repeated import RepeatedPlans
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.errors import SaveFailedError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.peers import Peers
 
-Described = tuple[tuple[LeafSpec, ...], Mapping[str, str]]
+
+@dataclass(frozen=True)
+class Described:
+    """A node's leaves and their scopes by name."""
+
+    specs: tuple[LeafSpec, ...]
+    scopes: Mapping[str, str]
+
+    @cached_property
+    def leaves_digest(self) -> str:
+        """That of the leaves alone."""
+        return leaves_digest(self.specs)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 (hex) over everything that a plan depends on: the leaves, and scopes but the usual one."""
+        return canonical.sha256(canonical.dumps([self.leaves_digest, unusual(self.scopes)]))
+
+
 _Members = dict[str, tuple[int, ...]]
 """Digest to the ranks of the nodes that have it."""
 _Answer = tuple[_Members, dict[str, Described], tuple[NodeClass, ...], Mapping[str, str]]
@@ -37,7 +57,7 @@ class SpecExchange:
     def __init__(self) -> None:
         self.plans = RepeatedPlans()
         self._known: dict[str, Described] = {}
-        self._mine: dict[int, tuple[Described, str]] = {}
+        self._mine: dict[int, Described] = {}
         self._last: _Answer | None = None
         self._agreed: str | None = None
         self._confirmed: str | None = None
@@ -59,27 +79,27 @@ class SpecExchange:
         """
         self._mine = {state.rank: self._described(state) for state in states}
         # Counted from the process's own rank: processes that are alike then post the very same.
-        told = [[rank - peers.rank, digest] for rank, (_, digest) in self._mine.items()]
+        told = [[rank - peers.rank, described.digest] for rank, described in self._mine.items()]
         answers = peers.exchange("save: leaves", [told, self._agreed])
         posted = [part for part, _ in answers]
         agreed = {hashed for _, hashed in answers}
         self._confirmed = self._agreed if len(agreed) == 1 else None
         by_rank = {process + rank: digest for process, part in enumerate(posted) for rank, digest in part}
-        self._learn(peers, posted, {digest: described for described, digest in self._mine.values()})
+        self._learn(peers, posted, {one.digest: one for one in self._mine.values()})
         members = _members(by_rank)
         self._known = {digest: self._known[digest] for digest in members}
         if self._last is None or self._last[0] != members or not self._same(self._last[1]):
-            classes = tuple(NodeClass(ranks, self._known[digest][0]) for digest, ranks in members.items())
-            scopes = _merged_scopes(self._known[digest][1] for digest in members)
+            classes = tuple(_class(ranks, self._known[digest]) for digest, ranks in members.items())
+            scopes = _merged_scopes(self._known[digest].scopes for digest in members)
             _check_alike(classes, scopes, names)
             self._last = members, dict(self._known), classes, scopes
         return self._last[2], self._last[3]
 
-    def _described(self, state: NodeState) -> tuple[Described, str]:
-        """A node's leaves and scopes with their digest; what is as it was stays the same object."""
-        described = (state.specs, state.scopes)
+    def _described(self, state: NodeState) -> Described:
+        """A node's leaves and scopes; what is as it was stays the same object."""
+        described = Described(state.specs, state.scopes)
         known = self._mine.get(state.rank)
-        return known if known is not None and known[0] == described else (described, digest_of(*described))
+        return known if known == described else described
 
     def _same(self, known: Mapping[str, Described]) -> bool:
         return known.keys() == self._known.keys() and all(known[one] is self._known[one] for one in known)
@@ -97,10 +117,15 @@ class SpecExchange:
         unknown = [digest for digest in first if digest not in self._known]
         if len(first) == 1 or not unknown:
             return
-        told = [class_json(digest, mine[digest]) for digest in unknown if first[digest] == peers.rank]
+        told = [class_json(mine[digest]) for digest in unknown if first[digest] == peers.rank]
         for part in peers.exchange("save: classes", told):
             for one in part:
-                self._known[one["digest"]] = _from_json(one)
+                self._known[one["digest"]] = class_of(one)
+
+
+def _class(ranks: tuple[int, ...], described: Described) -> NodeClass:
+    """With the digest of what was understood here, so that who understands otherwise has another plan."""
+    return NodeClass(ranks, described.specs, described.leaves_digest)
 
 
 def _members(by_rank: Mapping[int, str]) -> _Members:
@@ -110,25 +135,9 @@ def _members(by_rank: Mapping[int, str]) -> _Members:
     return {digest: tuple(ranks) for digest, ranks in members.items()}
 
 
-def digest_of(specs: Sequence[LeafSpec], scopes: Mapping[str, str]) -> str:
-    """The digest of a node's leaves: of everything that a plan depends on."""
-    heads = identity_heads(specs)
-    leaves = b",".join([head + _rest(spec) for head, spec in zip(heads, specs, strict=True)])
-    return canonical.sha256(b"[[%b],%b]" % (leaves, canonical.dumps(dict(scopes))))
-
-
-def _rest(spec: LeafSpec) -> bytes:
-    """What follows the head of a leaf: its mesh by a digest, because that of thousands of nodes is long."""
-    large = spec.kind == "value" and spec.nbytes > VALUE_LIMIT_BYTES
-    return b',"%b",%d]' % (spec.sharding.digest.encode(), large) if spec.sharding else _ON_NO_MESH[large]
-
-
-_ON_NO_MESH = (b',"",0]', b',"",1]')
-
-
-def class_json(digest: str, described: Described) -> dict[str, Any]:
+def class_json(described: Described) -> dict[str, Any]:
     """A class as it travels: a mesh, whose nodes may be thousands, once for all leaves on it."""
-    specs, scopes = described
+    specs = described.specs
     meshes = {spec.sharding.digest: spec.sharding for spec in specs if spec.sharding is not None}
     number = {mesh: index for index, mesh in enumerate(meshes)}
     rows = [
@@ -141,7 +150,7 @@ def class_json(digest: str, described: Described) -> dict[str, Any]:
         for spec in specs
     ]
     told = [_mesh_json(mesh) for mesh in meshes.values()]
-    return {"digest": digest, "meshes": told, "specs": rows, "scopes": dict(scopes)}
+    return {"digest": described.digest, "meshes": told, "specs": rows, "scopes": dict(described.scopes)}
 
 
 def _mesh_json(mesh: Mesh) -> Any:
@@ -153,7 +162,8 @@ def _mesh(json: Any) -> Mesh:
     return Mesh(tuple(nodes), tuple(extents), placements_of(placements) or (), rule)
 
 
-def _from_json(one: Mapping[str, Any]) -> Described:
+def class_of(one: Mapping[str, Any]) -> Described:
+    """What `class_json` told."""
     meshes = [_mesh(json) for json in one["meshes"]]
     specs = tuple(
         LeafSpec(
@@ -166,7 +176,7 @@ def _from_json(one: Mapping[str, Any]) -> Described:
         )
         for row in one["specs"]
     )
-    return specs, one["scopes"]
+    return Described(specs, one["scopes"])
 
 
 def _merged_scopes(parts: Any) -> dict[str, str]:
@@ -179,13 +189,13 @@ def _merged_scopes(parts: Any) -> dict[str, str]:
 
 
 def _check_alike(classes: Sequence[NodeClass], scopes: Mapping[str, str], names: Sequence[object]) -> None:
-    seen: dict[str, tuple[list[object], int, LeafSpec]] = {}
+    seen: dict[str, tuple[tuple[object, ...], int, LeafSpec]] = {}
     for node_class in classes if len(classes) > 1 else ():
         for leaf in node_class.leaves:
             if scopes[leaf.name] != Scope.REPLICATED.value:
                 continue
-            first = seen.setdefault(leaf.name, (identity(leaf), node_class.nodes[0], leaf))
-            if first[0] != identity(leaf):
+            first = seen.setdefault(leaf.name, (same(leaf), node_class.nodes[0], leaf))
+            if first[0] != same(leaf):
                 raise SaveFailedError(
                     f"{leaf.name!r} is replicated, but it is {first[2]} on {names[first[1]]} and {leaf} on "
                     f"{names[node_class.nodes[0]]}: make it alike on all ranks, or register blob "

@@ -22,7 +22,7 @@ from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.disk.boxes import Bounds, Replicated, Sharded, whole
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.planning.assignments import Assignment
-from torchrelay.checkpoint.spec_exchange import class_json, digest_of
+from torchrelay.checkpoint.spec_exchange import Described, class_json
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec
 from torchrelay.jobs.places import NodePlace
 
@@ -72,9 +72,9 @@ class Everybody:
         return tuple({spec.name: "replicated" for spec in specs} for specs in self.classes)
 
     @cached_property
-    def digests(self) -> tuple[str, ...]:
-        """The digest that the ranks of each stage post."""
-        return tuple(map(digest_of, self.classes, self.scopes))
+    def described(self) -> tuple[Described, ...]:
+        """What the ranks of each stage tell of themselves."""
+        return tuple(map(Described, self.classes, self.scopes))
 
     @cached_property
     def places(self) -> tuple[NodePlace, ...]:
@@ -91,11 +91,10 @@ class Everybody:
         """What a rank posts where rank 0 posts `value`."""
         stage = self.stage_of(rank)
         if topic == "save: leaves":
-            return [[[0, self.digests[stage]]], value[1]]
+            return [[[0, self.described[stage].digest]], value[1]]
         if topic == "save: classes":
             leads = rank == 0 or self.stage_of(rank - 1) != stage
-            described = (self.classes[stage], self.scopes[stage])
-            return [class_json(self.digests[stage], described)] if leads else []
+            return [class_json(self.described[stage])] if leads else []
         return value
 
     def _mesh(self, stage: int) -> Mesh | None:

@@ -8,13 +8,14 @@ follows blobs + nodes and not their product.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+from torchrelay.checkpoint.disk.boxes import item_bytes_of
 from torchrelay.checkpoint.disk.layouts import Layout, Split
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.disk.parts import keys_held
@@ -22,6 +23,7 @@ from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.position import Position
 
 Json = Any
+R = TypeVar("R", bound=tuple[Any, ...])
 VALUE_LIMIT_BYTES = 64 << 10
 """Replicated values up to this lie in the manifest, larger ones in the first replica's shard."""
 
@@ -84,8 +86,7 @@ class LeafRow(NamedTuple):
     @property
     def item_bytes(self) -> int:
         """Bytes of one element of a tensor."""
-        elements = prod(self.shape) if self.kind == "tensor" else 1
-        return self.nbytes // elements if elements else 1
+        return item_bytes_of(self.shape, self.nbytes) if self.kind == "tensor" else self.nbytes
 
 
 class ShardRow(NamedTuple):
@@ -103,6 +104,11 @@ class ShardRow(NamedTuple):
     def holder(self) -> tuple[int, int, str]:
         """(try, node, group): whose file this is a part of."""
         return (self.source, self.node, self.group)
+
+
+def table(kind: type[R], rows: Iterable[tuple[Any, ...]]) -> tuple[R, ...]:
+    """Named tuples of a kind from rows that have all of its columns: of thousands, in half of the time."""
+    return tuple(map(partial(tuple.__new__, kind), rows))
 
 
 in_order = itemgetter(6, 1, 2, 0)

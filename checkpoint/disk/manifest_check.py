@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from operator import attrgetter, le
-from typing import TypeVar
+from operator import attrgetter, itemgetter, le
+from typing import Any
 
 from torchrelay.checkpoint.disk import dtypes
 from torchrelay.checkpoint.disk.boxes import Sharded
@@ -19,7 +19,6 @@ from torchrelay.checkpoint.disk.names import GROUP, NODE, check_try
 from torchrelay.checkpoint.position import MAX_EPOCH
 from torchrelay.errors import DamagedError
 
-Row = TypeVar("Row")
 ROLES = ("parameter", "buffer", "optimizer", "tensor", "value", "state", "subclass", "rng")
 SCOPES = ("replicated", "sharded", "rank", "host")
 LARGEST = 2**53 - 1
@@ -29,6 +28,17 @@ _MAX_MESH_DIMS = 32
 _MAX_HEADER_BYTES = 100_000_008
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _HEX = re.compile(r"[0-9a-f]*")
+
+
+def _columns(*fields: str) -> itemgetter[tuple[Any, ...]]:
+    """Columns of the row of a leaf, which of very many rows come sooner by number than by name."""
+    return itemgetter(*map(LeafRow._fields.index, fields))
+
+
+_COMMON = _columns("kind", "role", "dtype", "shape", "nbytes", "scope", "group", "layout", "source")
+_FORM = _columns("shape", "nbytes")
+_PLACE = _columns("layout", "source", "group")
+_NAME, _BLOB, _LAYOUT = map(attrgetter, ("name", "blob", "layout"))
 
 
 def check(manifest: Manifest, what: str) -> None:
@@ -100,7 +110,8 @@ def _check_world(world: World, demand: Demand) -> None:
     demand(bool(world.nodes), "it has no nodes")
     demand(len(set(names)) == len(names), "a node is named twice")
     for name in names:
-        demand(NODE.fullmatch(name) is not None, f"{name!r} is no node name")
+        if NODE.fullmatch(name) is None:
+            demand(False, f"{name!r} is no node name")
     demand(len(world.host_of) == len(world.nodes), "hosts and nodes differ in number")
     demand(_within(world.host_of, len(world.hosts)), "a node is on a host that is not there")
 
@@ -109,10 +120,10 @@ def _check_blobs(manifest: Manifest, demand: Demand) -> None:
     names = {blob.name for blob in manifest.blobs}
     demand(len(names) == len(manifest.blobs), "a blob is named twice")
     _check_lengths(names, "blob", demand)
-    for blob in _first_of_each(manifest.blobs, "kind", "scope"):
+    for blob in {(blob.kind, blob.scope): blob for blob in manifest.blobs}.values():
         demand(blob.kind in ("tensor", "value", "stateful"), f"blob {blob.name} is of kind {blob.kind!r}")
         demand(blob.scope in SCOPES, f"blob {blob.name} has scope {blob.scope!r}")
-    if not set(map(attrgetter("blob"), manifest.leaves)) <= names:
+    if not set(map(_BLOB, manifest.leaves)) <= names:
         leaf = next(leaf for leaf in manifest.leaves if leaf.blob not in names)
         demand(False, f"{leaf.name} is of blob {leaf.blob!r}, which is not there")
 
@@ -124,39 +135,35 @@ def _check_lengths(names: Collection[str], what: str, demand: Demand) -> None:
         demand(False, f"{name!r:.80} is no {what} name")
 
 
-def _first_of_each(rows: Sequence[Row], *columns: str) -> Iterable[Row]:
-    """For every combination of values in these columns the first row that has it."""
-    backwards = rows[::-1]
-    return dict(zip(map(attrgetter(*columns), backwards), backwards, strict=True)).values()
-
-
 def _check_layout(manifest: Manifest, layout: Layout, number: int, demand: Demand) -> None:
     nodes = layout.nodes
     demand(bool(nodes) and len(set(nodes)) == len(nodes), f"layout {number} has a node twice, or none")
     demand(_within(nodes, len(manifest.world.names)), f"layout {number} has nodes that are not there")
     if isinstance(layout, Mesh):
         _check_mesh(layout, number, demand)
-    if not isinstance(layout, Split):
-        return
-    items, cuts = layout.items, layout.cuts
+    if isinstance(layout, Split):
+        _check_split(manifest, layout, number, demand)
+
+
+def _check_split(manifest: Manifest, layout: Split, number: int, demand: Demand) -> None:
+    """Of thousands of cuts, which rise, the last one within each leaf is looked at."""
+    leaves, items, cuts = manifest.leaves, layout.items, layout.cuts
+    demand(_within(items, len(leaves)) and len(set(items)) == len(items), f"layout {number}: its items")
     demand(
-        _within(items, len(manifest.leaves)) and len(set(items)) == len(items), f"layout {number}: its items"
+        len(cuts) == len(layout.nodes) + 1,
+        f"layout {number} has {len(cuts)} cuts for {len(layout.nodes)} nodes",
     )
-    demand(len(cuts) == len(nodes) + 1, f"layout {number} has {len(cuts)} cuts for {len(nodes)} nodes")
-    demand(
-        cuts[0] == Cut(0, 0) and cuts[-1] == Cut(len(items), 0), f"layout {number} does not cover its leaves"
-    )
-    demand(all(a <= b for a, b in pairwise(cuts)), f"the cuts of layout {number} overlap")
-    for cut in cuts[1:-1]:
-        inside = 0 <= cut.item < len(items)
-        size = manifest.leaves[items[cut.item]].elements if inside else 0
-        at_end = cut == Cut(len(items), 0)
-        demand(
-            at_end or (inside and 0 <= cut.element < max(size, 1)),
-            f"layout {number} is cut outside of leaves",
-        )
+    end = Cut(len(items), 0)
+    demand(cuts[0] == Cut(0, 0) and cuts[-1] == end, f"layout {number} does not cover its leaves")
+    demand(all(map(le, cuts, cuts[1:])), f"the cuts of layout {number} overlap")
+    inside = min(element for _, element in cuts) >= 0
+    for item, element in dict(cuts).items():
+        size = leaves[items[item]].elements if item < len(items) else 1
+        inside = inside and element < max(size, 1)
+    demand(inside, f"layout {number} is cut outside of leaves")
     for row in items:
-        demand(manifest.leaves[row].layout == number, f"{manifest.leaves[row].name} is split by two layouts")
+        if leaves[row].layout != number:
+            demand(False, f"{leaves[row].name} is split by two layouts")
 
 
 def _check_mesh(mesh: Mesh, number: int, demand: Demand) -> None:
@@ -175,25 +182,18 @@ def _check_mesh(mesh: Mesh, number: int, demand: Demand) -> None:
 def _check_leaves(manifest: Manifest, demand: Demand) -> None:
     """What leaves have in common is checked once; of very many only what differs is looked at."""
     _check_lengths([leaf.name for leaf in manifest.leaves], "leaf", demand)
-    for leaf in _first_of_each(manifest.leaves, "scope", "role", "group", "layout", "source", "kind"):
+    for leaf in dict(zip(map(_COMMON, manifest.leaves), manifest.leaves, strict=True)).values():
         _check_form(manifest, leaf, demand)
-    for leaf in _first_of_each(manifest.leaves, "kind", "dtype", "shape", "nbytes"):
         _check_size(leaf, demand)
-    if not any(isinstance(layout, Split | Mesh) for layout in manifest.layouts):
-        return
-    highest = [_highest_dim(layout) for layout in manifest.layouts]
-    for row, leaf in enumerate(manifest.leaves):
-        layout = manifest.layouts[leaf.layout]
-        if isinstance(layout, Split) and row not in layout.index:
-            demand(False, f"{leaf.name} is not among the leaves of its layout")
-        if highest[leaf.layout] >= len(leaf.shape):
-            demand(False, f"{leaf.name} cannot be sharded so")
+    split = {n: layout.index for n, layout in enumerate(manifest.layouts) if isinstance(layout, Split)}
+    for row, number in enumerate(map(_LAYOUT, manifest.leaves)) if split else ():
+        if number in split and row not in split[number]:
+            demand(False, f"{manifest.leaves[row].name} is not among the leaves of its layout")
 
 
-def _highest_dim(layout: Layout) -> int:
+def _highest_dim(mesh: Mesh) -> int:
     """The last dimension of a tensor that a mesh splits; -1 for none."""
-    placements = layout.placements if isinstance(layout, Mesh) else ()
-    return max((one.dim for one in placements if isinstance(one, Sharded)), default=-1)
+    return max((one.dim for one in mesh.placements if isinstance(one, Sharded)), default=-1)
 
 
 def _check_form(manifest: Manifest, leaf: LeafRow, demand: Demand) -> None:
@@ -209,7 +209,8 @@ def _check_form(manifest: Manifest, leaf: LeafRow, demand: Demand) -> None:
     if isinstance(layout, Split):
         demand(leaf.kind == "tensor", f"{name} is not among the leaves of its layout")
     if isinstance(layout, Mesh):
-        demand(leaf.kind == "tensor" and leaf.scope == "sharded", f"{leaf.name} cannot be sharded so")
+        possible = leaf.kind == "tensor" and leaf.scope == "sharded"
+        demand(possible and _highest_dim(layout) < len(leaf.shape), f"{leaf.name} cannot be sharded so")
     demand(leaf.kind in ("tensor", "value"), f"{name} is of kind {leaf.kind!r}")
 
 
@@ -230,7 +231,7 @@ def _check_size(leaf: LeafRow, demand: Demand) -> None:
 
 
 def _check_names(manifest: Manifest, demand: Demand) -> None:
-    several = manifest.rows if len(manifest.rows) < len(manifest.leaves) else {}
+    several = manifest.rows if len(set(map(_NAME, manifest.leaves))) < len(manifest.leaves) else {}
     for name, rows in several.items():
         if len(rows) > 1:
             nodes = [node for row in rows for node in manifest.nodes_of(manifest.leaves[row])]
@@ -298,36 +299,35 @@ def _plain(manifest: Manifest) -> bool:
 
 def _needed(manifest: Manifest) -> Iterator[Stored]:
     """Everything that must be stored needs a file to be in; leaves that lie in the same files ask once."""
-    seen: set[tuple[object, ...]] = set()
-    mixed = {number for number, layout in enumerate(manifest.layouts) if _is_mixed(manifest, layout)}
-    for row, leaf in enumerate(manifest.leaves):
-        if (leaf.layout, leaf.source, leaf.group, ()) in seen:
-            continue
-        if leaf.alias_of is not None or row in manifest.values:
-            continue
-        for form, nodes in _holders(manifest.layouts[leaf.layout], row, leaf, mixed=leaf.layout in mixed):
-            place = (leaf.layout, leaf.source, leaf.group, form)
-            if place not in seen:
-                seen.add(place)
-                yield Stored(leaf.source, leaf.group, frozenset(nodes), leaf.name)
+    places: dict[tuple[int, int, str], list[int]] = defaultdict(list)
+    mixed = set()  # byte strings of which files hold some leaves, and others not
+    for row, (leaf, place) in enumerate(zip(manifest.leaves, map(_PLACE, manifest.leaves), strict=True)):
+        if leaf.alias_of is not None:
+            mixed.add(leaf.layout)
+        elif row not in manifest.values:
+            places[place].append(row)
+    mixed |= {number for number, some in Counter(number for number, _, _ in places).items() if some > 1}
+    for (number, source, group), rows in places.items():
+        held = _holders(manifest, manifest.layouts[number], rows, mixed=number in mixed)
+        for nodes, name in held.items():
+            yield Stored(source, group, nodes, name)
 
 
 def _holders(
-    layout: Layout, row: int, leaf: LeafRow, *, mixed: bool
-) -> Iterable[tuple[object, Iterable[int]]]:
-    """The nodes whose files hold a leaf, in sets that have a name within its layout."""
+    manifest: Manifest, layout: Layout, rows: Sequence[int], *, mixed: bool
+) -> dict[frozenset[int], str]:
+    """The sets of nodes whose files hold some leaves of a layout, each with the name of such a leaf."""
+    leaves = [manifest.leaves[row] for row in rows]
     if isinstance(layout, Mesh):
-        return ((nodes, nodes) for nodes in layout.writers(leaf.name, leaf.shape, leaf.item_bytes))
+        return layout.writing([leaf.name for leaf in leaves], map(_FORM, leaves))
     if isinstance(layout, Split) and mixed:
-        return [(row, [piece.node for piece in layout.pieces(row, leaf.elements)])]
-    return [((), layout.writers)]
+        pieces = [layout.pieces(row, leaf.elements) for row, leaf in zip(rows, leaves, strict=True)]
+        return {
+            frozenset(piece.node for piece in some): leaf.name
+            for some, leaf in zip(pieces, leaves, strict=True)
+        }
+    return {frozenset(layout.writers): leaves[0].name}
 
 
-def _is_mixed(manifest: Manifest, layout: Layout) -> bool:
-    """Whether leaves of a byte string lie in several tries or groups; else every writer's file holds some."""
-    leaves = [manifest.leaves[row] for row in layout.items] if isinstance(layout, Split) else []
-    return any(leaf.alias_of is not None for leaf in leaves) or len({(x.source, x.group) for x in leaves}) > 1
-
-
-def _within(numbers: Iterable[int], limit: int) -> bool:
-    return all(0 <= number < limit for number in numbers)
+def _within(numbers: Sequence[int], limit: int) -> bool:
+    return not numbers or (min(numbers) >= 0 and max(numbers) < limit)

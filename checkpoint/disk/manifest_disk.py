@@ -20,7 +20,7 @@ import base64
 import binascii
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 from typing import Any, TypeVar
 
 from torchrelay.checkpoint.disk import canonical, version
@@ -63,10 +63,13 @@ def encode(manifest: Manifest) -> bytes:
         "facts": facts_json(manifest.facts),
         "shards": _shards_json(manifest.shards, words),
         "values": [[row, manifest.values[row]] for row in sorted(manifest.values)],
-        "words": words.items,
     }
-    texts = {key: canonical.dumps(value, within=1) for key, value in {**manifest.extra, **known}.items()}
-    return canonical.object_of({**texts, **tables.texts})
+    texts = {key: _text(value) for key, value in {**manifest.extra, **known}.items()}
+    return canonical.object_of({**texts, **tables.texts, "words": tables.words_text(words)})
+
+
+def _text(value: Json) -> bytes:
+    return canonical.dumps(value, within=1)
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,11 @@ class _Tables:
     stored: tuple[Stored, ...]
     words: tuple[str, ...]
     texts: Mapping[str, bytes]
+    """`words` among them, if no other part of the manifest has more."""
+
+    def words_text(self, words: _Numbers) -> bytes:
+        """The words of these tables, and of what was numbered after them."""
+        return self.texts["words"] if len(words.items) == len(self.words) else _text(words.items)
 
     def fits(self, manifest: Manifest) -> bool:
         """Whether these are a manifest's: the very same objects, which nothing changes."""
@@ -96,16 +104,15 @@ def _tables(manifest: Manifest) -> _Tables:
     stored = check_tables(manifest, _NEW)
     words, classes = _Numbers(), _Numbers()
     layouts = [layout_json(layout, classes.of(layout.nodes)) for layout in manifest.layouts]
-    tables = {
-        "world": _world_json(manifest.world),
-        "classes": [pack_numbers(nodes) for nodes in classes.items],
-        "layouts": layouts,
-        "blobs": _blobs_json(manifest.blobs, words),
-        "leaves": _leaves_json(manifest.leaves, words),
+    texts = {
+        "world": _text(_world_json(manifest.world)),
+        "classes": _text([pack_numbers(nodes) for nodes in classes.items]),
+        "layouts": _text(layouts),
+        "blobs": _text(_blobs_json(manifest.blobs, words)),
+        "leaves": _leaves_text(manifest.leaves, words),
     }
-    texts = {key: canonical.dumps(value, within=1) for key, value in tables.items()}
     of = (len(manifest.tries), frozenset(manifest.values), *_parts(manifest)[2:])
-    return _Tables(of, stored, tuple(words.items), texts)
+    return _Tables(of, stored, tuple(words.items), {**texts, "words": _text(words.items)})
 
 
 def decode(data: bytes, *, what: str = "manifest.json") -> Manifest:
@@ -201,8 +208,11 @@ class _Numbers:
         return self._numbers[item]
 
     def column(self, items: Sequence[Any]) -> list[Json]:
-        for item in dict.fromkeys(items):
-            self.of(item)
+        if items and items.count(items[0]) == len(items):
+            return pack_numbers([self.of(items[0])] * len(items))
+        new = [item for item in dict.fromkeys(items) if item not in self._numbers]
+        self._numbers.update(zip(new, count(len(self.items)), strict=False))
+        self.items += new
         return pack_numbers(list(map(self._numbers.__getitem__, items)))
 
 
@@ -272,16 +282,15 @@ def _blobs(columns: Columns) -> tuple[BlobRow, ...]:
     return tuple(map(BlobRow, columns.names("name"), columns.words("kind"), columns.words("scope")))
 
 
-def _leaves_json(leaves: Sequence[LeafRow], words: _Numbers) -> Json:
+def _leaves_text(leaves: Sequence[LeafRow], words: _Numbers) -> bytes:
     columns = zip(*leaves, strict=True) if leaves else [()] * len(LeafRow._fields)
     of = dict(zip(LeafRow._fields, columns, strict=True))
-    return {
+    table = {
         "name": pack_names(of["name"]),
         "blob": words.column(of["blob"]),
         "kind": words.column(of["kind"]),
         "role": words.column(of["role"]),
-        "dtype": words.column([dtype or "" for dtype in of["dtype"]]),
-        "shape": of["shape"],
+        "dtype": words.column(["" if dtype is None else dtype for dtype in of["dtype"]]),
         "bytes": pack_numbers(of["nbytes"]),
         "scope": words.column(of["scope"]),
         "group": words.column(of["group"]),
@@ -289,6 +298,14 @@ def _leaves_json(leaves: Sequence[LeafRow], words: _Numbers) -> Json:
         "alias_of": [[row, name] for row, name in enumerate(of["alias_of"]) if name is not None],
         "try": pack_numbers(of["source"]),
     }
+    texts = {key: _text(column) for key, column in table.items()}
+    return canonical.object_of({**texts, "shape": _shapes_text(of["shape"])})
+
+
+def _shapes_text(shapes: Sequence[tuple[int, ...]]) -> bytes:
+    """Very many leaves have few shapes, each of which is written once."""
+    texts = {shape: _text(shape) for shape in set(shapes)}
+    return b"[%b]" % b",".join(map(texts.__getitem__, shapes))
 
 
 def _leaves(columns: Columns) -> tuple[LeafRow, ...]:

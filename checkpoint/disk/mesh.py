@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -22,6 +22,7 @@ from torchrelay.checkpoint.disk.boxes import (
     Replicated,
     Sharded,
     intersect,
+    item_bytes_of,
     local_intervals,
 )
 from torchrelay.checkpoint.disk.mesh_rules import RULE, Among, first_share, owner, share, writing_replicas
@@ -145,6 +146,25 @@ class Mesh:
             places = writing_places(tuple(shape), self.extents, self.placements, among)
             self._writers[form] = tuple(map(self._nodes_at, places))
         return self._writers[form]
+
+    def writing(
+        self, names: Sequence[str], forms: Iterable[tuple[tuple[int, ...], int]]
+    ) -> dict[frozenset[int], str]:
+        """The sets of nodes that store something of leaves, each with the name of one that they store.
+
+        `forms` are the shapes and bytes of the leaves. It looks once at leaves that the same nodes store.
+        """
+        if self.replicas == 1:  # then a name chooses nobody
+            alike = list(dict(zip(forms, names, strict=True)).items())
+        else:
+            owners = [owner(name, self.replicas) for name in names]
+            each = zip(zip(forms, owners, strict=True), names, strict=True)
+            alike = [(form, name) for (form, _), name in dict(each).items()]
+        return {
+            nodes: name
+            for (shape, nbytes), name in alike
+            for nodes in self.writers(name, shape, item_bytes_of(shape, nbytes))
+        }
 
     @cached_property
     def _writers(self) -> dict[tuple[tuple[int, ...], int, int], tuple[frozenset[int], ...]]:

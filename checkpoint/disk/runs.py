@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from operator import eq, sub
 from typing import Any
 
 from torchrelay.errors import DamagedError
@@ -21,21 +22,23 @@ _NUMBERED = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})")
 
 def pack_numbers(numbers: Sequence[int]) -> list[Json]:
     """Numbers with their runs of four and more folded."""
+    if len(numbers) >= _SHORTEST_RUN and _one_run(numbers):  # as columns of many rows mostly are
+        return [[numbers[0], numbers[1] - numbers[0], len(numbers)]]
+    steps = list(map(sub, numbers[1:], numbers))
+    goes_on = bytes(map(eq, steps[1:], steps))  # from here on, three numbers or more are a run
     packed: list[Json] = []
     start = 0
-    last = len(numbers) - _SHORTEST_RUN
-    while start < len(numbers):
-        if start > last or numbers[start + 2] - (middle := numbers[start + 1]) != middle - numbers[start]:
-            packed.append(numbers[start])
-            start += 1
-            continue
-        stop = _run_end(numbers, start)
-        if stop - start >= _SHORTEST_RUN:
-            packed.append([numbers[start], numbers[start + 1] - numbers[start], stop - start])
+    while (begin := goes_on.find(1, start)) >= 0:
+        stop = goes_on.find(0, begin)
+        stop = len(numbers) if stop < 0 else stop + 2
+        packed += numbers[start:begin]
+        if stop - begin >= _SHORTEST_RUN:
+            packed.append([numbers[begin], steps[begin], stop - begin])
+            start = stop
         else:
-            stop = start + 1
-            packed.append(numbers[start])
-        start = stop
+            packed.append(numbers[begin])
+            start = begin + 1
+    packed += numbers[start:]
     return packed
 
 
@@ -57,19 +60,20 @@ def unpack_numbers(packed: Json, what: str) -> tuple[int, ...]:
 
 def pack_names(names: Sequence[str]) -> list[Json]:
     """Names with runs of equal prefixes and rising numbers folded."""
+    numbered = bytes(map(str.isdigit, [name[-1:] for name in names]))
     packed: list[Json] = []
     start = 0
-    while start < len(names):
-        match = _NUMBERED.fullmatch(names[start]) if names[start][-1:].isdigit() else None
-        stop = start + 1
-        while match and stop < len(names) and names[stop] == f"{match[1]}{int(match[2]) + stop - start}":
-            stop += 1
-        if match and stop - start >= _SHORTEST_RUN:
-            packed.append([match[1], int(match[2]), stop - start])
+    while (begin := numbered.find(1, start)) >= 0:
+        packed += names[start:begin]
+        match = _NUMBERED.fullmatch(names[begin])
+        stop = _run_end(names, begin, match[1], int(match[2])) if match else begin
+        if match and stop - begin >= _SHORTEST_RUN:
+            packed.append([match[1], int(match[2]), stop - begin])
+            start = stop
         else:
-            stop = start + 1
-            packed.append(names[start])
-        start = stop
+            packed.append(names[begin])
+            start = begin + 1
+    packed += names[start:]
     return packed
 
 
@@ -89,23 +93,19 @@ def unpack_names(packed: Json, what: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _run_end(numbers: Sequence[int], start: int) -> int:
-    """The end of the run that begins at `start`; stretches of doubling length are compared at once."""
-    stop, ahead = start + 1, 16
-    if stop == len(numbers):
-        return stop
-    first, step = numbers[start], numbers[stop] - numbers[start]
-    while (more := list(numbers[stop : stop + ahead])) and more == _run_items(
-        first + step * (stop - start), step, len(more)
-    ):
-        stop, ahead = stop + len(more), ahead * 2
-    while stop < len(numbers) and numbers[stop] == first + step * (stop - start):
+def _one_run(numbers: Sequence[int]) -> bool:
+    first, step, count = numbers[0], numbers[1] - numbers[0], len(numbers)
+    if numbers[2] - numbers[1] != step:
+        return False
+    return list(numbers) == (list(range(first, first + step * count, step)) if step else [first] * count)
+
+
+def _run_end(names: Sequence[str], start: int, prefix: str, first: int) -> int:
+    """The end of the run that begins at `start`."""
+    stop = start + 1
+    while stop < len(names) and names[stop] == f"{prefix}{first + stop - start}":
         stop += 1
     return stop
-
-
-def _run_items(first: int, step: int, count: int) -> list[int]:
-    return list(range(first, first + step * count, step)) if step else [first] * count
 
 
 def _items(packed: Json, what: str) -> list[Json]:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchrelay.checkpoint.disk.boxes import Bounds, volume
-from torchrelay.checkpoint.disk.canonical import INTEGER_LIMIT, dumps, word
+from torchrelay.checkpoint.disk.boxes import Bounds, item_bytes_of, volume
 from torchrelay.checkpoint.disk.immutable import immutable
 from torchrelay.checkpoint.disk.layouts import Layout, PerNode, Split
 from torchrelay.checkpoint.disk.lazily import lazily
-from torchrelay.checkpoint.disk.manifest import VALUE_LIMIT_BYTES, BlobRow, LeafRow
-from torchrelay.checkpoint.disk.mesh import Mesh, placements_json
+from torchrelay.checkpoint.disk.manifest import VALUE_LIMIT_BYTES, BlobRow, LeafRow, table
+from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.disk.names import Flat, Key, Whole
 from torchrelay.checkpoint.disk.parts import box_key
 from torchrelay.checkpoint.disk.shard_entries import Entries, described
+from torchrelay.checkpoint.planning.identity import leaves_digest
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.state.leaf import LeafSpec
@@ -32,6 +32,12 @@ class NodeClass:
 
     nodes: tuple[int, ...]
     leaves: tuple[LeafSpec, ...]
+    digest: str = ""
+    """The `leaves_digest`; computed unless it is known already."""
+
+    def __post_init__(self) -> None:
+        if not self.digest:
+            object.__setattr__(self, "digest", leaves_digest(self.leaves))
 
 
 @immutable()
@@ -75,7 +81,8 @@ class PlannedLeaf(NamedTuple):
     @property
     def inline(self) -> bool:
         """Whether this is a replicated value that is small enough for the manifest."""
-        return is_inline(self.leaf, self.scope)
+        leaf = self.leaf
+        return leaf.kind == "value" and self.scope == "replicated" and leaf.nbytes <= VALUE_LIMIT_BYTES
 
 
 @dataclass(frozen=True)
@@ -152,8 +159,8 @@ class Plan:
         """Node and group of every file that is written: what `files` says of all nodes together."""
         return frozenset(
             (node, group)
-            for layout, rows in self._stored_by_layout.items()
-            for group, nodes in self._writing(self.layouts[layout], rows)
+            for (layout, group), leaves in self._stored.items()
+            for nodes in _writing(self.layouts[layout], leaves)
             for node in nodes
         )
 
@@ -161,58 +168,45 @@ class Plan:
     def total_bytes(self) -> int:
         """What all nodes together write, headers aside: what is split or alike counts once."""
         found = 0
-        for number, rows in self._stored_by_layout.items():
+        for (number, _), leaves in self._stored.items():
             layout = self.layouts[number]
             copies = len(layout.nodes) if isinstance(layout, PerNode) else 1
-            found += copies * sum(self.rows[row].leaf.nbytes for row in rows)
+            found += copies * sum([leaf.nbytes for leaf in leaves])
         return found
 
     @cached_property
     def largest_share(self) -> int:
         """A bound of the bytes that any one node writes; near to them but for small shards with replicas."""
         found: Counter[int] = Counter()
-        for number, rows in self._stored_by_layout.items():
-            layout, leaves = self.layouts[number], [self.rows[row].leaf for row in rows]
+        for layout in self.layouts:
             if isinstance(layout, Split):
                 found.update(_split_shares(layout, [self.rows[row].leaf for row in layout.items]))
-            elif isinstance(layout, Mesh):
-                alike = Counter((leaf.shape, item_bytes(leaf)) for leaf in leaves)
-                share = sum(layout.largest_share(*form) * count for form, count in alike.items())
-                found.update(dict.fromkeys(layout.nodes, share))
-            else:
-                share = sum(leaf.nbytes for leaf in leaves if leaf.kind == "tensor")
-                found.update(
-                    dict.fromkeys(layout.nodes if isinstance(layout, PerNode) else layout.nodes[:1], share)
-                )
+        for (number, _), leaves in self._stored.items():
+            nodes, share = _share_of_each(self.layouts[number], leaves)
+            found.update(dict.fromkeys(nodes, share))
         return max(found.values(), default=0)
 
     @cached_property
-    def _stored_by_layout(self) -> dict[int, list[int]]:
-        """The rows that lie in shards, by the number of their layout."""
-        found: dict[int, list[int]] = {}
+    def _stored(self) -> dict[tuple[int, str], list[LeafSpec]]:
+        """The leaves that lie in shards, by the number of their layout and their group."""
+        found: dict[tuple[int, str], list[LeafSpec]] = defaultdict(list)
         inline = self.inline_rows
         for row, (leaf, _, layout) in enumerate(self.rows):
             if leaf.alias_of is None and row not in inline:
-                found.setdefault(layout, []).append(row)
+                found[layout, leaf.group].append(leaf)
         return found
-
-    def _writing(self, layout: Layout, rows: Sequence[int]) -> Iterator[tuple[str, Iterable[int]]]:
-        groups = {self.rows[row].leaf.group for row in rows}
-        if isinstance(layout, Mesh):
-            leaves = [self.rows[row].leaf for row in rows]
-            parts = {
-                (leaf.group, part)
-                for leaf in leaves
-                for part in layout.writers(leaf.name, leaf.shape, item_bytes(leaf))
-            }
-            yield from parts
-        else:
-            yield from ((group, layout.writers) for group in groups)
 
     @cached_property
     def leaf_rows(self) -> tuple[LeafRow, ...]:
         """The rows as a manifest has them."""
-        return tuple(_leaf_row(planned) for planned in self.rows)
+        rows = [
+            (
+                leaf.name, leaf.blob, leaf.kind, leaf.role._value_, leaf.dtype, leaf.shape, leaf.nbytes,
+                scope, leaf.group, layout, leaf.alias_of, 0,
+            )
+            for leaf, scope, layout in self.rows
+        ]  # fmt: skip
+        return table(LeafRow, rows)
 
     @cached_property
     def value_rows(self) -> tuple[int, ...]:
@@ -232,8 +226,8 @@ class Plan:
         """The blobs, as their leaves tell of them."""
         members: dict[str, list[PlannedLeaf]] = {}
         for planned in self.rows:
-            members.setdefault(planned.leaf.blob, []).append(planned)
-        return tuple(_blob_row(name, members[name]) for name in sorted(members))
+            members.setdefault(planned[0].blob, []).append(planned)
+        return table(BlobRow, [_blob_row(name, leaves) for name, leaves in sorted(members.items())])
 
     @cached_property
     def inline_rows(self) -> dict[int, str]:
@@ -250,6 +244,28 @@ class Plan:
         return sorted({*self._unsplit, *split})
 
 
+def _writing(layout: Layout, leaves: Sequence[LeafSpec]) -> Iterable[Iterable[int]]:
+    """The nodes that store something of leaves, in sets."""
+    if isinstance(layout, Mesh):
+        return layout.writing([leaf.name for leaf in leaves], map(_FORM, leaves))
+    return (layout.writers,)
+
+
+def _share_of_each(layout: Layout, leaves: Sequence[LeafSpec]) -> tuple[tuple[int, ...], int]:
+    """The nodes that store leaves of a layout that is no byte string, and the most bytes that one stores."""
+    if isinstance(layout, Split):
+        return (), 0
+    if isinstance(layout, Mesh):
+        forms = Counter(map(_FORM, leaves)).items()
+        shares = [
+            layout.largest_share(shape, item_bytes_of(shape, nbytes)) * count
+            for (shape, nbytes), count in forms
+        ]
+        return layout.nodes, sum(shares)
+    share = sum([leaf.nbytes for leaf in leaves if leaf.kind == "tensor"])
+    return layout.nodes if isinstance(layout, PerNode) else layout.nodes[:1], share
+
+
 def _split_shares(split: Split, leaves: Sequence[LeafSpec]) -> dict[int, int]:
     """The bytes that each node writes of a byte string of leaves."""
     starts = (0, *accumulate([leaf.nbytes for leaf in leaves]))
@@ -260,22 +276,18 @@ def _split_shares(split: Split, leaves: Sequence[LeafSpec]) -> dict[int, int]:
     return {node: stop - start for node, start, stop in zip(split.nodes, ends, ends[1:], strict=False)}
 
 
-def _leaf_row(planned: PlannedLeaf) -> LeafRow:
-    leaf = planned.leaf
-    return LeafRow(
-        leaf.name, leaf.blob, leaf.kind, leaf.role.value, leaf.dtype, tuple(leaf.shape), leaf.nbytes,
-        planned.scope, leaf.group, planned.layout, leaf.alias_of,
-    )  # fmt: skip
+_FORM = attrgetter("shape", "nbytes")
 
 
-def _blob_row(name: str, leaves: Sequence[PlannedLeaf]) -> BlobRow:
+def _blob_row(name: str, leaves: Sequence[PlannedLeaf]) -> tuple[str, str, str]:
     """A blob that is a leaf itself is a tensor or a value, unless only an object can take that leaf."""
-    if len(leaves) == 1 and leaves[0].leaf.name == name and leaves[0].leaf.kind == "tensor":
-        return BlobRow(name, "tensor", leaves[0].scope)
+    first, scope, _ = leaves[0]
+    if len(leaves) == 1 and first.name == name and first.kind == "tensor":
+        return (name, "tensor", scope)
     scopes = {planned.scope for planned in leaves}
     own = next((planned.leaf for planned in leaves if planned.leaf.name == name), None)
     kind = "stateful" if own is None or own.role.value in ("state", "subclass") else own.kind
-    return BlobRow(name, kind, scopes.pop() if len(scopes) == 1 else "replicated")
+    return (name, kind, scopes.pop() if len(scopes) == 1 else "replicated")
 
 
 def _boxes(leaf: LeafSpec, mesh: Mesh, node: int) -> list[Assignment]:
@@ -283,80 +295,11 @@ def _boxes(leaf: LeafSpec, mesh: Mesh, node: int) -> list[Assignment]:
     return [Assignment(leaf, 0, volume(box), box=box) for box in boxes]
 
 
-def is_inline(leaf: LeafSpec, scope: str) -> bool:
-    """Whether this is a replicated value that is small enough for the manifest."""
-    return leaf.kind == "value" and scope == "replicated" and leaf.nbytes <= VALUE_LIMIT_BYTES
-
-
 def item_bytes(leaf: LeafSpec) -> int:
     """Bytes of one element of a tensor."""
-    count = elements(leaf)
-    return leaf.nbytes // count if count else 1
+    return item_bytes_of(leaf.shape, leaf.nbytes) if leaf.kind == "tensor" else leaf.nbytes
 
 
 def elements(leaf: LeafSpec) -> int:
     """The number of elements of a tensor; a value counts as one."""
     return prod(leaf.shape) if leaf.kind == "tensor" else 1
-
-
-def identity(leaf: LeafSpec) -> list[object]:
-    """What makes leaves of two nodes the same leaf. The size of a value may differ between them."""
-    size = leaf.nbytes if leaf.kind == "tensor" else 0
-    place = [leaf.name, leaf.blob, leaf.group, leaf.alias_of]
-    described: list[object] = [*place, leaf.kind, leaf.role.value, leaf.dtype, list(leaf.shape), size]
-    mesh = leaf.sharding
-    if mesh is None:
-        return described
-    return [*described, list(mesh.nodes), list(mesh.extents), placements_json(mesh.placements), mesh.rule]
-
-
-def identity_heads(leaves: Sequence[LeafSpec]) -> list[bytes]:
-    """The canonical JSON of `identity` up to the mesh, of each leaf; written once for each."""
-    return [leaf.texts.get("identity") or _written(leaf) for leaf in leaves]
-
-
-def identity_head(leaf: LeafSpec) -> bytes:
-    """The same of one leaf."""
-    return identity_heads((leaf,))[0]
-
-
-def _written(leaf: LeafSpec) -> bytes:
-    """Put together here, because a call of the encoder costs more than all of this."""
-    found = leaf.texts["identity"] = _head(leaf, _form_text(_IN_FORM(leaf)))
-    return found
-
-
-def _head(leaf: LeafSpec, form: str) -> bytes:
-    if not form:
-        return _encoded_head(leaf)
-    name = word(leaf.name)
-    blob = name if leaf.blob == leaf.name else word(leaf.blob)
-    try:
-        return f"[{name},{blob},{form}".encode()
-    except UnicodeEncodeError:
-        return _encoded_head(leaf)
-
-
-_Form = tuple[str, str | None, str, str, str | None, tuple[int, ...], int]
-_IN_FORM = attrgetter("group", "alias_of", "kind", "role._value_", "dtype", "shape", "nbytes")
-
-
-@lru_cache(maxsize=1 << 14)
-def _form_text(form: _Form) -> str:
-    """What very many leaves have in common but for their names; empty for numbers that JSON has not."""
-    *words, shape, nbytes = form
-    size = nbytes if form[2] == "tensor" else 0
-    if max(size, *shape, 0) >= INTEGER_LIMIT:
-        return ""
-    extents = ",".join(map(str, shape))
-    return f"{','.join(map(word, words))},[{extents}],{size}"
-
-
-def _encoded_head(leaf: LeafSpec) -> bytes:
-    """The same from the encoder; raises UsageError saying what of it is no canonical JSON."""
-    return dumps(identity(replace(leaf, sharding=None)))[:-1]
-
-
-def sorted_leaves(leaves: Iterable[LeafSpec]) -> list[LeafSpec]:
-    """Leaves in the order of their names."""
-    return sorted(leaves, key=lambda leaf: leaf.name)

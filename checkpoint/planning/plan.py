@@ -13,30 +13,22 @@ every node whose class has an identical leaf.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.disk import canonical
 from torchrelay.checkpoint.disk.layouts import Layout, PerNode, Replicated, Split
-from torchrelay.checkpoint.planning.assignments import (
-    NodeClass,
-    Plan,
-    PlannedLeaf,
-    identity_head,
-    identity_heads,
-    is_inline,
-    item_bytes,
-    sorted_leaves,
-)
+from torchrelay.checkpoint.disk.manifest import table
+from torchrelay.checkpoint.planning.assignments import NodeClass, Plan, PlannedLeaf, item_bytes
 from torchrelay.checkpoint.planning.cuts import CUT_BYTES, cuts_between
-from torchrelay.checkpoint.planning.sharded import joined
+from torchrelay.checkpoint.planning.identity import same, sorted_leaves
+from torchrelay.checkpoint.planning.sharded import check_complete, joined
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.state.leaf import LeafSpec
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 SPLIT_ROLES = ("parameter", "optimizer")
 
 
@@ -84,51 +76,26 @@ def plan_classes(
 ) -> Plan:
     """Plan a save of nodes of several classes; see `Question`."""
     known_hosts = None if hosts is None else tuple(hosts)
-    question = Question(tuple(classes), cut, dict(scopes or {}), known_hosts, frozenset(referenced))
+    question = Question(tuple(classes), cut, unusual(scopes or {}), known_hosts, frozenset(referenced))
     return _make(question, plan_hash(question))
+
+
+def unusual(scopes: Mapping[str, str]) -> dict[str, str]:
+    """Scopes by name but `replicated`, which is what no scope means."""
+    return {name: scope for name, scope in scopes.items() if scope != "replicated"}
 
 
 def plan_hash(question: Question) -> str:
     """SHA-256 (hex) over all that decides a plan; ranks compare it before they write."""
-    rest = {
+    stated = {
         "version": PLAN_VERSION,
         "cut": question.cut,
-        "scopes": dict(question.scopes),
+        "scopes": question.scopes,
         "hosts": None if question.hosts is None else list(question.hosts),
         "referenced": sorted(question.referenced),
+        "classes": [[list(one.nodes), one.digest] for one in question.classes],
     }
-    texts = {key: canonical.dumps(value) for key, value in rest.items()}
-    before, after = canonical.object_of({**texts, "classes": _HERE}).split(_HERE)
-    # By parts: with meshes of thousands of nodes the text is long.
-    hashed = hashlib.sha256(before + b"[")
-    for number, one in enumerate(question.classes):
-        hashed.update(b"%b[%b,[" % (b"," * (number > 0), canonical.dumps(list(one.nodes))))
-        for part in _stated(one, question):
-            hashed.update(part)
-        hashed.update(b"]]")
-    hashed.update(b"]" + after)
-    return hashed.hexdigest()
-
-
-_HERE = b"\0"
-"""Nowhere in canonical JSON."""
-
-
-def _stated(one: NodeClass, question: Question) -> Iterator[bytes]:
-    """The leaves of a class as JSON, in parts; the text of a mesh is made once, however many lie on it."""
-    leaves = sorted_leaves(one.leaves)
-    between = b""
-    for head, leaf in zip(identity_heads(leaves), leaves, strict=True):
-        inline = leaf.kind == "value" and is_inline(leaf, question.scope_of(leaf))
-        yield between + head
-        if leaf.sharding is not None:
-            yield b","
-            yield leaf.sharding.text
-        between = _ENDS[inline] + b","
-    yield between[:-1]
-
-
-_ENDS = (b",false]", b",true]")
+    return canonical.sha256(canonical.dumps(stated))
 
 
 def _make(question: Question, key: str) -> Plan:
@@ -149,7 +116,8 @@ def _make(question: Question, key: str) -> Plan:
         number = layouts.number(_split_layout(nodes, members, rows, question.cut))
         for row in members:
             numbers[row] = number
-    return Plan(tuple(map(PlannedLeaf, rows, scopes, numbers)), tuple(layouts.found), key)
+    planned = table(PlannedLeaf, zip(rows, scopes, numbers, strict=True))
+    return Plan(planned, tuple(layouts.found), key)
 
 
 def _holders(
@@ -158,13 +126,15 @@ def _holders(
     """Every distinct leaf with the nodes that have it, by name and first node."""
     if len(classes) == 1:  # within a class names differ
         nodes = tuple(sorted(classes[0].nodes))
-        one = [(leaf, nodes) for leaf in classes[0].leaves if leaf.name not in referenced]
-        return sorted(joined(one), key=lambda pair: pair[0].name)
+        leaves = [leaf for leaf in sorted_leaves(classes[0].leaves) if leaf.name not in referenced]
+        for leaf in {id(leaf.sharding): leaf for leaf in leaves}.values():
+            check_complete(leaf, nodes)
+        return [(leaf, nodes) for leaf in leaves]
     found: dict[object, tuple[LeafSpec, list[int]]] = {}
     for number, node_class in enumerate(classes):
         for leaf in node_class.leaves:
             if leaf.name not in referenced:
-                found.setdefault(_form(leaf), (leaf, []))[1].append(number)
+                found.setdefault(same(leaf), (leaf, []))[1].append(number)
     sets: dict[tuple[int, ...], tuple[int, ...]] = {}
     held = []
     for leaf, numbers in found.values():
@@ -173,11 +143,6 @@ def _holders(
             sets[some] = tuple(sorted(node for number in some for node in classes[number].nodes))
         held.append((leaf, sets[some]))
     return sorted(joined(held), key=lambda pair: (pair[0].name, pair[1]))
-
-
-def _form(leaf: LeafSpec) -> tuple[bytes, str]:
-    """The same for leaves of one identity."""
-    return identity_head(leaf), leaf.sharding.digest if leaf.sharding is not None else ""
 
 
 def _splits(leaf: LeafSpec) -> bool:

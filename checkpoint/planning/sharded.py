@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.disk.boxes import Replicated
-from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.errors import SaveFailedError
 
 if TYPE_CHECKING:
@@ -23,13 +22,12 @@ def joined(held: Sequence[Held]) -> list[Held]:
     The joined mesh has the sub-meshes, by their first nodes, along a new first dimension. Raises
     SaveFailedError, naming the leaf, where a node of a mesh does not have it, or sub-meshes overlap.
     """
+    meshes = {(id(leaf.sharding), id(nodes)): (leaf, nodes) for leaf, nodes in held}  # many are the same
+    for one in meshes.values():
+        check_complete(*one)
     named: dict[str, list[Held]] = {}
-    complete: set[tuple[int, int]] = set()  # many leaves have the same objects, checked once
     for leaf, nodes in held:
         named.setdefault(leaf.name, []).append((leaf, nodes))
-        if leaf.sharding is not None and (id(leaf.sharding), id(nodes)) not in complete:
-            _check_complete(leaf, leaf.sharding, nodes)
-            complete.add((id(leaf.sharding), id(nodes)))
     return [one for group in named.values() for one in (group if len(group) == 1 else _joined_forms(group))]
 
 
@@ -62,8 +60,10 @@ def _joined(group: Sequence[Held]) -> Held:
     return replace(leaf, sharding=whole), tuple(sorted({node for _, some in group for node in some}))
 
 
-def _check_complete(leaf: LeafSpec, mesh: Mesh, nodes: Sequence[int]) -> None:
-    if absent := sorted(set(mesh.nodes) - set(nodes)):
+def check_complete(leaf: LeafSpec, nodes: Sequence[int]) -> None:
+    """Raises SaveFailedError, naming the leaf, where a node of its mesh is not one that has it."""
+    mesh = leaf.sharding
+    if mesh is not None and (absent := sorted(set(mesh.nodes) - set(nodes))):
         raise SaveFailedError(
             f"{leaf.name!r} is sharded over ranks {list(mesh.nodes)}, but rank "
             f"{', '.join(map(str, absent))} has no such leaf, or has it placed otherwise: build it with the "

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torchrelay.checkpoint.disk.dtypes import logical_dtype
 from torchrelay.checkpoint.disk.immutable import immutable
-from torchrelay.checkpoint.disk.lazily import lazily
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.state.dtensors import is_sharded, sharding_of
 
@@ -113,11 +112,6 @@ class LeafSpec:
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}" if self.kind == "tensor" else "value"
-
-    @lazily
-    def texts(self) -> dict[str, bytes]:
-        """What was written of this leaf already, by what for; a leaf's description never changes."""
-        return {}
 
 
 def spec_of(leaf: Leaf) -> LeafSpec:

@@ -45,13 +45,13 @@ DROP = object()
 
 
 def test_the_frozen_manifest_is_read_and_written_again_byte_for_byte():
-    """What this version wrote once is what it reads and writes for ever."""
+    """What was written once is read and written for ever; only the hash of a plan is that of a version."""
     spec = importlib.util.spec_from_file_location("make_manifest", GOLDEN / "make_manifest.py")
     maker = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(maker)
     read = Manifest.decode(DATA)
     assert read.encode() == DATA
-    assert maker.manifest().encode() == DATA
+    assert replace(maker.manifest(), plan_hash=read.plan_hash).encode() == DATA
     assert read.position == Position(3, 1200)
     assert read.needs == ("e00000003-abcdef",)
     assert read.world.names == ("trainer_0", "trainer_1", "trainer_2", "trainer_3", "helper:0")

@@ -17,7 +17,7 @@ from torchrelay.checkpoint.disk.manifest import VALUE_LIMIT_BYTES
 from torchrelay.checkpoint.planning.assignments import NodeClass, PlannedLeaf
 from torchrelay.checkpoint.planning.plan import plan_classes
 from torchrelay.checkpoint.recent import Recent
-from torchrelay.checkpoint.spec_exchange import SpecExchange
+from torchrelay.checkpoint.spec_exchange import Described, SpecExchange, class_json
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value, spec_of
 from torchrelay.checkpoint.structure import Structures
 from torchrelay.errors import SaveFailedError
@@ -203,3 +203,39 @@ def test_answers_are_those_of_their_questions_and_no_more_than_a_few_are_kept(si
         found = recent.get(lambda one, number=number: one[0] == number, lambda number=number: make(number))
         assert found[0] == number
         assert len(made) == count + (not known)
+
+
+class Beside(Solo):
+    """Another process, which has `told` leaves, to be heard with one change of how it tells of them."""
+
+    def __init__(self, told: Described, change: dict[str, Any]) -> None:
+        self.told, self.change = told, change
+
+    def exchange(self, topic: str, value: Any, **_: Any) -> list[Any]:
+        if topic == "save: leaves":
+            return [value, [[[0, self.told.digest]], None]]
+        row = class_json(self.told)
+        row["specs"][0] |= self.change
+        return [value, [row]]
+
+
+def test_who_understands_leaves_otherwise_makes_another_plan() -> None:
+    """What was heard of a class counts, not the digest under which it came: so ranks find the difference."""
+    there = {"own": (tensor("own"), "replicated"), **first_node()}
+    here, other = (state_of(rank, node, Structures()) for rank, node in enumerate((first_node(), there)))
+
+    def planned_with(change: dict[str, Any]) -> str:
+        exchange = SpecExchange()
+        told = Beside(Described(other.specs, other.scopes), change)
+        return exchange.plans.plan(*exchange.classes(told, [here], NAMES), (0, 0)).hash
+
+    changes = [
+        {},
+        {"dtype": "bfloat16"},
+        {"role": "buffer"},
+        {"group": "optim"},
+        {"shape": [9]},
+        {"blob": "b"},
+    ]
+    found = list(map(planned_with, changes))
+    assert len(set(found)) == len(found) and found[0] == planned_with({"name": "own"})

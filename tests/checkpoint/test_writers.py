@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import random
 from dataclasses import replace
 
@@ -11,12 +13,13 @@ from meshes import Saved, random_mesh, random_shape
 
 from torchrelay.checkpoint.disk import canonical
 from torchrelay.checkpoint.disk.boxes import Replicated, Sharded
-from torchrelay.checkpoint.disk.manifest import Manifest
+from torchrelay.checkpoint.disk.manifest import VALUE_LIMIT_BYTES, Manifest
 from torchrelay.checkpoint.disk.mesh import Mesh
-from torchrelay.checkpoint.planning.assignments import NodeClass, identity, identity_heads
+from torchrelay.checkpoint.planning.assignments import NodeClass
+from torchrelay.checkpoint.planning.identity import leaves_digest
 from torchrelay.checkpoint.planning.plan import PLAN_VERSION, Question, plan_classes, plan_hash
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
-from torchrelay.errors import DamagedError
+from torchrelay.errors import DamagedError, UsageError
 
 
 def spec(name, shape, mesh=None, role=Role.PARAMETER, kind="tensor"):
@@ -70,17 +73,54 @@ def test_the_writers_of_a_plan_are_the_nodes_with_files(seed):
     assert most <= plan.largest_share
 
 
-def test_an_identity_with_a_mesh_has_the_text_that_it_had_in_one_piece():
-    """The hash of a plan, which manifests keep, does not depend on how its text is put together."""
-    mesh = Mesh((4, 5, 6, 7), (2, 2), (Replicated(), Sharded(1, 2)))
-    leaves = (spec("plain", (3, 4)), spec("sharded", (3, 4), mesh), spec('"\u00e4\n', (), kind="value"))
-    for leaf, head in zip(leaves, identity_heads(leaves), strict=True):
-        rest = b"" if leaf.sharding is None else b"," + leaf.sharding.text
-        assert head + rest + b"]" == canonical.dumps(identity(leaf))
+def test_the_leaves_of_a_mesh_ask_together_who_writes_them():
+    """Asked of many leaves at once, the writers are those of each; every set has a leaf that it stores."""
+    rng = random.Random(3)
+    for _ in range(200):
+        mesh = random_mesh(rng, (64, 64, 64), most=16)
+        shapes = [(rng.choice([64, 600]), rng.choice([64, 1024]), 64) for _ in range(rng.randint(0, 9))]
+        names = [f"w{rng.randrange(50)}.{number}" for number in range(len(shapes))]
+        sizes = [math.prod(shape) * 4 for shape in shapes]
+        found = mesh.writing(names, zip(shapes, sizes, strict=True))
+        each = {n: mesh.writers(n, shape, 4) for n, shape in zip(names, shapes, strict=True)}
+        assert set(found) == {nodes for some in each.values() for nodes in some}
+        assert all(nodes in each[name] for nodes, name in found.items())
+
+
+def test_the_digest_of_leaves_depends_on_all_of_them_and_not_on_their_order():
+    """Whatever is changed of a leaf, the digest is another one; for the size of a small value it is not."""
+    mesh = Mesh((0, 1, 2, 3), (2, 2), (Replicated(), Sharded(1, 2)))
+    first, value = spec("a.w", (3, 4), mesh), replace(spec("c", (), kind="value"), nbytes=3)
+    leaves = (first, spec("b", (3,)), value)
+    digest = leaves_digest(leaves)
+    assert leaves_digest(leaves[::-1]) == digest
+    for other in (2, VALUE_LIMIT_BYTES):
+        assert leaves_digest((*leaves[:2], replace(value, nbytes=other))) == digest
+    changes = [
+        *({"name": "a.x"}, {"blob": "b"}, {"blob": "a.w"}, {"role": Role.BUFFER}, {"group": "optim"}),
+        *({"kind": "value"}, {"dtype": "int32"}, {"dtype": None}, {"shape": (4, 3)}, {"nbytes": 47}),
+        *({"alias_of": "b"}, {"sharding": None}, {"sharding": replace(mesh, nodes=(0, 1, 3, 2))}),
+        *({"sharding": replace(mesh, rule=1)}, {"sharding": replace(mesh, extents=(4, 1))}),
+    ]
+    found = [leaves_digest((replace(first, **change), *leaves[1:])) for change in changes]
+    found.append(leaves_digest((*leaves[:2], replace(value, nbytes=VALUE_LIMIT_BYTES + 1))))
+    found += [leaves_digest(leaves[1:]), leaves_digest(()), digest]
+    assert len(set(found)) == len(found)
+
+
+def test_leaves_with_the_name_of_one_another_s_blob_are_told_apart():
+    """A blob that is its leaf is not stated twice; no two sets of leaves are stated alike for that."""
+    names = ("a", "b")
+    sets = list(itertools.product([*names, "c"], repeat=2))
+    found = {
+        leaves_digest([replace(spec(name, (2,)), blob=blob) for name, blob in zip(names, blobs, strict=True)])
+        for blobs in sets
+    }
+    assert len(found) == len(sets)
 
 
 def test_the_hash_of_a_plan_is_of_one_canonical_text():
-    """Hashed by parts, it stays the SHA-256 of one JSON object; manifests of earlier versions keep it."""
+    """It is the SHA-256 of one JSON object, in which leaves stand as the digest that was exchanged."""
     mesh = Mesh((0, 1, 2, 3), (2, 2), (Replicated(), Sharded(1, 2)))
     leaves = (spec("b", (3, 4), mesh), spec("a", (3,)), spec("c", (), kind="value"))
     for classes in ((), (NodeClass((0, 1, 2, 3), leaves),), (NodeClass((0,), leaves), NodeClass((1, 2), ()))):
@@ -95,18 +135,18 @@ def test_the_hash_of_a_plan_is_of_one_canonical_text():
                 "scopes": question.scopes,
                 "hosts": question.hosts and list(question.hosts),
                 "referenced": sorted(question.referenced),
-                "classes": [
-                    [
-                        list(one.nodes),
-                        [
-                            [*identity(leaf), leaf.kind == "value"]
-                            for leaf in sorted(one.leaves, key=lambda leaf: leaf.name)
-                        ],
-                    ]
-                    for one in classes
-                ],
+                "classes": [[list(one.nodes), leaves_digest(one.leaves)] for one in classes],
             }
             assert plan_hash(question) == canonical.sha256(canonical.dumps(stated))
+
+
+def test_a_shape_that_no_json_holds_is_told():
+    """A number of 2**53 or more is no canonical JSON, nor is half a character."""
+    with pytest.raises(UsageError, match=r"an integer of 5\d bits"):
+        leaves_digest([spec("a", (2**53,))])
+    for change in ({"name": "\ud800"}, {"blob": "\ud800"}, {"alias_of": "\ud800"}):
+        with pytest.raises(UsageError, match="lone surrogate"):
+            leaves_digest([replace(spec("a", (2,)), **change)])
 
 
 def test_a_manifest_encoded_before_is_no_less_checked_and_has_the_same_bytes():

@@ -1,0 +1,55 @@
+"""What makes leaves of several nodes the same leaf, and the digest of all leaves of a node. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from torchrelay.checkpoint.disk.canonical import dumps, dumps_read, sha256, words
+from torchrelay.checkpoint.disk.manifest import VALUE_LIMIT_BYTES
+
+if TYPE_CHECKING:
+    from torchrelay.checkpoint.state.leaf import LeafSpec
+
+
+def sorted_leaves(leaves: Iterable[LeafSpec]) -> list[LeafSpec]:
+    """Leaves in the order of their names."""
+    return sorted(leaves, key=attrgetter("name"))
+
+
+def same(leaf: LeafSpec) -> tuple[object, ...]:
+    """Equal for leaves that are one leaf on several nodes. The size of a value may differ between them."""
+    mesh = leaf.sharding
+    described = (leaf.group, leaf.alias_of, leaf.kind, leaf.role, leaf.dtype, leaf.shape)
+    size = leaf.nbytes if leaf.kind == "tensor" else 0
+    return (leaf.name, leaf.blob, *described, size, "" if mesh is None else mesh.digest)
+
+
+def leaves_digest(leaves: Sequence[LeafSpec]) -> str:
+    """SHA-256 (hex) over all of a node's leaves that a plan depends on, in whatever order they are listed.
+
+    Of canonical JSON: the names, sorted; the number of each leaf's form; and the forms in the order of first
+    use, with the digests of their meshes. The blob is null in a form where the leaf is its blob. Of the size
+    of a value counts whether a manifest can hold it. Raises UsageError for what is no canonical JSON.
+    """
+    ordered = sorted_leaves(leaves)
+    numbers: dict[tuple[Any, ...], int] = {}
+    column: list[int] = []
+    for leaf in ordered:
+        form = (
+            None if leaf.blob == leaf.name else leaf.blob,
+            leaf.group,
+            leaf.alias_of,
+            leaf.kind,
+            leaf.role._value_,
+            leaf.dtype,
+            leaf.shape,
+            leaf.nbytes if leaf.kind == "tensor" else leaf.nbytes > VALUE_LIMIT_BYTES,
+            id(leaf.sharding),  # meshes are few objects, and each takes long to compare
+        )
+        column.append(numbers.setdefault(form, len(numbers)))
+    meshes = {id(leaf.sharding): leaf.sharding.digest for leaf in ordered if leaf.sharding}
+    forms = [(*form, meshes.get(mesh, "")) for *form, mesh in numbers]
+    names = ",".join(words([leaf.name for leaf in ordered]))
+    return sha256(b"[[%b],%b,%b]" % (names.encode(), dumps_read(column), dumps(forms)))
