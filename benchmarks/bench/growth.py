@@ -8,8 +8,9 @@
 
 With `--output FOLDER` the lines, a page and a plot are left there. `--small` runs a small configuration;
 with `--flat` rank 0 reads every rank's post, however many there are. Every line printed is one JSON object:
-medians of `--saves` saves after the first one, whose figures begin with `first_`. `blobs` ends with the
-exponent of the growth of each figure; one above 1.15 is more than n log n over this range.
+medians of `--saves` saves after the first one, whose figures begin with `first_`; of `ranks` medians over
+`--processes` processes, of each of which it was the first save. `blobs` ends with the exponent of the growth
+of each figure; one above 1.15 is more than n log n over this range.
 """
 
 from __future__ import annotations
@@ -40,27 +41,41 @@ ELEMENTS = 16
 Line = dict[str, Any]
 
 
-def coordinator_lines(
-    ranks: Sequence[int], saves: int, blobs: int = 1000, *, flat: bool = False
-) -> Iterator[Line]:
-    """W9: processor seconds of planning and committing on rank 0, the device aside; bytes of the manifest."""
-    from bench.coordinator import Coordinator
+def coordinator_lines(ranks: Sequence[int], asked: argparse.Namespace) -> Iterator[Line]:
+    """W9: processor seconds of planning and committing on rank 0, the device aside; bytes of the manifest.
 
+    Each point has processes of its own: what is the first save of one would be the second of another.
+    """
+    given = ["--saves", str(asked.saves), *(["--flat"] if asked.flat else [])]
     for kind in KINDS:
         for nodes in ranks:
-            with tempfile.TemporaryDirectory() as root:
-                coordinator = Coordinator(Path(root), kind, blobs, nodes, flat)
-                first = coordinator.save()
-                later = [coordinator.save() for _ in range(saves)]
-                coordinator.close()
+            command = [sys.executable, __file__, "--point", kind, str(nodes), *given]
+            told = [_told_by(command) for _ in range(asked.processes)]
             yield {
-                "what": "coordinator",
-                "kind": kind,
-                "ranks": nodes,
-                "blobs": blobs,
-                "flat": flat,
-                **_figures(first, later),
-            }
+                key: statistics.median(one[key] for one in told) if type(value) in (int, float) else value
+                for key, value in told[0].items()
+            } | {"processes": asked.processes}
+
+
+def _told_by(command: Sequence[str]) -> Line:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode:
+        raise SystemExit(f"{shlex.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}")
+    told: Line = json.loads(done.stdout)
+    return told
+
+
+def coordinator_point(kind: str, nodes: int, saves: int, *, flat: bool, blobs: int = 1000) -> Line:
+    """The figures of one point, as this process finds them."""
+    from bench.coordinator import Coordinator
+
+    with tempfile.TemporaryDirectory() as root:
+        coordinator = Coordinator(Path(root), kind, blobs, nodes, flat)
+        first = coordinator.save()
+        later = [coordinator.save() for _ in range(saves)]
+        coordinator.close()
+    line = {"what": "coordinator", "kind": kind, "ranks": nodes, "blobs": blobs, "flat": flat}
+    return line | _figures(first, later)
 
 
 def blob_lines(counts: Sequence[int], saves: int) -> Iterator[Line]:
@@ -195,13 +210,17 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--saves", type=int, default=5)
+    parser.add_argument("--processes", type=int, help="ranks: that measure each point; 3, small: 1")
     parser.add_argument("--flat", action="store_true")
     parser.add_argument("--every", action="store_true", help="scale: the shares of all ranks (an hour)")
     parser.add_argument("--output", type=Path, help="a folder for the lines, a page and a plot")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
+    parser.add_argument("--point", nargs=2, help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    if asked.saves < 1:
-        parser.error("--saves is a number from 1")
+    if asked.processes is None:
+        asked.processes = 1 if asked.small else 3
+    if min(asked.saves, asked.processes) < 1:
+        parser.error("--saves and --processes are numbers from 1")
     if asked.output is not None and not asked.output.is_dir():
         parser.error(f"--output {asked.output} is no folder")
     if asked.what == "plot" and (len(asked.files) != 2 or not asked.files[0].is_file()):
@@ -212,7 +231,7 @@ def parsed() -> argparse.Namespace:
 def measured(asked: argparse.Namespace) -> Iterator[Line]:
     """The points that were asked for, one by one."""
     if asked.what == "ranks":
-        return coordinator_lines(SMALL_RANKS if asked.small else RANKS, asked.saves, flat=asked.flat)
+        return coordinator_lines(SMALL_RANKS if asked.small else RANKS, asked)
     if asked.what == "blobs":
         return blob_lines(SMALL_BLOBS if asked.small else BLOBS, asked.saves)
     if asked.what == "scale":
@@ -225,6 +244,10 @@ def main() -> None:
     asked = parsed()
     if asked.rank_of is not None:
         _as_rank(asked.rank_of, asked.saves)
+        return
+    if asked.point is not None:
+        kind, nodes = asked.point
+        print(json.dumps(coordinator_point(kind, int(nodes), asked.saves, flat=asked.flat)))
         return
     from bench import growth_page
 

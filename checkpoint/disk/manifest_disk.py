@@ -96,7 +96,7 @@ _recent: Recent[_Tables] = Recent(4)
 
 def _parts(manifest: Manifest) -> tuple[object, ...]:
     """All that decides the tables, what differs soonest and costs least to compare first."""
-    tables = (manifest.leaves, manifest.blobs, manifest.layouts, manifest.world)
+    tables = (manifest.world, manifest.layouts, manifest.leaves, manifest.blobs)
     return (len(manifest.tries), manifest.values.keys(), *tables)
 
 
