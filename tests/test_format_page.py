@@ -27,7 +27,8 @@ from torchrelay.checkpoint.disk import (
     values,
 )
 from torchrelay.checkpoint.disk.boxes import describe
-from torchrelay.checkpoint.disk.mesh import intervals_at, placements_of
+from torchrelay.checkpoint.disk.mesh import placements_of
+from torchrelay.checkpoint.disk.mesh_places import intervals_at
 from torchrelay.checkpoint.disk.names import GROUP, NODE, Whole, format_key
 from torchrelay.checkpoint.disk.paths import DATA
 from torchrelay.checkpoint.disk.version import FEATURES

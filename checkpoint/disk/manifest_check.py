@@ -12,8 +12,9 @@ from typing import Any
 
 from torchrelay.checkpoint.disk import dtypes
 from torchrelay.checkpoint.disk.boxes import Sharded
+from torchrelay.checkpoint.disk.firsts import first_of_each
 from torchrelay.checkpoint.disk.layouts import Cut, Layout, PerNode, Split
-from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest, World
+from torchrelay.checkpoint.disk.manifest import BlobRow, LeafRow, Manifest, World
 from torchrelay.checkpoint.disk.mesh import MAX_SPLIT_FACTOR, Mesh
 from torchrelay.checkpoint.disk.names import GROUP, NODE, check_try
 from torchrelay.checkpoint.position import MAX_EPOCH
@@ -35,6 +36,7 @@ def _columns(*fields: str) -> itemgetter[tuple[Any, ...]]:
     return itemgetter(*map(LeafRow._fields.index, fields))
 
 
+_KIND = itemgetter(*map(BlobRow._fields.index, ("kind", "scope")))
 _COMMON = _columns("kind", "role", "dtype", "shape", "nbytes", "scope", "group", "layout", "source")
 _FORM = _columns("shape", "nbytes")
 _PLACE = _columns("layout", "source", "group")
@@ -120,7 +122,7 @@ def _check_blobs(manifest: Manifest, demand: Demand) -> None:
     names = {blob.name for blob in manifest.blobs}
     demand(len(names) == len(manifest.blobs), "a blob is named twice")
     _check_lengths(names, "blob", demand)
-    for blob in {(blob.kind, blob.scope): blob for blob in manifest.blobs}.values():
+    for blob in first_of_each(map(_KIND, manifest.blobs), manifest.blobs).values():
         demand(blob.kind in ("tensor", "value", "stateful"), f"blob {blob.name} is of kind {blob.kind!r}")
         demand(blob.scope in SCOPES, f"blob {blob.name} has scope {blob.scope!r}")
     if not set(map(_BLOB, manifest.leaves)) <= names:
@@ -182,8 +184,10 @@ def _check_mesh(mesh: Mesh, number: int, demand: Demand) -> None:
 def _check_leaves(manifest: Manifest, demand: Demand) -> None:
     """What leaves have in common is checked once; of very many only what differs is looked at."""
     _check_lengths([leaf.name for leaf in manifest.leaves], "leaf", demand)
-    for leaf in dict(zip(map(_COMMON, manifest.leaves), manifest.leaves, strict=True)).values():
+    forms = first_of_each(map(_COMMON, manifest.leaves), manifest.leaves).values()
+    for leaf in forms:
         _check_form(manifest, leaf, demand)
+    for leaf in forms:  # when all are known to be of this version
         _check_size(leaf, demand)
     split = {n: layout.index for n, layout in enumerate(manifest.layouts) if isinstance(layout, Split)}
     for row, number in enumerate(map(_LAYOUT, manifest.leaves)) if split else ():
@@ -201,8 +205,8 @@ def _check_form(manifest: Manifest, leaf: LeafRow, demand: Demand) -> None:
     demand(leaf.scope in SCOPES, f"{name} has scope {leaf.scope!r}")
     demand(leaf.role in ROLES, f"{name} has role {leaf.role!r}")
     demand(GROUP.fullmatch(leaf.group) is not None, f"{name} is in group {leaf.group!r}")
-    demand(leaf.layout < len(manifest.layouts), f"{name} has a layout that is not there")
-    demand(leaf.source < len(manifest.tries), f"{name} is in a try that is not there")
+    demand(0 <= leaf.layout < len(manifest.layouts), f"{name} has a layout that is not there")
+    demand(0 <= leaf.source < len(manifest.tries), f"{name} is in a try that is not there")
     layout = manifest.layouts[leaf.layout]
     per_node = isinstance(layout, PerNode)
     demand(per_node == (leaf.scope in ("rank", "host")), f"{name} of scope {leaf.scope} has another layout")

@@ -34,6 +34,9 @@ def leaves_digest(leaves: Sequence[LeafSpec]) -> str:
     of a value counts whether a manifest can hold it. Raises UsageError for what is no canonical JSON.
     """
     ordered = sorted_leaves(leaves)
+    # Looked up by identity, for each takes long to compare; told by digest, for several objects may be equal.
+    distinct = {id(leaf.sharding): leaf.sharding for leaf in ordered}
+    meshes = {key: "" if mesh is None else mesh.digest for key, mesh in distinct.items()}
     numbers: dict[tuple[Any, ...], int] = {}
     column: list[int] = []
     for leaf in ordered:
@@ -46,10 +49,8 @@ def leaves_digest(leaves: Sequence[LeafSpec]) -> str:
             leaf.dtype,
             leaf.shape,
             leaf.nbytes if leaf.kind == "tensor" else leaf.nbytes > VALUE_LIMIT_BYTES,
-            id(leaf.sharding),  # meshes are few objects, and each takes long to compare
+            meshes[id(leaf.sharding)],
         )
         column.append(numbers.setdefault(form, len(numbers)))
-    meshes = {id(leaf.sharding): leaf.sharding.digest for leaf in ordered if leaf.sharding}
-    forms = [(*form, meshes.get(mesh, "")) for *form, mesh in numbers]
     names = ",".join(words([leaf.name for leaf in ordered]))
-    return sha256(b"[[%b],%b,%b]" % (names.encode(), dumps_read(column), dumps(forms)))
+    return sha256(b"[[%b],%b,%b]" % (names.encode(), dumps_read(column), dumps(list(numbers))))

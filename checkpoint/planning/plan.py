@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.disk import canonical
+from torchrelay.checkpoint.disk.firsts import first_of_each
 from torchrelay.checkpoint.disk.layouts import Layout, PerNode, Replicated, Split
 from torchrelay.checkpoint.disk.manifest import table
 from torchrelay.checkpoint.planning.assignments import NodeClass, Plan, PlannedLeaf, item_bytes
@@ -127,7 +128,7 @@ def _holders(
     if len(classes) == 1:  # within a class names differ
         nodes = tuple(sorted(classes[0].nodes))
         leaves = [leaf for leaf in sorted_leaves(classes[0].leaves) if leaf.name not in referenced]
-        for leaf in {id(leaf.sharding): leaf for leaf in leaves}.values():
+        for leaf in first_of_each([id(leaf.sharding) for leaf in leaves], leaves).values():
             check_complete(leaf, nodes)
         return [(leaf, nodes) for leaf in leaves]
     found: dict[object, tuple[LeafSpec, list[int]]] = {}

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.disk.boxes import Replicated
+from torchrelay.checkpoint.disk.firsts import first_of_each
 from torchrelay.errors import SaveFailedError
 
 if TYPE_CHECKING:
@@ -22,9 +23,9 @@ def joined(held: Sequence[Held]) -> list[Held]:
     The joined mesh has the sub-meshes, by their first nodes, along a new first dimension. Raises
     SaveFailedError, naming the leaf, where a node of a mesh does not have it, or sub-meshes overlap.
     """
-    meshes = {(id(leaf.sharding), id(nodes)): (leaf, nodes) for leaf, nodes in held}  # many are the same
-    for one in meshes.values():
-        check_complete(*one)
+    distinct = [(id(leaf.sharding), id(nodes)) for leaf, nodes in held]  # many are the same objects
+    for leaf, nodes in first_of_each(distinct, held).values():
+        check_complete(leaf, nodes)
     named: dict[str, list[Held]] = {}
     for leaf, nodes in held:
         named.setdefault(leaf.name, []).append((leaf, nodes))

@@ -8,7 +8,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.disk.boxes import Placement, Replicated, Sharded
-from torchrelay.checkpoint.disk.mesh import MAX_SPLIT_FACTOR, Mesh, intervals_at
+from torchrelay.checkpoint.disk.mesh import MAX_SPLIT_FACTOR, Mesh
+from torchrelay.checkpoint.disk.mesh_places import intervals_at
 from torchrelay.checkpoint.disk.windows import Target, local_target
 from torchrelay.errors import BlobError
 

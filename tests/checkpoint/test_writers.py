@@ -18,6 +18,7 @@ from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.planning.assignments import NodeClass
 from torchrelay.checkpoint.planning.identity import leaves_digest
 from torchrelay.checkpoint.planning.plan import PLAN_VERSION, Question, plan_classes, plan_hash
+from torchrelay.checkpoint.spec_exchange import Described, class_json, class_of
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.errors import DamagedError, UsageError
 
@@ -106,6 +107,16 @@ def test_the_digest_of_leaves_depends_on_all_of_them_and_not_on_their_order():
     found.append(leaves_digest((*leaves[:2], replace(value, nbytes=VALUE_LIMIT_BYTES + 1))))
     found += [leaves_digest(leaves[1:]), leaves_digest(()), digest]
     assert len(set(found)) == len(found)
+
+
+def test_equal_meshes_are_one_mesh_however_many_objects_they_are():
+    """Device meshes that differ in names alone give equal meshes: their digest, also when heard, is one."""
+    one, other = (Mesh((0, 1), (2,), (Sharded(0),)) for _ in range(2))
+    same, apart = ((spec("a", (4,), one), spec("b", (4,), mesh)) for mesh in (one, other))
+    assert leaves_digest(same) == leaves_digest(apart)
+    described = Described(apart, {"a": "rank"})
+    heard = class_of(json.loads(json.dumps(class_json(described))))
+    assert heard == described and heard.digest == Described(same, {"a": "rank"}).digest
 
 
 def test_leaves_with_the_name_of_one_another_s_blob_are_told_apart():

@@ -91,3 +91,11 @@ def test_one_process_reads_what_four_ranks_wrote(folder, told, kind):
     layouts = {leaf.layout for leaf in found.manifest.leaves if leaf.scope == "sharded"}
     assert layouts
     assert not torch.distributed.is_initialized()
+
+
+def test_meshes_that_differ_in_names_alone_are_saved_beside_stages(tmp_path):
+    """Equal meshes are several objects then, and ranks hear of each other's leaves: their plans agree."""
+    program = REPOSITORY / "tests/programs/named_meshes.py"
+    done = torchrun(program, str(tmp_path), warm=True, ranks=2, cwd=tmp_path, timeout_secs=100)
+    assert done.rc == 0, str(done)
+    assert open_checkpoint(tmp_path / "run").epoch == 2
