@@ -5,11 +5,11 @@ A row of few texts: ten thousand of them cost rank 0 little to decode, and the g
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrelay.checkpoint.disk.manifest import ShardRow
+from torchrelay.checkpoint.disk.manifest import ShardRow, table
 
 Json = Any
 
@@ -33,12 +33,16 @@ class NodeReport:
         return [self.rank, shards, dict(self.values) or None, secs]
 
 
-def shards_in(rows: Sequence[Sequence[Json]]) -> Iterator[ShardRow]:
+def shards_in(rows: Sequence[Sequence[Json]]) -> tuple[ShardRow, ...]:
     """All files that the rows of reports tell of."""
-    for rank, shards, _, _ in rows:
-        for line in shards.splitlines():
-            group, part, nbytes, header_bytes, digest = line.split()
-            yield ShardRow(rank, group, int(part), int(nbytes), int(header_bytes), digest)
+    found = [(rank, *line.split()) for rank, shards, _, _ in rows for line in shards.splitlines()]
+    return table(
+        ShardRow,
+        [
+            (rank, group, int(part), int(nbytes), int(header_bytes), digest, 0)
+            for rank, group, part, nbytes, header_bytes, digest in found
+        ],
+    )
 
 
 def bytes_in(row: Sequence[Json]) -> int:

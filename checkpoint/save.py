@@ -307,7 +307,7 @@ def _commit(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) -> Entry:
 
 def _write_manifest(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) -> Entry:
     """Check that the set of shards is exact, and say durably what the epoch consists of."""
-    shards = list(shards_in(rows))
+    shards = shards_in(rows)
     _check_exact(job, plan, len(rows), shards)
     manifest = compose(
         plan,

@@ -28,7 +28,6 @@ _MAX_NAME = 4096
 _MAX_MESH_DIMS = 32
 _MAX_HEADER_BYTES = 100_000_008
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_HEX = re.compile(r"[0-9a-f]*")
 
 
 def _columns(*fields: str) -> itemgetter[tuple[Any, ...]]:
@@ -79,11 +78,11 @@ def check_files(manifest: Manifest, stored: Iterable[Stored], what: str) -> None
     demand = _demand(what)
     _check_tries(manifest, demand)
     _check_shards(manifest, demand)
-    present: dict[tuple[int, str], set[int]] = {}
-    for shard in manifest.shards:
-        present.setdefault((shard.source, shard.group), set()).add(shard.node)
+    present: dict[tuple[int, str], set[int]] = defaultdict(set)
+    for node, group, _, _, _, _, source in manifest.shards:
+        present[source, group].add(node)
     for one in stored:
-        missing = one.nodes - present.get((one.source, one.group), set())
+        missing = one.nodes - present[one.source, one.group]
         demand(not missing, f"the shard of node {min(missing, default=0)} that holds {one.name} is missing")
 
 
@@ -111,9 +110,9 @@ def _check_world(world: World, demand: Demand) -> None:
     names = world.names
     demand(bool(world.nodes), "it has no nodes")
     demand(len(set(names)) == len(names), "a node is named twice")
-    for name in names:
-        if NODE.fullmatch(name) is None:
-            demand(False, f"{name!r} is no node name")
+    if not all(map(NODE.fullmatch, names)):
+        name = next(name for name in names if not NODE.fullmatch(name))
+        demand(False, f"{name!r} is no node name")
     demand(len(world.host_of) == len(world.nodes), "hosts and nodes differ in number")
     demand(_within(world.host_of, len(world.hosts)), "a node is on a host that is not there")
 
@@ -297,8 +296,16 @@ def _plain(manifest: Manifest) -> bool:
         and max(sizes) <= LARGEST
         and all(map(le, headers, sizes))
         and set(map(len, digests)) == {64}
-        and _HEX.fullmatch("".join(digests)) is not None
+        and _is_hex("".join(digests))
     )
+
+
+def _is_hex(text: str) -> bool:
+    """Whether this is lower case hexadecimal: of very many digests faster than a pattern."""
+    try:
+        return bytes.fromhex(text).hex() == text
+    except ValueError:
+        return False
 
 
 def _needed(manifest: Manifest) -> Iterator[Stored]:

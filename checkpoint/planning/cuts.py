@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from torchrelay.checkpoint.disk.layouts import Cut
+from torchrelay.checkpoint.disk.manifest import table
 
 CUT_BYTES = 1 << 20
 """Leaves are cut at multiples of this from their start: digest blocks then fall on the same bytes
@@ -22,7 +23,8 @@ def cuts_between(sizes: Sequence[int], item_bytes: Sequence[int], shares: int, c
     the ideal share by at most the larger of `cut` and the largest leaf that is not cut.
     """
     string = _String(tuple(sizes), tuple(item_bytes), (0, *accumulate(sizes)), shares, cut)
-    return (Cut(0, 0), *(string.nearest(i) for i in range(1, shares)), Cut(len(sizes), 0))
+    inner = map(string.nearest, range(1, shares))
+    return table(Cut, [(0, 0), *inner, (len(sizes), 0)])
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class _String:
     shares: int
     cut: int
 
-    def nearest(self, number: int) -> Cut:
+    def nearest(self, number: int) -> tuple[int, int]:
         """The candidate nearest to the ideal cut of this number; of two equally near the lower."""
         scaled = self.ends[-1] * number
         item = bisect_right(self.ends, scaled // self.shares) - 1
@@ -49,10 +51,10 @@ class _String:
         nearest = below if inside - below * self.shares <= above * self.shares - inside else above
         if nearest == size:
             return self._before(item + 1)
-        return self._before(item) if nearest == 0 else Cut(item, nearest // width)
+        return self._before(item) if nearest == 0 else (item, nearest // width)
 
-    def _before(self, item: int) -> Cut:
+    def _before(self, item: int) -> tuple[int, int]:
         """Before an item, and before the empty ones that precede it: a byte has one cut."""
         while item > 0 and self.ends[item - 1] == self.ends[item]:
             item -= 1
-        return Cut(item, 0)
+        return (item, 0)
