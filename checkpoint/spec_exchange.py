@@ -125,7 +125,7 @@ class SpecExchange:
 
 def _class(ranks: tuple[int, ...], described: Described) -> NodeClass:
     """With the digest of what was understood here, so that who understands otherwise has another plan."""
-    return NodeClass(ranks, described.specs, described.leaves_digest)
+    return NodeClass.known(ranks, described.specs, described.leaves_digest)
 
 
 def _members(by_rank: Mapping[int, str]) -> _Members:

@@ -51,6 +51,8 @@ def page(name: str, lines: Sequence[Line], date: str, command: str, picture: str
         f"{hardware(Path.cwd())}; {made_with}; load average at the end {os.getloadavg()[1]:.1f} (5 minutes)."
     )
     told.append("Medians of the saves after the first one, whose figures begin with `first_`.")
+    if any("processes" in line for line in lines):
+        told.append("Medians over `processes` processes, of each of which it was the first save.")
     for what, found in _tables(lines).items():
         told += ["", NOTES[what], "", *_table(found)]
     for line in lines:

@@ -77,7 +77,7 @@ def decoded_at(text: str, start: int) -> tuple[Json, int]:
 
 
 def dumps_read(value: Json) -> bytes:
-    """What `dumps` writes, of what consists of values that `loads` gave, and needs no second look."""
+    """What `dumps` writes, of values that `loads` gave or small numbers, which need no second look."""
     return _ENCODER.encode(value).encode("utf-8")
 
 

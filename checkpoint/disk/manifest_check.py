@@ -263,7 +263,7 @@ def _check_shards(manifest: Manifest, demand: Demand) -> None:
     world, tries = manifest.world, manifest.tries
     for shard in manifest.shards:
         name = f"the shard of node {shard.node}, group {shard.group}"
-        demand(0 <= shard.node < len(world.names) and shard.source < len(tries), f"{name} is of nobody")
+        demand(0 <= shard.node < len(world.names) and 0 <= shard.source < len(tries), f"{name} is of nobody")
         demand(GROUP.fullmatch(shard.group) is not None, f"{name} has no group")
         demand(
             0 < shard.header_bytes <= min(shard.nbytes, _MAX_HEADER_BYTES), f"{name} has an impossible size"
@@ -289,6 +289,7 @@ def _plain(manifest: Manifest) -> bool:
         and len(holders) == len(nodes)
         and min(nodes) >= 0
         and max(nodes) < len(manifest.world.names)
+        and min(sources) >= 0
         and max(sources) < len(manifest.tries)
         and all(GROUP.fullmatch(group) for group in set(groups))
         and min(headers) > 0
@@ -327,16 +328,14 @@ def _needed(manifest: Manifest) -> Iterator[Stored]:
 def _holders(
     manifest: Manifest, layout: Layout, rows: Sequence[int], *, mixed: bool
 ) -> dict[frozenset[int], str]:
-    """The sets of nodes whose files hold some leaves of a layout, each with the name of such a leaf."""
+    """The sets of nodes whose files hold leaves of a layout, each with the name of the first such leaf."""
     leaves = [manifest.leaves[row] for row in rows]
     if isinstance(layout, Mesh):
         return layout.writing([leaf.name for leaf in leaves], map(_FORM, leaves))
     if isinstance(layout, Split) and mixed:
         pieces = [layout.pieces(row, leaf.elements) for row, leaf in zip(rows, leaves, strict=True)]
-        return {
-            frozenset(piece.node for piece in some): leaf.name
-            for some, leaf in zip(pieces, leaves, strict=True)
-        }
+        nodes = [frozenset(piece.node for piece in some) for some in pieces]
+        return first_of_each(nodes, [leaf.name for leaf in leaves])
     return {frozenset(layout.writers): leaves[0].name}
 
 

@@ -154,7 +154,7 @@ class Mesh:
     def writing(
         self, names: Sequence[str], forms: Iterable[tuple[tuple[int, ...], int]]
     ) -> dict[frozenset[int], str]:
-        """The sets of nodes that store something of leaves, each with the name of one that they store.
+        """The sets of nodes that store something of leaves, each with the name of the first that they store.
 
         `forms` are the shapes and bytes of the leaves. It looks once at leaves that the same nodes store.
         """
@@ -164,11 +164,11 @@ class Mesh:
             owners = [owner(name, self.replicas) for name in names]
             each = first_of_each(zip(forms, owners, strict=True), names)
             alike = [(form, name) for (form, _), name in each.items()]
-        return {
-            nodes: name
-            for (shape, nbytes), name in alike
-            for nodes in self.writers(name, shape, item_bytes_of(shape, nbytes))
-        }
+        found: dict[frozenset[int], str] = {}
+        for (shape, nbytes), name in alike:
+            for nodes in self.writers(name, shape, item_bytes_of(shape, nbytes)):
+                found.setdefault(nodes, name)
+        return found
 
     @cached_property
     def _writers(self) -> dict[tuple[tuple[int, ...], int, int], tuple[frozenset[int], ...]]:

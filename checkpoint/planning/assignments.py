@@ -32,12 +32,18 @@ class NodeClass:
 
     nodes: tuple[int, ...]
     leaves: tuple[LeafSpec, ...]
-    digest: str = ""
-    """The `leaves_digest`; computed unless it is known already."""
 
-    def __post_init__(self) -> None:
-        if not self.digest:
-            object.__setattr__(self, "digest", leaves_digest(self.leaves))
+    @cached_property
+    def digest(self) -> str:
+        """The `leaves_digest` of the leaves."""
+        return leaves_digest(self.leaves)
+
+    @classmethod
+    def known(cls, nodes: tuple[int, ...], leaves: tuple[LeafSpec, ...], digest: str) -> NodeClass:
+        """The class of leaves whose digest is known already."""
+        made = cls(nodes, leaves)
+        made.__dict__["digest"] = digest  # where `cached_property` keeps it
+        return made
 
 
 @immutable()

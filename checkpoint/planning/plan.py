@@ -77,7 +77,7 @@ def plan_classes(
 ) -> Plan:
     """Plan a save of nodes of several classes; see `Question`."""
     known_hosts = None if hosts is None else tuple(hosts)
-    question = Question(tuple(classes), cut, unusual(scopes or {}), known_hosts, frozenset(referenced))
+    question = Question(tuple(classes), cut, dict(scopes or {}), known_hosts, frozenset(referenced))
     return _make(question, plan_hash(question))
 
 
@@ -91,7 +91,7 @@ def plan_hash(question: Question) -> str:
     stated = {
         "version": PLAN_VERSION,
         "cut": question.cut,
-        "scopes": question.scopes,
+        "scopes": unusual(question.scopes),
         "hosts": None if question.hosts is None else list(question.hosts),
         "referenced": sorted(question.referenced),
         "classes": [[list(one.nodes), one.digest] for one in question.classes],

@@ -325,8 +325,8 @@ def _together() -> Iterator[Bug]:
     yield Bug(
         "leaves of another rank are believed to be as they were told",
         "checkpoint/spec_exchange.py",
-        "    return NodeClass(ranks, described.specs, described.leaves_digest)\n",
-        "    return NodeClass(ranks, described.specs, described.scopes and 'told')\n",
+        "    return NodeClass.known(ranks, described.specs, described.leaves_digest)\n",
+        "    return NodeClass.known(ranks, described.specs, 'told')\n",
         ["tests/checkpoint/test_structure.py"],
     )
     yield Bug(
