@@ -30,15 +30,15 @@ _MAX_HEADER_BYTES = 100_000_008
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-def _columns(*fields: str) -> itemgetter[tuple[Any, ...]]:
-    """Columns of the row of a leaf, which of very many rows come sooner by number than by name."""
-    return itemgetter(*map(LeafRow._fields.index, fields))
+def _columns(kind: type[LeafRow | BlobRow], *fields: str) -> itemgetter[tuple[Any, ...]]:
+    """Columns of a row, which of very many rows come sooner by number than by name."""
+    return itemgetter(*map(kind._fields.index, fields))
 
 
-_KIND = itemgetter(*map(BlobRow._fields.index, ("kind", "scope")))
-_COMMON = _columns("kind", "role", "dtype", "shape", "nbytes", "scope", "group", "layout", "source")
-_FORM = _columns("shape", "nbytes")
-_PLACE = _columns("layout", "source", "group")
+_KIND = _columns(BlobRow, "kind", "scope")
+_COMMON = _columns(LeafRow, "kind", "role", "dtype", "shape", "nbytes", "scope", "group", "layout", "source")
+_FORM = _columns(LeafRow, "shape", "nbytes")
+_PLACE = _columns(LeafRow, "layout", "source", "group")
 _NAME, _BLOB, _LAYOUT = map(attrgetter, ("name", "blob", "layout"))
 
 
