@@ -29,7 +29,7 @@ from torchrelay.checkpoint.reading.lookup import nearest
 from torchrelay.checkpoint.replicas import ReplicaCheck, all_listed, checked_every
 from torchrelay.checkpoint.retaining import Retaining
 from torchrelay.checkpoint.reuse import Reuse
-from torchrelay.checkpoint.save import SaveJob, carry_out, make_plan
+from torchrelay.checkpoint.save import SaveJob, carry_out, make_plan, rehearse
 from torchrelay.checkpoint.selecting import check_remade, used_patterns
 from torchrelay.checkpoint.selection import EVERYTHING, Selection
 from torchrelay.checkpoint.spec_exchange import SpecExchange
@@ -231,16 +231,18 @@ class Engine:
         else:
             touch_buffers(self.storage, session)
 
+    @undisturbed()
     def rehearse(self, session: Session) -> None:
-        """Plan a save behind the training when the state stands; what keeps it from that the save tells."""
-        if self.background is None or self.ledger.holding is None:
+        """Plan a save when the state stands; what keeps it from that the save tells."""
+        if self.ledger.holding is None:
             return
         states, failed = self._capture(session)
-        job = replace(self._job(session, states, Position(0), Facts()), reuse=None)
+        job = self._job(session, states, Position(0), Facts()).with_rank_scope(self._demoted)
         with suppress(Exception):  # whatever kind it is of: the other processes go on
             all_listed(session.peers, "rehearsal", failed)
-            plan = make_plan(job.with_rank_scope(self._demoted), self._exchange)
-            self.background.lay_out(session, plan, states)
+            plan = rehearse(job, self._exchange)
+            if self.background is not None:
+                self.background.lay_out(session, plan, states)
 
     def wait(self, *, unguarded: bool = False) -> None:
         """Return when no save is in flight; `unguarded`: nor do registered objects wait for one."""

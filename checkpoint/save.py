@@ -21,7 +21,7 @@ from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.disk.canonical import sha256
 from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, block_digests
-from torchrelay.checkpoint.disk.manifest import ShardRow
+from torchrelay.checkpoint.disk.manifest import Manifest, ShardRow
 from torchrelay.checkpoint.disk.paths import DATA, manifest_path, stats_path, try_directory
 from torchrelay.checkpoint.disk.shard import ShardIdentity
 from torchrelay.checkpoint.disk.shard_entries import Entries
@@ -126,6 +126,18 @@ def make_plan(job: SaveJob, exchange: SpecExchange) -> Plan:
             "all ranks must run the same version of the program and of torchrelay"
         )
     exchange.agree(plan)
+    return plan
+
+
+def rehearse(job: SaveJob, exchange: SpecExchange) -> Plan:
+    """Plan a save that nobody makes, and on rank 0 the tables of its manifest: a save like it finds both.
+
+    Talks to the other processes as `make_plan` does, writes nothing.
+    """
+    plan = make_plan(replace(job, reuse=None), exchange)
+    if job.peers.rank == 0:
+        unknown = dict.fromkeys(plan.inline_rows.values())
+        manifest_disk.prepare(_manifest(job, plan, job.position.directory("0" * 12), (), unknown))
     return plan
 
 
@@ -309,22 +321,7 @@ def _write_manifest(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) ->
     """Check that the set of shards is exact, and say durably what the epoch consists of."""
     shards = shards_in(rows)
     _check_exact(job, plan, len(rows), shards)
-    manifest = compose(
-        plan,
-        TryIdentity(
-            job.holding.uuid,
-            job.holding.job,
-            job.position,
-            job.holding.branch,
-            job.holding.generation,
-            try_name,
-        ),
-        world_of(job.places),
-        shards,
-        values_in(rows),
-        job.facts,
-        sizes=_value_sizes(job, plan),
-    )
+    manifest = _manifest(job, plan, try_name, shards, values_in(rows))
     if job.reuse is not None:
         manifest = job.reuse.completed(manifest)
     data = manifest_disk.encode(manifest)
@@ -339,6 +336,17 @@ def _write_manifest(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) ->
         needs=manifest.needs,
         groups=manifest.groups,
     )
+
+
+def _manifest(
+    job: SaveJob, plan: Plan, try_name: str, shards: Sequence[ShardRow], values: Mapping[str, Any]
+) -> Manifest:
+    holding = job.holding
+    identity = TryIdentity(
+        holding.uuid, holding.job, job.position, holding.branch, holding.generation, try_name
+    )
+    world, sizes = world_of(job.places), _value_sizes(job, plan)
+    return compose(plan, identity, world, shards, values, job.facts, sizes=sizes)
 
 
 def _value_sizes(job: SaveJob, plan: Plan) -> dict[int, int]:

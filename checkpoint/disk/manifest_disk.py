@@ -49,7 +49,7 @@ _KNOWN = frozenset([*_KEYS.split(), "values", "words"])
 
 def encode(manifest: Manifest) -> bytes:
     """The bytes of `manifest.json`; raises DamagedError for a manifest that no reader would accept."""
-    tables = _recent.get(lambda one: one.fits(manifest), lambda: _tables(manifest))
+    tables = _tables_of(manifest)
     check_files(manifest, tables.stored, _NEW)
     words = _Numbers(tables.words)
     known = {
@@ -66,6 +66,14 @@ def encode(manifest: Manifest) -> bytes:
     }
     texts = {key: _text(value) for key, value in {**manifest.extra, **known}.items()}
     return canonical.object_of({**texts, **tables.texts, "words": tables.words_text(words)})
+
+
+def prepare(manifest: Manifest) -> None:
+    """Check and encode what `encode` then finds done for a manifest of the same leaves; shards aside.
+
+    Raises DamagedError as `encode` does.
+    """
+    _tables_of(manifest)
 
 
 def _text(value: Json) -> bytes:
@@ -92,6 +100,10 @@ class _Tables:
 
 
 _recent: Recent[_Tables] = Recent(4)
+
+
+def _tables_of(manifest: Manifest) -> _Tables:
+    return _recent.get(lambda one: one.fits(manifest), lambda: _tables(manifest))
 
 
 def _parts(manifest: Manifest) -> tuple[object, ...]:
