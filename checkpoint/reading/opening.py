@@ -16,7 +16,7 @@ from torchrelay.checkpoint.log.job_file import PATH as JOB_FILE
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.reading.epoch_choice import Wanted, best_first, named_entry, whole_epochs
-from torchrelay.checkpoint.reading.lookup import nearest_directory
+from torchrelay.checkpoint.reading.lookup import is_directory, nearest_directory
 from torchrelay.checkpoint.reading.proof import Outcome, Proof, prove
 from torchrelay.checkpoint.remote.urls import is_url
 from torchrelay.checkpoint.storage import Storage
@@ -56,10 +56,11 @@ def place_of(where: str | os.PathLike[str] | Storage) -> Place:
     if where == "":
         raise UsageError("an empty text names no run: give a run directory")
     path = Path(where.removeprefix(FILE) if isinstance(where, str) else where)
-    if not path.is_dir():
-        why = "a file" if path.exists() else f"not there{_meant(path)}"
+    there = is_directory(path)
+    if not there:
+        why = "a file" if there is False else f"not there{_meant(path)}"
         raise UsageError(f"{path} is {why}: give a run directory")
-    if (path / "checkpoints").is_dir():
+    if is_directory(path / "checkpoints"):
         return Place(CountingStorage(LocalStorage(path / "checkpoints")), best_of_run(path))
     if not (path / "job.json").exists():
         raise UsageError(

@@ -11,7 +11,7 @@ from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.job_file import PATH as JOB_FILE
 from torchrelay.checkpoint.log.log_reader import open_log
-from torchrelay.checkpoint.reading.lookup import nearest_directory
+from torchrelay.checkpoint.reading.lookup import is_directory, nearest_directory
 from torchrelay.checkpoint.reading.opening import Best, best_of_run, place_of
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.storage_places import FILE, storage_of
@@ -91,7 +91,8 @@ def locate_run(text: str, *, whole: bool = True) -> RunDirectory:
 def existing_directory(text: str) -> Path:
     """The directory that a text names; raises UsageError with what was probably meant where there is none."""
     path = Path(text)
-    if not path.exists():
+    there = is_directory(path)
+    if there is None:
         run, at, _ = text.rpartition("@")
         if at and not run:
             raise UsageError(f"{text} names no run: give its path before the @")
@@ -99,7 +100,7 @@ def existing_directory(text: str) -> Path:
             raise UsageError(f"there is no {text}; this verb takes a run and no epoch of it: give {run}")
         near = nearest_directory(path)
         raise UsageError(f"there is no {text}{near}: give the path of a run directory or of its checkpoints")
-    if not path.is_dir():
+    if not there:
         raise UsageError(f"{text} is a file: give the path of a run directory or of its checkpoints")
     return path
 

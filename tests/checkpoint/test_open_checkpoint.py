@@ -169,6 +169,15 @@ def test_places_without_checkpoints_are_refused_by_name(tmp_path):
     for where, why in [("nothing", "not there"), ("file", "a file"), ("", "no checkpoints")]:
         with pytest.raises(UsageError, match=why):
             open_checkpoint(tmp_path / where)
+    (tmp_path / "loop").symlink_to("loop")
+    odd = {
+        "loop": "looked at: Too many levels",
+        "x" * 300: "looked at: File name too long",
+        "a\0b": "no path",
+    }
+    for where, why in odd.items():
+        with pytest.raises(UsageError, match=why):
+            open_checkpoint(tmp_path / where)
     (tmp_path / "digits").mkdir()
     with pytest.raises(UsageError, match=r"not there \(did you mean .*/digits\?\)"):
         open_checkpoint(tmp_path / "digit")
