@@ -109,10 +109,18 @@ def nearest_directory(path: Path) -> str:
     """
     with suppress(OSError, ValueError), os.scandir(path.parent) as beside:
         some = islice(beside, _NEIGHBOURS)
-        names = [one.name for one in some if one.name.isprintable() and one.is_dir()]
+        names = [one.name for one in some if one.name.isprintable() and _names_directory(one)]
         close = get_close_matches(path.name, names, n=1, cutoff=0.6)
         return f" (did you mean {path.parent / close[0]}?)" if close else ""
     return ""
+
+
+def _names_directory(one: os.DirEntry[str]) -> bool:
+    """False also where nobody can look, as at a link to itself: its neighbours may be meant."""
+    try:
+        return one.is_dir()
+    except OSError:
+        return False
 
 
 def _of_node(manifest: Manifest, name: str, rows: tuple[int, ...], node: str | None) -> tuple[int, ...]:
