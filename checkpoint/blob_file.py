@@ -36,6 +36,7 @@ from torchrelay.checkpoint.storage import Memory, Storage
 from torchrelay.checkpoint.storage_places import is_remote, object_at
 from torchrelay.errors import DamagedError, FormatError, UsageError
 from torchrelay.jobs.collector import undisturbed
+from torchrelay.jobs.directories import check_file
 
 if TYPE_CHECKING:
     import torch
@@ -132,10 +133,7 @@ def _found(where: str | os.PathLike[str]) -> tuple[Path | str, Storage, str]:
             raise UsageError(f"{storage.url}/{name} is not there: give a file of save_blobs")
         return f"{storage.url}/{name}", storage, name
     path = local_path(where)
-    if not path.is_file():
-        raise UsageError(
-            f"{path} is {'no file' if path.exists() else 'not there'}: give a file of save_blobs"
-        )
+    check_file(path, "a file of save_blobs")
     return path, LocalStorage(path.parent), path.name
 
 

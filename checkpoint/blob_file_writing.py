@@ -17,6 +17,7 @@ from torchrelay.checkpoint.remote.staged_file import StagedFile
 from torchrelay.checkpoint.storage_places import is_remote, object_at
 from torchrelay.checkpoint.temporary_names import temporary_beside
 from torchrelay.errors import RelayError, StorageError, UsageError
+from torchrelay.jobs.directories import check_target
 
 
 def write_blob_file(where: str | os.PathLike[str], content: FileContent, *, overwrite: bool) -> None:
@@ -28,6 +29,7 @@ def write_blob_file(where: str | os.PathLike[str], content: FileContent, *, over
         _write_at(str(where), content.part(), overwrite=overwrite)
         return
     path = local_path(where)
+    check_target(path)
     if path.exists() and not (overwrite and path.is_file()):
         raise UsageError(_taken(path))
     part = content.part()

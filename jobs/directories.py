@@ -1,12 +1,17 @@
-"""Directories that users name: checked before anything is looked up or created there."""
+"""Paths that users name: checked before anything is looked up or created there."""
 
 from __future__ import annotations
 
+import errno
 import os
 import unicodedata
 from pathlib import Path
+from stat import S_ISDIR
 
-from torchrelay.errors import UsageError
+from torchrelay.errors import StorageError, UsageError
+
+IMPOSSIBLE = (errno.ELOOP, errno.ENAMETOOLONG)
+"""Where the path itself is wrong, whatever lies there."""
 
 
 def local_directory(given: str | os.PathLike[str], what: str) -> Path:
@@ -32,3 +37,33 @@ def local_directory(given: str | os.PathLike[str], what: str) -> Path:
         return Path(text).expanduser().absolute()
     except RuntimeError as error:
         raise UsageError(f"{what} {text!r} cannot be resolved: {error}; write the path out") from error
+
+
+def is_directory(path: Path) -> bool | None:
+    """Whether a directory is there (False: something else), None where nothing is.
+
+    Raises UsageError for a path that no file can have, StorageError where nobody can look.
+    """
+    try:
+        return S_ISDIR(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError:  # a zero byte
+        raise UsageError(f"{str(path)!r} is no path: give another one") from None
+    except OSError as error:
+        kind = UsageError if error.errno in IMPOSSIBLE else StorageError
+        raise kind(f"{path} cannot be looked at: {error.strerror}; give another path") from error
+
+
+def check_file(path: Path, wanted: str) -> None:
+    """Raise UsageError where no regular file is; `wanted` is what to give, as "a file of torch.save"."""
+    there = is_directory(path)
+    if there is None or not path.is_file():
+        raise UsageError(f"{path} is {'not there' if there is None else 'no file'}: give {wanted}")
+
+
+def check_target(path: Path) -> None:
+    """Raise UsageError where nothing can be written at a path, because of what the path is."""
+    is_directory(path)
+    if is_directory(path.parent) is False:
+        raise UsageError(f"{path.parent} is a file, so {path} cannot lie in it: choose another place")

@@ -14,9 +14,9 @@ from bench.table import hardware, versions
 Line = dict[str, Any]
 NOTES = {
     "coordinator": "The coordinator alone: the real code, the other ranks, the network and the device aside. "
-    "Seconds are those of the processor. `rehearsal_secs` is what a run does before its first epoch, so that "
-    "its first save finds plan and tables; `unrehearsed_` are first saves of processes in which nothing went "
-    "before.",
+    "Seconds are those of the processor. `rehearsal_secs` is what a run that resumes or leaves epoch 0 out does "
+    "before its first epoch, so that its first save finds plan and tables; `unrehearsed_` are first saves of "
+    "processes in which nothing went before.",
     "scale": "One process plays all ranks: the code is the real one, the network and the device aside. "
     "Rank 0 plans and commits into a real log; four ranks write their files, the others' are holes. "
     "`share_secs`: a rank's own part of the plan. `open_secs`: log, manifest and the sizes of all files. "
@@ -52,7 +52,9 @@ def page(name: str, lines: Sequence[Line], date: str, command: str, picture: str
     told.append(
         f"{hardware(Path.cwd())}; {made_with}; load average at the end {os.getloadavg()[1]:.1f} (5 minutes)."
     )
-    told.append("Medians of the saves after the first one, whose figures begin with `first_`.")
+    told.append(
+        "Columns with `first_` are the first save of a process, those without are medians of the later ones."
+    )
     if any("processes" in line for line in lines):
         told.append("Medians over `processes` processes with a rehearsal, and over as many without.")
     for what, found in _tables(lines).items():

@@ -14,6 +14,7 @@ from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.storage import WriteHandle
 from torchrelay.checkpoint.storage_places import FILE, is_remote, object_at
 from torchrelay.errors import StorageError, UsageError
+from torchrelay.jobs.directories import check_file
 
 Where = str | os.PathLike[str]
 _READ = 32 << 20
@@ -69,8 +70,7 @@ def fetched(where: Where) -> Iterator[tuple[str, str]]:
     """A local path to read the archive from, and what to call it. Raises UsageError, StorageError."""
     if not is_remote(where):
         path = _local(where)
-        if not path.is_file():
-            raise UsageError(f"{path} is {'no file' if path.exists() else 'not there'}: give an archive")
+        check_file(path, "an archive")
         yield str(path), str(path)
         return
     storage, name = object_at(str(where), "the archive")

@@ -37,7 +37,7 @@ from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.state.leaf import Leaf, Value, spec_of
 from torchrelay.checkpoint.storage_places import is_remote
 from torchrelay.errors import UsageError
-from torchrelay.jobs.directories import local_directory
+from torchrelay.jobs.directories import is_directory, local_directory
 from torchrelay.jobs.places import NodePlace
 
 FORMATS = ("torch", "dcp", "safetensors", "hf")
@@ -78,7 +78,7 @@ def import_checkpoint(
     else:
         check_free(Path(local_directory(prefix, "the prefix")), overwrite=False, directory=True)
     with fetched_anywhere(source, "the source") as path:
-        if not path.exists():
+        if is_directory(path) is None:
             raise UsageError(f"{source} is not there: give what shall be imported")
         return _imported(path, prefix, format, blob, trust=trust)
 

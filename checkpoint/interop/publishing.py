@@ -9,10 +9,12 @@ from pathlib import Path
 
 from torchrelay.checkpoint.temporary_names import temporary_beside
 from torchrelay.errors import StorageError, UsageError
+from torchrelay.jobs.directories import check_target
 
 
 def check_free(path: Path, *, overwrite: bool, directory: bool) -> None:
     """Refuse, by UsageError, a name that is taken. A directory is never replaced."""
+    check_target(path)
     if path.is_symlink() or path.exists():
         if directory and path.is_dir() and not any(path.iterdir()):
             return

@@ -16,7 +16,8 @@ from torchrelay.checkpoint.disk import canonical
 from torchrelay.checkpoint.disk.dtypes import by_code
 from torchrelay.checkpoint.interop.content import Incoming, Outgoing
 from torchrelay.checkpoint.interop.scratch import tensor_in
-from torchrelay.errors import BlobError, DamagedError, FormatError, StorageError, UsageError
+from torchrelay.errors import BlobError, DamagedError, FormatError, StorageError
+from torchrelay.jobs.directories import check_file
 
 HEADER_LIMIT = 100_000_000
 _FORMAT = {"format": "pt"}
@@ -59,8 +60,7 @@ def read_safetensors(path: Path) -> Incoming:
     Raises UsageError where there is no file, FormatError for what is no safetensors file, DamagedError
     for a header that does not fit the file, StorageError when it cannot be read.
     """
-    if not path.is_file():
-        raise UsageError(f"{path} is {'no file' if path.exists() else 'not there'}: give a safetensors file")
+    check_file(path, "a safetensors file")
     try:
         with path.open("rb") as file:
             size = path.stat().st_size

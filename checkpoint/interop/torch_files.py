@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from torchrelay.errors import BlobError, FormatError, StorageError, UsageError
+from torchrelay.errors import BlobError, FormatError, StorageError
+from torchrelay.jobs.directories import check_file
 
 _PROTOCOL = b"\x80"
 """How files of torch before 1.6 begin, and those that were written the same way since."""
@@ -29,10 +30,7 @@ def read_torch_file(path: Path) -> Any:
     Raises UsageError where there is no file, FormatError for a file that is none of torch's or holds
     other objects than tensors, numbers, texts and containers, StorageError when it cannot be read.
     """
-    if not path.is_file():
-        raise UsageError(
-            f"{path} is {'no file' if path.exists() else 'not there'}: give a file of torch.save"
-        )
+    check_file(path, "a file of torch.save")
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=_mappable(path))
     except Exception as error:  # a hostile file can make the unpickler raise anything

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterable
 from contextlib import suppress
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
-from stat import S_ISDIR
 
 from torchrelay.checkpoint.disk.layouts import Layout, PerNode
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
-from torchrelay.errors import StorageError, UsageError
+from torchrelay.errors import UsageError
 
 _NEIGHBOURS = 1000
 
@@ -84,22 +82,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
         return f"; did you mean {' or '.join(map(repr, close))}?"
     some = ", ".join(map(repr, sorted(known)[:8]))
     return f"; there {'is' if len(known) == 1 else 'are'} {some or 'none'}{', ...' if len(known) > 8 else ''}"
-
-
-def is_directory(path: Path) -> bool | None:
-    """Whether a directory is there (False: something else), None where nothing is.
-
-    Raises UsageError for a path that no file can have, StorageError where nobody can look.
-    """
-    try:
-        return S_ISDIR(path.stat().st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except ValueError:  # a zero byte
-        raise UsageError(f"{str(path)!r} is no path: give another one") from None
-    except OSError as error:
-        kind = UsageError if error.errno in (errno.ELOOP, errno.ENAMETOOLONG) else StorageError
-        raise kind(f"{path} cannot be looked at: {error.strerror}; give another path") from error
 
 
 def nearest_directory(path: Path) -> str:

@@ -16,13 +16,14 @@ from torchrelay.checkpoint.log.job_file import PATH as JOB_FILE
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.reading.epoch_choice import Wanted, best_first, named_entry, whole_epochs
-from torchrelay.checkpoint.reading.lookup import is_directory, nearest_directory
+from torchrelay.checkpoint.reading.lookup import nearest_directory
 from torchrelay.checkpoint.reading.proof import Outcome, Proof, prove
 from torchrelay.checkpoint.remote.urls import is_url
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.storage_places import FILE, joined, storage_of
 from torchrelay.checkpoint.tier.opened import opened
 from torchrelay.errors import NoProvableEpochError, StorageError, UnknownEpochError, UsageError
+from torchrelay.jobs.directories import is_directory
 
 Best = tuple[str, str]
 Say = Callable[[str], None]

@@ -19,8 +19,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torchrelay
-from torchrelay.errors import RelayError, StorageError
+from torchrelay.errors import RelayError, StorageError, UsageError
 from torchrelay.jobs.collector import undisturbed
+from torchrelay.jobs.directories import IMPOSSIBLE
 from torchrelay.runners.commands.command_line_arguments import Add, Run
 from torchrelay.runners.commands.command_line_output import Output, by_url, printable
 from torchrelay.runners.commands.command_line_parser import Parser
@@ -108,7 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RelayError as error:
         return _refuse(error)
     except OSError as error:
-        return _refuse(StorageError(f"{error.filename or 'the storage'}: {error.strerror}"))
+        kind = UsageError if error.errno in IMPOSSIBLE else StorageError
+        return _refuse(kind(f"{error.filename or 'the storage'}: {error.strerror}"))
     except KeyboardInterrupt:
         return _INTERRUPTED
     finally:

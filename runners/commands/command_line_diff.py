@@ -129,7 +129,7 @@ def _say(
     counts = Counter(change.kind for change in found)
     told = ", ".join(f"{counts[kind]} {_WORDS[kind]}" for kind in _WORDS if counts[kind])
     output.line(f"{one.name} to {other.name}: {told or 'nothing is stored'}")
-    output.line(f"read {human_bytes(read)}; both epochs have {human_bytes(stored)} of tensors")
+    output.line(f"read {human_bytes(read)}; both epochs together have {human_bytes(stored)} of tensors")
 
 
 def _cells(one: LeafChange) -> tuple[str, ...]:

@@ -11,12 +11,13 @@ from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.job_file import PATH as JOB_FILE
 from torchrelay.checkpoint.log.log_reader import open_log
-from torchrelay.checkpoint.reading.lookup import is_directory, nearest_directory
+from torchrelay.checkpoint.reading.lookup import nearest_directory
 from torchrelay.checkpoint.reading.opening import Best, best_of_run, place_of
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.storage_places import FILE, storage_of
 from torchrelay.checkpoint.tier.opened import opened
 from torchrelay.errors import UsageError
+from torchrelay.jobs.directories import is_directory
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.stored_runs.run_names import for_a_glance, for_a_look, travels
