@@ -14,9 +14,9 @@ from bench.table import hardware, versions
 Line = dict[str, Any]
 NOTES = {
     "coordinator": "The coordinator alone: the real code, the other ranks, the network and the device aside. "
-    "Seconds are those of the processor. `rehearsal_secs` is what a run that resumes or leaves epoch 0 out does "
-    "before its first epoch, so that its first save finds plan and tables; `unrehearsed_` are first saves of "
-    "processes in which nothing went before.",
+    "Seconds are those of the processor. `rehearsal_secs` is what a run that resumes or leaves epoch 0 out "
+    "does before its first epoch, so that its first save finds plan and tables; `unrehearsed_` are first "
+    "saves of processes in which nothing went before.",
     "scale": "One process plays all ranks: the code is the real one, the network and the device aside. "
     "Rank 0 plans and commits into a real log; four ranks write their files, the others' are holes. "
     "`share_secs`: a rank's own part of the plan. `open_secs`: log, manifest and the sizes of all files. "

@@ -262,6 +262,8 @@ def test_values_of_one_node_are_addressed_by_its_name(run):
         ckpt.value("trainer_l:mine")
     with pytest.raises(UsageError, match="did you mean 'total'"):
         ckpt.value("totl")
+    with pytest.raises(UsageError, match=r"'model' is a blob and no leaf by itself: .*'model\.\*'"):
+        ckpt.value("model")
     assert ckpt.load_values("t*") == {"total": 102}
     assert ckpt.load_values(["total", "trainer_1:mine"]) == {"total": 102, "mine": "trainer_1 of 2"}
 
