@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,12 +34,13 @@ from torchrelay.checkpoint.selection import EVERYTHING, Selection
 from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.kinds import check_recreatable
+from torchrelay.checkpoint.state.stock import all_stock
 from torchrelay.checkpoint.storage import Placed
 from torchrelay.checkpoint.structure import Structures
 from torchrelay.checkpoint.tier.options import Tier
 from torchrelay.checkpoint.tier.placed import placed
 from torchrelay.checkpoint.timing import Clock
-from torchrelay.errors import UsageError
+from torchrelay.errors import PeerError, UsageError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.collector import undisturbed
 from torchrelay.jobs.peers import together
@@ -233,16 +233,20 @@ class Engine:
 
     @undisturbed()
     def rehearse(self, session: Session) -> None:
-        """Plan a save when the state stands; what keeps it from that the save tells."""
-        if self.ledger.holding is None:
+        """Plan a save when the state stands; what goes wrong is left for the save to tell, but PeerError."""
+        held = self.ledger.holding is not None  # and where training waits, listing leaves must change nothing
+        if not held or (self.background is None and not all_stock(session, self._members or {})):
             return
         states, failed = self._capture(session)
         job = self._job(session, states, Position(0), Facts()).with_rank_scope(self._demoted)
-        with suppress(Exception):  # whatever kind it is of: the other processes go on
+        try:
             all_listed(session.peers, "rehearsal", failed)
             plan = rehearse(job, self._exchange)
             if self.background is not None:
                 self.background.lay_out(session, plan, states)
+        except Exception as error:
+            if isinstance(error, PeerError):  # out of step; after anything else all processes go on
+                raise
 
     def wait(self, *, unguarded: bool = False) -> None:
         """Return when no save is in flight; `unguarded`: nor do registered objects wait for one."""

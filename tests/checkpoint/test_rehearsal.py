@@ -14,6 +14,7 @@ from torchrelay import Job, JobRunner, MultiNodeCheckpointManager, max_epochs, o
 from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.planning import repeated
 from torchrelay.checkpoint.recent import Recent
+from torchrelay.checkpoint.state.stock import is_stock
 
 
 @pytest.fixture
@@ -97,3 +98,69 @@ def test_a_state_that_is_another_by_then_is_planned_again(tmp_path: Path, worked
     JobRunner(made, MultiNodeCheckpointManager(tmp_path, reuse=False), save_initial=False).train()
     assert worked == {"plan_classes": 2, "_tables": 2}
     assert sum("exp_avg" in leaf.name for leaf in open_checkpoint(tmp_path, 3).leaves) == 4
+
+
+class Counts:
+    """An object whose state counts how often it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def state_dict(self) -> dict[str, int]:
+        self.asked += 1
+        return {"asked": self.asked}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.asked = state["asked"]
+
+
+def counted(run: Path, epochs: int, **how: int) -> int:
+    """What such an object holds at the end of a run up to this epoch."""
+    made = Job("count", blobs={"counts": lambda ctx: Counts(), "model": lambda ctx: torch.nn.Linear(2, 2)})
+    found: list[int] = []
+    made.epoch(lambda ctx: None)
+    made.exit(lambda ctx: found.append(ctx["counts"].asked))
+    made.stop_when(max_epochs(epochs))
+    JobRunner(made, MultiNodeCheckpointManager(run)).train(**how)
+    return found[0]
+
+
+def test_a_resume_asks_objects_of_others_as_often_as_an_uninterrupted_run(tmp_path: Path) -> None:
+    """Where training waits for its saves, whatever a `state_dict` of the user changes resumes as it was."""
+    whole = counted(tmp_path / "whole", 4)
+    counted(tmp_path / "cut", 2)
+    assert counted(tmp_path / "cut", 4, resume_from_epoch=2) == whole
+
+
+def hooked() -> torch.nn.Module:
+    """A module that somebody looks into."""
+    module = torch.nn.Linear(2, 2)
+    module.register_state_dict_pre_hook(lambda *given: None)
+    return module
+
+
+class Extra(torch.nn.Linear):
+    """A module with a state of its own."""
+
+    def get_extra_state(self) -> int:
+        return 1
+
+
+LINEAR = torch.nn.Linear(2, 2)
+SGD = torch.optim.SGD(LINEAR.parameters())
+STOCK: dict[str, tuple[bool, Any]] = {
+    "tensor": (True, torch.zeros(2)),
+    "value": (True, 3),
+    "module": (True, torch.nn.Sequential(LINEAR, torch.nn.BatchNorm1d(2))),
+    "optimizer": (True, SGD),
+    "scheduler": (True, torch.optim.lr_scheduler.StepLR(SGD, 1)),
+    "object": (False, Counts()),
+    "hooked inside": (False, torch.nn.Sequential(hooked())),
+    "extra inside": (False, torch.nn.Sequential(Extra(2, 2))),
+}
+
+
+@pytest.mark.parametrize(("stock", "value"), STOCK.values(), ids=STOCK)
+def test_whose_code_lists_the_leaves_is_known(stock: bool, value: Any) -> None:
+    """Only what torch's own code and ours look at is asked once more."""
+    assert is_stock(value) is stock
