@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from torchrelay import Job, JobRunner, MultiNodeCheckpointManager, max_epochs, open_checkpoint
+from torchrelay.checkpoint import engine
 from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.planning import repeated
 from torchrelay.checkpoint.recent import Recent
 from torchrelay.checkpoint.state.stock import is_stock
+from torchrelay.errors import PeerError
 
 
 @pytest.fixture
@@ -164,3 +166,22 @@ STOCK: dict[str, tuple[bool, Any]] = {
 def test_whose_code_lists_the_leaves_is_known(stock: bool, value: Any) -> None:
     """Only what torch's own code and ours look at is asked once more."""
     assert is_stock(value) is stock
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_lost_rank_ends_a_rehearsal_and_nothing_else_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    """Ranks that are out of step go no further together; any other trouble is left for the save to tell."""
+    error = PeerError("rank 1 is gone") if lost else MemoryError("not now")
+
+    def fails(*given: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(engine, "rehearse", fails)
+    runner = JobRunner(job(Counter(), [], 1), MultiNodeCheckpointManager(tmp_path), save_initial=False)
+    if lost:
+        with pytest.raises(PeerError, match="rank 1 is gone"):
+            runner.train()
+    else:
+        assert runner.train() == 1
