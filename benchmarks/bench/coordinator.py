@@ -229,7 +229,7 @@ class Coordinator:
 
     @undisturbed()
     def rehearse(self) -> float:
-        """What a run does before its first epoch, where its state stands by then; processor seconds."""
+        """What a run that resumes or leaves epoch 0 out does before its first epoch; processor seconds."""
         with self.aside.kept():
             job = self._job()
         self._crowd.said = lambda rank, topic, value: value

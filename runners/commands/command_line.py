@@ -109,12 +109,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RelayError as error:
         return _refuse(error)
     except OSError as error:
-        kind = UsageError if error.errno in IMPOSSIBLE else StorageError
-        return _refuse(kind(f"{error.filename or 'the storage'}: {error.strerror}"))
+        return _refuse(_of_system(error))
     except KeyboardInterrupt:
         return _INTERRUPTED
     finally:
         output.close()
+
+
+def _of_system(error: OSError) -> RelayError:
+    told = f"{error.filename or 'the storage'}: {error.strerror}"
+    return UsageError(f"{told}; give another path") if error.errno in IMPOSSIBLE else StorageError(told)
 
 
 def whole_parser() -> Parser:

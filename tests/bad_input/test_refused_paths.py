@@ -58,4 +58,5 @@ def test_a_target_below_a_file(work: Callable[[str], Any]) -> None:
 def test_verbs_end_with_2(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A path that nothing can have is a mistake of the command line, not of the disk."""
     assert main([verb, LONG]) == 2
-    assert "File name too long" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "File name too long" in told and "give another path" in told

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from torchrelay.checkpoint import engine
 from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.planning import repeated
 from torchrelay.checkpoint.recent import Recent
-from torchrelay.checkpoint.state.stock import is_stock
+from torchrelay.checkpoint.state.stock import all_stock, is_stock
 from torchrelay.errors import PeerError
+from torchrelay.runners.local_session import LocalSession
 
 
 @pytest.fixture
@@ -148,6 +150,13 @@ class Extra(torch.nn.Linear):
         return 1
 
 
+class Broken(torch.nn.Linear):
+    """A module that does not even say what it consists of."""
+
+    def modules(self) -> Any:
+        raise RuntimeError("not now")
+
+
 LINEAR = torch.nn.Linear(2, 2)
 SGD = torch.optim.SGD(LINEAR.parameters())
 STOCK: dict[str, tuple[bool, Any]] = {
@@ -157,6 +166,7 @@ STOCK: dict[str, tuple[bool, Any]] = {
     "optimizer": (True, SGD),
     "scheduler": (True, torch.optim.lr_scheduler.StepLR(SGD, 1)),
     "object": (False, Counts()),
+    "object whose class knows nothing": (False, SimpleNamespace(state_dict=dict, load_state_dict=dict)),
     "hooked inside": (False, torch.nn.Sequential(hooked())),
     "extra inside": (False, torch.nn.Sequential(Extra(2, 2))),
 }
@@ -166,6 +176,15 @@ STOCK: dict[str, tuple[bool, Any]] = {
 def test_whose_code_lists_the_leaves_is_known(stock: bool, value: Any) -> None:
     """Only what torch's own code and ours look at is asked once more."""
     assert is_stock(value) is stock
+
+
+def test_an_object_that_cannot_be_asked_is_nobody_s_mistake_yet() -> None:
+    """The other processes hear of it as of any object that is not stock."""
+    session = LocalSession(["trainer_0"])
+    for value, stock in ((torch.zeros(1), True), (Broken(2, 2), False)):
+        session.workspace("trainer_0")["it"] = value
+        assert all_stock(session, {"trainer_0": {"it": None}}) is stock
+        del session.workspace("trainer_0")["it"]
 
 
 @pytest.mark.parametrize("lost", [True, False])
