@@ -12,6 +12,8 @@ from typing import Any
 from torchrelay.checkpoint.disk.manifest import ShardRow, table
 
 Json = Any
+Row = list[Json]
+"""A report as it travels: see `NodeReport.row`."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class NodeReport:
     values: Mapping[str, Json]
     secs: Mapping[str, float]
 
-    def row(self) -> list[Json]:
+    def row(self) -> Row:
         """The report as JSON: see `shards_in` and `secs_in` for the texts."""
         shards = "\n".join(
             f"{one.group} {one.part} {one.nbytes} {one.header_bytes} {one.header_sha256}"
@@ -33,29 +35,26 @@ class NodeReport:
         return [self.rank, shards, dict(self.values) or None, secs]
 
 
-def shards_in(rows: Sequence[Sequence[Json]]) -> tuple[ShardRow, ...]:
+def shards_in(rows: Sequence[Row]) -> tuple[ShardRow, ...]:
     """All files that the rows of reports tell of."""
-    found = [(rank, *line.split()) for rank, shards, _, _ in rows for line in shards.splitlines()]
-    return table(
-        ShardRow,
-        [
-            (rank, group, int(part), int(nbytes), int(header_bytes), digest, 0)
-            for rank, group, part, nbytes, header_bytes, digest in found
-        ],
-    )
+    texts = [shards for _, shards, _, _ in rows]
+    ranks = [rank for rank, shards, _, _ in rows for _ in shards.splitlines()]
+    groups, parts, sizes, headers, digests = (" ".join(texts).split()[at::5] for at in range(5))
+    numbers = (map(int, column) for column in (parts, sizes, headers))
+    return table(ShardRow, zip(ranks, groups, *numbers, digests, [0] * len(ranks), strict=True))
 
 
-def bytes_in(row: Sequence[Json]) -> int:
+def bytes_in(row: Row) -> int:
     """The bytes of all files of one node."""
     return sum(int(line.split()[2]) for line in row[1].splitlines())
 
 
-def values_in(rows: Sequence[Sequence[Json]]) -> dict[str, Json]:
+def values_in(rows: Sequence[Row]) -> dict[str, Json]:
     """All values that go into the manifest, by leaf name."""
     return {name: value for _, _, values, _ in rows if values for name, value in values.items()}
 
 
-def secs_in(row: Sequence[Json]) -> dict[str, float]:
+def secs_in(row: Row) -> dict[str, float]:
     """The seconds by phase of one node."""
     pairs = (one.split("=") for one in row[3].split())
     return {phase: float(spent) for phase, spent in pairs}

@@ -10,7 +10,7 @@ import json
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.apart import Apart
 from torchrelay.checkpoint.boundary import NodeState
-from torchrelay.checkpoint.disk import manifest_disk
-from torchrelay.checkpoint.disk.canonical import sha256
+from torchrelay.checkpoint.committing import commit, discard, prepare
 from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, block_digests
-from torchrelay.checkpoint.disk.manifest import Manifest, ShardRow
-from torchrelay.checkpoint.disk.paths import DATA, manifest_path, stats_path, try_directory
+from torchrelay.checkpoint.disk.manifest import ShardRow
+from torchrelay.checkpoint.disk.paths import DATA, stats_path, try_directory
 from torchrelay.checkpoint.disk.shard import ShardIdentity
 from torchrelay.checkpoint.disk.shard_entries import Entries
 from torchrelay.checkpoint.disk.shard_writer import write_shard
@@ -32,18 +31,16 @@ from torchrelay.checkpoint.headway import headway
 from torchrelay.checkpoint.ledger_words import Holding
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.record import entry_json, entry_of
-from torchrelay.checkpoint.planning.assignments import Plan, PlannedLeaf
-from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_of
+from torchrelay.checkpoint.planning.assignments import Plan
 from torchrelay.checkpoint.position import Position
-from torchrelay.checkpoint.report import NodeReport, bytes_in, secs_in, shards_in, values_in
+from torchrelay.checkpoint.report import NodeReport, Row, bytes_in, secs_in
 from torchrelay.checkpoint.reuse import Reuse
-from torchrelay.checkpoint.space import check_room, is_full
+from torchrelay.checkpoint.space import check_room
 from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.leaf import Leaf, Value
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.timing import Clock, patience_secs
 from torchrelay.errors import PeerError, SaveFailedError, StorageError
-from torchrelay.jobs.collector import undisturbed
 from torchrelay.jobs.peers import Peers, decide, together
 from torchrelay.jobs.places import NodePlace
 from torchrelay.metadata.stats import NodeStats, NodeTimes
@@ -52,9 +49,6 @@ if TYPE_CHECKING:
     import torch
 
     from torchrelay.checkpoint.replicas import WholeBytes
-
-Row = list[Any]
-"""A node's report as it travels (`report`)."""
 
 
 @dataclass(frozen=True)
@@ -134,10 +128,10 @@ def rehearse(job: SaveJob, exchange: SpecExchange) -> Plan:
 
     Talks to the other processes as `make_plan` does, writes nothing.
     """
-    plan = make_plan(replace(job, reuse=None), exchange)
+    alone = replace(job, reuse=None)
+    plan = make_plan(alone, exchange)
     if job.peers.rank == 0:
-        unknown = dict.fromkeys(plan.inline_rows.values())
-        manifest_disk.prepare(_manifest(job, plan, job.position.directory("0" * 12), (), unknown))
+        prepare(alone, plan)
     return plan
 
 
@@ -156,7 +150,7 @@ def carry_out(job: SaveJob, plan: Plan, clock: Clock, whole: WholeBytes | None =
     except PeerError:
         raise  # somebody may still be writing there, or rank 0 be committing it
     except Exception:
-        _discard(job, try_name)
+        discard(job, try_name)
         raise
     begin = time.monotonic()
     entry = decide(job.peers, "save: commit", lambda: _commit_and_tell(job, plan, try_name, rows))
@@ -169,15 +163,6 @@ def carry_out(job: SaveJob, plan: Plan, clock: Clock, whole: WholeBytes | None =
     if job.peers.rank == 0:
         _write_stats(job, stats_path(try_name), stats)
     return stats
-
-
-def _discard(job: SaveJob, try_name: str) -> None:
-    """Give back the space of a try that failed. Every process has reported, so nobody writes there."""
-    if job.leads:
-        with suppress(StorageError):
-            for name in job.storage.list(try_directory(try_name)):
-                job.storage.delete(f"{try_directory(try_name)}/{name}")
-            job.storage.delete(try_directory(try_name))
 
 
 def _write_stats(job: SaveJob, path: str, stats: NodeStats) -> None:
@@ -215,7 +200,7 @@ def _make_others(job: SaveJob, made: str, make: Callable[[str], str]) -> None:
     except PeerError:
         raise
     except Exception:
-        _discard(job, made)
+        discard(job, made)
         raise
 
 
@@ -234,7 +219,13 @@ def _write_all(
         job.written()
         return rows
 
-    return together(job.peers, "save: write", write, deadline_secs=_patience_secs(plan), for_first=True)
+    def meanwhile() -> None:
+        if job.peers.rank == 0 and not plan.is_listed:
+            with suppress(Exception):  # the commit meets it again, and tells
+                prepare(job, plan)
+
+    secs = _patience_secs(plan)
+    return together(job.peers, "save: write", write, deadline_secs=secs, for_first=True, meanwhile=meanwhile)
 
 
 def _patience_secs(plan: Plan) -> float:
@@ -296,91 +287,8 @@ def _json(leaf: Leaf) -> Any:
 
 def _commit_and_tell(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) -> Any:
     """Commit; returns the entry where other hosts have to know it. Rank 0 only."""
-    entry = _commit(job, plan, try_name, rows)
+    entry = commit(job, plan, try_name, rows)
     return None if job.apart is None else entry_json(entry)
-
-
-def _commit(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) -> Entry:
-    """Write the manifest, then append the record. Rank 0 only."""
-    try:
-        with undisturbed():
-            entry = _write_manifest(job, plan, try_name, rows)
-    except Exception:
-        _discard(job, try_name)  # no record can name it yet
-        raise
-    try:
-        job.commit(entry)
-    except StorageError as error:
-        if is_full(error) and not job.known(entry):
-            _discard(job, try_name)  # else the full epoch itself would keep every later one from being saved
-        raise
-    return entry
-
-
-def _write_manifest(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) -> Entry:
-    """Check that the set of shards is exact, and say durably what the epoch consists of."""
-    shards = shards_in(rows)
-    _check_exact(job, plan, len(rows), shards)
-    manifest = _manifest(job, plan, try_name, shards, values_in(rows))
-    if job.reuse is not None:
-        manifest = job.reuse.completed(manifest)
-    data = manifest_disk.encode(manifest)
-    _write_file(job.storage, manifest_path(try_name), data)
-    job.storage.sync_dir(try_directory(try_name))
-    return Entry(
-        branch=manifest.branch,
-        position=job.position,
-        try_name=try_name,
-        manifest_bytes=len(data),
-        manifest_sha256=sha256(data),
-        needs=manifest.needs,
-        groups=manifest.groups,
-    )
-
-
-def _manifest(
-    job: SaveJob, plan: Plan, try_name: str, shards: Sequence[ShardRow], values: Mapping[str, Any]
-) -> Manifest:
-    holding = job.holding
-    identity = TryIdentity(
-        holding.uuid, holding.job, job.position, holding.branch, holding.generation, try_name
-    )
-    world, sizes = world_of(job.places), _value_sizes(job, plan)
-    return compose(plan, identity, world, shards, values, job.facts, sizes=sizes)
-
-
-def _value_sizes(job: SaveJob, plan: Plan) -> dict[int, int]:
-    """The bytes of the hosted nodes' values as they are now, by row of the plan."""
-    sizes = {}
-    for row in plan.value_rows:
-        planned = plan.rows[row]
-        for state in job.states:
-            leaf = state.leaves.get(planned.leaf.name)
-            if leaf is not None and isinstance(leaf.content, Value) and _holds(plan, planned, state.rank):
-                sizes[row] = leaf.content.nbytes
-    return sizes
-
-
-def _holds(plan: Plan, planned: PlannedLeaf, node: int) -> bool:
-    return node in plan.layouts[planned.layout].nodes
-
-
-def _check_exact(job: SaveJob, plan: Plan, reports: int, shards: Sequence[ShardRow]) -> None:
-    wanted = plan.writers
-    found = {(shard.node, shard.group) for shard in shards}
-    if wanted != found or reports != len(job.places):
-        names = {place.rank: place.name for place in job.places}
-        missing = ", ".join(f"{names.get(node, node)} ({group})" for node, group in sorted(wanted ^ found))
-        raise SaveFailedError(f"epoch {job.position}: the shards do not match the plan: {missing or reports}")
-
-
-def _write_file(storage: Storage, path: str, data: bytes) -> None:
-    handle = storage.open_exclusive(path)
-    try:
-        handle.write_at(0, memoryview(data))
-        handle.sync_file()
-    finally:
-        handle.close()
 
 
 def _times(job: SaveJob, row: Row, more: Mapping[str, float]) -> NodeTimes:

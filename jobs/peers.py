@@ -29,12 +29,14 @@ class Peers(Protocol):
         *,
         deadline_secs: float | None = None,
         told: Callable[[Json], Json] | None = None,
+        meanwhile: Callable[[], object] | None = None,
     ) -> list[Json]:
         """Post `value`; get the values of all processes in rank order.
 
         `topic` says what this is about; processes at different topics are told so at once. With `told`
         rank 0 alone gets the values, all others what `told` makes of each: what only rank 0 needs does
-        not travel to thousands. Equal values may be one object, so nobody changes them. Raises
+        not travel to thousands. `meanwhile`, which raises nothing, is called before others are waited for,
+        who have the value by then. Equal values may be one object, so nobody changes them. Raises
         DeadlineError naming the late ranks and the topic, PeerError when the store is lost.
         """
 
@@ -55,6 +57,7 @@ class Solo:
         *,
         deadline_secs: float | None = None,
         told: Callable[[Json], Json] | None = None,
+        meanwhile: Callable[[], object] | None = None,
     ) -> list[Json]:
         """Return the only value there is."""
         return [value]
@@ -71,10 +74,12 @@ def together(
     *,
     deadline_secs: float | None = None,
     for_first: bool = False,
+    meanwhile: Callable[[], object] | None = None,
 ) -> list[Json]:
     """Run `work` in every process and give everybody all results in rank order.
 
-    `for_first`: only rank 0 gets the results, the others None for each.
+    `for_first`: only rank 0 gets the results, the others None for each. `meanwhile`, which raises nothing, is
+    called when `work` is done, before the others are waited for.
 
     When one or more processes raise, all raise the failure of one: of the first process whose
     failure is no consequence of another's. That process raises its own exception, the others an error
@@ -89,10 +94,8 @@ def together(
         outcome = {"error": type(error).__name__, "message": str(error)}
         outcome["consequence"] = getattr(error, "consequence", False)
     try:
-        if for_first:
-            outcomes = peers.exchange(topic, outcome, deadline_secs=deadline_secs, told=_without_value)
-        else:
-            outcomes = peers.exchange(topic, outcome, deadline_secs=deadline_secs)
+        told, meanwhile = _without_value if for_first else None, None if own else meanwhile
+        outcomes = peers.exchange(topic, outcome, deadline_secs=deadline_secs, told=told, meanwhile=meanwhile)
     except PeerError:
         if own is None:
             raise
@@ -106,8 +109,12 @@ def together(
     return [other["value"] for other in outcomes]
 
 
+_NOTHING = {"value": None}
+"""One object for all, which costs nothing to compare with itself."""
+
+
 def _without_value(outcome: Json) -> Json:
-    return outcome if "error" in outcome else {"value": None}
+    return outcome if "error" in outcome else _NOTHING
 
 
 def decide(

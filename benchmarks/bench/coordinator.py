@@ -109,7 +109,10 @@ class Crowd:
         self._hosts = hosts.members[1:] if hosts else ()
         self.said: Callable[[int, str, Json], Json] = lambda rank, topic, value: value
         self.answered = 0
-        self.answered_at = 0.0
+        self.waited_at: dict[str, float] = {}
+        """When rank 0 began to wait for the others at each topic last, and when it answered."""
+        self.answered_at: dict[str, float] = {}
+        self._topic = ""
         self._aside = aside
         self._values: dict[str, bytes] = {}
 
@@ -120,6 +123,7 @@ class Crowd:
             prefix, _, rank = key.rpartition("/")
             if rank == "0":
                 entry = json.loads(value)
+                self._topic = entry["topic"]
                 for other in range(1, self.size):
                     said = self.said(other, entry["topic"], entry["value"])
                     self._values[f"{prefix}/{other}"] = json.dumps({**entry, "value": said}).encode()
@@ -128,7 +132,7 @@ class Crowd:
                     self._values[f"{prefix}/host/{host[0]}"] = joined(posts)
             else:
                 self.answered += len(value)
-                self.answered_at = self._aside.now()
+                self.answered_at[self._topic] = self._aside.now()
 
     def get(self, keys: Sequence[str]) -> list[bytes]:
         """The values of keys that exist."""
@@ -140,6 +144,7 @@ class Crowd:
 
     def wait(self, keys: Sequence[str], secs: float = 1.0) -> bool:
         """Whether all keys exist: everybody has posted already."""
+        self.waited_at[self._topic] = self._aside.now()
         return all(key in self._values for key in keys)
 
     def add(self, key: str, amount: int) -> int:
@@ -242,7 +247,8 @@ class Coordinator:
         """One save, without the garbage collector as in `Engine.save`; returns bytes and processor seconds.
 
         These are of planning, of committing (from the first exchange after the plan to the acknowledgement),
-        and of writing down how long each node took, after that.
+        of what is computed for that while the shards are written, and of writing down how long each node
+        took, after that.
         """
         found: dict[str, float] = {}
         with self.aside.kept():
@@ -259,8 +265,10 @@ class Coordinator:
         self._crowd.said = lambda rank, topic, value: rows[rank] if topic == "save: write" else value
         begin = self.aside.now()
         carry_out(replace(job, states=()), plan, Clock())
-        found["commit_secs"] = self._crowd.answered_at - begin
-        found["stats_secs"] = self.aside.now() - self._crowd.answered_at
+        committed = self._crowd.answered_at["save: commit"]
+        found["beside_secs"] = self._crowd.waited_at["save: write"] - self._crowd.answered_at["save: try"]
+        found["commit_secs"] = committed - begin - found["beside_secs"]
+        found["stats_secs"] = self.aside.now() - committed
         manifest = max(self.root.glob(f"data/e{self.epoch:08d}-*/manifest.json"))
         found["manifest_bytes"] = manifest.stat().st_size
         found["plan_answer_bytes"], found["commit_answer_bytes"] = told, self._crowd.answered - told

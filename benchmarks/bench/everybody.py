@@ -155,6 +155,7 @@ class RankPeers:
         *,
         deadline_secs: float | None = None,
         told: Callable[[Json], Json] | None = None,
+        meanwhile: Callable[[], object] | None = None,
     ) -> list[Json]:
         """What all ranks post; as JSON, as it would have come."""
         posts: dict[str, Json] = {}

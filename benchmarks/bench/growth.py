@@ -38,7 +38,7 @@ PROCESSES, SMALL_PROCESSES = (1, 2, 4, 8, 16, 32, 64), (1, 2)
 SCALE, SMALL_SCALE = 10_000, 160
 COORDINATED = 1_000
 """Blobs of `ranks`."""
-_PLANNED = ("first_plan_secs", "first_commit_secs")
+_PLANNED = ("first_plan_secs", "first_beside_secs", "first_commit_secs")
 ELEMENTS = 16
 """Of each blob in `blobs`: what costs there is not its bytes."""
 

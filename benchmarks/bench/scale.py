@@ -87,9 +87,9 @@ class Save:
         planned = self.aside.now()
         self._crowd.said = lambda rank, topic, value: self._reported(rank, topic, value, plan, epoch)
         carry_out(job, plan, Clock())
-        committed = self._crowd.answered_at - self._begun
-        stats = self.aside.now() - self._crowd.answered_at
-        return plan, {"plan_secs": planned - begin, "commit_secs": committed, "stats_secs": stats}
+        acknowledged = self._crowd.answered_at["save: commit"]
+        commit, stats = acknowledged - self._begun, self.aside.now() - acknowledged
+        return plan, {"plan_secs": planned - begin, "commit_secs": commit, "stats_secs": stats}
 
     def plan_of(self, rank: int, epoch: int) -> Plan:
         """The plan that another rank makes by itself."""

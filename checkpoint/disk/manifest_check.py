@@ -7,6 +7,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from operator import attrgetter, itemgetter, le
 from typing import Any
 
@@ -14,7 +15,7 @@ from torchrelay.checkpoint.disk import dtypes
 from torchrelay.checkpoint.disk.boxes import Sharded
 from torchrelay.checkpoint.disk.firsts import first_of_each
 from torchrelay.checkpoint.disk.layouts import Cut, Layout, PerNode, Split
-from torchrelay.checkpoint.disk.manifest import BlobRow, LeafRow, Manifest, World
+from torchrelay.checkpoint.disk.manifest import BlobRow, LeafRow, Manifest, ShardRow, World
 from torchrelay.checkpoint.disk.mesh import MAX_SPLIT_FACTOR, Mesh
 from torchrelay.checkpoint.disk.names import GROUP, NODE, check_try
 from torchrelay.checkpoint.position import MAX_EPOCH
@@ -30,7 +31,7 @@ _MAX_HEADER_BYTES = 100_000_008
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-def _columns(kind: type[LeafRow | BlobRow], *fields: str) -> itemgetter[tuple[Any, ...]]:
+def _columns(kind: type[LeafRow | BlobRow | ShardRow], *fields: str) -> itemgetter[tuple[Any, ...]]:
     """Columns of a row, which of very many rows come sooner by number than by name."""
     return itemgetter(*map(kind._fields.index, fields))
 
@@ -39,7 +40,8 @@ _KIND = _columns(BlobRow, "kind", "scope")
 _COMMON = _columns(LeafRow, "kind", "role", "dtype", "shape", "nbytes", "scope", "group", "layout", "source")
 _FORM = _columns(LeafRow, "shape", "nbytes")
 _PLACE = _columns(LeafRow, "layout", "source", "group")
-_NAME, _BLOB, _LAYOUT = map(attrgetter, ("name", "blob", "layout"))
+_FILES = _columns(ShardRow, "source", "group")
+_NAME, _BLOB, _LAYOUT, _NODE = map(attrgetter, ("name", "blob", "layout", "node"))
 
 
 def check(manifest: Manifest, what: str) -> None:
@@ -79,8 +81,8 @@ def check_files(manifest: Manifest, stored: Iterable[Stored], what: str) -> None
     _check_tries(manifest, demand)
     _check_shards(manifest, demand)
     present: dict[tuple[int, str], set[int]] = defaultdict(set)
-    for node, group, _, _, _, _, source in manifest.shards:
-        present[source, group].add(node)
+    for files, some in groupby(manifest.shards, _FILES):
+        present[files].update(map(_NODE, some))
     for one in stored:
         missing = one.nodes - present[one.source, one.group]
         demand(not missing, f"the shard of node {min(missing, default=0)} that holds {one.name} is missing")

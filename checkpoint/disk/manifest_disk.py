@@ -61,10 +61,10 @@ def encode(manifest: Manifest) -> bytes:
         "tries": list(manifest.tries),
         "plan": manifest.plan_hash,
         "facts": facts_json(manifest.facts),
-        "shards": _shards_json(manifest.shards, words),
         "values": [[row, manifest.values[row]] for row in sorted(manifest.values)],
     }
     texts = {key: _text(value) for key, value in {**manifest.extra, **known}.items()}
+    texts["shards"] = _shards_text(manifest.shards, words)
     return canonical.object_of({**texts, **tables.texts, "words": tables.words_text(words)})
 
 
@@ -295,8 +295,7 @@ def _blobs(columns: Columns) -> tuple[BlobRow, ...]:
 
 
 def _leaves_text(leaves: Sequence[LeafRow], words: _Numbers) -> bytes:
-    columns = zip(*leaves, strict=True) if leaves else [()] * len(LeafRow._fields)
-    of = dict(zip(LeafRow._fields, columns, strict=True))
+    of = _by_column(LeafRow, leaves)
     table = {
         "name": pack_names(of["name"]),
         "blob": words.column(of["blob"]),
@@ -312,6 +311,11 @@ def _leaves_text(leaves: Sequence[LeafRow], words: _Numbers) -> bytes:
     }
     texts = {key: _text(column) for key, column in table.items()}
     return canonical.object_of({**texts, "shape": _shapes_text(of["shape"])})
+
+
+def _by_column(kind: type[LeafRow | ShardRow], rows: Sequence[tuple[Any, ...]]) -> dict[str, Sequence[Any]]:
+    columns = zip(*rows, strict=True) if rows else [()] * len(kind._fields)
+    return dict(zip(kind._fields, columns, strict=True))
 
 
 def _shapes_text(shapes: Sequence[tuple[int, ...]]) -> bytes:
@@ -346,18 +350,20 @@ def _shapes(columns: Columns) -> list[tuple[int, ...]]:
     return list(map(tuple, found))
 
 
-def _shards_json(shards: Sequence[ShardRow], words: _Numbers) -> Json:
-    ordered = sorted(shards, key=in_order)
-    digests = bytes.fromhex("".join(shard.header_sha256 for shard in ordered))
-    return {
-        "node": pack_numbers([shard.node for shard in ordered]),
-        "group": words.column([shard.group for shard in ordered]),
-        "part": pack_numbers([shard.part for shard in ordered]),
-        "bytes": pack_numbers([shard.nbytes for shard in ordered]),
-        "header_bytes": pack_numbers([shard.header_bytes for shard in ordered]),
+def _shards_text(shards: Sequence[ShardRow], words: _Numbers) -> bytes:
+    """Of checked rows, whose numbers need no second look."""
+    of = _by_column(ShardRow, sorted(shards, key=in_order))
+    digests = bytes.fromhex("".join(of["header_sha256"]))
+    columns = {
+        "node": pack_numbers(of["node"]),
+        "group": words.column(of["group"]),
+        "part": pack_numbers(of["part"]),
+        "bytes": pack_numbers(of["nbytes"]),
+        "header_bytes": pack_numbers(of["header_bytes"]),
         "header_sha256": base64.b64encode(digests).decode("ascii"),
-        "try": pack_numbers([shard.source for shard in ordered]),
+        "try": pack_numbers(of["source"]),
     }
+    return canonical.object_of({key: canonical.dumps_read(column) for key, column in columns.items()})
 
 
 def _shards(columns: Columns) -> tuple[ShardRow, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import prod
-from operator import attrgetter
+from operator import attrgetter, sub
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchrelay.checkpoint.disk.boxes import Bounds, item_bytes_of, volume
@@ -214,6 +214,11 @@ class Plan:
         ]  # fmt: skip
         return table(LeafRow, rows)
 
+    @property
+    def is_listed(self) -> bool:
+        """Whether somebody asked for `leaf_rows` before."""
+        return "leaf_rows" in self.__dict__
+
     @cached_property
     def value_rows(self) -> tuple[int, ...]:
         """The rows of values."""
@@ -275,11 +280,9 @@ def _share_of_each(layout: Layout, leaves: Sequence[LeafSpec]) -> tuple[tuple[in
 def _split_shares(split: Split, leaves: Sequence[LeafSpec]) -> dict[int, int]:
     """The bytes that each node writes of a byte string of leaves."""
     starts = (0, *accumulate([leaf.nbytes for leaf in leaves]))
-    ends = [
-        starts[cut.item] + (cut.element * item_bytes(leaves[cut.item]) if cut.element else 0)
-        for cut in split.cuts
-    ]
-    return {node: stop - start for node, start, stop in zip(split.nodes, ends, ends[1:], strict=False)}
+    widths = [*map(item_bytes, leaves), 0]
+    places = [starts[item] + element * widths[item] for item, element in split.cuts]
+    return dict(zip(split.nodes, map(sub, places[1:], places), strict=True))
 
 
 _FORM = attrgetter("shape", "nbytes")

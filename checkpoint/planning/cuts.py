@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 from torchrelay.checkpoint.disk.layouts import Cut
@@ -22,39 +21,33 @@ def cuts_between(sizes: Sequence[int], item_bytes: Sequence[int], shares: int, c
     inside leaves of at least `cut` bytes, and the ends of leaves. Each share therefore differs from
     the ideal share by at most the larger of `cut` and the largest leaf that is not cut.
     """
-    string = _String(tuple(sizes), tuple(item_bytes), (0, *accumulate(sizes)), shares, cut)
-    inner = map(string.nearest, range(1, shares))
-    return table(Cut, [(0, 0), *inner, (len(sizes), 0)])
+    ends = (0, *accumulate(sizes))
+    total, number, found = ends[-1], 1, [(0, 0)]
+    while total and number < shares:
+        item = bisect_right(ends, total * number // shares) - 1
+        before, size, width = ends[item], sizes[item], item_bytes[item]
+        behind = -(-ends[item + 1] * shares // total)  # the first ideal cut that is not in this item
+        ideals = range(number * total - before * shares, behind * total - before * shares, total)
+        step = cut if size >= cut and cut % width == 0 else size
+        # A byte has one cut: before the empty items that precede the item that it is in.
+        edges = {0: (bisect_left(ends, before), 0), size: (item + 1, 0)}
+        nearest = _nearest(ideals, size, step, shares)
+        found += [edges[at] if at in edges else (item, at // width) for at in nearest]
+        number = behind
+    inner = found if total else found * shares
+    return table(Cut, [*inner, (len(sizes), 0)])
 
 
-@dataclass(frozen=True)
-class _String:
-    """Bytes times `shares` are whole numbers, so every rank computes the same cuts."""
+def _nearest(ideals: range, size: int, step: int, shares: int) -> list[int]:
+    """The multiples of `step` bytes, or the end of an item, nearest to ideals; of two equally near the lower.
 
-    sizes: tuple[int, ...]
-    item_bytes: tuple[int, ...]
-    ends: tuple[int, ...]
-    shares: int
-    cut: int
-
-    def nearest(self, number: int) -> tuple[int, int]:
-        """The candidate nearest to the ideal cut of this number; of two equally near the lower."""
-        scaled = self.ends[-1] * number
-        item = bisect_right(self.ends, scaled // self.shares) - 1
-        if item == len(self.sizes):
-            return self._before(item)
-        size, width = self.sizes[item], self.item_bytes[item]
-        inside = scaled - self.ends[item] * self.shares
-        step = self.cut if size >= self.cut and self.cut % width == 0 else size
-        below = inside // (step * self.shares) * step
-        above = min(below + step, size)
-        nearest = below if inside - below * self.shares <= above * self.shares - inside else above
-        if nearest == size:
-            return self._before(item + 1)
-        return self._before(item) if nearest == 0 else (item, nearest // width)
-
-    def _before(self, item: int) -> tuple[int, int]:
-        """Before an item, and before the empty ones that precede it: a byte has one cut."""
-        while item > 0 and self.ends[item - 1] == self.ends[item]:
-            item -= 1
-        return (item, 0)
+    Ideals are bytes times `shares`, which are whole numbers: every rank computes the same.
+    """
+    twice, last = 2 * step * shares, size // step * step
+    middle = (last + size) * shares  # twice the ideal that is as near to the end as to the last multiple
+    return [
+        step * ((2 * ideal + twice // 2 - 1) // twice)
+        if ideal < last * shares
+        else (last if 2 * ideal <= middle else size)
+        for ideal in ideals
+    ]

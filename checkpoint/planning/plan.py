@@ -88,15 +88,19 @@ def unusual(scopes: Mapping[str, str]) -> dict[str, str]:
 
 def plan_hash(question: Question) -> str:
     """SHA-256 (hex) over all that decides a plan; ranks compare it before they write."""
+    classes = [
+        b"[%b,%b]" % (canonical.dumps_read(one.nodes), canonical.dumps(one.digest))
+        for one in question.classes
+    ]
     stated = {
-        "version": PLAN_VERSION,
-        "cut": question.cut,
-        "scopes": unusual(question.scopes),
-        "hosts": None if question.hosts is None else list(question.hosts),
-        "referenced": sorted(question.referenced),
-        "classes": [[list(one.nodes), one.digest] for one in question.classes],
+        "version": canonical.dumps(PLAN_VERSION),
+        "cut": canonical.dumps(question.cut),
+        "scopes": canonical.dumps(unusual(question.scopes)),
+        "hosts": canonical.dumps_read(question.hosts),
+        "referenced": canonical.dumps(sorted(question.referenced)),
+        "classes": b"[%b]" % b",".join(classes),
     }
-    return canonical.sha256(canonical.dumps(stated))
+    return canonical.sha256(canonical.object_of(stated))
 
 
 def _make(question: Question, key: str) -> Plan:

@@ -68,6 +68,7 @@ class StorePeers:
         *,
         deadline_secs: float | None = None,
         told: Callable[[Json], Json] | None = None,
+        meanwhile: Callable[[], object] | None = None,
     ) -> list[Json]:
         """Post `value` about `topic`; return the values of all ranks in rank order (see `Peers`).
 
@@ -79,6 +80,8 @@ class StorePeers:
         hosts = self._grouping()
         with phase.during(f"waiting for the others at {topic!r}"):
             self._post(topic, value)
+            if meanwhile is not None:
+                meanwhile()
             if self.rank == 0:
                 runs = self._lead(topic, hosts, secs, told)
             else:
@@ -255,15 +258,16 @@ def _spread(runs: Iterable[tuple[int, Any]]) -> list[Any]:
 
 def _retold(runs: _Runs, topic: str, told: Callable[[Json], Json]) -> bytes:
     """What the others get instead: each value as `told` makes it. Late ranks and other topics stay."""
-    entries = (
-        (
-            count,
-            {**entry, "value": told(entry["value"])} if entry and entry["topic"] == topic else entry,
-        )
-        for count, entry in runs
-    )
-    same = groupby(entries, key=lambda one: one[1])
-    report = [[sum(count for count, _ in some), entry] for entry, some in same]
+
+    def seen(run: tuple[int, Json]) -> tuple[bool, Json]:
+        entry = run[1]
+        here = entry is not None and entry["topic"] == topic
+        return here, told(entry["value"]) if here else entry
+
+    report = [
+        [sum(count for count, _ in some), {"topic": topic, "value": shown} if here else shown]
+        for (here, shown), some in groupby(runs, key=seen)
+    ]
     return json.dumps([[1, report]]).encode()
 
 

@@ -108,7 +108,7 @@ class Recorded:
     def __init__(self, hosted):
         self.hosted, self.rank, self.size, self.topics = hosted, 0, len(hosted), []
 
-    def exchange(self, topic, mine, *, deadline_secs=None):
+    def exchange(self, topic, mine, *, deadline_secs=None, **_):
         self.topics.append(topic)
         if topic == "t":
             return [
@@ -134,7 +134,7 @@ class Meeting:
         self.size, self.barrier, self.posted, self.topics = size, threading.Barrier(size), [None] * size, []
 
     def of(self, rank):
-        def exchange(topic, value, *, deadline_secs=None):
+        def exchange(topic, value, *, deadline_secs=None, **_):
             self.posted[rank] = value
             self.barrier.wait(60)
             found = list(self.posted)

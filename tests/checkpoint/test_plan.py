@@ -88,6 +88,21 @@ def test_cuts_rise_and_lie_on_multiples_from_the_start_of_a_leaf(leaves, nodes):
 
 
 @BOUNDED
+@given(leaf_sets(), st.integers(1, 40))
+def test_every_cut_is_the_candidate_that_is_nearest_to_its_ideal(leaves, shares):
+    """Of two that are equally near it is the lower one, and before the empty leaves at its place."""
+    sizes, widths = [leaf.nbytes for leaf in leaves], [ITEM[leaf.dtype] for leaf in leaves]
+    starts = [sum(sizes[:item]) for item in range(len(sizes) + 1)]
+    candidates = {start: (item, 0) for item, start in reversed(list(enumerate(starts)))}
+    for item, (start, size, width) in enumerate(zip(starts, sizes, widths, strict=False)):
+        inside = range(CUT, size, CUT) if size >= CUT else ()
+        candidates.update({start + at: (item, at // width) for at in inside})
+    for number, cut in enumerate(cuts_between(sizes, widths, shares, CUT)[1:-1], 1):
+        nearest = min(candidates, key=lambda at: (abs(at * shares - starts[-1] * number), at))
+        assert cut == candidates[nearest]
+
+
+@BOUNDED
 @given(leaf_sets(), st.integers(1, 6), st.randoms())
 def test_all_ranks_make_the_same_plan(leaves, nodes, source: random.Random):
     """The plan does not depend on the order in which a rank lists its leaves; its hash tells plans apart."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import PropertyMock, patch
 
-from torchrelay.checkpoint import save
+from torchrelay.checkpoint import committing, save
 from torchrelay.checkpoint.disk import canonical
 from torchrelay.checkpoint.log import changes, log_append, log_reader, retention, takeover
 from torchrelay.checkpoint.log.keeping import Keeping
@@ -86,7 +86,7 @@ class _Later:
 
 def _record_first(job: save.SaveJob, plan: Any, try_name: str, rows: Any) -> None:
     later = _Later(job.storage)
-    entry = save._write_manifest(replace(job, storage=later), plan, try_name, rows)
+    entry = committing._write_manifest(replace(job, storage=later), plan, try_name, rows)
     job.commit(entry)
     later.now()
 

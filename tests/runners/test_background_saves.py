@@ -80,7 +80,7 @@ def small_job(epochs: int, note: Callable[[int], None] = lambda epoch: None) -> 
 def failing_commits(monkeypatch: pytest.MonkeyPatch, epochs: set[int]) -> list[int]:
     """Make the commits of these epochs fail in the background; returns those that did."""
     failed: list[int] = []
-    commit = saving._commit
+    commit = saving.commit
 
     def fail(job: Any, *rest: Any) -> None:
         if job.position.epoch in epochs:
@@ -88,7 +88,7 @@ def failing_commits(monkeypatch: pytest.MonkeyPatch, epochs: set[int]) -> list[i
             raise StorageError("the disk is full")
         commit(job, *rest)
 
-    monkeypatch.setattr(saving, "_commit", fail)
+    monkeypatch.setattr(saving, "commit", fail)
     return failed
 
 
@@ -190,13 +190,13 @@ def test_an_epoch_is_noted_before_its_save_is_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever ends the process then: of an epoch that a later start goes on from the metrics are there."""
-    run, commit, lines = RunDirectory(tmp_path / "run"), saving._commit, []
+    run, commit, lines = RunDirectory(tmp_path / "run"), saving.commit, []
 
     def look(*given: Any) -> Any:
         lines.append([line["epoch"] for line in run.metrics()])
         return commit(*given)
 
-    monkeypatch.setattr(saving, "_commit", look)
+    monkeypatch.setattr(saving, "commit", look)
     runner = JobRunner(small_job(3), run.path, save_initial=False, asynchronous=True)
     assert runner.train() == 3
     assert lines == [[1], [1, 2], [1, 2, 3]]

@@ -104,14 +104,14 @@ def test_a_signal_ends_each_phase_at_its_next_boundary(program, at):
 
 def test_a_signal_during_a_save_lets_it_end(program, monkeypatch):
     """The save that the signal met is committed; then the run leaves, before the next epoch begins."""
-    commit = save._commit
+    commit = save.commit
 
     def met(job, *rest) -> None:
         if job.position.epoch == 2:
             os.kill(os.getpid(), signal.SIGUSR1)
         commit(job, *rest)
 
-    monkeypatch.setattr(save, "_commit", met)
+    monkeypatch.setattr(save, "commit", met)
     result = program()
     assert (int(result), result.status, result.committed, result.stop) == (2, "PREEMPTED", 2, ("SIGUSR1",))
     assert program.events[-1] == "after 2"
