@@ -247,8 +247,8 @@ class Coordinator:
         """One save, without the garbage collector as in `Engine.save`; returns bytes and processor seconds.
 
         These are of planning, of committing (from the first exchange after the plan to the acknowledgement),
-        of what is computed for that while the shards are written, and of writing down how long each node
-        took, after that.
+        of what is computed for that before the others' shards are waited for, and of writing down how long
+        each node took, after that.
         """
         found: dict[str, float] = {}
         with self.aside.kept():
