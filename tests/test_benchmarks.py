@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -69,6 +72,30 @@ def test_saves_and_loads_of_ranks_stand_beside_their_bytes_alone(tmp_path):
     assert all(figures[action]["least"] > 0 for action in ("cold load", "save", "save again")), figures
     one = 0.02 * 2**31  # of two saves, the later is taken away before loads
     assert one / 2 < figures["save"]["bytes"] < 1.5 * one, figures
+
+
+def processes_of(where: Path) -> list[str]:
+    """The command lines that name a folder, of whoever runs."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            lines.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return [line for line in lines if str(where) in line]
+
+
+def test_who_ends_it_ends_its_ranks(tmp_path):
+    """TERM in the middle of a measurement leaves no process of it, and nothing in its folder."""
+    size = ("--only", "W3", "--scale", "0.1", "--rounds", "50", "--engines", "torchrelay epoch")
+    command = [sys.executable, REPOSITORY / "benchmarks/run", *SIZE, *size, "--directory", tmp_path]
+    with subprocess.Popen([*command, "--output", tmp_path / "out"], env=clean_environment()) as measuring:
+        end = time.monotonic() + 60
+        while not any("bench.ranks" in line for line in processes_of(tmp_path)):
+            assert measuring.poll() is None and time.monotonic() < end
+            time.sleep(0.02)
+        measuring.terminate()
+        assert measuring.wait(30) == 128 + signal.SIGTERM
+    assert processes_of(tmp_path) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_slips_on_the_command_line_are_told_before_anything_is_made(tmp_path):

@@ -142,5 +142,7 @@ def _below(text: str) -> str:
 
 
 def _named(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return f"; below it is the run {names[0]}: give its path"
     more = ", ..." if len(names) > _NAMED_RUNS else ""
     return f"; below it are the runs {', '.join(names[:_NAMED_RUNS])}{more}: give the path of one"

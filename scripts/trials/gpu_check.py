@@ -189,7 +189,9 @@ def _cell(value: float | str) -> str:
 
 def parsed() -> argparse.Namespace:
     """The command line, checked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="scripts/gpu-check", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
         "--ranks", type=int, help="processes of the killed run; default one per GPU; 0: no torchrun"

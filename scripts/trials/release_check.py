@@ -198,7 +198,9 @@ def check(asked: argparse.Namespace, where: Path, told: Told) -> None:
 
 def main() -> int:
     """Try, and say what was tried; 1 where something is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="scripts/release-check", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--python", action="append", default=[], metavar="VERSION=PATH")
     parser.add_argument("--require", default="", metavar="VERSIONS", help="fail where one of these is absent")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave everything in this new folder")

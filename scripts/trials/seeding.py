@@ -97,7 +97,7 @@ def try_out(bug: Bug) -> Verdict:
 
 def main() -> int:
     """Plant and try; the exit code is 1 where a bug was missed."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/seeded-bugs", description=__doc__)
     parser.add_argument("words", nargs="*", metavar="WORD", help="only bugs whose name has one of these")
     parser.add_argument("--jobs", type=int, default=2, help="bugs at a time")
     options = parser.parse_args()

@@ -50,7 +50,7 @@ def table() -> str:
 
 def main() -> int:
     """Print the table; with `--one` run one side of one case here."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/side-by-side", description=__doc__)
     parser.add_argument("--one", nargs=3, metavar=("CASE", "ENGINE", "DIRECTORY"))
     options = parser.parse_args()
     if options.one:

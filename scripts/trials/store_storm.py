@@ -26,7 +26,7 @@ _EVERY = 10
 
 def main(words: Sequence[str] | None = None) -> int:
     """Play; the exit code is 1 where a promise was broken."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/store-storm", description=__doc__)
     parser.add_argument("--worlds", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(

@@ -237,7 +237,7 @@ def test_a_damaged_log_is_said(run: Path, capsys: pytest.CaptureFixture[str]) ->
     ("arguments", "code", "words"),
     [
         (["ls", "{tmp}/nowhere"], 2, "there is no"),
-        (["verify", "{tmp}"], 2, "below it are the runs hello"),
+        (["verify", "{tmp}"], 2, "below it is the run hello"),
         (["ls", "{tmp}/foreign"], 2, "is no run and holds no checkpoints"),
         (["show", "{tmp}/file"], 2, "is a file"),
         (["verify", "@2"], 2, "@2 names no run: give its path before the @"),
