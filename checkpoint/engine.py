@@ -28,7 +28,7 @@ from torchrelay.checkpoint.reading.lookup import nearest
 from torchrelay.checkpoint.replicas import ReplicaCheck, all_listed, checked_every
 from torchrelay.checkpoint.retaining import Retaining
 from torchrelay.checkpoint.reuse import Reuse
-from torchrelay.checkpoint.save import SaveJob, carry_out, make_plan, rehearse
+from torchrelay.checkpoint.save import SaveJob, make_plan, rehearse, save_epoch
 from torchrelay.checkpoint.selecting import check_remade, used_patterns
 from torchrelay.checkpoint.selection import EVERYTHING, Selection
 from torchrelay.checkpoint.spec_exchange import SpecExchange
@@ -196,11 +196,11 @@ class Engine:
             demoted, whole = self._replicas.run(job, self._forced(), failed=failed)
             self._tell_unused(session, states, position)
             self._demote(demoted, say=session.peers.rank == 0)
-            plan = make_plan(job.with_rank_scope(self._demoted), self._exchange)
+            plan = make_plan(job := job.with_rank_scope(self._demoted), self._exchange)
         if self.background is not None and self.ledger.in_run:
             self.background.begin(session, job, plan, clock, whole, self.retaining.behind)
             return
-        self._stats["checkpoint_save"] = carry_out(job, plan, clock, whole)
+        self._stats["checkpoint_save"] = save_epoch(job, plan, clock, whole, self._exchange)
         self.retaining.now(session.peers)
 
     def _job(self, session: Session, states: States, position: Position, facts: Facts) -> SaveJob:
@@ -216,6 +216,7 @@ class Engine:
             known=self.ledger.may_name,
             make_room=self.ledger.deletions.wait,
             reuse=self._reuse,
+            presume=self.background is None,
             apart=self.ledger.apart(),
         )
 

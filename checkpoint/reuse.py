@@ -7,7 +7,7 @@ reference, and tells all. Where processes do not know the same epoch all of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -30,11 +30,12 @@ from torchrelay.checkpoint.planning.reuse import (
     same_leaves,
     within_limits,
 )
+from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.state.dtensors import is_sharded
 from torchrelay.checkpoint.state.leaf import Role, Value
 from torchrelay.checkpoint.storage import Storage
-from torchrelay.checkpoint.unchanged import PartKey, TensorOf, look
-from torchrelay.errors import RelayError
+from torchrelay.checkpoint.unchanged import Findings, TensorOf, look
+from torchrelay.errors import ChangedAfterAllError, RelayError
 from torchrelay.jobs.peers import decide, together
 
 if TYPE_CHECKING:
@@ -65,8 +66,7 @@ class _Current:
     world: _World = (0, (), ())
     referenced: frozenset[str] = frozenset()
     blobs: tuple[BlobRow, ...] = ()
-    hashed: dict[PartKey, bytes] = field(default_factory=dict)
-    """The digests of what is in memory."""
+    found: Findings = field(default_factory=Findings)
     written: list[KnownFile] = field(default_factory=list)
     tables: dict[int, _Table] = field(default_factory=dict)
     """By the identity of the assignments."""
@@ -88,6 +88,8 @@ class Reuse:
         self._written: dict[str, int] = {}
         self._tables: dict[int, _Table] = {}
         self._order: tuple[Plan, tuple[str, ...]] | None = None
+        self._surprising: set[str] = set()
+        """Leaves that were presumed unchanged once and were not: since then they are looked at in time."""
         self._turn = 0
 
     def forget(self) -> None:
@@ -132,8 +134,8 @@ class Reuse:
             return None
         self._turn += 1
         gone, there = _by_presence(self._storage, base.known.files)
-        found = look(there, _tensors(job, plan), self._turn)
-        self._current.hashed = found.digests
+        presume = self._presumes if job.presume else _never
+        found = self._current.found = look(there, _tensors(job, plan), self._turn, presume)
         return [base.try_name, in_bits(found.changed | gone | base.known.lost, order)]
 
     def _base_now(self) -> _Base | None:
@@ -178,14 +180,29 @@ class Reuse:
         self._written = {name: self._written[name] for name in manifest.tries if name in self._written}
         return self._written
 
+    def _presumes(self, leaf: str) -> bool:
+        return leaf not in self._surprising
+
     # While writing
+
+    def each_left(self) -> Iterator[Callable[[], None]]:
+        """What is left to look at of the leaves that are referenced; each may be called by another thread."""
+        return self._current.found.each_left(self._current.referenced)
+
+    def check_presumed(self, position: Position) -> None:
+        """Raise ChangedAfterAllError unless what is referenced, and was looked at since, is as it was."""
+        names = self._current.found.not_as_presumed(self._current.referenced)
+        if names:
+            self._surprising |= names
+            raise ChangedAfterAllError(f"epoch {position}: {min(names)!r} has changed behind its first bytes")
 
     def digests(self, rank: int, assignment: Assignment) -> bytes | None:
         """The digests of the first blocks of what a node writes, where they are known already."""
-        if not self._current.hashed:
+        hashed = self._current.found.digests
+        if not hashed:
             return None
         name, box = assignment.leaf.name, assignment.box
-        return self._current.hashed.get((rank, name, assignment.first, assignment.last, box))
+        return hashed.get((rank, name, assignment.first, assignment.last, box))
 
     def wrote(self, rank: int, assignments: Sequence[Assignment], report: ShardReport) -> None:
         """Remember what a node has written into one file."""
@@ -216,6 +233,10 @@ class Reuse:
         self._base = _Base(try_name, current.world, known, current.manifest)
         self._tables = current.tables
         self._current = _Current()
+
+
+def _never(leaf: str) -> bool:
+    return False
 
 
 def _by_presence(storage: Storage, files: Sequence[KnownFile]) -> tuple[set[str], list[KnownFile]]:

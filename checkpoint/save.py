@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,8 @@ from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.leaf import Leaf, Value
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.timing import Clock, patience_secs
-from torchrelay.errors import PeerError, SaveFailedError, StorageError
+from torchrelay.checkpoint.unchanged import lookers
+from torchrelay.errors import ChangedAfterAllError, PeerError, SaveFailedError, StorageError
 from torchrelay.jobs.peers import Peers, decide, together
 from torchrelay.jobs.places import NodePlace
 from torchrelay.metadata.stats import NodeStats, NodeTimes
@@ -75,6 +77,8 @@ class SaveJob:
     """Called when the hosted nodes are on the disk; what it raises fails the save of all processes."""
     reuse: Reuse | None = None
     """Finds what need not be written again; None writes all."""
+    presume: bool = False
+    """What begins as it did may count as unchanged until the shards are written, which `carry_out` checks."""
     writers: int = WRITERS
     """Threads that write a file."""
     apart: Apart | None = None
@@ -135,10 +139,25 @@ def rehearse(job: SaveJob, exchange: SpecExchange) -> Plan:
     return plan
 
 
+def save_epoch(
+    job: SaveJob, plan: Plan, clock: Clock, whole: WholeBytes | None, exchange: SpecExchange
+) -> NodeStats:
+    """`carry_out`; where leaves that the plan leaves out have changed after all, once more with another."""
+    try:
+        return carry_out(job, plan, clock, whole)
+    except ChangedAfterAllError:
+        job = replace(job, presume=False)
+        with clock.spent("plan"):
+            plan = make_plan(job, exchange)
+        return carry_out(job, plan, clock, whole)
+
+
 def carry_out(job: SaveJob, plan: Plan, clock: Clock, whole: WholeBytes | None = None) -> NodeStats:
     """Write, commit and acknowledge; returns where the time went, by node. Only rank 0 knows it.
 
     `whole` are bytes of replicas that are hashed while the device is busy, and compared before the commit.
+    Raises ChangedAfterAllError on all processes where what was presumed unchanged is not: nothing is
+    committed then.
     """
     with clock.spent("plan"):
         try_name = _make_try(job, plan)
@@ -215,7 +234,14 @@ def _write_all(
         return rows
 
     def write() -> list[Row]:
-        rows = store() if whole is None else beside(store, whole.each_left(), name="torchrelay-hash")
+        left = chain(*(one.each_left() for one in (whole, job.reuse) if one is not None))
+        if (first := next(left, None)) is None:
+            rows = store()
+        else:
+            helpers = 1 if whole is not None else lookers()
+            rows = beside(store, chain([first], left), helpers, name="torchrelay-hash")
+        if job.reuse is not None:
+            job.reuse.check_presumed(job.position)
         job.written()
         return rows
 

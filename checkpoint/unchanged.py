@@ -9,8 +9,9 @@ a few threads: hashing lets the interpreter go, and one core reads memory slower
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.disk import dtypes
@@ -42,6 +43,11 @@ TensorOf = Callable[[int, Part], "torch.Tensor | None"]
 """What a hosted node has of a part's leaf: all of it, or the box; None where it has no such part."""
 
 
+def lookers() -> int:
+    """Threads that hash long parts of one process."""
+    return min(LOOKERS, os.cpu_count() or 1)
+
+
 @dataclass
 class Findings:
     """The leaves of which a part is not as it was, or not where it was.
@@ -51,6 +57,19 @@ class Findings:
 
     changed: set[str] = field(default_factory=set)
     digests: dict[PartKey, bytes] = field(default_factory=dict)
+    presumed: list[_Long] = field(default_factory=list)
+    """Long parts that begin as they did, of which no more was looked at."""
+
+    def each_left(self, leaves: Collection[str]) -> Iterator[Callable[[], None]]:
+        """What is left to hash of what was presumed of these leaves, a few blocks each; by any thread."""
+        for one in self.presumed:
+            if one.part.leaf in leaves:
+                yield from (partial(one.hash, start, stop) for _, start, stop in one.steps)
+
+    def not_as_presumed(self, leaves: Collection[str]) -> set[str]:
+        """Those of the leaves of which a part is not as it was, or was not hashed to its end."""
+        presumed = {one.part.leaf for one in self.presumed if not one.is_as_it_was}
+        return presumed.intersection(leaves)
 
     def add(self, rank: int, part: Part, own: bytes, *, same: bool) -> bool:
         """Note what a look at a part has shown; returns whether it is as it was."""
@@ -61,8 +80,17 @@ class Findings:
         return same
 
 
-def look(files: Iterable[KnownFile], tensor_of: TensorOf, turn: int) -> Findings:
-    """Compare what files hold with memory. Another `turn` takes another sample."""
+def look(
+    files: Iterable[KnownFile],
+    tensor_of: TensorOf,
+    turn: int,
+    presume: Callable[[str], bool] = lambda leaf: False,
+) -> Findings:
+    """Compare what files hold with memory. Another `turn` takes another sample.
+
+    Where `presume` allows it of a leaf, a long part of it counts as unchanged if it begins as it did; what is
+    left to hash of it the findings tell.
+    """
     found = Findings()
     small: list[_Short] = []
     long: list[_Long] = []
@@ -75,7 +103,7 @@ def look(files: Iterable[KnownFile], tensor_of: TensorOf, turn: int) -> Findings
             elif part.nbytes <= BLOCK:
                 _look_at_short(found, tensor_of, file.rank, part, digests)
             elif one := _begun(found, tensor_of, file.rank, part, digests, file.probes.get(part)):
-                long.append(one)
+                (found.presumed if one.begins_alike and presume(part.leaf) else long).append(one)
     _look_at_long(found, long)
     if len(small) > MANY_SMALL and not _any_unchanged(found, tensor_of, small, turn):
         found.changed.update([part.leaf for _, part, *_ in small])
@@ -114,6 +142,8 @@ class _Long:
     part: Part
     flat: torch.Tensor
     digests: bytes
+    begins_alike: bool = False
+    """Its first bytes are known, and as they were; another thread may read it."""
     own: dict[int, bytes] = field(default_factory=dict)
     """By first block, the digests of what is in memory."""
     differs: bool = False
@@ -135,6 +165,11 @@ class _Long:
         own = self.own[start] = block_digests(dtypes.stored_bytes(elements, self.part.leaf))
         if own != self.digests[start * SIZE : stop * SIZE]:
             self.differs = True
+
+    @property
+    def is_as_it_was(self) -> bool:
+        """Whether all of it was hashed, and none differs."""
+        return not self.differs and self.first_digests == self.digests
 
     @property
     def first_digests(self) -> bytes:
@@ -161,7 +196,7 @@ def _begun(
     if probe is not None and block_digests(dtypes.stored_bytes(first, part.leaf)) != probe:
         found.add(rank, part, b"", same=False)
         return None
-    one = _Long(rank, part, flat, digests)
+    one = _Long(rank, part, flat, digests, begins_alike=probe is not None and tensor.is_cpu)
     if tensor.is_contiguous():
         return one
     _look_at_long(found, [one])  # at once: it is a copy, and many of them would not find room
@@ -176,7 +211,7 @@ def _look_at_long(found: Findings, long: list[_Long]) -> None:
             one.hash(start, stop)
 
     # What a device sends is copied in the stream of the thread that asks.
-    threads = min(LOOKERS, os.cpu_count() or 1) if all(one.flat.is_cpu for one in long) else 1
+    threads = lookers() if all(one.flat.is_cpu for one in long) else 1
     share(work, (step for one in long for step in one.steps), threads if long else 1, name="torchrelay-look")
     for one in long:
         found.add(one.rank, one.part, one.first_digests, same=not one.differs)

@@ -43,10 +43,12 @@ def share(
         raise min(errors, key=lambda error: isinstance(error, Exception))
 
 
-def beside(work: Callable[[], T], others: Iterable[Callable[[], object]], *, name: str) -> T:
-    """What `work` returns, done by this thread; another does `others` meanwhile, and this one what is left.
+def beside(
+    work: Callable[[], T], others: Iterable[Callable[[], object]], helpers: int = 1, *, name: str
+) -> T:
+    """What `work` returns, done by this thread; others do `others` meanwhile, and this one what is left.
 
-    Both have ended when it returns or raises. What `work` raises ends the others after the one that each
+    All have ended when it returns or raises. What `work` raises ends the others after the one that each
     thread is at.
     """
     caller, found = threading.get_ident(), list[T]()
@@ -57,7 +59,7 @@ def beside(work: Callable[[], T], others: Iterable[Callable[[], object]], *, nam
         for one in todo:
             one()
 
-    share(run, others, 2, name=name)
+    share(run, others, 1 + helpers, name=name)
     return found[0]
 
 

@@ -95,6 +95,10 @@ class SaveFailedError(StorageError):
     """An epoch could not be saved; the epochs before it are untouched."""
 
 
+class ChangedAfterAllError(SaveFailedError):
+    """Leaves that were presumed unchanged are not; the same save is tried again, with all of them written."""
+
+
 class PartiallyLoadedError(RelayError):
     """A load failed after some of the user's objects had changed; they must be loaded again."""
 

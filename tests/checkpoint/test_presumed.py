@@ -1,0 +1,180 @@
+"""Long leaves that begin as they did are presumed unchanged until the others are written, and then proved.
+
+Saves that wait hash them beside the write. What has changed after all is written by the same save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from paired_sessions import PairedSession, paired_sessions
+from ranks import on_ranks
+from torch import nn
+
+from torchrelay import (
+    Context,
+    Job,
+    JobRunner,
+    LocalSession,
+    MultiNodeCheckpointManager,
+    max_epochs,
+    open_checkpoint,
+)
+from torchrelay.checkpoint import save as saving
+from torchrelay.checkpoint import unchanged
+from torchrelay.checkpoint.local_storage import LocalStorage
+from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.reading.proof import prove
+from torchrelay.jobs.blobs import Blob
+from torchrelay.jobs.random_streams import RandomStreams
+
+ELEMENTS = 700_000
+"""Of each tensor: three blocks of the digests, the last one not full."""
+LAST = ELEMENTS - 1
+NAMES = ("first", "second", "third")
+Changes = dict[int, dict[str, int]]
+"""Epoch to names to the element that changes in it."""
+
+
+@pytest.fixture
+def tries(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The epochs of which somebody began to write shards, as often as that was."""
+    found: list[int] = []
+    make = saving._make_try
+
+    def noted(job: Any, plan: Any) -> str:
+        if job.peers.rank == 0:
+            found.append(job.position.epoch)
+        return make(job, plan)
+
+    monkeypatch.setattr(saving, "_make_try", noted)
+    return found
+
+
+def train(run: Path, epochs: int, changes: Changes) -> dict[int, dict[str, torch.Tensor]]:
+    """Train, and say what the tensors were in each epoch."""
+    job, seen = Job("presumed"), dict[int, dict[str, torch.Tensor]]()
+
+    def build(name: str) -> Callable[[Context], torch.Tensor]:
+        return lambda ctx: torch.arange(ELEMENTS, dtype=torch.float32) + len(name)
+
+    job.blobs(**{name: build(name) for name in NAMES}, count=lambda ctx: torch.zeros(3))
+
+    @job.epoch
+    def change(ctx: Context) -> None:
+        ctx["count"].add_(1)
+        for name, at in changes.get(ctx.epoch, {}).items():
+            ctx[name][at] += 0.5
+        seen[ctx.epoch] = {name: ctx[name].clone() for name in NAMES}
+
+    job.stop_when(max_epochs(epochs))
+    JobRunner(job, run, reuse=True).train(LocalSession())
+    return seen
+
+
+def check(run: Path, seen: dict[int, dict[str, torch.Tensor]]) -> None:
+    """Every epoch holds what it must, and all of its bytes are proved."""
+    for epoch, wanted in seen.items():
+        found = open_checkpoint(run, epoch=epoch).load_tensors(list(NAMES))
+        assert all(found[name].equal(one) for name, one in wanted.items()), epoch
+    storage = LocalStorage(run / "checkpoints")
+    outcomes = {prove(storage, entry, level="full").outcome.value for entry in open_log(storage).entries}
+    assert outcomes == {"proved"}
+
+
+def left(run: Path) -> list[str]:
+    """The epochs of the directories that are there."""
+    return sorted(path.name.partition("-")[0] for path in (run / "checkpoints/data").iterdir())
+
+
+def test_what_changes_behind_its_first_bytes_is_written_by_the_same_save(
+    tmp_path: Path, tries: list[int]
+) -> None:
+    """The save is made twice, once; a leaf that has surprised is looked at in time from then on."""
+    seen = train(tmp_path, 4, {2: {"second": LAST}, 3: {"second": LAST}, 4: {"third": 0}})
+    check(tmp_path, seen)
+    assert tries == [0, 1, 2, 2, 3, 4]
+    assert left(tmp_path) == [f"e{epoch:08d}" for epoch in range(5)]
+
+
+def test_what_is_unchanged_is_hashed_while_the_others_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the write only first bytes are looked at; before the commit all blocks of what is referenced."""
+    events: list[str] = []
+
+    def note(module: Any, name: str) -> None:
+        call = getattr(module, name)
+
+        def called(*given: Any) -> Any:
+            events.append(name)
+            return call(*given)
+
+        monkeypatch.setattr(module, name, called)
+
+    note(unchanged._Long, "hash")
+    note(saving, "_make_try")
+    note(saving, "commit")
+    check(tmp_path, train(tmp_path, 1, {1: {"first": 0}}))
+    hashed = ["hash"] * 4  # a block, and the other two, of each leaf that is as it was
+    assert events == ["_make_try", "commit", "_make_try", *hashed, "commit"]
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.dictionaries(
+        st.integers(1, 5),
+        st.dictionaries(st.sampled_from(NAMES), st.sampled_from([0, 1023, 1024, 300_000, LAST]), min_size=1),
+        max_size=5,
+    )
+)
+def test_whatever_changes_wherever_every_epoch_holds_it(
+    tmp_path_factory: pytest.TempPathFactory, changes: Changes
+) -> None:
+    """Surprises are told apart from what is as it was, in whatever order they come."""
+    run = tmp_path_factory.mktemp("run")
+    check(run, train(run, 5, changes))
+
+
+class Rank(PairedSession):
+    """A process played by a thread, with a layer of which both ranks write a half."""
+
+    def __init__(self, like: PairedSession) -> None:
+        names = ["trainer_0", "trainer_1"]
+        super().__init__(like.peers.rank, names, (like.peers._meeting, like._flags))
+        self.layer = nn.Linear(1024, 2048, bias=False)
+        nn.init.ones_(self.layer.weight)
+        self.workspace(names[self.peers.rank]).register(Blob("model", self.layer), self.layer)
+
+    def streams(self, node: str) -> RandomStreams:
+        return RandomStreams.derive(0, self.peers.rank)
+
+
+@pytest.mark.parametrize("row", [1, 2047], ids=["rank 0", "rank 1"])
+def test_a_surprise_of_one_rank_is_everybody_s(tmp_path: Path, tries: list[int], row: int) -> None:
+    """The ranks stay in step: all give the try up, and write again together; each half is proved."""
+    ranks = [Rank(one) for one in paired_sessions(2)]
+    managers = [MultiNodeCheckpointManager(tmp_path, reuse=True) for _ in ranks]
+
+    def save(epoch: int) -> None:
+        assert on_ranks(2, lambda rank: ranks[rank].run(managers[rank].save(epoch))) == [None, None]
+
+    save(1)
+    save(2)
+    with torch.no_grad():
+        for rank in ranks:
+            rank.layer.weight[row, 512] = 3.0  # behind the first bytes of either half
+    save(3)
+    assert tries == [1, 2, 3, 3]
+    found = open_checkpoint(tmp_path, epoch=3).load_tensors("model.*")["model.weight"]
+    assert found.equal(ranks[0].layer.weight)
+    assert open_checkpoint(tmp_path, epoch=2).load_tensors("model.*")["model.weight"].eq(1).all()
+    assert len(list(tmp_path.glob("data/*"))) == 3
+    for manager in managers:
+        manager.engine.ledger.close()
