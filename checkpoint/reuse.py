@@ -66,6 +66,8 @@ class _Current:
     world: _World = (0, (), ())
     referenced: frozenset[str] = frozenset()
     blobs: tuple[BlobRow, ...] = ()
+    patience_secs: float = 0.0
+    """How long the others wait for who looks at what is left."""
     found: Findings = field(default_factory=Findings)
     written: list[KnownFile] = field(default_factory=list)
     tables: dict[int, _Table] = field(default_factory=dict)
@@ -104,7 +106,7 @@ class Reuse:
 
     def choose(self, job: SaveJob, plan: Plan, deadline_secs: float) -> frozenset[str]:
         """The leaves that need not be written; all processes get the same. `plan` writes all leaves."""
-        self._current = _Current(world=_world_of(job))
+        self._current = _Current(world=_world_of(job), patience_secs=deadline_secs if job.presume else 0.0)
         order = self._comparable(plan)
         told = together(
             job.peers,
@@ -184,6 +186,11 @@ class Reuse:
         return leaf not in self._surprising
 
     # While writing
+
+    @property
+    def patience_secs(self) -> float:
+        """How much longer than for the write the slowest process is waited for; the same on all."""
+        return self._current.patience_secs
 
     def each_left(self) -> Iterator[Callable[[], None]]:
         """What is left to look at of the leaves that are referenced; each may be called by another thread."""

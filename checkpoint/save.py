@@ -250,7 +250,7 @@ def _write_all(
             with suppress(Exception):  # the commit meets it again, and tells
                 prepare(job, plan)
 
-    secs = _patience_secs(plan)
+    secs = _patience_secs(plan) + (0.0 if job.reuse is None else job.reuse.patience_secs)
     return together(job.peers, "save: write", write, deadline_secs=secs, for_first=True, meanwhile=meanwhile)
 
 
