@@ -3,6 +3,9 @@
 Every process compares what it knows of the epoch on disk with its memory, block by block, and tells
 which leaves differ: a bit each. Of the others rank 0 chooses those that are the same leaves and worth a
 reference, and tells all. Where processes do not know the same epoch all of them write everything.
+
+In saves that wait, the blocks of long parts that begin as they did are compared beside the write; what
+differs then fails the try (`check_presumed`).
 """
 
 from __future__ import annotations

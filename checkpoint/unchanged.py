@@ -1,6 +1,8 @@
 """Whether memory has the bytes of an epoch: parts are hashed where they lie, block by block.
 
-Nothing counts as unchanged whose bytes were not hashed in full. What differs costs little: a part ends at
+Nothing is referenced by an epoch whose bytes were not hashed in full: where a save allows it, a long part
+that begins as it did is presumed unchanged, and what is left of it is hashed beside the write, before the
+commit (`Findings.each_left`). What differs costs little: a part ends at
 its first bytes or its first block that differ, and many small parts of which a sample changed to the last
 one are taken to have changed, all of them, without a look. Parts of more than a block are shared between
 a few threads: hashing lets the interpreter go, and one core reads memory slower than several.

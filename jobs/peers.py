@@ -94,7 +94,7 @@ def together(
         outcome = {"error": type(error).__name__, "message": str(error)}
         outcome["consequence"] = getattr(error, "consequence", False)
     try:
-        told, meanwhile = _without_value if for_first else None, None if own else meanwhile
+        told, meanwhile = _without_value if for_first else None, None if own is not None else meanwhile
         outcomes = peers.exchange(topic, outcome, deadline_secs=deadline_secs, told=told, meanwhile=meanwhile)
     except PeerError:
         if own is None:

@@ -84,16 +84,19 @@ def processes_of(where: Path) -> list[str]:
 
 
 def test_who_ends_it_ends_its_ranks(tmp_path):
-    """TERM in the middle of a measurement leaves no process of it, and nothing in its folder."""
+    """TERM in the middle of a measurement leaves no process of it, and nothing but what was measured."""
     size = ("--only", "W3", "--scale", "0.1", "--rounds", "50", "--engines", "torchrelay epoch")
     command = [sys.executable, REPOSITORY / "benchmarks/run", *SIZE, *size, "--directory", tmp_path]
     with subprocess.Popen([*command, "--output", tmp_path / "out"], env=clean_environment()) as measuring:
-        end = time.monotonic() + 60
-        while not any("bench.ranks" in line for line in processes_of(tmp_path)):
-            assert measuring.poll() is None and time.monotonic() < end
-            time.sleep(0.02)
-        measuring.terminate()
-        assert measuring.wait(30) == 128 + signal.SIGTERM
+        try:
+            end = time.monotonic() + 60
+            while not any("bench.ranks" in line for line in processes_of(tmp_path)):
+                assert measuring.poll() is None and time.monotonic() < end
+                time.sleep(0.02)
+            measuring.terminate()
+            assert measuring.wait(30) == 128 + signal.SIGTERM
+        finally:
+            measuring.kill()
     assert processes_of(tmp_path) == []
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

@@ -246,9 +246,9 @@ class Coordinator:
     def save(self) -> dict[str, float]:
         """One save, without the garbage collector as in `Engine.save`; returns bytes and processor seconds.
 
-        These are of planning, of committing (from the first exchange after the plan to the acknowledgement),
-        of what is computed for that before the others' shards are waited for, and of writing down how long
-        each node took, after that.
+        These are of planning, of committing (from the first exchange after the plan to the acknowledgement,
+        less what follows), of what is computed between the try and the wait for the others' shards, and of
+        writing down how long each node took, after that.
         """
         found: dict[str, float] = {}
         with self.aside.kept():

@@ -19,8 +19,8 @@ NOTES = {
     "saves of processes in which nothing went before. `beside_secs` is what rank 0 computes for the commit "
     "before it waits for the shards of the others, and no part of `commit_secs`.",
     "scale": "One process plays all ranks: the code is the real one, the network and the device aside. "
-    "Rank 0 plans and commits into a real log (what it computes for that before it waits for the shards of "
-    "the others is not counted); four ranks write their files, the others' are holes. "
+    "Rank 0 plans and commits into a real log (`commit_secs` has what it prepares of a new plan before it "
+    "waits for the shards of the others); four ranks write their files, the others' are holes. "
     "`share_secs`: a rank's own part of the plan. `open_secs`: log, manifest and the sizes of all files. "
     "`load_plan_secs`: which bytes of which files one rank reads for its part. What was really read was "
     "compared.",

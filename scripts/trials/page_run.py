@@ -147,7 +147,7 @@ _READERS: dict[str, Callable[[str], object]] = {"yaml": _yaml, "toml": _toml, "j
 
 def main() -> int:
     """Run a page; 0 if all is as it says."""
-    parser = argparse.ArgumentParser(prog="scripts/tutorial")
+    parser = argparse.ArgumentParser(prog="scripts/tutorial", usage="%(prog)s [-h] [--fresh]")
     parser.add_argument("page", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--fresh", action="store_true", help="also what is left to fresh environments")

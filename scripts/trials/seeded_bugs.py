@@ -42,14 +42,14 @@ def _durability() -> Iterator[Bug]:
     )
     yield Bug(
         "the directory of a try is not synced",
-        "checkpoint/save.py",
+        "checkpoint/committing.py",
         "    job.storage.sync_dir(try_directory(try_name))\n    return Entry(",
         "    return Entry(",
         ["tests/protocol/test_crash_states.py", "-k", "plain"],
     )
     yield Bug(
         "the manifest is not synced",
-        "checkpoint/save.py",
+        "checkpoint/committing.py",
         "        handle.write_at(0, memoryview(data))\n        handle.sync_file()\n",
         "        handle.write_at(0, memoryview(data))\n",
         ["tests/protocol/test_crash_states.py", "-k", "plain"],
@@ -91,7 +91,7 @@ def _durability() -> Iterator[Bug]:
     )
     yield Bug(
         "an epoch is acknowledged before it is committed",
-        "checkpoint/save.py",
+        "checkpoint/committing.py",
         "    try:\n        job.commit(entry)\n",
         "    try:\n        __import__('threading').Timer(0.5, job.commit, [entry]).start()\n",
         ["tests/acceptance/test_caffe2_cases.py"],
@@ -281,6 +281,13 @@ def _verification() -> Iterator[Bug]:
         "        if start == 0 and own != self.digests[start * SIZE : stop * SIZE]:\n",
         ["tests/checkpoint/test_unchanged.py"],
     )
+    yield Bug(
+        "what was presumed unchanged is never proved",
+        "checkpoint/save.py",
+        "            job.reuse.check_presumed(job.position)\n",
+        "            pass\n",
+        ["tests/checkpoint/test_presumed.py"],
+    )
 
 
 def _behind() -> Iterator[Bug]:
@@ -352,7 +359,7 @@ def _together() -> Iterator[Bug]:
     )
     yield Bug(
         "shards of another number of nodes are committed",
-        "checkpoint/save.py",
+        "checkpoint/committing.py",
         "    if wanted != found or reports != len(job.places):\n",
         "    if False:\n",
         ["tests/review/test_one_rank_alone.py"],

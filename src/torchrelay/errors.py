@@ -13,6 +13,7 @@
     │  ├─ LostDirectoryError       5   the directory that was written to is gone, or another lies there
     │  ├─ FormatError              5   written by a version that this one cannot read
     │  └─ SaveFailedError          5   an epoch could not be saved
+    │     └─ ChangedAfterAllError  5   inside of a save, which then goes on otherwise; no user meets it
     ├─ PartiallyLoadedError        5   a load failed after user objects had changed
     ├─ PeerError                   6   another process of the job is gone, late or disagrees
     │  └─ DeadlineError (TimeoutError)  6   a wait ended without the others

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from paired_sessions import PairedSession, paired_sessions
 from ranks import on_ranks
@@ -103,7 +103,7 @@ def test_what_changes_behind_its_first_bytes_is_written_by_the_same_save(
     assert left(tmp_path) == [f"e{epoch:08d}" for epoch in range(5)]
 
 
-def test_what_is_unchanged_is_hashed_while_the_others_are_written(
+def test_what_is_unchanged_is_hashed_between_the_try_and_the_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the write only first bytes are looked at; before the commit all blocks of what is referenced."""
@@ -126,7 +126,7 @@ def test_what_is_unchanged_is_hashed_while_the_others_are_written(
     assert events == ["_make_try", "commit", "_make_try", *hashed, "commit"]
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None)
 @given(
     st.dictionaries(
         st.integers(1, 5),

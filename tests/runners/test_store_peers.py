@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -166,6 +167,28 @@ def test_what_only_rank_0_needs_does_not_travel_to_the_others(peers_of):
 
     others = ([None] * 3, False, True)
     assert on_ranks(3, work) == [([{"bytes": 0}, {"bytes": 1}, {"bytes": 2}], False, True), others, others]
+
+
+def test_what_is_done_meanwhile_begins_when_the_value_is_there(peers_of):
+    """Rank 0 waits in it for what rank 1 makes of its value; where its own work failed it is not called."""
+    heard, called = threading.Event(), []
+
+    def fail():
+        raise StorageError("disk full")
+
+    def work(rank):
+        peers = peers_of(rank, 2)
+        if rank == 1:
+            while not peers._store.has("round/1/0"):  # only what is posted ends this
+                time.sleep(0.01)
+            heard.set()
+        meanwhile = (lambda: called.append(heard.wait(20))) if rank == 0 else None
+        values = together(peers, "went well", lambda: rank, meanwhile=meanwhile)
+        with pytest.raises(StorageError, match="disk full"):
+            together(peers, "did not", fail if rank == 0 else lambda: rank, meanwhile=meanwhile)
+        return values
+
+    assert (on_ranks(2, work), called) == ([[0, 1]] * 2, [True])
 
 
 def test_what_all_say_alike_is_told_once(peers_of):
