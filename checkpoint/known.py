@@ -43,13 +43,16 @@ class KnownFile:
     parts: tuple[Part | None, ...]
     digests: tuple[bytes, ...]
     probes: Mapping[Part, bytes] = field(default_factory=dict)
-    """The digests of the first `PROBE` bytes of long parts, of those that this process wrote."""
+    """The digests of the first `PROBE` bytes of long parts that this process wrote, or has seen unchanged."""
 
-    def of(self, leaves: Collection[str]) -> KnownFile:
-        """The same file, for these leaves only."""
+    def of(self, leaves: Collection[str], probes: Mapping[tuple[int, Part], bytes]) -> KnownFile:
+        """The same file, for these leaves only; `probes` are found out since, by rank and part."""
         both = zip(self.parts, self.digests, strict=True)
         kept = [(part, digests) for part, digests in both if part is not None and part.leaf in leaves]
-        return replace(self, parts=tuple(part for part, _ in kept), digests=tuple(one for _, one in kept))
+        parts = tuple(part for part, _ in kept)
+        more = {part: probes[self.rank, part] for part in parts if (self.rank, part) in probes}
+        digests = tuple(one for _, one in kept)
+        return replace(self, parts=parts, digests=digests, probes={**self.probes, **more})
 
 
 @dataclass(frozen=True)

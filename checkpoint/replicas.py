@@ -187,7 +187,9 @@ class WholeBytes:
         self, job: SaveJob, groups: Mapping[int, Sequence[Sequence[Leaf]]], compared: Callable[[bool], None]
     ) -> None:
         self._told = partial(_told, job.position, {place.rank: str(place) for place in job.places})
-        self._left = {node: [list(group) for group in some] for node, some in groups.items()}
+        self._left = {
+            node: [{leaf.name: leaf for leaf in group} for group in some] for node, some in groups.items()
+        }
         self._digests: dict[int, list[dict[str, str]]] = {
             node: [{} for _ in some] for node, some in groups.items()
         }
@@ -198,10 +200,8 @@ class WholeBytes:
         for node, groups in self._left.items():
             later = guarded.get(node, ())
             for group, digests in zip(groups, self._digests[node], strict=True):
-                digests.update(
-                    digests_of([leaf for leaf in group if _address(leaf) not in later], Mode.WHOLE)
-                )
-                group[:] = [leaf for leaf in group if _address(leaf) in later]
+                for leaf in [leaf for leaf in group.values() if _address(leaf) not in later]:
+                    _hash_one(leaf.name, group, digests)
 
     def hash_rest(self) -> None:
         """Hash what is left, and let go of it."""
@@ -209,14 +209,14 @@ class WholeBytes:
             hash_one()
 
     def each_left(self) -> Iterator[Callable[[], None]]:
-        """What `hash_rest` does, leaf by leaf; each may be called by another thread.
+        """What `hash_rest` does, leaf by leaf; each may be called by another thread, and is left if it fails.
 
         Samples of every leaf were copied before by who saves, behind whatever was queued on its device.
         """
         for node, groups in self._left.items():
             for group, digests in zip(groups, self._digests[node], strict=True):
-                while group:
-                    yield partial(_hash_one, group.pop(), digests)
+                for name in tuple(group):
+                    yield partial(_hash_one, name, group, digests)
 
     def compare(self, peers: Peers, failed: Exception | None = None) -> None:
         """Raise SaveFailedError, naming leaves and nodes, on all processes alike; `failed` is told to all."""
@@ -224,6 +224,7 @@ class WholeBytes:
         def hashed() -> Mapping[int, Sequence[Mapping[str, str]]]:
             if failed is not None:
                 raise failed
+            self.hash_rest()  # nothing is, unless an error came between
             return self._digests
 
         strict = {name for groups in self._digests.values() for digests in groups for name in digests}
@@ -233,8 +234,9 @@ class WholeBytes:
             raise SaveFailedError(self._told(verdict.failures))
 
 
-def _hash_one(leaf: Leaf, digests: dict[str, str]) -> None:
-    digests.update(digests_of([leaf], Mode.WHOLE))
+def _hash_one(name: str, left: dict[str, Leaf], digests: dict[str, str]) -> None:
+    digests.update(digests_of([left[name]], Mode.WHOLE))
+    del left[name]
 
 
 def _address(leaf: Leaf) -> int:

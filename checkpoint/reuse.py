@@ -39,7 +39,7 @@ from torchrelay.checkpoint.state.leaf import Role, Value
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.unchanged import Findings, TensorOf, look
 from torchrelay.errors import ChangedAfterAllError, RelayError
-from torchrelay.jobs.peers import decide, together
+from torchrelay.jobs.peers import Peers, decide, together
 
 if TYPE_CHECKING:
     import torch
@@ -199,12 +199,24 @@ class Reuse:
         """What is left to look at of the leaves that are referenced; each may be called by another thread."""
         return self._current.found.each_left(self._current.referenced)
 
-    def check_presumed(self, position: Position) -> None:
-        """Raise ChangedAfterAllError unless what is referenced, and was looked at since, is as it was."""
-        names = self._current.found.not_as_presumed(self._current.referenced)
+    def check_presumed(self, peers: Peers, position: Position) -> None:
+        """Raise ChangedAfterAllError on all processes unless what is referenced is as it was on each of them.
+
+        All remember the leaves, so that each of them surprises once.
+        """
+        referenced = self._current.referenced
+        if not referenced:  # on all of them
+            return
+        order = sorted(referenced)
+        differs = self._current.found.not_as_presumed(referenced)
+        names = of_any(peers.exchange("save: presumed leaves", in_bits(differs, order)), order)
         if names:
             self._surprising |= names
             raise ChangedAfterAllError(f"epoch {position}: {min(names)!r} has changed behind its first bytes")
+
+    def let_go(self) -> None:
+        """Keep nothing of the user's memory, whatever became of the save."""
+        self._current.found = Findings()
 
     def digests(self, rank: int, assignment: Assignment) -> bytes | None:
         """The digests of the first blocks of what a node writes, where they are known already."""
@@ -238,7 +250,7 @@ class Reuse:
         """The save is real: the next one is compared with it."""
         current = self._current
         kept = self._base.known.files if self._base is not None and current.referenced else ()
-        files = [file for one in kept if (file := one.of(current.referenced)).parts]
+        files = [file for one in kept if (file := one.of(current.referenced, current.found.probes)).parts]
         known = Known((*files, *current.written))
         self._base = _Base(try_name, current.world, known, current.manifest)
         self._tables = current.tables

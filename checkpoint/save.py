@@ -43,7 +43,7 @@ from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.timing import Clock, patience_secs
 from torchrelay.checkpoint.unchanged import lookers
 from torchrelay.errors import ChangedAfterAllError, PeerError, SaveFailedError, StorageError
-from torchrelay.jobs.peers import Peers, decide, together
+from torchrelay.jobs.peers import Peers, decide, is_told, together
 from torchrelay.jobs.places import NodePlace
 from torchrelay.metadata.stats import NodeStats, NodeTimes
 
@@ -150,6 +150,9 @@ def save_epoch(
         with clock.spent("plan"):
             plan = make_plan(job, exchange)
         return carry_out(job, plan, clock, whole)
+    finally:
+        if job.reuse is not None:
+            job.reuse.let_go()
 
 
 def carry_out(job: SaveJob, plan: Plan, clock: Clock, whole: WholeBytes | None = None) -> NodeStats:
@@ -164,12 +167,13 @@ def carry_out(job: SaveJob, plan: Plan, clock: Clock, whole: WholeBytes | None =
     try:
         with headway(f"saving epoch {job.position}", plan.largest_share * len(job.states)):
             rows = [row for part in _write_all(job, plan, try_name, clock, whole) for row in part or ()]
+        if job.reuse is not None and job.presume:
+            job.reuse.check_presumed(job.peers, job.position)
         if whole is not None:
             whole.compare(job.peers)
-    except PeerError:
-        raise  # somebody may still be writing there, or rank 0 be committing it
-    except Exception:
-        discard(job, try_name)
+    except Exception as error:
+        if is_told(error):  # else somebody may still be writing there
+            discard(job, try_name)
         raise
     begin = time.monotonic()
     entry = decide(job.peers, "save: commit", lambda: _commit_and_tell(job, plan, try_name, rows))
@@ -240,8 +244,6 @@ def _write_all(
         else:
             helpers = 1 if whole is not None else lookers()
             rows = beside(store, chain([first], left), helpers, name="torchrelay-hash")
-        if job.reuse is not None:
-            job.reuse.check_presumed(job.position)
         job.written()
         return rows
 

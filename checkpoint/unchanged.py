@@ -59,6 +59,8 @@ class Findings:
 
     changed: set[str] = field(default_factory=set)
     digests: dict[PartKey, bytes] = field(default_factory=dict)
+    probes: dict[tuple[int, Part], bytes] = field(default_factory=dict)
+    """The digests of the first bytes of long parts that are as they were, and of which none was known."""
     presumed: list[_Long] = field(default_factory=list)
     """Long parts that begin as they did, of which no more was looked at."""
 
@@ -105,7 +107,9 @@ def look(
             elif part.nbytes <= BLOCK:
                 _look_at_short(found, tensor_of, file.rank, part, digests)
             elif one := _begun(found, tensor_of, file.rank, part, digests, file.probes.get(part)):
-                (found.presumed if one.begins_alike and presume(part.leaf) else long).append(one)
+                # What a device sends is copied in the stream of the thread that asks.
+                later = one.begins_alike and one.flat.is_cpu and presume(part.leaf)
+                (found.presumed if later else long).append(one)
     _look_at_long(found, long)
     if len(small) > MANY_SMALL and not _any_unchanged(found, tensor_of, small, turn):
         found.changed.update([part.leaf for _, part, *_ in small])
@@ -145,7 +149,7 @@ class _Long:
     flat: torch.Tensor
     digests: bytes
     begins_alike: bool = False
-    """Its first bytes are known, and as they were; another thread may read it."""
+    """Its first bytes were known, and are as they were."""
     own: dict[int, bytes] = field(default_factory=dict)
     """By first block, the digests of what is in memory."""
     differs: bool = False
@@ -169,6 +173,12 @@ class _Long:
             self.differs = True
 
     @property
+    def probe(self) -> bytes:
+        """The digest of its first bytes in memory."""
+        first = self.flat[: PROBE // self.flat.element_size()]
+        return block_digests(dtypes.stored_bytes(first, self.part.leaf))
+
+    @property
     def is_as_it_was(self) -> bool:
         """Whether all of it was hashed, and none differs."""
         return not self.differs and self.first_digests == self.digests
@@ -189,17 +199,17 @@ def _begun(
 
     `probe` is the digest of its first bytes, and tells what differs.
     """
-    tensor = _elements(tensor_of(rank, part), part, digests)
-    if tensor is None:
+    whole = tensor_of(rank, part)
+    tensor = _elements(whole, part, digests)
+    if whole is None or tensor is None:
         found.add(rank, part, b"", same=False)
         return None
-    flat = tensor.detach().reshape(-1)
-    first = flat[: PROBE // flat.element_size()]
-    if probe is not None and block_digests(dtypes.stored_bytes(first, part.leaf)) != probe:
+    one = _Long(rank, part, tensor.detach().reshape(-1), digests)
+    if probe is not None and one.probe != probe:
         found.add(rank, part, b"", same=False)
         return None
-    one = _Long(rank, part, flat, digests, begins_alike=probe is not None and tensor.is_cpu)
-    if tensor.is_contiguous():
+    one.begins_alike = probe is not None
+    if whole.is_contiguous():
         return one
     _look_at_long(found, [one])  # at once: it is a copy, and many of them would not find room
     return None
@@ -212,8 +222,9 @@ def _look_at_long(found: Findings, long: list[_Long]) -> None:
         for one, start, stop in steps:
             one.hash(start, stop)
 
-    # What a device sends is copied in the stream of the thread that asks.
     threads = lookers() if all(one.flat.is_cpu for one in long) else 1
     share(work, (step for one in long for step in one.steps), threads if long else 1, name="torchrelay-look")
     for one in long:
         found.add(one.rank, one.part, one.first_digests, same=not one.differs)
+        if not one.differs and not one.begins_alike:
+            found.probes[one.rank, one.part] = one.probe

@@ -125,6 +125,11 @@ def decide(
     return told[by]
 
 
+def is_told(error: Exception) -> bool:
+    """Whether all processes know of a failure that `together` raised; else others may be at work still."""
+    return not isinstance(error, PeerError) and not isinstance(error.__context__, PeerError)
+
+
 def error_of(name: str, message: str, rank: int) -> RelayError:
     """Rebuild the error that another rank reported; unknown classes become RelayError.
 

@@ -11,7 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 from bench.task import Answers, Asked
 
@@ -30,18 +32,19 @@ class NotMeasuredError(Exception):
 def measure(asked: Asked, module: str, ranks: int, cap_secs: float, threads: int | None = None) -> Answers:
     """The answers of fresh processes; raises NotMeasuredError when they fail or take longer than the cap."""
     Path(asked.answers).unlink(missing_ok=True)
+    processes: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryFile("w+") as errors:
-        processes = [
-            subprocess.Popen(
-                asked.command(module),
-                env=_environment(place, ranks, threads),
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                start_new_session=True,
-            )
-            for place in _places(ranks)
-        ]
         try:
+            with _held_back(signal.SIGTERM):  # in between it would leave a process that nobody knows
+                for place in _places(ranks):
+                    process = subprocess.Popen(
+                        asked.command(module),
+                        env=_environment(place, ranks, threads),
+                        stdout=subprocess.DEVNULL,
+                        stderr=errors,
+                        start_new_session=True,
+                    )
+                    processes.append(process)
             in_time = _wait(processes, cap_secs)
         finally:
             _end(processes)
@@ -53,6 +56,21 @@ def measure(asked: Asked, module: str, ranks: int, cap_secs: float, threads: int
         raise NotMeasuredError(_reason(told, processes))
     found: Answers = json.loads(Path(asked.answers).read_text())
     return found
+
+
+@contextlib.contextmanager
+def _held_back(number: signal.Signals) -> Iterator[None]:
+    """A signal that comes inside of the block is answered at its end."""
+    came: list[tuple[int, FrameType | None]] = []
+    answer = signal.signal(number, lambda *given: came.append(given))
+    try:
+        yield
+    finally:
+        signal.signal(number, answer)
+        if came and callable(answer):
+            answer(*came[0])
+        elif came:
+            signal.raise_signal(number)
 
 
 def _places(ranks: int) -> list[dict[str, str]]:

@@ -284,7 +284,7 @@ def _verification() -> Iterator[Bug]:
     yield Bug(
         "what was presumed unchanged is never proved",
         "checkpoint/save.py",
-        "            job.reuse.check_presumed(job.position)\n",
+        "            job.reuse.check_presumed(job.peers, job.position)\n",
         "            pass\n",
         ["tests/checkpoint/test_presumed.py"],
     )

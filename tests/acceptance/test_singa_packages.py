@@ -453,9 +453,7 @@ def test_sng_14_a_program_is_packaged_by_its_verb(tmp_path: Path, capsys: pytest
     assert main(["package", str(tmp_path), "--out", "c.pkg"]) == 2
     assert "is no run and holds no checkpoints" in capsys.readouterr().err
     assert main(["package", str(script.run.parent), "--out", "c.pkg"]) == 2
-    assert f"the runs {script.run.name}" in capsys.readouterr().err, (
-        "a directory of runs says which there are"
-    )
+    assert f"the run {script.run.name}" in capsys.readouterr().err, "a directory of runs says which there are"
     with pytest.raises(UsageError, match=r"it has .*: give blob="):
         torchrelay.save(tmp_path / "c.pkg", model, x, run=script.run, blob="net")
 

@@ -5,7 +5,7 @@ Saves that wait hash them beside the write. What has changed after all is writte
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,9 @@ from torchrelay.checkpoint import unchanged
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.reading.proof import prove
+from torchrelay.errors import DeadlineError, StorageError
 from torchrelay.jobs.blobs import Blob
+from torchrelay.jobs.peers import Solo
 from torchrelay.jobs.random_streams import RandomStreams
 
 ELEMENTS = 700_000
@@ -156,25 +158,112 @@ class Rank(PairedSession):
         return RandomStreams.derive(0, self.peers.rank)
 
 
-@pytest.mark.parametrize("row", [1, 2047], ids=["rank 0", "rank 1"])
-def test_a_surprise_of_one_rank_is_everybody_s(tmp_path: Path, tries: list[int], row: int) -> None:
-    """The ranks stay in step: all give the try up, and write again together; each half is proved."""
-    ranks = [Rank(one) for one in paired_sessions(2)]
-    managers = [MultiNodeCheckpointManager(tmp_path, reuse=True) for _ in ranks]
+class Pair:
+    """Two ranks that save to one directory."""
 
-    def save(epoch: int) -> None:
-        assert on_ranks(2, lambda rank: ranks[rank].run(managers[rank].save(epoch))) == [None, None]
+    def __init__(self, folder: Path) -> None:
+        self.ranks = [Rank(one) for one in paired_sessions(2)]
+        self.managers = [MultiNodeCheckpointManager(folder, reuse=True) for _ in self.ranks]
 
-    save(1)
-    save(2)
-    with torch.no_grad():
-        for rank in ranks:
-            rank.layer.weight[row, 512] = 3.0  # behind the first bytes of either half
-    save(3)
-    assert tries == [1, 2, 3, 3]
-    found = open_checkpoint(tmp_path, epoch=3).load_tensors("model.*")["model.weight"]
-    assert found.equal(ranks[0].layer.weight)
-    assert open_checkpoint(tmp_path, epoch=2).load_tensors("model.*")["model.weight"].eq(1).all()
-    assert len(list(tmp_path.glob("data/*"))) == 3
-    for manager in managers:
+    def save(self, epoch: int, row: int | None = None) -> None:
+        """Save what all have alike, of which an element behind the first bytes of either half may change."""
+        with torch.no_grad():
+            for rank in self.ranks if row is not None else ():
+                rank.layer.weight[row, 512] += 1.0
+        assert on_ranks(2, lambda rank: self.ranks[rank].run(self.managers[rank].save(epoch))) == [None, None]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    made = Pair(tmp_path)
+    yield made
+    for manager in made.managers:
         manager.engine.ledger.close()
+
+
+@pytest.mark.parametrize("row", [1, 2047], ids=["rank 0", "rank 1"])
+def test_a_surprise_of_one_rank_is_everybody_s(
+    tmp_path: Path, pair: Pair, tries: list[int], row: int
+) -> None:
+    """The ranks stay in step: all give the try up and write again together, and all remember the leaf."""
+    for epoch, changes in ((1, None), (2, None), (3, row), (4, 2048 - row)):
+        pair.save(epoch, changes)
+    assert tries == [1, 2, 3, 3, 4]
+    found = open_checkpoint(tmp_path, epoch=4).load_tensors("model.*")["model.weight"]
+    assert found.equal(pair.ranks[0].layer.weight)
+    assert open_checkpoint(tmp_path, epoch=2).load_tensors("model.*")["model.weight"].eq(1).all()
+    assert len(list(tmp_path.glob("data/*"))) == 4
+
+
+def test_who_resumes_presumes_from_the_second_save_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Headers do not tell of first bytes; whoever has hashed the whole part knows them."""
+    train(tmp_path, 2, {})
+    hashed, before = [0], list[int]()
+    make, commit, blocks = saving._make_try, saving.commit, unchanged._Long.hash
+
+    def trying(*given: Any) -> str:
+        before.append(hashed[0])
+        return make(*given)
+
+    def committing(*given: Any) -> Any:
+        hashed[0] = 0
+        return commit(*given)
+
+    def hashing(*given: Any) -> None:
+        hashed[0] += 1
+        blocks(*given)
+
+    monkeypatch.setattr(saving, "_make_try", trying)
+    monkeypatch.setattr(saving, "commit", committing)
+    monkeypatch.setattr(unchanged._Long, "hash", hashing)
+    check(tmp_path, train(tmp_path, 4, {4: {"second": 0}}))
+    assert before == [2 * len(NAMES), 0], "the first block and the others of each, then none"
+
+
+class Lost(Solo):
+    """Peers who are gone when they should have written."""
+
+    def exchange(self, topic: str, value: Any, **more: Any) -> list[Any]:
+        if topic == "save: write":
+            raise DeadlineError("waited 600 s at 'save: write' for rank 1")
+        return super().exchange(topic, value)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_where_others_may_be_writing_still_nothing_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    """Whatever this process's own trouble is, that the others could not be told of it."""
+    session = LocalSession(["trainer_0"])
+    session.workspace("trainer_0")["weight"] = torch.ones(3)
+    session.peers = Lost()
+    manager = MultiNodeCheckpointManager(tmp_path)
+
+    def fails(*given: Any) -> Any:
+        raise StorageError("no space left on the device")
+
+    if full:
+        monkeypatch.setattr(saving, "_write_node", fails)
+    with pytest.raises(StorageError if full else DeadlineError):
+        session.run(manager.save(1))
+    assert len(list(tmp_path.glob("data/*"))) == 1
+    manager.engine.ledger.close()
+
+
+def test_a_failed_save_keeps_nothing_of_the_user_s_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that is thrown away after an error is gone."""
+    session = LocalSession(["trainer_0"])
+    manager = MultiNodeCheckpointManager(tmp_path, reuse=True)
+    weight = torch.ones(ELEMENTS)
+    session.workspace("trainer_0").update({"weight": weight, "count": torch.zeros(1)})
+    session.run(manager.save(1))
+    monkeypatch.setattr(saving, "commit", lambda *given: (_ for _ in ()).throw(StorageError("not now")))
+    session.workspace("trainer_0")["count"].add_(1)
+    with pytest.raises(StorageError):
+        session.run(manager.save(2))
+    assert not manager.engine._reuse._current.found.presumed
+    manager.engine.ledger.close()

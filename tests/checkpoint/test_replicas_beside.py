@@ -115,12 +115,12 @@ def test_all_bytes_are_hashed_beside_the_write(run: Run, monkeypatch: pytest.Mon
         begun[state.rank].wait(20.0)
         return write(job, plan, name, state, before)
 
-    def hashed(leaf: Any, digests: Any) -> None:
-        rank = run.rank_of(leaf)
+    def hashed(name: str, left: Any, digests: Any) -> None:
+        rank = run.rank_of(left[name])
         if rank not in hashing:
             hashing.add(rank)
             begun[rank].wait(20.0)
-        hash_one(leaf, digests)
+        hash_one(name, left, digests)
 
     monkeypatch.setattr(save_module, "_write_node", written)
     monkeypatch.setattr(replicas, "_hash_one", hashed)
@@ -136,10 +136,10 @@ def test_what_hashing_meets_on_one_rank_fails_the_save_of_all(
     broken: list[BaseException] = [MemoryError("no memory for a digest")]
     hash_one = replicas._hash_one
 
-    def hashed(leaf: Any, digests: Any) -> None:
-        if run.rank_of(leaf) == 1 and broken:
+    def hashed(name: str, left: Any, digests: Any) -> None:
+        if run.rank_of(left[name]) == 1 and broken:
             raise broken.pop()
-        hash_one(leaf, digests)
+        hash_one(name, left, digests)
 
     monkeypatch.setattr(replicas, "_hash_one", hashed)
     told = run.save(1)

@@ -147,7 +147,7 @@ CRASH_RULES = {
     "the log is synced before the acknowledgement": CrashRule("plain", "dir sync log"),
     "job.json is synced before the log": CrashRule("plain", "dir sync root"),
     "the manifest is written before the record": CrashRule(
-        "plain", without=lambda: patch.object(save, "_commit", _record_first)
+        "plain", without=lambda: patch.object(save, "commit", _record_first)
     ),
     "retire is said before files are deleted": CrashRule(
         "plain", without=lambda: patch.object(Keeping, "retire", _deleted_first)
