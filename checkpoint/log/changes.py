@@ -96,15 +96,22 @@ def quarantined(state: State, key: Key) -> State:
 def retired(state: State, retirements: Iterable[Retirement]) -> tuple[State, tuple[Retirement, ...]]:
     """Retire what may be retired *now*; returns the state and what it was (a pin may have come first).
 
-    Never the newest provable entry, a marked one, or a try that another live entry needs.
+    Never the newest provable entry, a marked one, or a try that another live entry needs: entries that go
+    too go before what only they need.
     """
-    allowed: list[Retirement] = []
-    for one in retirements:
-        entry = next((e for e in state.entries if e.try_name == one.try_name), None)
-        if entry is None or entry.key in protected(state) or _needed_by_others(state, entry):
-            continue
-        state = without(state, [entry]) if one.groups is None else _less_groups(state, entry, one.groups)
-        allowed.append(one)
+    left, allowed = list(retirements), list[Retirement]()
+    while left:
+        later: list[Retirement] = []
+        for one in left:
+            entry = next((e for e in state.entries if e.try_name == one.try_name), None)
+            if entry is None or entry.key in protected(state) or _needed_by_others(state, entry):
+                later.append(one)
+                continue
+            state = without(state, [entry]) if one.groups is None else _less_groups(state, entry, one.groups)
+            allowed.append(one)
+        if len(later) == len(left):
+            break
+        left = later
     return state, tuple(allowed)
 
 

@@ -170,7 +170,9 @@ def _percent(count: int, of: int) -> str:
     """Never 0% or 100% of what is not exactly that."""
     if not of or count in (0, of):
         return "100%" if count else "0%"
-    return f"{min(99.99, max(0.01, 100 * count / of)):.3g}%" if count < 0.99 * of else "99+%"
+    if count < 0.0001 * of:
+        return "<0.01%"
+    return f"{100 * count / of:.3g}%" if count < 0.99 * of else "99+%"
 
 
 def _number(value: float | None) -> str:

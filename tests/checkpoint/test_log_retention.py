@@ -11,6 +11,7 @@ from log_helpers import MemoryStorage, entry, run_of, take
 
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.log.changes import retired
 from torchrelay.checkpoint.log.guest import append_as_guest, pin_draft
 from torchrelay.checkpoint.log.live import DAMAGED, Key, Mark, Retirement, State
 from torchrelay.checkpoint.log.log_reader import open_log
@@ -50,6 +51,19 @@ def test_needed_tries_stay():
     newest = entry(5, needs=(entry(2).try_name,))
     view = view_of(*map(entry, range(5)), newest)
     assert going(view, keep_last(1), [entry(3).try_name]) == [0, 1, 4]
+
+
+def test_what_only_epochs_need_that_go_too_goes_with_them():
+    """Epochs 1 and 2 refer to 0 and nobody else does: all three go at once, whoever is named first."""
+    base = (entry(0).try_name,)
+    view = view_of(entry(0), entry(1, needs=base), entry(2, needs=base), *map(entry, (3, 4)))
+    chosen = to_retire(view, keep_last(2))
+    for order in (chosen, chosen[::-1]):
+        after, went = retired(view.state, order)
+        assert set(went) == set(chosen)
+        assert [one.position.epoch for one in after.entries] == [3, 4]
+    after, went = retired(view.state, chosen[:2])  # epoch 2 stays
+    assert [one.position.epoch for one in after.entries] == [0, 2, 3, 4]
 
 
 def test_damaged_epochs_do_not_count():

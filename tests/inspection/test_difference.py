@@ -29,6 +29,7 @@ from torchrelay.errors import DamagedError, UsageError
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.commands import command_line
 from torchrelay.runners.commands.command_line import main
+from torchrelay.runners.commands.command_line_diff import _percent
 
 FULL, QUICK = Wish(), Wish(figures=False)
 
@@ -286,6 +287,15 @@ def test_diff_as_json(run: Path, capsys: pytest.CaptureFixture[str]):
         1,
         1,
     )
+
+
+@pytest.mark.parametrize(
+    ("changed", "of", "share"),
+    [(0, 7, "0%"), (1, 1 << 24, "<0.01%"), (1, 10_000, "0.01%"), (999, 1000, "99+%"), (5, 5, "100%")],
+)
+def test_a_share_is_never_rounded_to_what_it_is_not(changed: int, of: int, share: str):
+    """One element of sixteen millions is less than a hundredth of a percent."""
+    assert _percent(changed, of) == share
 
 
 def test_diff_of_an_epoch_with_itself(run: Path, capsys: pytest.CaptureFixture[str]):
