@@ -193,6 +193,7 @@ class WholeBytes:
         self._digests: dict[int, list[dict[str, str]]] = {
             node: [{} for _ in some] for node, some in groups.items()
         }
+        self._names = {leaf.name for some in groups.values() for group in some for leaf in group}
         self._compared = compared
 
     def hash_but(self, guarded: Mapping[int, Collection[int]]) -> None:
@@ -227,8 +228,7 @@ class WholeBytes:
             self.hash_rest()  # nothing is, unless an error came between
             return self._digests
 
-        strict = {name for groups in self._digests.values() for digests in groups for name in digests}
-        verdict = compare_replicas(peers, "save: all bytes of replicas", hashed, strict)
+        verdict = compare_replicas(peers, "save: all bytes of replicas", hashed, self._names)
         self._compared(not verdict.failures)
         if verdict.failures:
             raise SaveFailedError(self._told(verdict.failures))

@@ -108,6 +108,15 @@ def make_plan(job: SaveJob, exchange: SpecExchange) -> Plan:
 
     The hash that was compared last travels with the leaves, so the same plan needs no further exchange.
     """
+    try:
+        return _planned(job, exchange)
+    except BaseException:
+        if job.reuse is not None:
+            job.reuse.let_go()
+        raise
+
+
+def _planned(job: SaveJob, exchange: SpecExchange) -> Plan:
     classes, scopes = exchange.classes(job.peers, job.states, job.places)
     hosts = tuple(place.host_index for place in job.places)
     plan = exchange.plans.plan(classes, scopes, hosts)
@@ -144,8 +153,8 @@ def save_epoch(
 ) -> NodeStats:
     """`carry_out`; where leaves that the plan leaves out have changed after all, once more with another."""
     try:
-        return carry_out(job, plan, clock, whole)
-    except ChangedAfterAllError:
+        with suppress(ChangedAfterAllError):
+            return carry_out(job, plan, clock, whole)
         job = replace(job, presume=False)
         with clock.spent("plan"):
             plan = make_plan(job, exchange)

@@ -8,6 +8,7 @@ Values are JSON (None, bool, int, float, str, list, dict with string keys), at m
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 from torchrelay import errors
@@ -99,11 +100,13 @@ def together(
     except PeerError:
         if own is None:
             raise
+        _untold(own, since=True)
         raise own from own.__cause__  # the own failure says more than that the others did not come
     failed = [rank for rank, other in enumerate(outcomes) if "error" in other]
     # The first cause counts everywhere, so that all processes draw the same conclusion.
     for rank in sorted(failed, key=lambda rank: (outcomes[rank]["consequence"], rank)):
         if own is not None and rank == peers.rank:
+            _untold(own, since=False)
             raise own
         raise error_of(outcomes[rank]["error"], outcomes[rank]["message"], rank) from own
     return [other["value"] for other in outcomes]
@@ -127,7 +130,13 @@ def decide(
 
 def is_told(error: Exception) -> bool:
     """Whether all processes know of a failure that `together` raised; else others may be at work still."""
-    return not isinstance(error, PeerError) and not isinstance(error.__context__, PeerError)
+    return not isinstance(error, PeerError) and not getattr(error, "_untold", False)
+
+
+def _untold(error: Exception, *, since: bool) -> None:
+    """Note with an error whether the others could not be told of it."""
+    with suppress(AttributeError):  # of a class with slots, which is then taken to be told
+        error._untold = since  # type: ignore[attr-defined]
 
 
 def error_of(name: str, message: str, rank: int) -> RelayError:

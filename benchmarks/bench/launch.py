@@ -35,7 +35,8 @@ def measure(asked: Asked, module: str, ranks: int, cap_secs: float, threads: int
     processes: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryFile("w+") as errors:
         try:
-            with _held_back(signal.SIGTERM):  # in between it would leave a process that nobody knows
+            # In between they would leave a process that nobody knows.
+            with _held_back(signal.SIGTERM), _held_back(signal.SIGINT):
                 for place in _places(ranks):
                     process = subprocess.Popen(
                         asked.command(module),
@@ -66,7 +67,7 @@ def _held_back(number: signal.Signals) -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(number, answer)
+        signal.signal(number, signal.SIG_DFL if answer is None else answer)
         if came and callable(answer):
             answer(*came[0])
         elif came:

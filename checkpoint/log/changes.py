@@ -99,20 +99,21 @@ def retired(state: State, retirements: Iterable[Retirement]) -> tuple[State, tup
     Never the newest provable entry, a marked one, or a try that another live entry needs: entries that go
     too go before what only they need.
     """
-    left, allowed = list(retirements), list[Retirement]()
+    asked, allowed = tuple(retirements), set[Retirement]()
+    left = list(asked)
     while left:
         later: list[Retirement] = []
-        for one in left:
+        for one in reversed(left):  # oldest first they come, and newer ones need older ones
             entry = next((e for e in state.entries if e.try_name == one.try_name), None)
             if entry is None or entry.key in protected(state) or _needed_by_others(state, entry):
                 later.append(one)
                 continue
             state = without(state, [entry]) if one.groups is None else _less_groups(state, entry, one.groups)
-            allowed.append(one)
+            allowed.add(one)
         if len(later) == len(left):
             break
-        left = later
-    return state, tuple(allowed)
+        left = later[::-1]
+    return state, tuple(one for one in asked if one in allowed)
 
 
 def protected(state: State) -> frozenset[Key]:

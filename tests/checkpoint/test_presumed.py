@@ -26,8 +26,8 @@ from torchrelay import (
     max_epochs,
     open_checkpoint,
 )
+from torchrelay.checkpoint import reuse, unchanged
 from torchrelay.checkpoint import save as saving
-from torchrelay.checkpoint import unchanged
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.reading.proof import prove
@@ -252,8 +252,9 @@ def test_where_others_may_be_writing_still_nothing_is_deleted(
     manager.engine.ledger.close()
 
 
+@pytest.mark.parametrize("where", ["_chosen", "commit"])
 def test_a_failed_save_keeps_nothing_of_the_user_s_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """A model that is thrown away after an error is gone."""
     session = LocalSession(["trainer_0"])
@@ -261,7 +262,11 @@ def test_a_failed_save_keeps_nothing_of_the_user_s_memory(
     weight = torch.ones(ELEMENTS)
     session.workspace("trainer_0").update({"weight": weight, "count": torch.zeros(1)})
     session.run(manager.save(1))
-    monkeypatch.setattr(saving, "commit", lambda *given: (_ for _ in ()).throw(StorageError("not now")))
+
+    def fails(*given: Any) -> Any:
+        raise StorageError("not now")
+
+    monkeypatch.setattr(saving if where == "commit" else reuse.Reuse, where, fails)
     session.workspace("trainer_0")["count"].add_(1)
     with pytest.raises(StorageError):
         session.run(manager.save(2))

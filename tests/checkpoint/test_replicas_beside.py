@@ -129,6 +129,29 @@ def test_all_bytes_are_hashed_beside_the_write(run: Run, monkeypatch: pytest.Mon
     assert "torchrelay-hash" not in writers.values(), "who calls save writes, and hears of Ctrl-C"
 
 
+def test_what_nobody_hashed_is_hashed_before_it_is_compared(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A comparison never takes what it has not looked at for alike."""
+    run.ranks[1].element.add_(1)
+    monkeypatch.setattr(replicas.WholeBytes, "each_left", _nothing_once(replicas.WholeBytes.each_left))
+    told = run.save(1)
+    assert all("model.weight differs on trainer_1" in str(one) for one in told), told
+    assert run.epochs == []
+
+
+def _nothing_once(each_left: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
+    """As if there were nothing left, the first time that each object is asked."""
+    asked: set[int] = set()
+
+    def nothing(whole: Any) -> Iterator[Any]:
+        first = id(whole) not in asked
+        asked.add(id(whole))
+        return iter(()) if first else each_left(whole)
+
+    return nothing
+
+
 def test_what_hashing_meets_on_one_rank_fails_the_save_of_all(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
