@@ -109,7 +109,6 @@ def test_different_topics_tell_the_failure_behind_them(peers_of):
 @pytest.mark.parametrize("late", [0, 2])
 def test_late_ranks_are_named(peers_of, late):
     """When a rank does not come, all others name it and the topic after the deadline."""
-
     ready = threading.Barrier(2)  # who is slow to begin must not be late, too
 
     def work(rank):
