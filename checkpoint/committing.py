@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.disk.canonical import sha256
-from torchrelay.checkpoint.disk.manifest import Manifest, ShardRow
+from torchrelay.checkpoint.disk.manifest import Manifest, ShardRow, columns
 from torchrelay.checkpoint.disk.paths import manifest_path, try_directory
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.planning.assignments import Plan, PlannedLeaf
@@ -28,7 +27,7 @@ from torchrelay.jobs.collector import undisturbed
 if TYPE_CHECKING:
     from torchrelay.checkpoint.save import SaveJob
 
-_FILE = itemgetter(*map(ShardRow._fields.index, ("node", "group")))
+_FILE = columns(ShardRow, "node", "group")
 
 
 @undisturbed()

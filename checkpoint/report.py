@@ -37,9 +37,9 @@ class NodeReport:
 
 def shards_in(rows: Sequence[Row]) -> tuple[ShardRow, ...]:
     """All files that the rows of reports tell of."""
-    texts = [shards for _, shards, _, _ in rows]
+    words = " ".join([shards for _, shards, _, _ in rows]).split()
     ranks = [rank for rank, shards, _, _ in rows for _ in shards.splitlines()]
-    groups, parts, sizes, headers, digests = (" ".join(texts).split()[at::5] for at in range(5))
+    groups, parts, sizes, headers, digests = (words[at::5] for at in range(5))
     numbers = (map(int, column) for column in (parts, sizes, headers))
     return table(ShardRow, zip(ranks, groups, *numbers, digests, [0] * len(ranks), strict=True))
 

@@ -139,7 +139,7 @@ class Reuse:
             return None
         self._turn += 1
         gone, there = _by_presence(self._storage, base.known.files)
-        presume = self._presumes if job.presume else _never
+        presume = self._presumes if job.presume else None
         found = self._current.found = look(there, _tensors(job, plan), self._turn, presume)
         return [base.try_name, in_bits(found.changed | gone | base.known.lost, order)]
 
@@ -255,10 +255,6 @@ class Reuse:
         self._base = _Base(try_name, current.world, known, current.manifest)
         self._tables = current.tables
         self._current = _Current()
-
-
-def _never(leaf: str) -> bool:
-    return False
 
 
 def _by_presence(storage: Storage, files: Sequence[KnownFile]) -> tuple[set[str], list[KnownFile]]:

@@ -88,7 +88,7 @@ def look(
     files: Iterable[KnownFile],
     tensor_of: TensorOf,
     turn: int,
-    presume: Callable[[str], bool] = lambda leaf: False,
+    presume: Callable[[str], bool] | None = None,
 ) -> Findings:
     """Compare what files hold with memory. Another `turn` takes another sample.
 
@@ -108,7 +108,7 @@ def look(
                 _look_at_short(found, tensor_of, file.rank, part, digests)
             elif one := _begun(found, tensor_of, file.rank, part, digests, file.probes.get(part)):
                 # What a device sends is copied in the stream of the thread that asks.
-                later = one.begins_alike and one.flat.is_cpu and presume(part.leaf)
+                later = presume is not None and presume(part.leaf) and one.begins_alike and one.flat.is_cpu
                 (found.presumed if later else long).append(one)
     _look_at_long(found, long)
     if len(small) > MANY_SMALL and not _any_unchanged(found, tensor_of, small, turn):

@@ -111,7 +111,12 @@ def table(kind: type[R], rows: Iterable[tuple[Any, ...]]) -> tuple[R, ...]:
     return tuple(map(partial(tuple.__new__, kind), rows))
 
 
-in_order = itemgetter(6, 1, 2, 0)
+def columns(kind: type[LeafRow | BlobRow | ShardRow], *fields: str) -> itemgetter[tuple[Any, ...]]:
+    """Columns of a row, which of very many rows come sooner by number than by name."""
+    return itemgetter(*map(kind._fields.index, fields))
+
+
+in_order = columns(ShardRow, "source", "group", "part", "node")
 """Sort key of a manifest's shards: source, group, part, node, the order in which their columns pack best."""
 
 

@@ -8,14 +8,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from operator import attrgetter, itemgetter, le
-from typing import Any
+from operator import attrgetter, le
 
 from torchrelay.checkpoint.disk import dtypes
 from torchrelay.checkpoint.disk.boxes import Sharded
 from torchrelay.checkpoint.disk.firsts import first_of_each
 from torchrelay.checkpoint.disk.layouts import Cut, Layout, PerNode, Split
-from torchrelay.checkpoint.disk.manifest import BlobRow, LeafRow, Manifest, ShardRow, World
+from torchrelay.checkpoint.disk.manifest import BlobRow, LeafRow, Manifest, ShardRow, World, columns
 from torchrelay.checkpoint.disk.mesh import MAX_SPLIT_FACTOR, Mesh
 from torchrelay.checkpoint.disk.names import GROUP, NODE, check_try
 from torchrelay.checkpoint.position import MAX_EPOCH
@@ -31,16 +30,11 @@ _MAX_HEADER_BYTES = 100_000_008
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-def _columns(kind: type[LeafRow | BlobRow | ShardRow], *fields: str) -> itemgetter[tuple[Any, ...]]:
-    """Columns of a row, which of very many rows come sooner by number than by name."""
-    return itemgetter(*map(kind._fields.index, fields))
-
-
-_KIND = _columns(BlobRow, "kind", "scope")
-_COMMON = _columns(LeafRow, "kind", "role", "dtype", "shape", "nbytes", "scope", "group", "layout", "source")
-_FORM = _columns(LeafRow, "shape", "nbytes")
-_PLACE = _columns(LeafRow, "layout", "source", "group")
-_FILES = _columns(ShardRow, "source", "group")
+_KIND = columns(BlobRow, "kind", "scope")
+_COMMON = columns(LeafRow, "kind", "role", "dtype", "shape", "nbytes", "scope", "group", "layout", "source")
+_FORM = columns(LeafRow, "shape", "nbytes")
+_PLACE = columns(LeafRow, "layout", "source", "group")
+_FILES = columns(ShardRow, "source", "group")
 _NAME, _BLOB, _LAYOUT, _NODE = map(attrgetter, ("name", "blob", "layout", "node"))
 
 

@@ -97,7 +97,7 @@ class SaveFailedError(StorageError):
 
 
 class ChangedAfterAllError(SaveFailedError):
-    """Leaves that were presumed unchanged are not; the same save is tried again, with all of them written."""
+    """Leaves that were presumed unchanged are not; the same save is made again, with all looked at before."""
 
 
 class PartiallyLoadedError(RelayError):
