@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from torchrelay.checkpoint.log.live import Entry
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True)

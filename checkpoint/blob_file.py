@@ -11,25 +11,31 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 from itertools import compress
 from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.disk import canonical
+from torchrelay.checkpoint.disk.boxes import whole
 from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.disk.dtypes import memory_of
 from torchrelay.checkpoint.disk.lazily import lazily
 from torchrelay.checkpoint.disk.listed_leaves import LEAVES
+from torchrelay.checkpoint.disk.manifest import LeafRow
 from torchrelay.checkpoint.disk.names import all_plain, encode_name
+from torchrelay.checkpoint.disk.parts import Near
+from torchrelay.checkpoint.disk.passing import ThreadMemory
 from torchrelay.checkpoint.disk.read_options import ReadOptions, verifies
+from torchrelay.checkpoint.disk.read_requests import ReadRequest
 from torchrelay.checkpoint.disk.shard import METADATA_KEY
 from torchrelay.checkpoint.disk.shard_entries import Form
 from torchrelay.checkpoint.disk.shard_header import LENGTH_LIMIT
 from torchrelay.checkpoint.disk.shard_reader import ShardHeader, read_header
 from torchrelay.checkpoint.disk.value_decoding import references
 from torchrelay.checkpoint.local_storage import LocalStorage
+from torchrelay.checkpoint.reading.box_reader import BoxPlan, BoxRead
+from torchrelay.checkpoint.reading.read_plan import LeafRead, ReadPlan, check_portions
 from torchrelay.checkpoint.reading.seen_twice import seen_twice
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role
 from torchrelay.checkpoint.storage import Memory, Storage
@@ -37,6 +43,7 @@ from torchrelay.checkpoint.storage_places import is_remote, object_at
 from torchrelay.errors import DamagedError, FormatError, UsageError
 from torchrelay.jobs.collector import undisturbed
 from torchrelay.jobs.directories import check_file
+from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
     import torch
@@ -76,16 +83,54 @@ class BlobFile:
             raise DamagedError(f"{self.path}: the value {found[missing[0]]} has no tensor {missing[0]}")
         return found
 
+    def same_content(self, one: str, other: str) -> bool:
+        """Whether two stored tensors of one form have the same bytes; the header tells."""
+        entries = self.header.entries
+        return entries[self.specs.key_of(one)].digests == entries[self.specs.key_of(other)].digests
+
     @undisturbed()
     def fill(self, destinations: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill contiguous CPU tensors with whole stored leaves; raises DamagedError or StorageError."""
         leaves = [(self.specs.key_of(leaf), memory_of(tensor)) for leaf, tensor in destinations]
         self.fill_memories([key for key, _ in leaves], [memory for _, memory in leaves])
 
+    @property
+    def options(self) -> ReadOptions:
+        """How the file is read."""
+        return ReadOptions(verify=self.verify)
+
+    @property
+    def is_far(self) -> bool:
+        """Whether what is read comes over a network, request by request."""
+        return self.header.is_far
+
+    def plan(self, reads: Iterable[LeafRead]) -> ReadPlan:
+        """What it takes to fill all destinations, of which nothing is done yet. Raises DamagedError."""
+        straight: list[tuple[ShardHeader, ReadRequest]] = []
+        boxes: list[BoxRead] = []
+        for read in reads:
+            spec = self.specs[read.leaf]
+            memory = read.destination.cast("B")
+            if read.target is None:
+                request = ReadRequest(self.specs.key_of(read.leaf), 0, spec.nbytes, memory)
+                straight.append((self.header, request))
+            else:
+                boxes.append(BoxRead(_row(spec), _alone(spec.shape), read.target, memory))
+        return ReadPlan(straight, BoxPlan(boxes, lambda leaf, node, key: self.header))
+
+    def check_keys(self, keys: Sequence[str]) -> int:
+        """Verify all blocks of these entries where they lie; the number of bytes. Raises as `fill` does.
+
+        Where blocks are not verified it is only seen that the file is still the same.
+        """
+        if not self.verify:
+            self.header.check_in_place()
+            return 0
+        return check_portions(self.header.checks_whole(keys, ThreadMemory()), self.options)
+
     def fill_memories(self, keys: Sequence[str], memories: Sequence[Memory]) -> None:
         """The same by stored keys, into memory of exactly their sizes."""
-        options = ReadOptions(verify=self.verify)
-        seen_twice(lambda: self.header.read_whole(keys, memories, options))
+        seen_twice(lambda: self.header.read_whole(keys, memories, self.options))
         if not self.verify:
             self.header.check_in_place()
 
@@ -302,6 +347,19 @@ class BlobLeaves(Mapping[str, LeafSpec]):
 
     def _tensor_rows(self, names: list[str], blobs: list[str], roles: list[str]) -> list[str]:
         return tensor_rows(openings(names, blobs, roles), self._header.entries.forms(names))
+
+
+def _row(spec: LeafSpec) -> LeafRow:
+    """A tensor of a blob file as boxes of it are read: under the name that its bytes lie under."""
+    name = spec.alias_of or spec.name
+    return LeafRow(
+        name, spec.blob, "tensor", spec.role, spec.dtype, spec.shape, spec.nbytes, "", spec.group, 0
+    )
+
+
+def _alone(shape: tuple[int, ...]) -> Near:
+    """The stored parts of a leaf of which there is one, the whole."""
+    return Near((0,), ("",), ((False, whole(shape)),))
 
 
 _ROLES = {str(role): role for role in Role}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import compress
 from typing import TYPE_CHECKING
 
@@ -22,12 +21,13 @@ from torchrelay.checkpoint.state.flatten import tensor_role
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Value, spec_of
 from torchrelay.checkpoint.state.plain_tensors import PlainTensors
 from torchrelay.errors import BlobError
+from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
     import torch
 
 _IDENTITY = ShardIdentity("", Position(0), "blobs", MAIN_GROUP, "")
-_ONE_FILE = ShardLimits(data_bytes=1 << 62, header_bytes=90_000_000)
+_ONE_FILE = ShardLimits(data_bytes=1 << 62, header_bytes=90_000_000, values_bytes=90_000_000)
 _WITHIN = 2
 """Containers that a value lies in: the metadata and the object of all values."""
 

@@ -34,7 +34,7 @@ from torchrelay.jobs.collector import undisturbed
 from torchrelay.jobs.names import check_blob_names
 
 Url = str | os.PathLike[str]
-_CONVERTIBLE = (Kind.MODULE, Kind.TENSOR, Kind.VALUE)
+_CONVERTIBLE = (Kind.MODULE, Kind.TENSOR, Kind.CONTAINER, Kind.VALUE)
 
 
 @undisturbed()
@@ -210,7 +210,7 @@ def read_blobs(file: BlobFile, names: Sequence[str]) -> dict[str, Any]:
     for name, tree in within.items():
         if tree in specs:
             specs.setdefault(name, _alone(file.specs[name], tree))
-    plan = restoration({}, specs, file.values, strict=False)
+    plan = restoration({}, specs, file.values, strict=False, exclude=None)
     file.fill((read.leaf, read.memory()) for read in plan.reads)
     return plan.finish()
 
@@ -235,7 +235,7 @@ def _shown(blobs: object) -> str:
 
 def _converted(leaf: Leaf, kind: Kind, dtype: Cast, *, meta: bool) -> Leaf:
     content = leaf.content
-    if kind not in _CONVERTIBLE or not isinstance(content, torch.Tensor):
+    if kind not in _CONVERTIBLE or not isinstance(content, torch.Tensor) or leaf.role is Role.VALUE:
         return leaf
     return replace(leaf, content=cast(content.to("meta") if meta else content, leaf.name, dtype))
 

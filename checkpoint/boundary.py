@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import field, replace
 from typing import Any
 
 import torch
@@ -16,12 +16,19 @@ from torchrelay.checkpoint.selecting import select
 from torchrelay.checkpoint.selection import EVERYTHING, Selection
 from torchrelay.checkpoint.state.dtensors import local_of
 from torchrelay.checkpoint.state.flatten import named_leaves
+from torchrelay.checkpoint.state.gradients import gradient_leaves
+from torchrelay.checkpoint.state.kinds import kind_of
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, LeafSpec, Role, Value
+from torchrelay.checkpoint.state.module_leaves import ModuleStates
+from torchrelay.checkpoint.state.rehearsal import Start, groups_of, rehearse
 from torchrelay.checkpoint.structure import Structures
 from torchrelay.errors import SaveFailedError
+from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.places import NodePlace
 from torchrelay.jobs.random_streams import RandomStreams
 from torchrelay.jobs.session import Session
+from torchrelay.jobs.workspace import Workspace
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True)
@@ -64,25 +71,44 @@ def capture(
     demoted: set[str],
     structures: Structures,
     selection: Selection = EVERYTHING,
+    resumes: Callable[[str], bool] = lambda name: True,
 ) -> NodeState:
     """List the leaves of a hosted node, its random states included; tensors are not copied.
 
     `structures` are those of earlier saves. Random states are listed whatever the `selection` says.
+    `resumes` says of a leaf that a resume loads it.
 
-    Raises BlobError for what cannot be stored (with its path) and SaveFailedError for a name of the
-    set that is gone.
+    Leaves of a new structure are rehearsed: what a resume would refuse is not saved.
+
+    Raises BlobError for what cannot be stored or resumed (with its path) and SaveFailedError for a
+    name of the set that is gone.
     """
     workspace = session.workspace(place.name)
-    gone = [name for name in members if name not in workspace]
-    if gone:
-        raise SaveFailedError(
-            f"{', '.join(map(repr, gone))} of the checkpoint set is gone from the workspace of {place}: "
-            "keep the name, or register it with scope='transient'"
-        )
-    objects = {name: workspace[name] for name in members}
-    listed, names = named_leaves(objects)
-    leaves = [*select(listed, objects, selection), *random_leaves(session.streams(place.name))]
+    objects = _objects(workspace, place, members)
+    states = ModuleStates()
+    listed, names = named_leaves(objects, states)
+    learning = {leaf.blob for leaf in listed if leaf.frozen is False}
+    gradients = gradient_leaves(objects, names, selection.saves, learning)
+    leaves = [*select(listed, objects, selection), *gradients, *random_leaves(session.streams(place.name))]
     structure = structures.of(place.name, leaves, scopes_of(leaves, members, objects, demoted))
+    groups = groups_of(objects)
+    if not structures.is_rehearsed(place.name, structure, groups):
+        chosen = {leaf.name for leaf in leaves}
+        rehearse(
+            _as_started(workspace, members),
+            leaves,
+            structure.specs,
+            states,
+            str(place),
+            kept={leaf.name for leaf in listed if leaf.name not in chosen},
+            shown=structures.shown(place.name),
+            changed=structures.changes(
+                place.name,
+                Start(built_by_program(workspace)),
+                lambda name: resumes(name) and selection.saves(name),
+            ),
+        )
+        structures.rehearsed(place.name, structure, groups)
     for leaf, spec in zip(leaves, structure.specs, strict=True):
         if spec.sharding is not None:
             _check_local(leaf, spec, spec.sharding, place)
@@ -94,6 +120,39 @@ def capture(
         objects,
         names,
     )
+
+
+def _objects(workspace: Workspace, place: NodePlace, members: Mapping[str, Member]) -> dict[str, Any]:
+    """What the set's names hold; raises SaveFailedError for one that is gone."""
+    gone = [name for name in members if name not in workspace]
+    if gone:
+        raise SaveFailedError(
+            f"{', '.join(map(repr, gone))} of the checkpoint set is gone from the workspace of {place}: "
+            "keep the name, or register it with scope='transient'"
+        )
+    entries = workspace.entries()
+    for check in [entry.check for entry in entries.values() if entry.check is not None]:
+        check()
+    return {name: workspace[name] for name in members}
+
+
+def built_by_program(workspace: Workspace) -> dict[str, Any]:
+    """The registered objects that every start builds in the same way, whatever it resumes from."""
+    return {
+        name: entry.target
+        for name, entry in workspace.entries().items()
+        if (blob := entry.blob) is not None and blob.scope is not Scope.TRANSIENT and not blob.rebuilt
+    }
+
+
+def _as_started(workspace: Workspace, members: Mapping[str, Member]) -> dict[str, Any]:
+    """The registered objects as a later start makes them: what is of another kind now, as it was given."""
+    found: dict[str, Any] = {}
+    for name, entry in workspace.entries().items():
+        if name in members and entry.blob is not None:
+            given = entry.target if entry.blob.is_factory else entry.blob.source
+            found[name] = entry.target if kind_of(given) is kind_of(entry.target) else given
+    return found
 
 
 def _check_local(leaf: Leaf, spec: LeafSpec, mesh: Mesh, place: NodePlace) -> None:

@@ -5,49 +5,57 @@ Every verb is called by all processes of the session in the same order.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torchrelay.checkpoint.asynchronous.background import Background, Outcome
-from torchrelay.checkpoint.boundary import NodeState, capture
+from torchrelay.checkpoint.boundary import NodeState, built_by_program, capture
 from torchrelay.checkpoint.buffers import touch_buffers
 from torchrelay.checkpoint.disk import manifest_disk
-from torchrelay.checkpoint.disk.manifest import Manifest
+from torchrelay.checkpoint.disk.manifest import OF_POSITION, Manifest
 from torchrelay.checkpoint.disk.paths import shard_paths
 from torchrelay.checkpoint.exclusion import SingleWriter, check_single_writer
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.ledger_words import Target
 from torchrelay.checkpoint.load import LoadJob, load_all
-from torchrelay.checkpoint.load_blobs import load_some
 from torchrelay.checkpoint.log.keeping import KEEP_ALL, Keeping
 from torchrelay.checkpoint.members import Member, members_of, newcomers, stored_blobs
 from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.program_changes import ResumeOptions, gone_blobs
 from torchrelay.checkpoint.reading.lookup import nearest
-from torchrelay.checkpoint.replicas import ReplicaCheck, all_listed, checked_every
+from torchrelay.checkpoint.reading.renaming import renamed_manifest
+from torchrelay.checkpoint.replicas import ReplicaCheck, checked_every
 from torchrelay.checkpoint.retaining import Retaining
 from torchrelay.checkpoint.reuse import Reuse
-from torchrelay.checkpoint.save import SaveJob, make_plan, rehearse, save_epoch
+from torchrelay.checkpoint.save import SaveJob, make_plan, save_epoch
 from torchrelay.checkpoint.selecting import check_remade, used_patterns
 from torchrelay.checkpoint.selection import EVERYTHING, Selection
 from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.flatten import leaves_of
+from torchrelay.checkpoint.state.gradients import Gradients, watch_steps
 from torchrelay.checkpoint.state.kinds import check_recreatable
-from torchrelay.checkpoint.state.stock import all_stock
+from torchrelay.checkpoint.state.optimizer_leaves import PARAMS
+from torchrelay.checkpoint.state.rehearsal import Start
 from torchrelay.checkpoint.storage import Placed
 from torchrelay.checkpoint.structure import Structures
 from torchrelay.checkpoint.tier.options import Tier
 from torchrelay.checkpoint.tier.placed import placed
 from torchrelay.checkpoint.timing import Clock
-from torchrelay.errors import PeerError, UsageError
+from torchrelay.checkpoint.wildcards import matches
+from torchrelay.errors import BlobError, UsageError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.collector import undisturbed
-from torchrelay.jobs.peers import together
+from torchrelay.jobs.names import GRADIENTS
+from torchrelay.jobs.peers import together, warn
 from torchrelay.jobs.places import NodePlace
 from torchrelay.jobs.random_streams import RandomStreams
 from torchrelay.jobs.session import Session
+from torchrelay.jobs.workspace import Workspace
 from torchrelay.metadata.stats import NodeStats
+
+if TYPE_CHECKING:
+    from torchrelay.checkpoint.asynchronous.background import Background, Outcome
 
 States = tuple[NodeState, ...]
 
@@ -62,6 +70,8 @@ class Engine:
     `compare_every`: epochs between comparisons of all bytes of the replicas (10).
     `share_reads`: what all nodes load is read by one host each and sent to the others.
     `tier`: a near place before `prefix`, which follows it.
+    `resume`: what a load of all may make of a program that has changed. `say` gets a line for each change;
+    None: a warning of rank 0.
     """
 
     def __init__(
@@ -77,8 +87,11 @@ class Engine:
         compare_every: int | None = None,
         single_writer: SingleWriter = None,
         tier: Tier | None = None,
+        resume: ResumeOptions | None = None,
     ) -> None:
         self.selection = selection
+        self.resume = resume or ResumeOptions()
+        self.say: Callable[[str], None] | None = None
         for name, value in (("reuse", reuse), ("share_reads", share_reads)):
             if value is not None and type(value) is not bool:
                 raise UsageError(f"{name} is {value!r:.80}; it is True, False or None")
@@ -90,6 +103,7 @@ class Engine:
         self.background = background
         self.stored_names: dict[str, str] = {}
         self._members: dict[str, dict[str, Member]] | None = None
+        self._made_by_init: tuple[str, ...] = ()
         self._demoted: set[str] = set()
         self._structures = Structures()
         self._exchange = SpecExchange()
@@ -97,8 +111,10 @@ class Engine:
         self._replicas = ReplicaCheck(self._compare_every)
         self._reuse = Reuse(self.storage, self.ledger.view) if looking else None
         self._streams: dict[str, RandomStreams] = {}
+        self._gradients: dict[str, Gradients] = {}
         self._stats: dict[str, NodeStats] = {}
         self._told_late: set[str] = set()
+        self._told_changes: set[str] = set()
         self._told_unused = selection.everything
 
     # Whom it serves
@@ -107,12 +123,14 @@ class Engine:
         """Serve the job of this name; None stands for the name of the directory."""
         self.ledger.job_name = job_name
         self._replicas = ReplicaCheck(self._compare_every)
+        self._structures.start_over()
         if self._reuse is not None:
             self._reuse.forget()
 
     def reading_from(self, prefix: str) -> Engine:
         """A copy that reads another directory."""
-        other = Engine(prefix, selection=self.selection, share_reads=self.share_reads)
+        other = Engine(prefix, selection=self.selection, share_reads=self.share_reads, resume=self.resume)
+        other.say, other._made_by_init = self.say, self._made_by_init
         other.stored_names, other._members, other._demoted = self.stored_names, self._members, self._demoted
         return other
 
@@ -137,8 +155,10 @@ class Engine:
         Raises BlobError on all processes for an object that no later start could make again.
         """
         found: dict[str, dict[str, Member]] = {}
+        watch_steps()
 
-        def look() -> None:
+        def look() -> list[str]:
+            made: set[str] = set()
             for place in session.local_nodes:
                 workspace = session.workspace(place.name)
                 found[place.name] = members_of(workspace)
@@ -147,9 +167,24 @@ class Engine:
                 registered = {name for name, entry in entries.items() if entry.blob is not None}
                 check_recreatable({name: entry.value for name, entry in entries.items()}, registered)
                 check_remade(entries, registered, self.selection)
+                self._check_placed(place, workspace)
+                made.update(entries.keys() - registered)
+            return sorted(made)
 
-        together(session.peers, "checkpoint set", look)
+        told = together(session.peers, "checkpoint set", look)
+        self._made_by_init = tuple(sorted({name for names in told for name in names}))
         self._members = found
+
+    def _check_placed(self, place: NodePlace, workspace: Workspace) -> None:
+        """Refuse tensors that `init` sharded: a resume skips it, and trains on with whole ones."""
+        placed = self._structures.placed(place.name, Start(built_by_program(workspace)))
+        if names := [name for name in placed if self.selection.saves(name)]:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise BlobError(
+                f"{', '.join(names[:3])}{more} of {place} was sharded, or gathered, in init, which a resume "
+                "skips: call fully_shard, parallelize_module and the like where the job is built or in "
+                "@job.setup"
+            )
 
     def seal_like(self, session: Session, epoch: int) -> None:
         """Fix the set to what an epoch holds, and what is registered now."""
@@ -157,16 +192,34 @@ class Engine:
 
     def _seal_like(self, session: Session, manifest: Manifest) -> None:
         found: dict[str, dict[str, Member]] = {}
+        watch_steps()
 
-        def look() -> None:
+        def look() -> list[str]:
+            made: set[str] = set()
             for place in session.local_nodes:
-                registered = members_of(session.workspace(place.name))
-                stored = stored_blobs(manifest, self._stored(place.name))
+                workspace = session.workspace(place.name)
+                registered = members_of(workspace)
+                today = renamed_manifest(manifest, self.resume.rename, registered)
+                gone = frozenset() if self.resume.strict else gone_blobs(today, registered)
+                # Entries of dicts were blobs of their own once.
+                stored = [
+                    name
+                    for name in stored_blobs(today, self._stored(place.name))
+                    if name in registered or not (name in gone or workspace.lies_inside(name))
+                ]
                 check_remade(stored, registered, self.selection)
                 found[place.name] = {**{name: Member(name) for name in stored}, **registered}
+                made.update(set(stored).difference(registered))
+                self._demoted |= {
+                    leaf.name
+                    for leaf in today.leaves
+                    if leaf.scope == "rank" and leaf.role not in OF_POSITION
+                }
+            return sorted(made)
 
-        together(session.peers, "checkpoint set", look)
-        self._demoted = {leaf.name for leaf in manifest.leaves if leaf.scope == "rank" and leaf.role != "rng"}
+        self._demoted = set()
+        told = together(session.peers, "checkpoint set", look)
+        self._made_by_init = tuple(sorted({name for names in told for name in names}))
         self._members = found
 
     # Saving
@@ -196,7 +249,7 @@ class Engine:
             demoted, whole = self._replicas.run(job, self._forced(), failed=failed)
             self._tell_unused(session, states, position)
             self._demote(demoted, say=session.peers.rank == 0)
-            plan = make_plan(job := job.with_rank_scope(self._demoted), self._exchange)
+            plan = make_plan(job := job.with_rank_scope(self._demoted | demoted), self._exchange)
         if self.background is not None and self.ledger.in_run:
             self.background.begin(session, job, plan, clock, whole, self.retaining.behind)
             return
@@ -210,7 +263,7 @@ class Engine:
             self._places(session),
             states,
             position,
-            replace(facts, selection=self.selection),
+            replace(facts, selection=self.selection, made_by_init=self._made_by_init),
             self.ledger.required_holding(),
             self.ledger.commit,
             known=self.ledger.may_name,
@@ -226,28 +279,14 @@ class Engine:
             self.storage.check_place()
 
     def prepare(self, session: Session) -> None:
-        """Get the memory for saves, when the blobs exist and nothing was trained yet."""
+        """Note what the program has built, and get memory for saves, before anything is loaded or trained."""
+        for place in session.local_nodes:
+            built = built_by_program(session.workspace(place.name))
+            self._structures.began(place.name, Start(built))
         if self.background is not None:
             self.background.prepare(session)
         else:
             touch_buffers(self.storage, session)
-
-    @undisturbed()
-    def rehearse(self, session: Session) -> None:
-        """Plan a save when the state stands; what goes wrong is left for the save to tell, but PeerError."""
-        held = self.ledger.holding is not None  # and where training waits, listing leaves must change nothing
-        if not held or (self.background is None and not all_stock(session, self._members or {})):
-            return
-        states, failed = self._capture(session)
-        job = self._job(session, states, Position(0), Facts()).with_rank_scope(self._demoted)
-        try:
-            all_listed(session.peers, "rehearsal", failed)
-            plan = rehearse(job, self._exchange)
-            if self.background is not None:
-                self.background.lay_out(session, plan, states)
-        except Exception as error:
-            if isinstance(error, PeerError):  # out of step; after anything else all processes go on
-                raise
 
     def wait(self, *, unguarded: bool = False) -> None:
         """Return when no save is in flight; `unguarded`: nor do registered objects wait for one."""
@@ -286,12 +325,17 @@ class Engine:
             for place in session.local_nodes:
                 self._tell_late(session, place)
                 stored, names = self._stored(place.name), members.get(place.name, {})
-                states.append(
-                    capture(session, place, stored, names, self._demoted, self._structures, self.selection)
-                )
+                known = (names, self._demoted, self._structures)
+                states.append(capture(session, place, stored, *known, self.selection, self._resumes))
+        except BlobError as error:
+            return (), type(error)(f"{error} (on {place})")
         except Exception as error:
             return (), error
         return tuple(states), None
+
+    def _resumes(self, name: str) -> bool:
+        """Whether a resume loads a leaf of this name."""
+        return not any(matches(name, pattern) for pattern in self.resume.exclude)
 
     def _forced(self) -> frozenset[str]:
         return frozenset(
@@ -302,10 +346,18 @@ class Engine:
         )
 
     def _demote(self, names: frozenset[str], *, say: bool) -> None:
-        """Leaves that differ are kept per node from now on; said once, by one process."""
+        """Leaves that differ are kept per node from now on; said once, by one process.
+
+        Not gradients: each save finds anew whether those of its window differ. Which parameters an optimizer
+        has follows from the leaves that a node owns: nobody needs to say it.
+        """
+        names = frozenset(name for name in names if not name.startswith(GRADIENTS))
         self._demoted |= names
+        kept = (self._members or {}).values()
+        names -= {name for members in kept for name, member in members.items() if member.generator}
+        names = frozenset(name for name in names if not name.endswith(f".{PARAMS}"))
         if names and say:
-            warnings.warn(
+            warn(
                 f"{', '.join(sorted(names))} differs between nodes and is saved once per node from now on "
                 "(scope rank); register it with scope='rank' to say so yourself",
                 stacklevel=2,
@@ -322,7 +374,7 @@ class Engine:
         if unused and session.peers.rank == 0:
             known = nearest(unused[0], names)
             text = f"no leaf matches {', '.join(map(repr, unused))} of include= and exclude={known}"
-            warnings.warn(text, stacklevel=2)
+            warn(text, stacklevel=2)
 
     def _tell_late(self, session: Session, place: NodePlace) -> None:
         members = (self._members or {}).get(place.name, {})
@@ -331,7 +383,7 @@ class Engine:
         ]
         if late:
             self._told_late.update(late)
-            warnings.warn(
+            warn(
                 f"{', '.join(map(repr, late))} appeared on {place} after init and will not be saved: "
                 "create it in the init group, or register it as a blob",
                 stacklevel=2,
@@ -346,13 +398,34 @@ class Engine:
 
     @undisturbed()
     def load(self, session: Session, target: Target) -> None:
-        """Load a proved position; random states wait in `take_streams` for the runner to restore them."""
+        """Load a proved position.
+
+        Random states and gradients wait in `take_streams` and `take_gradients` for the runner to restore
+        them, last.
+        """
         self.wait(unguarded=True)
         members, selection = self._members or {}, self.selection
-        job = LoadJob(self.storage, session, target, self._stored, members, selection, self.share_reads)
-        self._streams, self._stats["checkpoint_load"] = load_all(job)
+        job = LoadJob(
+            self.storage, session, target, self._stored, members, selection, self.share_reads, self.resume
+        )
+        self._streams, self._gradients, self._stats["checkpoint_load"], changes = load_all(job)
+        self._tell_changes(session, changes.lines(target.position))
+        wrappers = frozenset(leaf.name for leaf in target.manifest.leaves if leaf.role == "subclass")
+        for place in session.local_nodes:
+            self._structures.loaded(place.name, wrappers)
         if self._reuse is not None:
             self._reuse.loaded(target.manifest)
+
+    def _tell_changes(self, session: Session, lines: Sequence[str]) -> None:
+        """Say what a load made of a program that has changed, once; all processes have the same lines."""
+        lines = [line for line in lines if line not in self._told_changes]
+        self._told_changes.update(lines)
+        if self.say is not None:
+            for line in lines:
+                self.say(line)
+        elif session.peers.rank == 0:
+            for line in lines:
+                warn(line, stacklevel=2)
 
     def go_on_at(self, session: Session, target: Target) -> None:
         """Fix the set like that of a proved position, where it is not fixed, and load that position."""
@@ -364,6 +437,11 @@ class Engine:
         """The random states that the last load found, by hosted node."""
         streams, self._streams = self._streams, {}
         return streams
+
+    def take_gradients(self) -> dict[str, Gradients]:
+        """The gradients that the last load found, by hosted node, ready to be installed."""
+        gradients, self._gradients = self._gradients, {}
+        return gradients
 
     def load_blobs(self, session: Session, names: Sequence[str], epoch: int, *, strict: bool) -> bool:
         """Load some blobs into the workspaces; False, changing nothing, when they are not all there.
@@ -380,6 +458,8 @@ class Engine:
             "partial load: manifest",
             lambda: read.append(manifest_disk.read(self.storage, entry)),
         )
+        from torchrelay.checkpoint.load_blobs import load_some
+
         loaded, self._stats["checkpoint_partial_load"] = load_some(
             self.storage, session, read[0], names, self._stored, strict=strict
         )

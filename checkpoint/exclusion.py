@@ -10,7 +10,6 @@ import secrets
 from contextlib import suppress
 from typing import Literal, Protocol, runtime_checkable
 
-from torchrelay.checkpoint.remote.retrying import may_pass
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import StorageError, UsageError
 
@@ -58,6 +57,8 @@ def check_exclusion(storage: Storage) -> None:
     try:
         fault = _fault(storage, path)
     except Exception as error:
+        from torchrelay.checkpoint.remote.retrying import may_pass
+
         if not may_pass(error):
             _delete(storage, path)
         raise  # a store that does not answer was asked for long enough
@@ -76,6 +77,8 @@ def _fault(storage: Storage, path: str) -> str | None:
     try:
         storage.link_exclusive(path, first)
     except StorageError as error:
+        from torchrelay.checkpoint.remote.retrying import may_pass
+
         if may_pass(error):
             raise
         storage.replace(path, first)  # where this fails, too, it is no matter of exclusion

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from torchrelay.checkpoint.disk.dtypes import by_name, torch_dtype
 from torchrelay.checkpoint.disk.manifest import Manifest
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from torchrelay.checkpoint.underway import moved_bytes
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True)

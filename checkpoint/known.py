@@ -7,17 +7,18 @@ all of it. After a load they are found in the headers of its files.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import NamedTuple
 
 from torchrelay.checkpoint.disk.boxes import Bounds, volume
-from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
+from torchrelay.checkpoint.disk.manifest import OF_POSITION, LeafRow, Manifest
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.disk.names import format_key
 from torchrelay.checkpoint.disk.parts import box_key, piece_key
 from torchrelay.checkpoint.reading.shard_set import Holder, ShardSet
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import RelayError
+from torchrelay.records import dataclass
 
 
 class Part(NamedTuple):
@@ -93,7 +94,7 @@ def _parts_of(manifest: Manifest, nodes: Iterable[int]) -> Iterator[tuple[int, L
     """What these nodes store of tensors: number of the node, leaf, part, and its key."""
     numbers = sorted(nodes)
     for row, leaf in enumerate(manifest.leaves):
-        if leaf.kind == "tensor" and leaf.alias_of is None and leaf.role != "rng":
+        if leaf.kind == "tensor" and leaf.alias_of is None and leaf.role not in OF_POSITION:
             for number in numbers:
                 for part, key in _held(manifest, row, leaf, number):
                     yield number, leaf, part, key

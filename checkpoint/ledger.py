@@ -6,7 +6,6 @@ Reading needs no right to write. All verbs are called by all processes in the sa
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -26,7 +25,7 @@ from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.prove_together import JointProof, prove_together
 from torchrelay.checkpoint.reading.proof import Outcome
 from torchrelay.checkpoint.storage import Storage
-from torchrelay.checkpoint.tier.opened import refuse_near
+from torchrelay.checkpoint.tier.options import NOTES
 from torchrelay.errors import (
     DamagedError,
     FencedError,
@@ -37,7 +36,7 @@ from torchrelay.errors import (
     UnknownEpochError,
     UsageError,
 )
-from torchrelay.jobs.peers import Peers, decide
+from torchrelay.jobs.peers import Peers, decide, warn
 
 TAKEOVER_MARGIN_SECS = 60.0
 """How much longer than the takeover itself the other ranks wait for rank 0."""
@@ -50,6 +49,7 @@ class Ledger:
         self.storage = storage
         self.takeover_secs = takeover_secs
         self.job_name: str | None = None
+        self.launch = ""
         self.hurried: Callable[[], bool] = lambda: False
         """Whether the run is about to leave: then nobody waits for another place."""
         self.secs_left: Callable[[], float | None] = lambda: None
@@ -148,6 +148,7 @@ class Ledger:
         Raises DirectoryInUseError for a living holder. `tolerant`: a directory that cannot be used
         is left alone, and every save tries again.
         """
+        self.launch = peers.launch
 
         def take() -> list[Any] | None:
             try:
@@ -176,9 +177,16 @@ class Ledger:
         return self._told()
 
     def _taken(self) -> LogWriter:
-        refuse_near(self.storage)
+        if self.storage.stat(NOTES) is not None:
+            from torchrelay.checkpoint.tier.opened import refuse_near
+
+            refuse_near(self.storage)
         return LogWriter.take(
-            self.storage, self.job_name, patience_secs=self.takeover_secs, when_fenced=self.when_fenced
+            self.storage,
+            self.job_name,
+            launch=self.launch,
+            patience_secs=self.takeover_secs,
+            when_fenced=self.when_fenced,
         )
 
     def _check_exclusion(self) -> None:
@@ -277,28 +285,28 @@ class Ledger:
         except FencedError:
             pass  # it is another's by now, who need not wait for us
         except (RelayError, OSError) as error:
-            warnings.warn(f"the checkpoint log was not released: {error}", stacklevel=2)
+            warn(f"the checkpoint log was not released: {error}", stacklevel=2)
 
     def finish_deletions(self) -> None:
         """Wait for what is being deleted; failures, and what takes minutes, are told as warnings."""
         done = self.deletions.wait()
         if not done:
-            warnings.warn("files of old epochs are still being deleted: the disk is slow", stacklevel=2)
+            warn("files of old epochs are still being deleted: the disk is slow", stacklevel=2)
         self.tell_failed_deletions()
 
     def tell_failed_deletions(self) -> None:
         """Warn of deletions that failed; the next ones try them again."""
         for failure in self.deletions.take_failures():
-            warnings.warn(failure, stacklevel=2)
+            warn(failure, stacklevel=2)
 
     # Proving
 
-    def prove(self, peers: Peers, epoch: int) -> Target:
+    def prove(self, peers: Peers, epoch: int, *, whole: bool = True) -> Target:
         """Prove exactly this epoch of the current branch; raises DamagedError, never falls back.
 
-        UsageError for an epoch that lost its optimizer to retention.
+        `whole`: UsageError for an epoch that lost its optimizer to retention.
         """
-        entry = self._asked_for(peers, epoch)
+        entry = self._asked_for(peers, epoch) if whole else self.find(peers, epoch)
         if self._proved is not None and self._proved.entry == entry:
             return self._proved
         proof = self._joint_proof(peers, entry)

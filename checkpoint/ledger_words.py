@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from torchrelay.checkpoint.disk.manifest import Manifest
@@ -11,6 +11,7 @@ from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.reading.shard_set import ShardSet
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,12 @@ class Look:
     notices: tuple[str, ...] = ()
 
     @property
+    def rewound(self) -> bool:
+        """Whether the newest entry is where its user began the current branch, to train on from there."""
+        asked = self.request or {}
+        return bool(asked.get("by") == "user" and asked.get("epoch") == self.epoch and self.step == 0)
+
+    @property
     def position(self) -> Position | None:
         """That of the newest entry."""
         return None if self.epoch is None else Position(self.epoch, self.step)
@@ -50,6 +57,14 @@ class Target:
     def position(self) -> Position:
         """Where in the run it was taken."""
         return self.entry.position
+
+    @property
+    def lost_blobs(self) -> frozenset[str]:
+        """The blobs of which retention has removed files."""
+        if self.entry.resumable:
+            return frozenset()
+        left = self.entry.groups
+        return frozenset(leaf.blob for leaf in self.manifest.leaves if leaf.group not in left)
 
     @property
     def facts(self) -> Facts:

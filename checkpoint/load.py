@@ -6,8 +6,11 @@ All processes check first and agree; only then bytes are read, verified on arriv
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
+from functools import partial
 from typing import Any
+
+import torch
 
 from torchrelay.checkpoint.disk.dtypes import memory_of
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
@@ -17,24 +20,34 @@ from torchrelay.checkpoint.headway import headway
 from torchrelay.checkpoint.ledger_words import Target
 from torchrelay.checkpoint.load_shared import agreed, offer, shareable
 from torchrelay.checkpoint.members import RNG_BLOB, Member
-from torchrelay.checkpoint.reading.leaf_reader import LeafRead, LeafReader
+from torchrelay.checkpoint.program_changes import Changes, ResumeOptions, gone_blobs, new_blobs
+from torchrelay.checkpoint.reading.leaf_reader import LeafReader
+from torchrelay.checkpoint.reading.read_plan import LeafRead
+from torchrelay.checkpoint.reading.renaming import RenamedReader, Renaming, excluded_leaves
 from torchrelay.checkpoint.reading.shared_reads import SharedReads
-from torchrelay.checkpoint.reading.shares import Ranges
 from torchrelay.checkpoint.reading.sharing import options_of
-from torchrelay.checkpoint.reshard import Assigned, assign
+from torchrelay.checkpoint.reshard import Assigned, assign, blobs_of_absent_nodes, same_nodes
 from torchrelay.checkpoint.selecting import left_out
 from torchrelay.checkpoint.selection import EVERYTHING, Selection
+from torchrelay.checkpoint.state.container_restore import change_container
+from torchrelay.checkpoint.state.flatten import leaves_of
+from torchrelay.checkpoint.state.gradients import REMEDY, Gradients
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
+from torchrelay.checkpoint.state.module_restore import restore_requires_grad
 from torchrelay.checkpoint.state.restore import Restoration, restoration
-from torchrelay.checkpoint.state.restoring import Read
+from torchrelay.checkpoint.state.restoring import Read, form
+from torchrelay.checkpoint.state.stateful_restore import restore_learning_rates
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.timing import Clock, patience_secs
-from torchrelay.errors import PartiallyLoadedError, PeerError, RelayError, StorageError
-from torchrelay.jobs.peers import together
+from torchrelay.errors import BlobError, PartiallyLoadedError, PeerError, RelayError, StorageError, UsageError
+from torchrelay.jobs.containers import is_container
+from torchrelay.jobs.peers import together, warn
 from torchrelay.jobs.places import NodePlace
 from torchrelay.jobs.random_streams import RandomStreams
 from torchrelay.jobs.session import Session
+from torchrelay.jobs.workspace import Entry
 from torchrelay.metadata.stats import NodeStats, NodeTimes
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True)
@@ -50,11 +63,18 @@ class LoadJob:
     """What the saves of this run take; what they leave out, and the epoch lacks, stays as it is."""
     share_reads: bool = False
     """Whether what all nodes load is read by one host each; see `reading/shared_reads`."""
+    resume: ResumeOptions = field(default_factory=ResumeOptions)
+    """What may be made of a program that has changed."""
 
     @property
     def manifest(self) -> Manifest:
         """What the epoch consists of."""
         return self.target.manifest
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """All nodes of the job, under the names of the directory."""
+        return tuple(self.stored_name(one.name) for one in self.session.nodes)
 
 
 @dataclass
@@ -65,59 +85,196 @@ class _NodeLoad:
     stored: str
     assigned: Assigned
     restoration: Restoration
+    gradients: Gradients
     streams: RandomStreams
+    changes: Changes
+    requires_grad: Callable[[], list[str]]
+    learning_rates: Callable[[], None]
+    new_generators: list[str] = field(default_factory=list)
+    relearning: list[str] = field(default_factory=list)
+    """Parameters whose `requires_grad` was another one than the program had given them."""
     clock: Clock = field(default_factory=Clock)
     bytes: int = 0
 
+    def node_of(self, job: LoadJob, leaf: str) -> str | None:
+        """The node whose value of a leaf is taken."""
+        return self.assigned.nodes.get(leaf) or node_of(job, self.stored)
 
-def load_all(job: LoadJob) -> tuple[dict[str, RandomStreams], NodeStats]:
-    """Load everything into the workspaces; returns the random states and the times, by node.
+
+def load_all(job: LoadJob) -> tuple[dict[str, RandomStreams], dict[str, Gradients], NodeStats, Changes]:
+    """Load everything; returns random states, gradients and times, by node, and what has changed.
 
     Raises the same error on all processes: before anything changed where names, shapes, dtypes or
     policies do not fit, PartiallyLoadedError after.
     """
     reader = LeafReader(job.storage, job.manifest, job.target.shards, options_of(job.session))
+    if job.resume.rename:
+        blobs = frozenset(name for members in job.members.values() for name in members)
+        reader = RenamedReader(reader, Renaming(job.manifest, job.resume.rename, blobs))
+        job = replace(job, target=replace(job.target, manifest=reader.manifest), share_reads=False)
     loads: list[_NodeLoad] = []
     rows: dict[int, Read] = {}
+    anywhere = _registered_anywhere(job)
 
-    def check() -> Ranges | None:
-        loads.extend(_prepare(job, reader, place) for place in job.session.local_nodes)
+    def check(exclude: tuple[str, ...] = ()) -> list[Any]:
+        loads[:] = [_prepare(job, reader, place, anywhere, exclude) for place in job.session.local_nodes]
+        changes = Changes.of_all(load.changes.to_json() for load in loads)
         if not job.share_reads:
-            return None
-        rows.update(shareable(job.manifest, loads[0].restoration.reads, node_of(job, loads[0].stored)))
-        return offer(job.session, rows)
+            return [None, changes.to_json()]
+        own = loads[0].assigned.nodes
+        reads = [read for read in loads[0].restoration.reads if read.leaf not in own]
+        rows.update(shareable(job.manifest, reads, node_of(job, loads[0].stored)))
+        return [offer(job.session, rows), changes.to_json()]
 
-    offers = together(job.session.peers, "load: check", check)
-    shared = agreed(job.session, reader, rows, offers)
+    try:
+        answers = together(job.session.peers, "load: check", check)
+    except BlobError:
+        if not job.resume.exclude:
+            raise
+        answers = together(job.session.peers, "load: check", lambda: check(job.resume.exclude))
+    shared = agreed(job.session, reader, rows, [ranges for ranges, _ in answers])
+    changes = Changes.of_all(one for _, one in answers)
     size = sum(leaf.nbytes for leaf in job.manifest.leaves)  # no node reads more than everything
 
-    def read() -> list[dict[str, Any]]:
+    def read() -> dict[str, Any]:
         _read_all(job, reader, loads, shared)
-        return [_times(job, load) for load in loads]
+        changed = [name for load in loads for name in load.relearning]
+        new = [f"{name} of {load.place}" for load in loads for name in load.new_generators]
+        times = [_times(job, load) for load in loads]
+        return {"times": times, "requires_grad": changed, "new_generators": new}
 
-    times = together(job.session.peers, "load: read", read, deadline_secs=patience_secs(size))
+    done = together(job.session.peers, "load: read", read, deadline_secs=patience_secs(size))
+    times = [part["times"] for part in done]
+    if job.session.peers.rank == 0:
+        _warn_of_gradients([part["requires_grad"] for part in done])
+        if new := [name for part in done for name in part["new_generators"]]:
+            warn(f"{', '.join(new)} begins as the program made it: the node is new", stacklevel=2)
     reader.shards.forget()  # the target may be kept as long as the run
     streams = {load.place.name: load.streams for load in loads}
-    return streams, NodeStats(NodeTimes(**row) for part in times for row in part)
+    gradients = {load.place.name: load.gradients for load in loads}
+    return streams, gradients, NodeStats(NodeTimes(**row) for part in times for row in part), changes
 
 
-def _prepare(job: LoadJob, reader: LeafReader, place: NodePlace) -> _NodeLoad:
+def _warn_of_gradients(told: Sequence[list[str]]) -> None:
+    """Say once which parameters learn, or do not, other than the program had built them."""
+    names = list(dict.fromkeys(name for part in told for name in part))
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        warn(
+            f"requires_grad of {', '.join(names[:3])}{more} is as it was saved, and not as the program built "
+            "it; to change it, set it at the top of an epoch's task. DistributedDataParallel averages "
+            "gradients only of parameters that required them when it was made",
+            stacklevel=2,
+        )
+
+
+def _registered_anywhere(job: LoadJob) -> frozenset[str]:
+    """The blobs that some node has registered; asked of all where the nodes are not those of the epoch."""
+    if same_nodes(job.manifest, job.nodes):
+        return frozenset()
+    here = {name for members in job.members.values() for name, one in members.items() if one.registered}
+    told = job.session.peers.exchange("load: registered blobs", sorted(here))
+    return frozenset(name for names in told for name in names)
+
+
+def _prepare(
+    job: LoadJob,
+    reader: LeafReader,
+    place: NodePlace,
+    anywhere: frozenset[str],
+    exclude: tuple[str, ...],
+) -> _NodeLoad:
+    """Plan the load of one node; leaves that `exclude` means stay as they are."""
     stored = job.stored_name(place.name)
     members = job.members.get(place.name, {})
     clock = Clock()
     with clock.spent("prove"):
-        nodes = tuple(job.stored_name(one.name) for one in job.session.nodes)
-        assigned = assign(job.manifest, replace(place, name=stored), nodes, members, reader)
         entries = job.session.workspace(place.name).entries()
         # Names that nobody registered are made anew: their tensors may have another shape by now.
-        objects = {name: entry.value for name, entry in entries.items() if entry.blob is not None}
-        objects = {name: objects[name] for name in objects if name in members and name not in assigned.kept}
+        registered = {
+            name: one.target for name, one in entries.items() if one.blob is not None and name in members
+        }
+        changes = _changes(job, registered, anywhere)
+        assigned = assign(
+            job.manifest, replace(place, name=stored), job.nodes, members, reader, anywhere,
+            changes.gone | job.target.lost_blobs,
+        )  # fmt: skip
+        changes.buffers.update(assigned.buffers)
+        _check_computed(place, entries, assigned.computed)
+        left = assigned.kept | job.target.lost_blobs
+        objects = {name: one for name, one in registered.items() if name not in left}
         specs = {name: spec_of_row(row, job.manifest) for name, row in assigned.rows.items()}
-        absent = left_out(objects, job.selection) - set(specs)
-        why = job.manifest.facts.selection.why_not
-        found = restoration(objects, specs, assigned.values, kept=assigned.kept | absent, why_absent=why)
+        kept = assigned.kept | (left_out(objects, job.selection) - set(specs))
+        if exclude:
+            excluded = excluded_leaves(job.manifest, exclude)
+            changes.excluded.update(filter(excluded, [*specs, *(one.name for one in leaves_of(objects))]))
+            specs = {name: spec for name, spec in specs.items() if name not in changes.excluded}
+            kept |= changes.excluded
+        node = node_of(job, stored)
+        found = restoration(
+            objects,
+            specs,
+            assigned.values,
+            kept=kept,
+            offered=assigned.offered,
+            untouched=changes.new,
+            exclude="resume_exclude",
+            may_lack=assigned.may_lack,
+            why_absent=partial(_why_absent, job.manifest, assigned),
+            same_content=lambda one, other: reader.same_content((one, node), (other, node)),
+        )
+        changes.retyped.update(name for name in found.replaced if is_container(objects[name]))
+        held = _gradients(job, place, objects, assigned)
         streams = _checked_streams(job, reader, assigned, place, stored)
-    return _NodeLoad(place, stored, assigned, found, streams, clock)
+    new = [name for name in sorted(assigned.kept) if name in members and members[name].generator]
+    learn = partial(restore_requires_grad, objects, specs)
+    rates = partial(restore_learning_rates, registered, specs)
+    return _NodeLoad(place, stored, assigned, found, held, streams, changes, learn, rates, new, clock=clock)
+
+
+def _gradients(job: LoadJob, place: NodePlace, objects: Mapping[str, Any], assigned: Assigned) -> Gradients:
+    """Those of the window that was open; a warning where they belong to other nodes."""
+    if assigned.lost_gradients and place.rank == 0:
+        warn(
+            f"epoch {job.manifest.position} was saved in an open window, whose gradients differ between "
+            f"its {len(job.manifest.world.nodes)} nodes; there are {len(job.nodes)} now, so none is "
+            f"loaded: {REMEDY}",
+            stacklevel=2,
+        )
+    specs = {name: spec_of_row(row, job.manifest) for name, row in assigned.gradients.items()}
+    return Gradients(objects, specs, assigned.values)
+
+
+def _changes(job: LoadJob, registered: Mapping[str, Any], anywhere: frozenset[str]) -> Changes:
+    """The blobs that are new or gone. What a node that is not here owned alone is not gone: see `assign`."""
+    changes = Changes()
+    if not job.resume.strict:
+        changes.new.update(new_blobs(job.manifest, registered))
+        gone = gone_blobs(job.manifest, {*registered, *anywhere})
+        changes.gone.update(gone - blobs_of_absent_nodes(job.manifest, job.nodes))
+    return changes
+
+
+def _check_computed(place: NodePlace, entries: Mapping[str, Entry], computed: Mapping[str, Any]) -> None:
+    """Refuse what reshard callables gave for objects that others hold too, where these cannot become it."""
+    for name, value in computed.items():
+        held = entries[name].target
+        if isinstance(held, torch.Tensor):
+            fits = isinstance(value, torch.Tensor) and form(value) == form(held)
+        else:
+            fits = not is_container(held) or type(value) is type(held)
+        if not fits:
+            gave, has = (
+                form(one) if isinstance(one, torch.Tensor) else type(one).__name__ for one in (value, held)
+            )
+            raise UsageError(
+                f"blob {name!r} of {place}: its reshard callable gave a {gave}, and a {has} is registered: "
+                "return one of that form"
+            )
+
+
+def _why_absent(manifest: Manifest, assigned: Assigned, name: str) -> str:
+    return manifest.facts.selection.why_absent(name) or assigned.why_absent(name)
 
 
 def _read_all(
@@ -137,20 +294,25 @@ def _read_all(
         for load in loads:
             with load.clock.spent("read"):
                 reads = [
-                    LeafRead(read.leaf, memory_of(read.memory()), node_of(job, load.stored), read.target)
-                    for read in load.restoration.reads
+                    LeafRead(read.leaf, memory_of(read.memory()), load.node_of(job, read.leaf), read.target)
+                    for read in (*load.restoration.reads, *load.gradients.reads)
                 ]
-                changed = changed or bool(reads)
+                changed = changed or bool(load.restoration.reads)
                 load.bytes = sum(len(read.destination) for read in reads)
                 with headway(f"loading epoch {job.manifest.position}", load.bytes):
                     reader.read_many(read for read in reads if read.leaf not in come)
             with load.clock.spent("restore"):
                 changed = True
                 workspace = job.session.workspace(load.place.name)
-                for name, value in load.restoration.finish().items():
+                created = load.restoration.finish()
+                for name, value in created.items():
                     workspace.set_loaded(name, value)
+                load.gradients.made(created)
+                load.relearning = load.requires_grad()
+                load.learning_rates()
                 for name, value in load.assigned.computed.items():
-                    workspace.set_loaded(name, value)
+                    held = workspace.entries()[name].target
+                    workspace.set_loaded(name, change_container(held, value) if is_container(held) else value)
     except PeerError:
         raise  # another process is lost: that says more than what became of the objects
     except RelayError as error:
@@ -211,4 +373,5 @@ def spec_of_row(row: LeafRow, manifest: Manifest) -> LeafSpec:
     return LeafSpec(
         row.name, row.blob, Role(row.role), row.group, "tensor" if row.kind == "tensor" else "value",
         row.dtype, row.shape, row.nbytes, row.alias_of, layout if isinstance(layout, Mesh) else None,
+        row.frozen,
     )  # fmt: skip

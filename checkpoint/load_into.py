@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
-
-import torch
 
 from torchrelay.checkpoint.asynchronous.gate import gate
 from torchrelay.checkpoint.blob_file import BlobFile, open_blob_file
 from torchrelay.checkpoint.blob_files import read_blobs
-from torchrelay.checkpoint.reading.load_result import LoadResult, blob_of, check_objects, of_objects
+from torchrelay.checkpoint.reading.casting import Cast, cast_of, checked_cast
+from torchrelay.checkpoint.reading.load_result import LoadResult, blob_of, checked_objects, of_objects
 from torchrelay.checkpoint.reading.lookup import nearest
-from torchrelay.checkpoint.reading.partly_loaded import naming_what_changed
-from torchrelay.checkpoint.reading.patterns import Rename, renamed, renamed_all
+from torchrelay.checkpoint.reading.patterns import Rename, pattern_list, renamed, renamed_all
+from torchrelay.checkpoint.reading.two_passes import Columns, Loading, Wanted
+from torchrelay.checkpoint.state.container_restore import check_changed
+from torchrelay.checkpoint.state.flatten import leaf_names
 from torchrelay.checkpoint.state.in_place import NOTHING, InPlace, fitting, planned
 from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec
-from torchrelay.checkpoint.state.restore import Read, Restoration, restoration
+from torchrelay.checkpoint.state.restore import Restoration, restoration
 from torchrelay.checkpoint.wildcards import is_pattern, matches
 from torchrelay.errors import UsageError
 from torchrelay.jobs.blobs import kind_of
 from torchrelay.jobs.collector import undisturbed
+from torchrelay.jobs.containers import is_container
 from torchrelay.jobs.workspace import Workspace
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.reader import Checkpoint
-    from torchrelay.checkpoint.reading.loading import Nodes
+    from torchrelay.checkpoint.reading.lookup import Nodes
 
 
 class Source(Protocol):
@@ -40,7 +43,15 @@ class Source(Protocol):
     def content(self, blob: str) -> Any:
         """A tensor or value."""
 
-    def load(self, objects: Mapping[str, Any], *, strict: bool, rename: Rename | None) -> LoadResult:
+    def load(
+        self,
+        objects: Mapping[str, Any],
+        *,
+        strict: bool,
+        rename: Rename | None,
+        exclude: Sequence[str],
+        dtype: Cast,
+    ) -> LoadResult:
         """Load into objects, in place, all or nothing."""
 
 
@@ -53,6 +64,8 @@ def load_blobs_into(
     rename: Rename | None = None,
     strict: bool = True,
     nodes: Nodes = None,
+    exclude: str | Sequence[str] = (),
+    dtype: Cast = None,
 ) -> LoadResult:
     """Load blobs from a run directory, a `db_prefix` (there of `epoch`), or a file of `save_blobs`.
 
@@ -73,16 +86,21 @@ def load_blobs_into(
     contents: dict[str, Any] = {}
     for name in _wanted(workspace, {new: kind for new, (_, kind) in kinds.items()}, names):
         blob, kind = kinds.get(name, (name, "stateful"))
-        if name in workspace and kind_of(workspace[name]) != "value":
-            objects[name] = workspace[name]
+        held = workspace.target(name) if name in workspace else None
+        if kind_of(held) != "value" or (is_container(held) and kind == "value"):
+            objects[name] = held
         elif kind != "stateful":
             contents[name] = source.content(blob)
         elif name in workspace:
             raise UsageError(f"there is no tensor or value {name!r} there{nearest(name, kinds)}")
         else:
             objects[name] = workspace[name]  # raises, naming the nearest
-    result = source.load(objects, strict=strict, rename=rename) if objects else LoadResult(())
-    workspace.update(contents)
+    left_out = pattern_list(exclude)
+    result = LoadResult(())
+    if objects:
+        result = source.load(objects, strict=strict, rename=rename, exclude=left_out, dtype=dtype)
+    containers = {name: held for name, held in objects.items() if is_container(held)}
+    workspace.update({**contents, **containers})
     return LoadResult((*result.loaded, *contents), result.missing, result.unexpected, result.bytes_read)
 
 
@@ -95,20 +113,26 @@ def load_into(
     strict: bool = True,
     atomic: bool = True,
     verify: str = "full",
+    exclude: str | Sequence[str] = (),
+    dtype: Cast = None,
 ) -> LoadResult:
     """Load blobs of a file of `save_blobs` into objects, in place, on whatever devices they are.
 
     Objects are modules, optimizers, tensors and objects with `load_state_dict`, by blob name;
     `rename={"model.encoder.": "encoder."}` changes stored names first. Everything is compared before
-    anything changes, and `strict` demands that both sides have the same leaves. With `atomic` all bytes
-    are read and verified before the first object changes, at the price of that memory; without, they are
-    read straight into it, and a failure while reading raises PartiallyLoadedError. `verify="headers"`
-    takes tensors as the storage gives them: damage then passes in silence.
+    anything changes, and `strict` demands that both sides have the same leaves. Leaves of the objects that
+    `exclude` names (a name with all below it, or a pattern) stay as they are. Floating-point tensors whose
+    type is another one than the object's are converted if `dtype` says that type: for all, or by pattern of
+    the new names. With `atomic` all bytes
+    are verified before the first object changes, and again while they are read into it; without, they are
+    read at once, and damage raises PartiallyLoadedError. So does a storage that fails between the two.
+    `verify="headers"` takes tensors as the storage gives them, in one pass: damage then passes in silence.
+    Modules get memory for what is on the meta device, and buffers that they had not made yet.
     Raises UsageError, BlobError with all differences, DamagedError, FormatError or StorageError.
     """
-    check_objects(objects)
+    objects = checked_objects(objects)
     return FileSource(open_blob_file(url, verify=verify)).load(
-        objects, strict=strict, rename=rename, atomic=atomic
+        objects, strict=strict, rename=rename, atomic=atomic, exclude=pattern_list(exclude), dtype=dtype
     )
 
 
@@ -125,6 +149,10 @@ def _wanted(workspace: Workspace, kinds: Mapping[str, str], names: str | Iterabl
             raise UsageError(f"no blob that could be loaded here matches {name!r}{nearest(name, kinds)}")
         found.update(dict.fromkeys(hits))
     return list(found)
+
+
+def _means(name: str, patterns: Sequence[str]) -> bool:
+    return any(matches(name, pattern) for pattern in patterns)
 
 
 class EpochSource:
@@ -146,9 +174,19 @@ class EpochSource:
             return self.checkpoint.load_tensors(name)[blob]
         return self.checkpoint.value(name)
 
-    def load(self, objects: Mapping[str, Any], *, strict: bool, rename: Rename | None) -> LoadResult:
+    def load(
+        self,
+        objects: Mapping[str, Any],
+        *,
+        strict: bool,
+        rename: Rename | None,
+        exclude: Sequence[str],
+        dtype: Cast,
+    ) -> LoadResult:
         """See `Checkpoint.load`."""
-        return self.checkpoint.load(objects, strict=strict, rename=rename, nodes=self.nodes)
+        return self.checkpoint.load(
+            objects, strict=strict, rename=rename, nodes=self.nodes, exclude=exclude, dtype=dtype
+        )
 
 
 class FileSource:
@@ -170,42 +208,38 @@ class FileSource:
         return read_blobs(self.file, [blob])[blob]
 
     def load(
-        self, objects: Mapping[str, Any], *, strict: bool, rename: Rename | None, atomic: bool = True
-    ) -> LoadResult:
-        """Compare everything, and, with `atomic`, read all of it, before an object changes."""
-        if rename is not None:
-            return self._load(objects, NOTHING, strict=strict, rename=rename, atomic=atomic)
-        blobs = self._plain_blobs(objects)
-        with self.file.header.expecting(blobs):
-            in_place = fitting(objects, blobs, self.file.header.entries.forms(blobs))
-            return self._load(objects, in_place, strict=strict, rename=rename, atomic=atomic)
-
-    def _load(
         self,
         objects: Mapping[str, Any],
-        in_place: InPlace,
         *,
         strict: bool,
         rename: Rename | None,
-        atomic: bool,
+        atomic: bool = True,
+        exclude: Sequence[str] = (),
+        dtype: Cast = None,
     ) -> LoadResult:
-        (stored, specs, plan), in_place = planned(
-            lambda in_place: self._planned(objects, rename, in_place, strict=strict), in_place
-        )
-        gate()
+        """Compare everything, and, with `atomic`, verify all of it, before an object changes."""
+
+        def plan(in_place: InPlace) -> tuple[dict[str, str], dict[str, LeafSpec], Restoration]:
+            return self._planned(objects, rename, in_place, exclude, checked_cast(dtype), strict=strict)
+
+        if rename is not None or exclude:
+            return self._load(plan, NOTHING, atomic=atomic)
+        blobs = self._plain_blobs(objects)
+        with self.file.header.expecting(blobs):
+            in_place = fitting(objects, blobs, self.file.header.entries.forms(blobs))
+            return self._load(plan, in_place, atomic=atomic)
+
+    def _load(self, plan_with: Callable[[InPlace], Any], in_place: InPlace, *, atomic: bool) -> LoadResult:
+        (stored, specs, plan), in_place = planned(plan_with, in_place)
         keys = list(in_place.tensors)
-        memories, whole = in_place.beside() if atomic else (in_place.memories, None)
-        beside = [(read, _beside(read)) for read in plan.reads if atomic or read.target is not None]
-        at_once = [] if atomic else [read for read in plan.reads if read.target is None]
-        reads = [*beside, *((read, read.memory()) for read in at_once)]
-        with naming_what_changed(live=not atomic):
-            self.file.fill_memories(keys, memories)
-            self.file.fill((stored[read.leaf], memory) for read, memory in reads)
-        with torch.no_grad():
-            if whole is not None:
-                in_place.put(memories)
-            for read, fresh in beside:
-                _put(read, fresh)
+        columns = Columns(
+            in_place, partial(self.file.check_keys, keys), partial(self.file.fill_memories, keys)
+        )
+        wanted = [Wanted(read, stored[read.leaf]) for read in plan.reads]
+        loading = Loading(self.file, wanted, columns, atomic=atomic)
+        loading.first()
+        gate()
+        loading.second()
         plan.finish()
         loaded = (*keys, *(name for name in specs if name not in plan.unexpected))
         nbytes = in_place.nbytes + sum(read.spec.nbytes for read in plan.reads)
@@ -217,7 +251,14 @@ class FileSource:
         return [name for name in blobs if name not in inner] if inner else blobs
 
     def _planned(
-        self, objects: Mapping[str, Any], rename: Rename | None, in_place: InPlace, *, strict: bool
+        self,
+        objects: Mapping[str, Any],
+        rename: Rename | None,
+        in_place: InPlace,
+        exclude: Sequence[str],
+        dtype: Cast,
+        *,
+        strict: bool,
     ) -> tuple[dict[str, str], dict[str, LeafSpec], Restoration]:
         """New names with stored ones, the leaves, and what to do, of what is not in place."""
         rest = in_place.rest(objects)
@@ -228,8 +269,27 @@ class FileSource:
             raise UsageError(
                 f"there is no blob {strange[0]!r} in {self.file.path}{nearest(strange[0], self.kinds())}"
             )
+        kept: list[str] = []
+        if exclude:
+            kept = [name for name in (*specs, *leaf_names(rest)) if _means(name, exclude)]
+            specs = {name: spec for name, spec in specs.items() if not _means(name, exclude)}
         values = {new: self.file.values[old] for new, old in stored.items() if old in self.file.values}
-        return stored, specs, restoration(objects, specs, values, strict=strict, in_place=in_place.tensors)
+
+        def same_content(one: str, other: str) -> bool:
+            return self.file.same_content(stored[one], stored[other])
+
+        plan = restoration(
+            objects,
+            specs,
+            values,
+            strict=strict,
+            kept=kept,
+            in_place=in_place.tensors,
+            same_content=same_content,
+            cast=lambda name: cast_of(name, dtype),
+        )
+        check_changed(plan.replaced, objects, "torchrelay.load_blobs(path, {0})[{0}]")
+        return stored, specs, plan
 
     def _stored_names(self, objects: Mapping[str, Any], rename: Rename | None) -> dict[str, str]:
         """New name to stored name of what goes into the objects; tensors inside values keep their names."""
@@ -259,19 +319,3 @@ class FileSource:
                 spec = replace(spec, name=new, blob=blob, alias_of=alias)
             found[new] = spec
         return found
-
-
-def _beside(read: Read) -> torch.Tensor:
-    """Where to read first: live memory is written once everything has come."""
-    if read.target is not None:
-        return Read(read.leaf, read.spec).memory()
-    return read.memory() if read.destination is None else torch.empty_like(read.destination)
-
-
-def _put(read: Read, whole: torch.Tensor) -> None:
-    if read.target is None:
-        read.memory().copy_(whole)
-        return
-    for window in read.target.windows:
-        part = whole[tuple(slice(*side) for side in window.box)]
-        read.memory()[tuple(slice(*side) for side in window.place)].copy_(part)

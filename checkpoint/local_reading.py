@@ -14,10 +14,10 @@ import os
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from torchrelay.checkpoint.pacing import expect_long_read
 from torchrelay.checkpoint.storage import Memory, read_each
+from torchrelay.records import dataclass
 
 DIRECT_FROM = 1 << 20
 """Shorter reads are not worth going past the cache."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torchrelay.checkpoint.asynchronous.samples import Verify
@@ -41,6 +41,9 @@ class CheckpointManager(Manager):
         compare_every: int | None = None,
         single_writer: SingleWriter = None,
         tier: Tier | None = None,
+        rename: Mapping[str, str] | None = None,
+        resume_exclude: Patterns = None,
+        resume_strict: bool = False,
     ) -> None:
         super().__init__(
             db_prefix,
@@ -60,6 +63,9 @@ class CheckpointManager(Manager):
             compare_every=compare_every,
             single_writer=single_writer,
             tier=tier,
+            rename=rename,
+            resume_exclude=resume_exclude,
+            resume_strict=resume_strict,
         )
         self.node_name = check_node_name(node_name)
 

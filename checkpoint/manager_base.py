@@ -5,17 +5,17 @@ Those verbs that do work return a group for `session.run`; the others answer at 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torchrelay.checkpoint.asynchronous.background import Outcome, background_of
-from torchrelay.checkpoint.asynchronous.samples import Verify
 from torchrelay.checkpoint.engine import Engine
 from torchrelay.checkpoint.exclusion import SingleWriter
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.ledger_words import Target
 from torchrelay.checkpoint.log.keeping import Best, BestEpochs, Keeping
 from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.program_changes import resume_options_of
 from torchrelay.checkpoint.selection import Patterns, selection_of
 from torchrelay.checkpoint.storage_places import joined
 from torchrelay.checkpoint.tier.options import Tier
@@ -25,6 +25,10 @@ from torchrelay.jobs.job import Job
 from torchrelay.jobs.names import check_node_name
 from torchrelay.jobs.session import Session
 from torchrelay.metadata.handler import Holder, MetadataHandler
+
+if TYPE_CHECKING:
+    from torchrelay.checkpoint.asynchronous.background import Background, Outcome
+    from torchrelay.checkpoint.asynchronous.samples import Verify
 
 DB_TYPE = "torchrelay"
 Work = TaskGroup | SessionGroup
@@ -69,6 +73,11 @@ class Manager:
 
     `tier=Tier(near="/local/nvme/run")` saves to a quick local directory, acknowledged as `local`, and sends
     what is saved there to `db_prefix` behind the training, where it is `replicated`; see `Tier`.
+
+    A load of all nodes may meet another program than the one that saved. A blob that is new begins as the
+    program made it; one that is not registered any more is left out. Each is said in a line, and
+    `resume_strict=True` refuses instead. `rename={"old.": "new."}` finds stored leaves by their names of
+    today, those in optimizers too. Leaves that `resume_exclude` names stay as made where they do not fit.
     """
 
     def __init__(
@@ -91,6 +100,9 @@ class Manager:
         compare_every: int | None = None,
         single_writer: SingleWriter = None,
         tier: Tier | None = None,
+        rename: Mapping[str, str] | None = None,
+        resume_exclude: Patterns = None,
+        resume_strict: bool = False,
     ) -> None:
         self.db_prefix = str(db_prefix)
         self.metadata_handler = metadata_handler
@@ -98,13 +110,14 @@ class Manager:
             db_prefix,
             keeping=Keeping(keep_last, keep_every, keep_optimizer_last, Best.of(keep_best)),
             takeover_secs=takeover_secs,
-            background=background_of(asynchronous, staging_limit, verify_staging),
+            background=_background_of(asynchronous, staging_limit, verify_staging),
             reuse=reuse,
             selection=selection_of(include, exclude),
             share_reads=share_reads,
             compare_every=compare_every,
             single_writer=single_writer,
             tier=tier,
+            resume=resume_options_of(rename, resume_exclude, resume_strict),
         )
         self._nodes: tuple[str, ...] | None = None
         self._path_prefix: str | None = None
@@ -314,3 +327,20 @@ class Manager:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.db_prefix!r})"
+
+
+def _background_of(asynchronous: bool, staging_limit: int | None, verify: str) -> Background | None:
+    """The background of an asynchronous manager; raises UsageError for values that cannot be."""
+    if type(asynchronous) is not bool:
+        raise UsageError(f"asynchronous is {asynchronous!r:.80}; it is True or False")
+    if staging_limit is not None and (type(staging_limit) is not int or staging_limit < 0):
+        raise UsageError(f"staging_limit is {staging_limit!r:.80}; it is a number of bytes, or None")
+    if staging_limit is not None and not asynchronous:
+        raise UsageError("staging_limit is for asynchronous saves: give asynchronous=True too")
+    if verify not in ("samples", "full"):
+        raise UsageError(f"verify_staging is {verify!r:.80}; it is 'samples' or 'full'")
+    if not asynchronous:
+        return None
+    from torchrelay.checkpoint.asynchronous.background import Background
+
+    return Background(staging_limit, "full" if verify == "full" else "samples")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TypedDict
 
-from torchrelay.checkpoint.asynchronous.samples import Verify
 from torchrelay.checkpoint.exclusion import SingleWriter
 from torchrelay.checkpoint.log.keeping import BestEpochs
 from torchrelay.checkpoint.selection import Patterns
 from torchrelay.checkpoint.tier.options import Tier
+
+if TYPE_CHECKING:
+    from torchrelay.checkpoint.asynchronous.samples import Verify
 
 
 class ManagerOptions(TypedDict, total=False):
@@ -19,6 +22,8 @@ class ManagerOptions(TypedDict, total=False):
     leaves are referred to. `include`, `exclude`: which leaves are saved. `share_reads`: whether hosts
     read for each other. `compare_every`: epochs between comparisons of all bytes of the replicas.
     `single_writer`: who sees to it that one job writes. `tier`: a near place before the checkpoints' own.
+    `rename`: names of today by names in older epochs. `resume_exclude`: leaves that stay as the program made
+    them where they do not fit any more. `resume_strict`: refuse blobs that are new or gone.
     """
 
     keep_last: int | None
@@ -35,3 +40,6 @@ class ManagerOptions(TypedDict, total=False):
     compare_every: int | None
     single_writer: SingleWriter
     tier: Tier | None
+    rename: Mapping[str, str] | None
+    resume_exclude: Patterns
+    resume_strict: bool | None

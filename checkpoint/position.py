@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
 
 _TEXT = re.compile(r"(0|[1-9][0-9]{0,7})(?:\+([1-9][0-9]{0,8}))?")
 MAX_EPOCH = 10**8 - 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from torchrelay.checkpoint.disk.manifest import Manifest
@@ -17,6 +17,7 @@ from torchrelay.checkpoint.reading.proof import Level, Outcome, Proof, Share, pr
 from torchrelay.checkpoint.reading.shard_set import ShardSet
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.jobs.peers import Peers
+from torchrelay.records import dataclass
 
 FULL_PROOF_SECS = 24 * 3600.0
 """How long ranks wait for those that still read all bytes of their share."""

@@ -8,22 +8,26 @@ of them is found in the log and goes the next time.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torchrelay.checkpoint.exclusion import check_exclusion
 from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.log.changes import protected
 from torchrelay.checkpoint.log.counter import PATIENCE_SECS
 from torchrelay.checkpoint.log.keeping import Keeping
 from torchrelay.checkpoint.log.live import Entry, Key, Retirement, State
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.log_writer import LogWriter
+from torchrelay.checkpoint.log.retention import whole_epochs
 from torchrelay.checkpoint.log.sweep import delete_retired, files_of
+from torchrelay.checkpoint.reading.epoch_choice import ranges
 from torchrelay.checkpoint.reading.lasting import Lasting
 from torchrelay.checkpoint.reading.metrics import KnownMetrics
 from torchrelay.checkpoint.reading.proof import Outcome
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.tier.notes import only_near, refuse_part
-from torchrelay.errors import StorageError, UnknownEpochError
+from torchrelay.errors import StorageError, UnknownEpochError, UsageError
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ def plan_pruning(storage: Storage, view: LogView, keeping: Keeping) -> Pruned:
     refuse_part(storage)
     if view.empty and not view.retiring:
         raise UnknownEpochError(f"nothing is committed in {storage.url}")
+    _check_named(view, keeping.without)
     keeping, doubts = _with_metrics(storage, view, keeping)
     suspects, reasons = _unproved(storage, view)
     after = replace(view, state=keeping.after(view, suspects, only_near(storage, view)))
@@ -95,12 +100,34 @@ def prune(storage: Storage, keeping: Keeping, *, patience_secs: float = PATIENCE
 def _as_owner(storage: Storage, writer: LogWriter, keeping: Keeping) -> Pruned:
     """Planned again, for somebody may have written before we took over; marks of guests still count."""
     before = writer.view
+    _check_named(before, keeping.without)
     keeping, doubts = _with_metrics(storage, before, keeping)
     suspects, reasons = _unproved(storage, before)
     keeping.retire(writer, suspects, only_near(storage, before))
     losses = tuple(_losses(storage, before, writer.view.state))
     delete_retired(writer)
     return Pruned(losses, before, writer.view, (*doubts, *reasons))
+
+
+def _check_named(view: LogView, epochs: Collection[int]) -> None:
+    """Refuse epochs that are not there, that never go, or whose files another epoch needs."""
+    entries = {entry.position.epoch: entry for entry in whole_epochs(view)}
+    if unknown := [number for number in epochs if number not in entries]:
+        raise UnknownEpochError(
+            f"epoch {unknown[0]} is not among the committed ones ({ranges(list(entries)) or 'none'})"
+        )
+    named = [entries[number] for number in epochs]
+    going = {entry.key for entry in named}
+    for entry in named:
+        number = entry.position.epoch
+        if entry.key in view.state.marked:
+            raise UsageError(f"epoch {number} is tagged or pinned: remove the mark first")
+        if entry.key in protected(view.state):
+            raise UsageError(f"epoch {number} is the newest that can be resumed from, which always stays")
+        needing = [one for one in view.entries if entry.try_name in one.needs and one.key not in going]
+        if needing:
+            more = ", ".join(str(one.position) for one in needing[:4])
+            raise UsageError(f"epoch {number} stays: epoch {more} uses files of it; give that up first")
 
 
 def _with_metrics(storage: Storage, view: LogView, keeping: Keeping) -> tuple[Keeping, list[str]]:

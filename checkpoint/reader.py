@@ -17,6 +17,7 @@ from torchrelay.checkpoint.disk.manifest import Manifest
 from torchrelay.checkpoint.disk.read_options import ReadOptions, verifies
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.log.retention import whole_epochs
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.reading.blob_info import Blobs, LeafInfo, leaf_info
 from torchrelay.checkpoint.reading.casting import Cast, check_types_used, checked_cast
@@ -26,13 +27,12 @@ from torchrelay.checkpoint.reading.handle import TensorHandle
 from torchrelay.checkpoint.reading.leaf_reader import LeafReader
 from torchrelay.checkpoint.reading.load_result import LoadResult
 from torchrelay.checkpoint.reading.loading import (
-    Nodes,
     check_kept,
     load_objects,
     load_tensors,
     load_value,
 )
-from torchrelay.checkpoint.reading.lookup import find_row, holder_of, split_name
+from torchrelay.checkpoint.reading.lookup import Nodes, check_owned, find_row, several_owners, split_name
 from torchrelay.checkpoint.reading.opening import Best, Place, place_of, proved_entry, read_log
 from torchrelay.checkpoint.reading.patterns import Rename, choose, pattern_list, renamed_all
 from torchrelay.checkpoint.reading.proof import Proof
@@ -93,7 +93,9 @@ class Checkpoint:
         self.entry = proof.entry
         self.notices = (*view.notices, *notices)
         self._storage = place.storage
+        self._view = view
         self._reader = LeafReader(place.storage, self.manifest, shards, ReadOptions(verify=verify))
+        self._checked = 0
         self.blobs = Blobs(self._reader)
 
     def __repr__(self) -> str:
@@ -108,6 +110,11 @@ class Checkpoint:
     def epoch(self) -> int:
         """The number of the epoch, also after `epoch="best"` or "last"."""
         return self.entry.position.epoch
+
+    @property
+    def epochs(self) -> tuple[int, ...]:
+        """The epochs that the run had when this was opened; `open_checkpoint(RUN, n)` opens each."""
+        return tuple(entry.position.epoch for entry in whole_epochs(self._view))
 
     @property
     def branch(self) -> int:
@@ -141,8 +148,11 @@ class Checkpoint:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes read from storage since this was opened, records, manifests and headers included."""
-        return self._storage.bytes_read
+        """Bytes read from storage since this was opened, records, manifests and headers included.
+
+        Bytes that a load has verified before it read them into place count once.
+        """
+        return self._storage.bytes_read - self._checked
 
     def load(
         self,
@@ -153,20 +163,24 @@ class Checkpoint:
         nodes: Nodes = None,
         atomic: bool = True,
         exclude: str | Sequence[str] = (),
+        dtype: Cast = None,
     ) -> LoadResult:
         """Load blobs into objects: modules, optimizers, tensors, objects with `load_state_dict`.
 
         Everything is compared before anything changes; `strict` demands that both sides have the same
-        leaves. `rename={"model.encoder.": "encoder."}` changes stored names first, `nodes` says whose
-        content is meant where every node has its own. Leaves of the objects that `exclude` names (a name
-        with all below it, or a pattern) stay as they are and count as no difference. With `atomic` all
-        bytes are read and verified before the first object changes, at the price of that memory; without,
-        a failure while reading raises PartiallyLoadedError. Objects that are JSON values are not changed:
-        use `value`.
+        leaves. `rename={"model.encoder.": "encoder."}` changes stored names first. `nodes` says whose value
+        is taken of leaves that differ between nodes: one node's, or, by blob, a node's. Leaves of the objects
+        that `exclude` names (a name with all below it, or a pattern) stay as they are and count as no
+        difference. Floating-point tensors whose type is another one than the object's are converted if
+        `dtype` says that type: for all, or by pattern of the new names. With `atomic` all bytes are verified
+        before the first object changes, and again while they are read into it; without, they are read at
+        once, and damage raises PartiallyLoadedError. So does a storage that fails between the two. Objects
+        that are JSON values are not changed: use `value`. Modules get memory for what is on the meta device,
+        and buffers that they had not made yet.
         """
-        before = self._storage.bytes_read
+        before = self.bytes_read
         with undisturbed(), self._naming_damage():
-            result = load_objects(
+            result, checked = load_objects(
                 self._reader,
                 self.entry,
                 objects,
@@ -175,8 +189,10 @@ class Checkpoint:
                 nodes=nodes,
                 atomic=atomic,
                 exclude=pattern_list(exclude),
+                dtype=dtype,
             )
-        return result.costing(self._storage.bytes_read - before)
+        self._checked += checked
+        return result.costing(self.bytes_read - before)
 
     def __getitem__(self, name: str) -> TensorHandle:
         """A tensor that is read when it is asked for, whole or in part: `ckpt["model.weight"][10:20]`.
@@ -189,7 +205,7 @@ class Checkpoint:
         row = find_row(self.manifest, leaf, node)
         if self.manifest.leaves[row].kind != "tensor":
             raise UsageError(f"{name!r} is a value, not a tensor: ask for value({name!r})")
-        holder_of(self.manifest, row, node)  # says which node to ask for
+        check_owned(self.manifest, leaf, node)  # says which node to ask for
         check_kept(self._reader, self.entry, [leaf])
         return TensorHandle(self._reader, leaf, node, self._naming_damage)
 
@@ -201,14 +217,19 @@ class Checkpoint:
         device: str | torch.device | None = None,
         dtype: Cast = None,
         strict: bool = True,
+        nodes: Nodes = None,
     ) -> dict[str, torch.Tensor]:
         """Load tensors by name or glob (`model.encoder`, `model.*.weight`, `trainer_1:rng.torch`).
+
+        A tensor that differs between nodes is taken of the node that `nodes` says (`"trainer_0"`, or by blob
+        `{"ema": "trainer_0"}`), with one warning that names these tensors; without it that is an error. None
+        is left out but random states, which only patterns that begin with `rng` mean.
 
         Tied names give one tensor. `dtype` converts floating-point tensors only: all of them, or by
         pattern of their new names, `{"encoder.*": torch.bfloat16}`, the first that fits; each must
         mean a leaf. With `strict` a pattern that matches nothing is an error.
         """
-        chosen = choose(self.manifest, patterns, "tensor", strict=strict)
+        chosen = choose(self.manifest, patterns, "tensor", strict=strict, nodes=nodes)
         places = dict(chosen)
         if len(places) != len(chosen):
             raise UsageError(
@@ -218,18 +239,27 @@ class Checkpoint:
         wanted_names = {new: (name, places[name]) for new, name in names.items()}
         check_types_used((*names, *self.manifest.rows), checked_cast(dtype))
         with undisturbed(), self._naming_damage():
-            return load_tensors(self._reader, self.entry, wanted_names, checked_device(device), dtype)
+            loaded = load_tensors(self._reader, self.entry, wanted_names, checked_device(device), dtype)
+        if nodes is not None:
+            own = {name: node for name, node in chosen if node and several_owners(self.manifest, name)}
+            if own:
+                warnings.warn(_told_own(own), stacklevel=2)
+        return loaded
 
     def value(self, name: str) -> Any:
-        """A value, such as `total` or, where every node has its own, `trainer_1:total`."""
+        """A value, such as `total`, a part of a container, `ema.step`, or a node's own, `trainer_1:total`."""
         node, leaf = split_name(name, self.manifest.world.names)
+        if node is not None:
+            check_owned(self.manifest, leaf, node)
         with self._naming_damage():
             return load_value(self._reader, self.entry, leaf, node)
 
-    def load_values(self, patterns: str | Sequence[str] = "*", *, strict: bool = True) -> dict[str, Any]:
+    def load_values(
+        self, patterns: str | Sequence[str] = "*", *, strict: bool = True, nodes: Nodes = None
+    ) -> dict[str, Any]:
         """Values by name or glob, as `load_tensors` chooses; keys are the names without the node."""
         found: dict[str, Any] = {}
-        for name, node in choose(self.manifest, patterns, "value", strict=strict):
+        for name, node in choose(self.manifest, patterns, "value", strict=strict, nodes=nodes):
             if name in found:
                 raise UsageError(f"{patterns!r} means several nodes' {name!r}: load them one by one")
             with self._naming_damage():
@@ -246,3 +276,9 @@ class Checkpoint:
                 f"epoch {self.position} in {self._storage.url} is damaged: {error}; open another epoch, or "
                 "restore the file from a copy"
             ) from error
+
+
+def _told_own(own: Mapping[str, str]) -> str:
+    some = ", ".join(f"{name} of {node}" for name, node in list(own.items())[:5])
+    more = f", ... ({len(own)} in all)" if len(own) > 5 else ""
+    return f"taken of what differs between nodes: {some}{more}"

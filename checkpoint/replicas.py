@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.disk.boxes import describe
@@ -18,6 +18,7 @@ from torchrelay.checkpoint.planning.compare import (
     WHOLE_EVERY,
     Lone,
     Mode,
+    Verdict,
     compare_replicas,
     digests_of,
     fails_when_different,
@@ -29,8 +30,9 @@ from torchrelay.checkpoint.save import SaveJob
 from torchrelay.checkpoint.state.dtensors import local_of
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value
 from torchrelay.errors import SaveFailedError, UsageError
-from torchrelay.jobs.data_parallel import wraps
+from torchrelay.jobs.data_parallel import broadcast_buffers
 from torchrelay.jobs.peers import Peers, together
+from torchrelay.records import dataclass
 
 
 def checked_every(epochs: int | None) -> int:
@@ -61,7 +63,7 @@ class ReplicaCheck:
         """Nothing was found alike yet."""
         self._owed = False
         """A comparison of all bytes was due and not made, because the save had failed before."""
-        self._broadcasts: dict[int, tuple[weakref.ref[nn.Module], bool]] = {}
+        self._broadcast = BroadcastBuffers()
 
     def run(
         self,
@@ -111,6 +113,7 @@ class ReplicaCheck:
             },
             due=mode is Mode.WHOLE,
         )
+        verdict = self._broadcast.agree(job, verdict)
         self._owed = verdict.due
         if verdict.failures:
             names = {place.rank: str(place) for place in job.places}
@@ -146,25 +149,57 @@ class ReplicaCheck:
         self._first = self._first and not alike
 
     def _compared(self, state: NodeState) -> list[Leaf]:
-        broadcast = {
-            leaf.name
-            for leaf in state.leaves.values()
-            if leaf.role is Role.BUFFER and self._ddp_broadcasts(state.objects.get(leaf.blob))
-        }
+        broadcast = self._broadcast.among(state)
         return [
             leaf for leaf in state.leaves.values() if is_compared(leaf, state.scopes[leaf.name], broadcast)
         ]
 
-    def _ddp_broadcasts(self, module: Any) -> bool:
-        """Whether DDP sends rank 0's buffers of a module around; looked up once, for it walks the heap."""
-        if not isinstance(module, nn.Module):
-            return False
-        known = self._broadcasts.get(id(module))
-        if known is None or known[0]() is not module:  # another one may have the number of one that is gone
-            wrapper = module if isinstance(module, DistributedDataParallel) else wraps(module)
-            known = weakref.ref(module), wrapper is not None and bool(wrapper.broadcast_buffers)
-            self._broadcasts[id(module)] = known
-        return known[1]
+
+class BroadcastBuffers:
+    """Which leaves are buffers that DDP sends around, found by their memory, whatever they are registered in.
+
+    To look for living DDP objects walks the heap. That is done when other objects are saved than before,
+    and when replicas differ: a module may be wrapped later.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, frozenset[str]] = {}
+        self._modules: dict[int, list[weakref.ref[nn.Module]]] = {}
+
+    def among(self, state: NodeState) -> frozenset[str]:
+        """The names of these leaves, of a node that is about to be compared."""
+        modules = [one for one in state.objects.values() if isinstance(one, nn.Module)]
+        before = [ref() for ref in self._modules.get(state.rank, ())]
+        if len(before) != len(modules) or any(a is not b for a, b in zip(before, modules, strict=True)):
+            self._modules[state.rank] = [weakref.ref(one) for one in modules]
+            self._known[state.rank] = self.found([state])
+        return self._known.get(state.rank, frozenset())
+
+    def found(self, states: Iterable[NodeState]) -> frozenset[str]:
+        """The names of all such leaves now."""
+        buffers = [leaf for state in states for leaf in state.leaves.values() if leaf.role is Role.BUFFER]
+        sent = {_memory(buffer) for buffer in broadcast_buffers()} if buffers else set()
+        return frozenset(leaf.name for leaf in buffers if _memory(leaf.content) in sent)
+
+    def agree(self, job: SaveJob, verdict: Verdict) -> Verdict:
+        """The verdict without what DDP sends around on any process, which differs by design."""
+        different = verdict.demote.union(verdict.failures)
+        if not different:
+            return verdict
+        here = sorted(different & self.found(job.states))
+        answers = job.peers.exchange("save: buffers of DDP", here)
+        sent = frozenset(name for answer in answers for name in answer)
+        self._known = {node: names | sent for node, names in self._known.items()}
+        return replace(
+            verdict,
+            demote=verdict.demote - sent,
+            failures={name: nodes for name, nodes in verdict.failures.items() if name not in sent},
+        )
+
+
+def _memory(content: Any) -> tuple[int, torch.Size] | None:
+    """Where a tensor lies, and as what."""
+    return (content.data_ptr(), content.shape) if isinstance(content, torch.Tensor) else None
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ A row of few texts: ten thousand of them cost rank 0 little to decode, and the g
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torchrelay.checkpoint.disk.manifest import ShardRow, table
+from torchrelay.records import dataclass
 
 Json = Any
 Row = list[Json]

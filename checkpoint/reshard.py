@@ -1,26 +1,31 @@
-"""What each node takes from an epoch: its own values, shared ones, or what a policy makes of the others'.
+"""What each node takes from an epoch: what it owns, what all share, or what a policy makes of the others'.
 
-A leaf that every node shares is for all. A leaf of scope `rank` is its node's. When the nodes are not
-those of the epoch, the blob's policy decides: "error" (the default) refuses, "drop" leaves the blob as
-the program made it, "by_rank" lets known nodes take theirs and leaves new ones as they are, and a
-callable `policy(values, place)` makes a value from those of all old nodes.
+A leaf has the set of nodes that own it; the layout says which. On the nodes of the epoch every node takes
+what it owns and nothing else. On other nodes a leaf that all owned alike is for all. Of any other the
+`reshard` policy of its blob decides: "error" (the default) refuses, "drop" leaves it as the program made
+it, "by_rank" lets known nodes take theirs and leaves new ones as they are, and a callable
+`policy(values, place)` makes a value from those of its owners. What only makes sense together (an
+optimizer, an object's state, a value with the tensors inside) is decided together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import field
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from torchrelay.checkpoint.disk.dtypes import by_name, memory_of, torch_dtype
-from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
+from torchrelay.checkpoint.disk.manifest import OF_POSITION, LeafRow, Manifest
 from torchrelay.checkpoint.members import Member
 from torchrelay.checkpoint.reading.leaf_reader import LeafReader
-from torchrelay.errors import UsageError
+from torchrelay.checkpoint.state.leaf import OPTIM_GROUP
+from torchrelay.errors import FormatError, UsageError
 from torchrelay.jobs.blobs import RESHARD_POLICIES
 from torchrelay.jobs.places import NodePlace
+from torchrelay.records import dataclass
 
 
 @dataclass
@@ -31,9 +36,50 @@ class Assigned:
     values: dict[str, Any] = field(default_factory=dict)
     kept: set[str] = field(default_factory=set)
     """Leaves that stay as the program made them."""
+    offered: set[str] = field(default_factory=set)
+    """Those of `rows` that lie on a mesh of other nodes: objects may have them here, and need not."""
+    may_lack: set[str] = field(default_factory=set)
+    """Blobs of which this node may have leaves that the epoch lacks, as their policy says."""
     random: list[str] = field(default_factory=list)
+    gradients: dict[str, LeafRow] = field(default_factory=dict)
+    lost_gradients: bool = False
+    """Whether gradients of the window that was open belong to nodes that are not here."""
     computed: dict[str, Any] = field(default_factory=dict)
     """Blobs that a policy made from those of all nodes."""
+    nodes: dict[str, str] = field(default_factory=dict)
+    """Leaves of which another node's value is taken, and whose: buffers, on a node that has none."""
+    buffers: dict[str, str] = field(default_factory=dict)
+    """Buffers that differed between the nodes of the epoch, and the first of these."""
+    foreign: dict[str, str] = field(default_factory=dict)
+    """Leaves that are others' alone, and whose they are."""
+
+    def why_absent(self, name: str) -> str:
+        """Why a leaf that an object here has is not for this node; empty where the epoch lacks it."""
+        if name not in self.foreign:
+            return ""
+        return (
+            f"it belongs to {self.foreign[name]} alone: reshard='by_rank' where the blob is registered "
+            "leaves it here as the program made it"
+        )
+
+
+def same_nodes(manifest: Manifest, nodes: Sequence[str]) -> bool:
+    """Whether these are the nodes of the epoch, whatever their order."""
+    return set(nodes) == set(manifest.world.nodes)
+
+
+def blobs_of_absent_nodes(manifest: Manifest, nodes: Sequence[str]) -> set[str]:
+    """The blobs with leaves that not all nodes shared, and of which an owner is no node of this job."""
+    if same_nodes(manifest, nodes):
+        return set()
+    here = {number for name, number in manifest.world.number.items() if name in nodes}
+    return {
+        leaf.blob
+        for leaf in manifest.leaves
+        if leaf.role not in ("rng", "gradient")
+        and not manifest.is_shared(leaf)
+        and not manifest.owners_of(leaf) <= here
+    }
 
 
 def assign(
@@ -42,111 +88,250 @@ def assign(
     nodes: Sequence[str],
     members: Mapping[str, Member],
     reader: LeafReader,
+    anywhere: frozenset[str] = frozenset(),
+    without: Collection[str] = (),
 ) -> Assigned:
     """Decide for one node; raises UsageError that names every blob without a policy for these nodes.
 
-    `place` and `nodes` have the names under which nodes are stored.
+    `place` and `nodes` have the names under which nodes are stored; `anywhere` are the blobs that some
+    node has registered. Nobody takes anything of the blobs `without`.
     """
-    node = place.name
-    found = Assigned()
-    refused: dict[str, str] = {}
+    choice = _Choice(manifest, place, tuple(nodes), members, reader, anywhere)
+    found = choice.found
+    here = same_nodes(manifest, nodes)
     for name, rows in manifest.rows.items():
-        own = _own_row(manifest, rows, node)
-        leaf = manifest.leaves[rows[0] if own is None else own]
-        if leaf.role == "rng":
+        own = choice.own_row(rows)
+        if manifest.leaves[rows[0]].blob in without:
+            continue
+        if manifest.leaves[rows[0]].role == "rng":
             found.random += [name] if own is not None else []
-        elif leaf.scope != "rank":
-            _take(found, name, leaf, reader, node)
-        else:
-            policy = members[leaf.blob].reshard if leaf.blob in members else None
-            _assign_rank_leaf(_Case(manifest, place, nodes, name, leaf, own, policy), found, refused, reader)
-    if refused:
-        raise UsageError(_refusal(manifest, nodes, refused))
+        elif manifest.leaves[rows[0]].role == "gradient":
+            choice.take_gradient(manifest.leaves[rows[0] if own is None else own], own=own, here=here)
+        elif here and own is not None:
+            choice.take(manifest.leaves[own])
+        elif here:
+            choice.leave(name)
+    if not here:
+        for unit in _units(manifest):
+            if manifest.leaves[manifest.rows[unit[0]][0]].blob not in without:
+                choice.decide(unit)
+    if choice.refused:
+        raise UsageError(_refusal(manifest, nodes, choice.refused))
+    if found.lost_gradients:
+        found.gradients.clear()
     return found
 
 
-@dataclass(frozen=True)
-class _Case:
-    """A leaf of scope `rank`, seen from one node."""
+def _units(manifest: Manifest) -> Iterator[list[str]]:
+    """The names of leaves that only make sense together."""
+    first = {name: manifest.leaves[rows[0]] for name, rows in manifest.rows.items()}
+    trees = {name for name, leaf in first.items() if leaf.kind == "value"}
+    found: dict[str, list[str]] = {}
+    for name, leaf in first.items():
+        if leaf.role in OF_POSITION:
+            continue
+        unit, above = name, name
+        while above and leaf.group != OPTIM_GROUP:
+            unit = above if above in trees and first[above].blob == leaf.blob else unit
+            above = above.rpartition(".")[0]
+        found.setdefault(leaf.blob if leaf.group == OPTIM_GROUP else unit, []).append(name)
+    yield from found.values()
+
+
+@dataclass
+class _Choice:
+    """What one node takes, in the making; see `assign`."""
 
     manifest: Manifest
     place: NodePlace
-    nodes: Sequence[str]
-    name: str
-    leaf: LeafRow
-    own: int | None
-    policy: Any
+    nodes: tuple[str, ...]
+    members: Mapping[str, Member]
+    reader: LeafReader
+    anywhere: frozenset[str]
+    found: Assigned = field(default_factory=Assigned)
+    refused: dict[str, str] = field(default_factory=dict)
+    """Blob to one of its leaves."""
 
-    @property
-    def old_nodes(self) -> tuple[str, ...]:
-        """The nodes that had the leaf."""
-        rows = self.manifest.rows[self.name]
-        numbers = {n for row in rows for n in self.manifest.nodes_of(self.manifest.leaves[row])}
-        return tuple(self.manifest.world.names[number] for number in sorted(numbers))
+    def own_row(self, rows: Sequence[int]) -> int | None:
+        """The row of this node among those of a leaf."""
+        number = self.manifest.world.number.get(self.place.name)
+        for row in rows:
+            if number is not None and number in self.manifest.owners_of(self.manifest.leaves[row]):
+                return row
+        return None
 
-    @property
-    def fits(self) -> bool:
-        """Whether every node that had the leaf is here, and every one that should have it had it."""
-        old, here = set(self.old_nodes), set(self.nodes)
-        everywhere = old >= set(self.manifest.world.nodes)
-        return old == here if everywhere else old <= here
+    def take(self, leaf: LeafRow) -> None:
+        """Take a leaf, as this node has it."""
+        self.found.rows[leaf.name] = leaf
+        self._take_value(leaf)
 
+    def take_gradient(self, leaf: LeafRow, *, own: int | None, here: bool) -> None:
+        """On the nodes of the epoch each takes its own; on others what all had alike, or all take none."""
+        if own is not None if here else self.manifest.is_shared(leaf):
+            self.found.gradients[leaf.name] = leaf
+            self._take_value(leaf)
+        elif not here:
+            self.found.lost_gradients = True
 
-def _assign_rank_leaf(case: _Case, found: Assigned, refused: dict[str, str], reader: LeafReader) -> None:
-    if case.fits:
-        if case.own is not None:
-            _take(found, case.name, case.leaf, reader, case.place.name)
-    elif callable(case.policy):
-        _compute(case, found, reader)
-    elif case.policy == "drop" or (case.policy == "by_rank" and case.own is None):
-        found.kept.add(case.name)
-    elif case.policy == "by_rank":
-        _take(found, case.name, case.leaf, reader, case.place.name)
-    else:
-        refused[case.leaf.blob] = case.name
+    def _take_value(self, leaf: LeafRow) -> None:
+        if leaf.kind == "value" and leaf.alias_of is None:
+            known = self.place.name in self.manifest.world.number
+            value = self.reader.value_json(leaf.name, self.place.name if known else None)
+            self.found.values[leaf.name] = value
 
+    def leave(self, name: str) -> None:
+        """Leave a leaf to its owners, which are nodes of this job. An object here may have it too."""
+        leaf = self.manifest.leaves[self.manifest.rows[name][0]]
+        if leaf.scope == "sharded":
+            self.found.offered.add(name)
+            self.take(leaf)
+            return
+        member = self.members.get(leaf.blob)
+        policy = member.reshard if member is not None else None
+        if policy in ("drop", "by_rank"):
+            self.found.kept.add(name)
+        elif callable(policy):
+            self._compute(leaf, policy)
+        else:
+            whose = ", ".join(self._owners(name))
+            self.found.foreign[name] = whose
+            self.found.foreign.setdefault(leaf.blob, whose)
 
-def _compute(case: _Case, found: Assigned, reader: LeafReader) -> None:
-    if case.leaf.name != case.leaf.blob or case.leaf.role in ("state", "subclass"):
-        raise UsageError(
-            f"blob {case.leaf.blob!r}: a reshard callable can make tensors and plain values, "
-            f"not {case.name!r}; use one of {', '.join(RESHARD_POLICIES)}"
+    def decide(self, unit: Sequence[str]) -> None:
+        """Decide on leaves that belong together, where the nodes are others than those of the epoch."""
+        leaves = [self.manifest.leaves[self.manifest.rows[name][0]] for name in unit]
+        if all(map(self.manifest.is_shared, leaves)):
+            for leaf in leaves:
+                self.take(leaf)
+            return
+        own = {name: self.own_row(self.manifest.rows[name]) for name in unit}
+        member = self.members.get(leaves[0].blob)
+        if member is None or not member.registered:
+            self._decide_unregistered(own)
+        elif callable(member.reshard):
+            for leaf in leaves:
+                self._compute(leaf, member.reshard)
+        elif member.reshard in ("drop", "by_rank"):
+            self.found.may_lack.add(leaves[0].blob)
+            self._take_own(own if member.reshard == "by_rank" else dict.fromkeys(own))
+        elif member.reshard is None and member.scope is None and self._only_buffers_differ(leaves):
+            self._take_own_or_first(leaves)
+        elif any(leaf.scope != "host" for leaf in leaves) or None in own.values():
+            self._refuse(unit)
+        else:
+            self._take_own(own)
+
+    def _decide_unregistered(self, own: Mapping[str, int | None]) -> None:
+        """Nobody could say a policy of what `init` made: it stays with its owners, if all are here."""
+        owners = {node for name in own for node in self._owners(name)}
+        blob = self.manifest.leaves[self.manifest.rows[next(iter(own))][0]].blob
+        if owners <= set(self.nodes) and len(owners) < len(self.manifest.world.nodes):
+            self._take_own(own)
+        elif blob not in self.anywhere:
+            self._refuse(list(own))
+
+    def _take_own(self, own: Mapping[str, int | None]) -> None:
+        for name, row in own.items():
+            if row is None:
+                self.found.kept.add(name)
+            else:
+                self.take(self.manifest.leaves[row])
+
+    def _only_buffers_differ(self, leaves: Sequence[LeafRow]) -> bool:
+        """Whether all that differs are buffers of a module that all nodes have, or copies of such.
+
+        Of these every node has a value of its own only because its batches were others: running statistics.
+        """
+        everybody = len(self.manifest.world.nodes)
+        return all(
+            self.manifest.is_shared(leaf)
+            or (self._buffers.has(leaf) and len(self._owners(leaf.name)) == everybody)
+            for leaf in leaves
         )
-    values = {node: _content(case, reader, node) for node in case.old_nodes}
-    found.kept.add(case.name)
-    found.computed[case.name] = case.policy(values, case.place)
+
+    @cached_property
+    def _buffers(self) -> _Buffers:
+        return _Buffers(self.manifest)
+
+    def _take_own_or_first(self, leaves: Sequence[LeafRow]) -> None:
+        """Every node takes its own value, a node that is new the one of the first owner."""
+        for leaf in leaves:
+            own = self.own_row(self.manifest.rows[leaf.name])
+            if not self.manifest.is_shared(leaf):
+                first = self.found.buffers[leaf.name] = self._owners(leaf.name)[0]
+                if own is None:
+                    self.found.nodes[leaf.alias_of or leaf.name] = first
+            self.take(leaf if own is None else self.manifest.leaves[own])
+
+    def _compute(self, leaf: LeafRow, policy: Any) -> None:
+        if leaf.name != leaf.blob or leaf.role in ("state", "subclass"):
+            raise UsageError(
+                f"blob {leaf.blob!r}: a reshard callable can make tensors and plain values, "
+                f"not {leaf.name!r}; use one of {', '.join(RESHARD_POLICIES)}"
+            )
+        try:
+            values = {node: _content(leaf, self.reader, node) for node in self._owners(leaf.name)}
+        except FormatError as error:
+            raise UsageError(
+                f"blob {leaf.blob!r}: a reshard callable can make tensors and plain values, and this has "
+                f"tensors or dataclass instances inside; use one of {', '.join(RESHARD_POLICIES)}"
+            ) from error
+        self.found.kept.add(leaf.name)
+        self.found.computed[leaf.name] = policy(values, self.place)
+
+    def _owners(self, name: str) -> list[str]:
+        return owner_names(self.manifest, name)
+
+    def _refuse(self, unit: Sequence[str]) -> None:
+        shared = (name for name in unit if not self.manifest.is_shared(self._first(name)))
+        name = next(shared, unit[0])
+        self.refused.setdefault(self._first(name).blob, name)
+
+    def _first(self, name: str) -> LeafRow:
+        return self.manifest.leaves[self.manifest.rows[name][0]]
 
 
-def _content(case: _Case, reader: LeafReader, node: str) -> Any:
+class _Buffers:
+    """The buffers of an epoch's modules, and what is a copy of one: it ends like its name, in its form."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        buffers = [leaf for leaf in manifest.leaves if leaf.role == "buffer"]
+        self._forms = {(leaf.name[len(leaf.blob) + 1 :], leaf.dtype, leaf.shape) for leaf in buffers}
+
+    def has(self, leaf: LeafRow) -> bool:
+        """Whether a leaf is a buffer, or a copy of one."""
+        ends = leaf.name.split(".")
+        return leaf.role == "buffer" or any(
+            (".".join(ends[at:]), leaf.dtype, leaf.shape) in self._forms for at in range(1, len(ends))
+        )
+
+
+def owner_names(manifest: Manifest, name: str) -> list[str]:
+    """The names of the nodes that own a leaf, in the order of their ranks."""
+    found = {node for row in manifest.rows[name] for node in manifest.owners_of(manifest.leaves[row])}
+    return [manifest.world.nodes[node] for node in sorted(found)]
+
+
+def _content(leaf: LeafRow, reader: LeafReader, node: str) -> Any:
     """The value or tensor of one old node."""
-    if case.leaf.kind == "value":
-        return reader.value(case.name, node)
-    spec = reader.spec(case.name, node)
+    if leaf.kind == "value":
+        return reader.value(leaf.name, node)
+    spec = reader.spec(leaf.name, node)
     tensor = torch.empty(spec.shape, dtype=torch_dtype(by_name(str(spec.dtype))))
-    reader.read_into(case.name, memory_of(tensor), node)
+    reader.read_into(leaf.name, memory_of(tensor), node)
     return tensor
 
 
-def _own_row(manifest: Manifest, rows: Sequence[int], node: str) -> int | None:
-    number = manifest.world.number.get(node)
-    for row in rows:
-        if number is not None and number in manifest.nodes_of(manifest.leaves[row]):
-            return row
-    return None
-
-
-def _take(found: Assigned, name: str, leaf: LeafRow, reader: LeafReader, node: str) -> None:
-    found.rows[name] = leaf
-    if leaf.kind == "value" and leaf.alias_of is None:
-        known = node in reader.manifest.world.number
-        found.values[name] = reader.value_json(name, node if known else None)
-
-
 def _refusal(manifest: Manifest, nodes: Sequence[str], refused: Mapping[str, str]) -> str:
-    blobs = ", ".join(repr(blob) for blob in sorted(refused))
-    policies = ", ".join(map(repr, RESHARD_POLICIES[1:]))
+    told = []
+    for blob, leaf in sorted(refused.items()):
+        owners = owner_names(manifest, leaf)
+        some = ", ".join(owners[:4]) + (f", ... ({len(owners)} nodes)" if owners[4:] else "")
+        told.append(f"{blob!r} ({'it' if leaf == blob else leaf} belongs to {some})")
     return (
-        f"blob {blobs} has a value of its own on each of {len(manifest.world.nodes)} nodes, and now "
-        f"there are {len(nodes)}: say what shall become of it with reshard={policies} or a callable "
-        "where it is registered (the default 'error' refuses)"
+        f"the epoch was saved by {len(manifest.world.nodes)} nodes, and now there are {len(nodes)}, "
+        f"{', '.join(nodes[:4])}{', ...' if len(nodes) > 4 else ''}. Not all nodes share blob "
+        f"{', '.join(told)}: say what shall become of it where it is registered: reshard='by_rank' gives "
+        "nodes theirs and leaves new ones as the program made them; 'drop' or a callable do otherwise (the "
+        "default 'error' refuses)"
     )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from torchrelay.checkpoint.ledger import Ledger
 from torchrelay.checkpoint.log.branches import LogView
@@ -16,7 +15,8 @@ from torchrelay.checkpoint.reading.lasting import Lasting
 from torchrelay.checkpoint.reading.metrics import KnownMetrics
 from torchrelay.checkpoint.reading.proof import Outcome
 from torchrelay.errors import StorageError
-from torchrelay.jobs.peers import Peers, decide
+from torchrelay.jobs.peers import Peers, decide, warn
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,10 @@ class Retaining:
 
     def end(self, peers: Peers) -> None:
         """Return when all is deleted. All processes together: FencedError when another job has the log."""
-        if not self.keeping.everything:
+        if self.keeping.everything:
+            self.delete_left()  # positions inside the last epoch, which its commit has passed
+            self.ledger.finish_deletions()
+        else:
             decide(peers, "save: retention ended", self._end)
 
     def _retire(self) -> None:
@@ -75,7 +78,7 @@ class Retaining:
         else:
             self._ask("old epochs", lambda: delete_left(writer))
         if unsure:
-            warnings.warn(f"old epochs could not be deleted: {unsure}", stacklevel=2)
+            warn(f"old epochs could not be deleted: {unsure}", stacklevel=2)
 
     def _retire_but(self, writer: LogWriter) -> str:
         """Give up what may go, as long as an epoch that stays is proved; returns doubts, for people."""

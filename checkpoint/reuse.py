@@ -11,11 +11,11 @@ differs then fails the try (`check_presumed`).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.disk import manifest_disk
-from torchrelay.checkpoint.disk.manifest import BlobRow, Manifest
+from torchrelay.checkpoint.disk.manifest import OF_POSITION, BlobRow, Manifest
 from torchrelay.checkpoint.disk.names import format_keys
 from torchrelay.checkpoint.disk.shard_writer import ShardReport
 from torchrelay.checkpoint.known import Known, KnownFile, Part, known_of
@@ -35,11 +35,12 @@ from torchrelay.checkpoint.planning.reuse import (
 )
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.state.dtensors import is_sharded
-from torchrelay.checkpoint.state.leaf import Role, Value
+from torchrelay.checkpoint.state.leaf import Value
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.unchanged import Findings, TensorOf, look
 from torchrelay.errors import ChangedAfterAllError, RelayError
 from torchrelay.jobs.peers import Peers, decide, together
+from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
     import torch
@@ -284,8 +285,8 @@ def _tensors(job: SaveJob, plan: Plan) -> TensorOf:
 
 
 def _parts_by_key(assignments: Sequence[Assignment]) -> dict[str, Part]:
-    """Random states and values are left out: nobody refers to them."""
-    found = [one for one in assignments if one.leaf.kind == "tensor" and one.leaf.role is not Role.RNG]
+    """Random states, gradients and values are left out: nobody refers to them."""
+    found = [one for one in assignments if one.leaf.kind == "tensor" and one.leaf.role not in OF_POSITION]
     parts = [Part(one.leaf.name, one.first, one.last, one.nbytes, one.box) for one in found]
     return dict(zip(format_keys([one.key for one in found]), parts, strict=True))
 

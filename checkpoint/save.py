@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import secrets
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -43,9 +42,10 @@ from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.timing import Clock, patience_secs
 from torchrelay.checkpoint.unchanged import lookers
 from torchrelay.errors import ChangedAfterAllError, PeerError, SaveFailedError, StorageError
-from torchrelay.jobs.peers import Peers, decide, is_told, together
+from torchrelay.jobs.peers import Peers, decide, is_told, together, warn
 from torchrelay.jobs.places import NodePlace
 from torchrelay.metadata.stats import NodeStats, NodeTimes
+from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
     import torch
@@ -136,18 +136,6 @@ def _planned(job: SaveJob, exchange: SpecExchange) -> Plan:
     return plan
 
 
-def rehearse(job: SaveJob, exchange: SpecExchange) -> Plan:
-    """Plan a save that nobody makes, and on rank 0 the tables of its manifest: a save like it finds both.
-
-    Talks to the other processes as `make_plan` does, writes nothing.
-    """
-    alone = replace(job, reuse=None)
-    plan = make_plan(alone, exchange)
-    if job.peers.rank == 0:
-        prepare(alone, plan)
-    return plan
-
-
 def save_epoch(
     job: SaveJob, plan: Plan, clock: Clock, whole: WholeBytes | None, exchange: SpecExchange
 ) -> NodeStats:
@@ -206,7 +194,7 @@ def _write_stats(job: SaveJob, path: str, stats: NodeStats) -> None:
     try:
         job.storage.replace(path, json.dumps({**stats.to_json(), "metrics": metrics}).encode())
     except StorageError as error:
-        warnings.warn(f"the epoch is saved, its timings are not: {error}", stacklevel=2)
+        warn(f"the epoch is saved, its timings are not: {error}", stacklevel=2)
 
 
 def _make_try(job: SaveJob, plan: Plan) -> str:

@@ -7,13 +7,14 @@ optimizer the state of one parameter, and all the rest, without which no state i
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torchrelay.checkpoint.reading.lookup import nearest
 from torchrelay.checkpoint.selection import Selection
 from torchrelay.checkpoint.state.flatten import leaves_of, parameter_names
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
-from torchrelay.checkpoint.state.leaf import Leaf, Value
+from torchrelay.checkpoint.state.leaf import Leaf, Role, Value
 from torchrelay.checkpoint.state.optimizer_leaves import state_prefix
 from torchrelay.checkpoint.wildcards import matches
 from torchrelay.errors import BlobError, UsageError
@@ -102,6 +103,9 @@ def _optimizer_unit(leaf: Leaf, parameters: Collection[str]) -> str:
 
 def _wanted(unit: str, members: Sequence[Leaf], selection: Selection) -> bool:
     votes = {selection.saves(leaf.name) for leaf in members}
+    inside = [leaf for leaf in members if leaf.name != unit or leaf.role is not Role.VALUE]
+    if len(votes) > 1 and not any(selection.saves(leaf.name) for leaf in inside):
+        return False  # `ema.*` means all of a container
     if len(votes) > 1:
         out = next(leaf.name for leaf in members if not selection.saves(leaf.name))
         raise BlobError(
@@ -133,7 +137,7 @@ def _with_own_content(leaves: Sequence[Leaf]) -> list[Leaf]:
             continue
         owner = owners.setdefault(leaf.alias_of, leaf.name)
         alias = None if owner == leaf.name else owner
-        found.append(Leaf(leaf.name, leaf.blob, leaf.role, leaf.group, leaf.content, alias))
+        found.append(replace(leaf, alias_of=alias))
     return found
 
 

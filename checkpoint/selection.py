@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torchrelay.checkpoint.wildcards import matches
 from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
 
 Patterns = str | Sequence[str] | None
 
@@ -32,6 +32,11 @@ class Selection:
         """Whether a leaf of this name is saved."""
         return not self.why_not(name)
 
+    def why_absent(self, name: str) -> str:
+        """What a refusal says of a leaf that the save left out; empty for one that it would have saved."""
+        why = self.why_not(name)
+        return f"{LEFT_OUT}: {why}" if why else ""
+
     def why_not(self, name: str) -> str:
         """Why a leaf of this name is not saved, for people; empty if it is."""
         for pattern in self.exclude:
@@ -42,6 +47,7 @@ class Selection:
         return ""
 
 
+LEFT_OUT = "the save left it out"
 EVERYTHING = Selection()
 
 

@@ -11,7 +11,7 @@ digests of all nodes is the same, and is given back as the same objects.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +26,7 @@ from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.errors import SaveFailedError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.peers import Peers
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True)
@@ -196,8 +197,23 @@ def _check_alike(classes: Sequence[NodeClass], scopes: Mapping[str, str], names:
                 continue
             first = seen.setdefault(leaf.name, (same(leaf), node_class.nodes[0], leaf))
             if first[0] != same(leaf):
+                one, other = _told(first[2], leaf), _told(leaf, first[2])
                 raise SaveFailedError(
-                    f"{leaf.name!r} is replicated, but it is {first[2]} on {names[first[1]]} and {leaf} on "
+                    f"{leaf.name!r} is replicated, but it is {one} on {names[first[1]]} and {other} on "
                     f"{names[node_class.nodes[0]]}: make it alike on all ranks, or register blob "
                     f"{leaf.blob!r} with scope='rank'"
                 )
+
+
+def _told(leaf: LeafSpec, other: LeafSpec) -> str:
+    """What a leaf is, as far as another one may be something else."""
+    parts = [str(leaf)]
+    if leaf.role is not other.role:
+        parts.append(f"{leaf.role} of the {leaf.group} group")
+    if leaf.alias_of != other.alias_of:
+        parts.append(
+            "a tensor of its own" if leaf.alias_of is None else f"the same tensor as {leaf.alias_of}"
+        )
+    if leaf.sharding != other.sharding:
+        parts.append("whole" if leaf.sharding is None else "in shards")
+    return ", ".join(parts)

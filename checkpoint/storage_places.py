@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.exclusion import SingleWriter
 from torchrelay.checkpoint.local_storage import LocalStorage
-from torchrelay.checkpoint.object_storage import ObjectStorage
 from torchrelay.checkpoint.remote.urls import is_url, shown
 from torchrelay.errors import UsageError
 from torchrelay.jobs.directories import local_directory
+
+if TYPE_CHECKING:
+    from torchrelay.checkpoint.object_storage import ObjectStorage
 
 FILE = "file://"
 
@@ -19,6 +22,8 @@ def storage_of(
 ) -> LocalStorage | ObjectStorage:
     """The storage of a path or URL; touches nothing. Raises UsageError, naming it as `what`."""
     if is_remote(where):
+        from torchrelay.checkpoint.object_storage import ObjectStorage
+
         return ObjectStorage.open(str(where), what, single_writer)
     path = where.removeprefix(FILE) if isinstance(where, str) else where
     return LocalStorage(local_directory(path, what), single_writer=single_writer)
@@ -34,6 +39,8 @@ def object_at(url: str, what: str) -> tuple[ObjectStorage, str]:
     parent, _, name = url.rpartition("/")
     if not name or parent.endswith((":/", ":")):
         raise UsageError(f"{shown(url)!r} names no file: give one below a bucket or directory")
+    from torchrelay.checkpoint.object_storage import ObjectStorage
+
     return ObjectStorage.open(parent, what), name
 
 

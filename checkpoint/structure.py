@@ -8,15 +8,19 @@ from it (digests, classes, the plan) is recognised by identity. How long a small
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from operator import is_
 
 from torchrelay.checkpoint.disk.dtypes import logical_name
 from torchrelay.checkpoint.disk.manifest import VALUE_LIMIT_BYTES
 from torchrelay.checkpoint.state.dtensors import is_sharded
-from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Value, spec_of
+from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value, spec_of
+from torchrelay.checkpoint.state.rehearsal import Start
+from torchrelay.records import dataclass
 
+Groups = list[list[int]]
+"""Which parameters are in each group of the optimizers, by identity."""
 _SHORT = (type(None), bool, int, float)
 """JSON that is short whatever its value: how long decides nothing."""
 
@@ -34,6 +38,9 @@ class Structures:
 
     def __init__(self) -> None:
         self._last: dict[str, Structure] = {}
+        self._rehearsed: dict[str, tuple[tuple[LeafSpec, ...], Groups]] = {}
+        self._starts: dict[str, Start] = {}
+        self._shown: dict[str, frozenset[str]] = {}
 
     def of(self, node: str, leaves: Sequence[Leaf], scopes: Mapping[str, str]) -> Structure:
         """The structure of a node's leaves: the very same object where nothing changed.
@@ -45,6 +52,49 @@ class Structures:
         if last is None or scopes != last.scopes or not _same(specs, last.specs):
             last = self._last[node] = Structure(specs, dict(scopes))
         return last
+
+    def began(self, node: str, start: Start) -> None:
+        """Keep what the program has built, before anything was loaded or trained."""
+        self._starts[node] = start
+
+    def changes(self, node: str, now: Start, wanted: Callable[[str], bool]) -> list[str]:
+        """How `now` differs from what was built, in `wanted` leaves; nothing where nobody looked then."""
+        start = self._starts.get(node)
+        found = start.differences(now) if start else ()
+        return [f"{name} {text}" for name, text in found if wanted(name)]
+
+    def placed(self, node: str, now: Start) -> list[str]:
+        """The tensors that were sharded, or gathered, since the program had built them."""
+        start = self._starts.get(node)
+        return start.placed(now) if start else []
+
+    def is_rehearsed(self, node: str, structure: Structure, groups: Groups) -> bool:
+        """Whether a load of these leaves was found to fit, whosever they are, into such optimizers."""
+        specs, known = self._rehearsed.get(node, ((), None))
+        return known == groups and _same(structure.specs, specs)
+
+    def rehearsed(self, node: str, structure: Structure, groups: Groups) -> None:
+        """A load of these leaves fits; the first ones stand for what the objects have from their start."""
+        self._rehearsed[node] = structure.specs, groups
+        self._shown.setdefault(node, _wrappers(structure.specs))
+
+    def loaded(self, node: str, wrappers: frozenset[str]) -> None:
+        """A load found place for these wrapper subclasses."""
+        self._shown[node] = wrappers
+
+    def shown(self, node: str) -> frozenset[str] | None:
+        """The wrapper subclasses that objects have from their start; None while nothing was listed."""
+        return self._shown.get(node)
+
+    def start_over(self) -> None:
+        """Other objects come: nothing is known of them."""
+        self._rehearsed.clear()
+        self._shown.clear()
+        self._starts.clear()
+
+
+def _wrappers(specs: Sequence[LeafSpec]) -> frozenset[str]:
+    return frozenset(spec.name for spec in specs if spec.role is Role.SUBCLASS)
 
 
 def _described(leaves: Sequence[Leaf], known: tuple[LeafSpec, ...]) -> tuple[LeafSpec, ...]:
@@ -87,6 +137,7 @@ def _unchanged(leaf: Leaf, known: LeafSpec) -> bool:
         and leaf.role is known.role
         and leaf.group == known.group
         and leaf.alias_of == known.alias_of
+        and leaf.frozen is known.frozen
     )
 
 

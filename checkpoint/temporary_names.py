@@ -13,12 +13,12 @@ import secrets
 import shutil
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from torchrelay.checkpoint.disk.canonical import sha256
 from torchrelay.checkpoint.log.writer import WriterIdentity, process_start
 from torchrelay.checkpoint.storage import PRIVATE
+from torchrelay.records import dataclass
 
 UNSEEN_SECS = 7 * 24 * 3600.0
 """So long nothing of a writer that cannot be seen has changed before it is taken for gone."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
+
+from torchrelay.records import dataclass
 
 BASE_PATIENCE_SECS = 600.0
 SLOWEST_BYTES_PER_SEC = 10e6

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, block_count, block_di
 from torchrelay.checkpoint.disk.extents import PROBE
 from torchrelay.checkpoint.disk.workers import share
 from torchrelay.checkpoint.known import KnownFile, Part
+from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
     import torch

@@ -9,15 +9,16 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
 
 import torch
 
 from torchrelay.errors import NotAllowedNowError, UsageError
+from torchrelay.jobs.containers import found_inside, is_container, is_fixed, is_generator, note_records
 from torchrelay.jobs.names import check_blob_names
 from torchrelay.jobs.step import call_style
+from torchrelay.records import dataclass
 
 Reshard = str | Callable[..., Any] | None
 Kind = Literal["tensor", "stateful", "value"]
@@ -45,13 +46,17 @@ class Scope(str, Enum):
 class Blob:
     """One declared name: `source` is the object or its factory, `scope` and `reshard` what was forced.
 
-    `scope` None means inferred; `reshard` None means "error".
+    `scope` None means inferred; `reshard` None means "error". `container` is the name of the container that
+    the object lies in, where that is a blob too. `rebuilt`: each start builds the object as the epoch that it
+    resumes from has it.
     """
 
     name: str
     source: Any
     scope: Scope | None = None
     reshard: Reshard = None
+    container: str | None = None
+    rebuilt: bool = False
 
     @property
     def is_factory(self) -> bool:
@@ -81,10 +86,11 @@ def is_factory(value: object) -> bool:
 class BlobRegistry:
     """The blobs of a job in the order of their declaration: `job.blobs(model=model)`, `for b in job.blobs`.
 
-    A dict that holds (at any depth) a tensor, an object with state or a factory is a group:
-    `blobs(ema=dict(weight=w, step=0))` declares `ema.weight` and `ema.step`. Any other dict is one
-    JSON value. Blobs can be added until `setup` ends; those that `setup` added are declared anew by
-    the `setup` of the next start.
+    A container (a dict, list, set, deque or dataclass instance) is one blob, which holds the very object:
+    what it has at a boundary is saved. Objects with state and factories inside it, at any depth, are blobs of
+    their own: `blobs(parts=dict(model=model, step=0))` declares `parts.model` and, for everything else,
+    `parts`. Blobs can be added until `setup` ends; those that `setup` added are declared anew by the `setup`
+    of the next start.
     """
 
     def __init__(self) -> None:
@@ -119,10 +125,11 @@ class BlobRegistry:
         *,
         scope: Scope | str | None = None,
         reshard: Reshard = None,
+        rebuilt: bool = False,
         **named: Any,
     ) -> None:
         """Do the same as `add`."""
-        self.add(mapping, scope=scope, reshard=reshard, **named)
+        self.add(mapping, scope=scope, reshard=reshard, rebuilt=rebuilt, **named)
 
     def add(
         self,
@@ -131,9 +138,14 @@ class BlobRegistry:
         *,
         scope: Scope | str | None = None,
         reshard: Reshard = None,
+        rebuilt: bool = False,
         **named: Any,
     ) -> None:
-        """Declare blobs, all or none of them; `scope` and `reshard` hold for all that are given.
+        """Declare blobs, all or none of them; `scope`, `reshard` and `rebuilt` hold for all that are given.
+
+        A save is refused where modules, tensors or groups of optimizers are others than when `setup` ended,
+        because the next start could not load them. With `rebuilt` it is not: the program then builds these
+        objects at each start as the epoch has them.
 
         Raises UsageError for bad, repeated or mixing names, one object under two names, an unknown
         scope or policy; NotAllowedNowError after `setup`.
@@ -147,11 +159,11 @@ class BlobRegistry:
         _check_reshard(reshard)
         merged = dict(self._blobs)
         for given in (mapping or {}, named):
-            for name, source in _flat(given):
+            for name, source, container in _flat(given):
                 if name in merged:
                     raise UsageError(f"there are two blobs with the name {name!r}: rename one of them")
-                merged[name] = Blob(name, _checked_source(name, source), forced, reshard)
-        check_blob_names(merged)
+                merged[name] = Blob(name, _checked_source(name, source), forced, reshard, container, rebuilt)
+        check_blob_names(merged, {blob.name: blob.container for blob in merged.values() if blob.container})
         _check_objects(merged.values())
         self._blobs = merged
 
@@ -169,7 +181,7 @@ class BlobRegistry:
         self._frozen = True
 
 
-def _flat(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, str | None]]:
     if not isinstance(given, Mapping):
         raise UsageError(
             f"blobs are named, as in blobs=dict(model=model, optimizer=optimizer); got {type(given).__name__}"
@@ -178,16 +190,40 @@ def _flat(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
         if not isinstance(key, str):
             raise UsageError(f"{prefix or 'blobs'}: the key {key!r} is no str, so it cannot name a blob")
         name = prefix + key
-        if _is_group(value):
-            yield from _flat(value, name + ".")
-        else:
-            yield name, value
+        if is_container(value):
+            note_records(value)
+            yield from ((inner, found, name) for inner, found in objects_inside(value, name))
+        elif isinstance(value, dict) and not is_stateful(value) and holds_live(value):
+            yield from _flat(value, name + ".")  # a class of the user's, which cannot be loaded as a value
+            continue
+        yield name, value, None
 
 
-def _is_group(value: object) -> bool:
-    if not isinstance(value, dict) or is_stateful(value):
-        return False
-    return any(_is_group(v) or kind_of(v) != "value" or is_factory(v) for v in value.values())
+def objects_inside(value: object, name: str) -> Iterator[tuple[str, Any]]:
+    """The objects with state in a container, and the factories in its dicts, each by its first name."""
+    known: set[int] = set()
+    for path, found in found_inside(value, name, _is_object):
+        if id(found) not in known:
+            known.add(id(found))
+            yield path, found
+
+
+def holds_live(value: object) -> bool:
+    """Whether this is or holds a tensor, an object with state, a generator, or a factory in a dict."""
+    return _is_live(None, value) or next(found_inside(value, "", _is_live), None) is not None
+
+
+def _is_live(holder: object, value: object) -> bool:
+    return kind_of(value) != "value" or is_generator(value) or _makes(holder, value)
+
+
+def _is_object(holder: object, value: object) -> bool:
+    """Whether this can be a blob by itself: an object in a set has no name that lasts."""
+    return (is_stateful(value) and not isinstance(holder, (set, frozenset))) or _makes(holder, value)
+
+
+def _makes(holder: object, value: object) -> bool:
+    return isinstance(holder, dict) and is_factory(value)
 
 
 def _scope(scope: Scope | str | None) -> Scope | None:
@@ -213,6 +249,11 @@ def _checked_source(name: str, source: object) -> object:
         )
     if is_factory(source):
         _check_factory(name, source)
+    if is_fixed(source) and holds_live(source):
+        raise UsageError(
+            f"blob {name!r} is a {type(source).__name__} that holds tensors or objects, and what the program "
+            "puts in its place later cannot be followed: give a list, a dict or a dataclass (not frozen)"
+        )
     return source
 
 
@@ -226,7 +267,7 @@ def _check_factory(name: str, source: Any) -> None:
 def _check_objects(blobs: Any) -> None:
     names: dict[int, str] = {}
     for blob in blobs:
-        if kind_of(blob.source) == "value":
+        if kind_of(blob.source) == "value" and not is_container(blob.source):
             continue
         first = names.setdefault(id(blob.source), blob.name)
         if first != blob.name:

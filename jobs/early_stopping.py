@@ -1,4 +1,4 @@
-"""Stop when a metric has not improved for some epochs."""
+"""Stop when a metric has not improved for some measurements."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from torchrelay.errors import UsageError
+from torchrelay.errors import MissingMetricError, UsageError
 from torchrelay.jobs.stop_condition import Rule, StopAnswer
 
 Mode = Literal["min", "max"]
@@ -15,10 +15,10 @@ _NOT_IN_BLOB_NAMES = re.compile(r"[:*?\[\]@.]")
 
 
 class EarlyStopping:
-    """A stop condition whose memory (best value, epochs waited) is a blob, so that resuming goes on with it.
+    """A stop condition whose memory (best value, measurements waited) is a blob, which a resume restores.
 
-    All nodes see the same reduced metric and give the same answer; asked again in one epoch, it
-    answers the same and counts nothing.
+    All nodes see the same reduced metric and give the same answer. An epoch counts once, and only if it
+    logged the metric: otherwise the answer stays as it was.
     """
 
     rule: Rule = "any"
@@ -34,27 +34,48 @@ class EarlyStopping:
         self._asked_in = 0
 
     def __repr__(self) -> str:
-        return f"{self.name}: best {self.best}, waited {self.waited} of {self.patience} epochs"
+        return f"{self.name}: best {self.best}, waited {self.waited} of {self.patience} measurements"
 
     def ask(self, ctx: Any) -> StopAnswer:
-        """Take this epoch's value; raises UsageError naming the metrics there are when it is none of them."""
-        if ctx.epoch != self._asked_in:
-            self._take(_metric(ctx.metrics, self.metric))
+        """Take this epoch's value, if it has one.
+
+        Raises MissingMetricError, which names the metrics there are, while no epoch has logged it.
+        """
+        measured = getattr(ctx, "measured", ctx.metrics)  # who asks by hand may have metrics alone
+        if self.metric not in ctx.metrics:
+            known = ", ".join(sorted(ctx.metrics)) or "none: no epoch task called ctx.log"
+            text = f"early_stopping waits for the metric {self.metric!r}; there are: {known}"
+            raise MissingMetricError(text, self.metric)
+        if self.metric in measured and ctx.epoch != self._asked_in:
+            self._take(float(measured[self.metric]))
             self._asked_in = ctx.epoch
         if self.waited < self.patience:
             return StopAnswer(False)
         best = "never had a finite value" if self.best is None else f"did not get better than {self.best:g}"
-        return StopAnswer(True, f"{self.metric} {best} for {self.waited} epochs")
+        return StopAnswer(True, f"{self.metric} {best} for {self.waited} epochs that logged it")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What its verdict is saved with."""
+        return {"mode": self.mode, "patience": self.patience, "min_delta": self.min_delta}
+
+    def holds(self, saved: Mapping[str, Any]) -> bool:
+        """Whether a verdict by those settings is one by these: no more patience, and the same threshold."""
+        return {**saved, "patience": self.patience} == self.settings and self.patience <= saved["patience"]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the memory as plain values."""
-        return {"best": self.best, "waited": self.waited, "epoch": self._asked_in}
+        return {
+            "best": self.best, "waited": self.waited, "epoch": self._asked_in,
+            "mode": self.mode, "min_delta": self.min_delta,
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved memory."""
-        best = state["best"]
+        """Continue from a saved memory; where better means something else now the waiting begins anew."""
+        best = state["best"] if state.get("mode", self.mode) == self.mode else None
         self.best = None if best is None else float(best)
-        self.waited, self._asked_in = int(state["waited"]), int(state["epoch"])
+        same = best == state["best"] and state.get("min_delta", self.min_delta) == self.min_delta
+        self.waited, self._asked_in = int(state["waited"]) if same else 0, int(state["epoch"])
 
     def _take(self, value: float) -> None:
         if self._improves(value):
@@ -74,11 +95,12 @@ class EarlyStopping:
 def early_stopping(
     metric: str, mode: Mode = "min", patience: int = 3, min_delta: float = 0.0
 ) -> EarlyStopping:
-    """Stop after `patience` epochs in a row in which `metric` did not get better.
+    """Stop after `patience` measurements in a row in which `metric` did not get better.
 
-    Better is below (mode "min") or above ("max") the best so far by more than `min_delta`. `metric` is
-    a name given to `ctx.log`. NaN and infinite values are no improvement and never the best; 0.0 is a
-    value like any other. An epoch that logs nothing under the name counts with the last value.
+    An epoch that logs nothing under the name has no measurement and is not counted; before the first one
+    the run waits. Better is below (mode "min") or above ("max") the best so far by more than `min_delta`.
+    `metric` is a name given to `ctx.log`. NaN and infinite values are no improvement and never the best; 0.0
+    is a value like any other.
     Raises UsageError for arguments that cannot be.
     """
     if not isinstance(metric, str) or not metric:
@@ -95,10 +117,3 @@ def early_stopping(
 def _is_distance(value: object) -> bool:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return number and math.isfinite(value) and value >= 0  # type: ignore[arg-type, operator]
-
-
-def _metric(metrics: Mapping[str, float], name: str) -> float:
-    if name not in metrics:
-        known = ", ".join(sorted(metrics)) or "none: no epoch task called ctx.log"
-        raise UsageError(f"early_stopping waits for the metric {name!r}; there are: {known}")
-    return float(metrics[name])

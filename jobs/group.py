@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torchrelay.errors import NotAllowedNowError, UsageError
@@ -14,8 +14,10 @@ from torchrelay.jobs.session import Session
 from torchrelay.jobs.step import Step, call_style
 from torchrelay.jobs.task import Task
 from torchrelay.jobs.workspace import WorkspaceType, workspace_type_of
+from torchrelay.records import dataclass
 
 F = TypeVar("F", bound=Step)
+logger = logging.getLogger("torchrelay")
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,21 @@ class TaskGroup(Managed):
     def add(self, task: Task) -> Task:
         """Add a task and return it; its full name gets `:1`, `:2`, ... where the group has it already.
 
-        Raises NotAllowedNowError after the first run, UsageError for another type of workspace.
+        A function that is defined once more, as by running a cell of a notebook again, takes the place of the
+        one before, also after a run. Raises NotAllowedNowError for other tasks after the first run,
+        UsageError for another type of workspace.
         """
-        self._check_open(f"task {task.full_name!r}")
+        before = self._defined_before(task)
+        if before is None:
+            self._check_open(f"task {task.full_name!r}")
         self._adopt_type(task)
+        if before is not None:
+            logger.warning(
+                "%s: %r is defined again, and takes the place of the one before", self.name, task.name
+            )
+            task.full_name = before.full_name
+            self._tasks[self._tasks.index(before)] = task
+            return task
         task.full_name = self._unused(task.full_name)
         self._names.add(task.full_name)
         self._tasks.append(task)
@@ -145,6 +158,18 @@ class TaskGroup(Managed):
             raise NotAllowedNowError(
                 f"group {self.name!r} was already used, so {what} cannot join: declare it before the job runs"
             )
+
+    def _defined_before(self, task: Task) -> Task | None:
+        """The task whose function was defined at the same place, in another cell, or before a run."""
+        for one in self._tasks if len(task.steps) == 1 else ():
+            if len(one.steps) == 1 and (one.name, one.node) == (task.name, task.node):
+                old, new = (getattr(step, "__code__", None) for step in (one.steps[0], task.steps[0]))
+                if old is None or new is None or old is new or "<locals>" in task.steps[0].__qualname__:
+                    continue
+                places = [(code.co_filename, code.co_firstlineno) for code in (old, new)]
+                if self.frozen or places[0] == places[1] or places[0][0] != places[1][0]:
+                    return one
+        return None
 
     def _adopt_type(self, task: Task) -> None:
         if task.workspace_type is None:

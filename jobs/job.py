@@ -148,13 +148,18 @@ class Job(Managed):
         """Add a stop condition and return it.
 
         It may be a StopCondition, a callable, a tensor, a TaskOutput, the name of a blob, or an object
-        with a `data_finished` output. Raises UsageError for anything else, NotAllowedNowError once the
-        job is compiled.
+        with a `data_finished` output. Once the job has run, a limit such as `max_epochs(9)` takes the place
+        of the one before: a cell of a notebook was run again. Raises UsageError for anything else,
+        NotAllowedNowError once the job is compiled.
         """
-        from torchrelay.jobs.stop import condition_of
+        from torchrelay.jobs.stop_forms import condition_of
 
         if self.compiled:
             raise NotAllowedNowError(f"{self} was already used: add stop conditions before it runs")
+        names = [one.name for one in self.stop_conditions]
+        if self.epoch_group.frozen and getattr(condition, "limit", False) and condition.name in names:
+            self.stop_conditions[names.index(condition.name)] = condition
+            return condition  # type: ignore[no-any-return]
         found = condition_of(condition, self)
         self.stop_conditions.append(found)
         return found

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import itemgetter
+from types import MappingProxyType
 
 from torchrelay.errors import UsageError
 
@@ -19,6 +20,9 @@ MAX_BLOB_NAME_BYTES = 1024
 
 RANDOM_STATES = "rng"
 """The blob that holds the random states of a node; no user's blob may have this name."""
+
+GRADIENTS = "@grad"
+"""The blob that holds the gradients of a node; no user's blob can have this name."""
 
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,62}")
 _ADDRESS_CHARACTERS = ":*?[]@"
@@ -51,10 +55,11 @@ def check_address(name: str) -> str:
     return name
 
 
-def check_blob_names(names: Iterable[str]) -> None:
+def check_blob_names(names: Iterable[str], containers: Mapping[str, str] = MappingProxyType({})) -> None:
     """Check each name, and that none is reserved or a dotted prefix of another; raises UsageError.
 
-    Leaves are addressed `blob.leaf`, so with both `a` and `a.b` nobody could tell whose `a.b.c` is.
+    Leaves are addressed `blob.leaf`, so with both `a` and `a.b` nobody could tell whose `a.b.c` is. Objects
+    that lie in a container are an exception: `containers` has its name by theirs.
     """
     given = list(names)
     if not _all_plain(given):
@@ -62,10 +67,10 @@ def check_blob_names(names: Iterable[str]) -> None:
             check_blob_name(name)
     known = set(given)
     if RANDOM_STATES in known or any(map(str.startswith, given, repeat(f"{RANDOM_STATES}."))):
-        _refuse_mixed(known)
+        _refuse_mixed(known, containers)
     depths = set(map(str.count, given, repeat(".")))
     if len(depths) > 1 and not known.isdisjoint(_prefixes(given)):  # of one depth, none is in another
-        _refuse_mixed(known)
+        _refuse_mixed(known, containers)
 
 
 def _prefixes(names: Iterable[str]) -> set[str]:
@@ -92,13 +97,13 @@ def _all_plain(names: Sequence[object]) -> bool:
     )
 
 
-def _refuse_mixed(known: Collection[str]) -> None:
+def _refuse_mixed(known: Collection[str], containers: Mapping[str, str]) -> None:
     """Say by UsageError which name it is."""
     for name in sorted(known):
         if name == RANDOM_STATES or name.startswith(f"{RANDOM_STATES}."):
             raise UsageError(f"blob name {name!r} is reserved for random states: choose another name")
         shorter = next((prefix for prefix in dotted_prefixes(name) if prefix in known), None)
-        if shorter is not None:
+        if shorter is not None and shorter != containers.get(name):
             raise UsageError(
                 f"blob {shorter!r} is a dotted prefix of blob {name!r}, so the addresses of their "
                 f"leaves would mix: rename one of them, for instance to {name.replace('.', '_')!r}"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from torchrelay.errors import NotAllowedNowError, UsageError
 from torchrelay.jobs.cluster import Node
 from torchrelay.jobs.names import check_blob_name
+from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
     from torchrelay.jobs.task import Task
@@ -31,15 +32,20 @@ class TaskOutput:
 
     def __init__(self, name: str | None, task: Task) -> None:
         self.name = None if name is None else check_blob_name(name)
-        self.task = task
+        self._task, self._of = weakref.ref(task), task.full_name
         self._values: dict[str, Any] | None = None
 
     def __repr__(self) -> str:
         return f"TaskOutput({self})"
 
+    @property
+    def task(self) -> Task | None:
+        """The task, while anybody else has it."""
+        return self._task()
+
     def __str__(self) -> str:
         what = "what the last step returns" if self.name is None else repr(self.name)
-        return f"{what} of task {self.task.full_name!r}"
+        return f"{what} of task {self._of!r}"
 
     def bind(self, values: Mapping[str, Any]) -> None:
         """Take the values by node; for the session, at the end of a run. Tensors are copied."""

@@ -7,6 +7,8 @@ Values are JSON (None, bool, int, float, str, list, dict with string keys), at m
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
@@ -22,6 +24,8 @@ class Peers(Protocol):
 
     rank: int
     size: int
+    launch: str
+    """What the restarts of one launch share, and no other launch has; empty where nothing tells."""
 
     def exchange(
         self,
@@ -50,6 +54,7 @@ class Solo:
 
     rank = 0
     size = 1
+    launch = ""
 
     def exchange(
         self,
@@ -100,15 +105,21 @@ def together(
     except PeerError:
         if own is None:
             raise
-        _untold(own, since=True)
-        raise own from own.__cause__  # the own failure says more than that the others did not come
+        try:
+            _untold(own, since=True)
+            raise own from own.__cause__  # the own failure says more than that the others did not come
+        finally:
+            del own  # its traceback refers to this frame
     failed = [rank for rank, other in enumerate(outcomes) if "error" in other]
     # The first cause counts everywhere, so that all processes draw the same conclusion.
-    for rank in sorted(failed, key=lambda rank: (outcomes[rank]["consequence"], rank)):
-        if own is not None and rank == peers.rank:
-            _untold(own, since=False)
-            raise own
-        raise error_of(outcomes[rank]["error"], outcomes[rank]["message"], rank) from own
+    try:
+        for rank in sorted(failed, key=lambda rank: (outcomes[rank]["consequence"], rank)):
+            if own is not None and rank == peers.rank:
+                _untold(own, since=False)
+                raise own
+            raise error_of(outcomes[rank]["error"], outcomes[rank]["message"], rank) from own
+    finally:
+        del own
     return [other["value"] for other in outcomes]
 
 
@@ -126,6 +137,25 @@ def decide(
     """Let rank `by` run `choose` and tell everybody the outcome, or the error that it raised."""
     told = together(peers, topic, lambda: choose() if peers.rank == by else None, deadline_secs=deadline_secs)
     return told[by]
+
+
+def warn(text: str, category: type[Warning] = UserWarning, *, stacklevel: int = 1) -> None:
+    """Give a warning that one process may give alone, between agreements.
+
+    A program may make warnings errors. Among several processes this one is shown all the same, and not
+    raised: the others would wait for the process that raises.
+    """
+    try:
+        warnings.warn(text, category, stacklevel=stacklevel + 1)
+    except Warning as error:
+        distributed = sys.modules.get("torch.distributed")
+        if not (distributed and distributed.is_available() and distributed.is_initialized()):
+            raise
+        if distributed.get_world_size() == 1:
+            raise
+        caller = sys._getframe(1)
+        with suppress(Exception):  # of a hook of the program
+            warnings.showwarning(error, category, caller.f_code.co_filename, caller.f_lineno)
 
 
 def is_told(error: Exception) -> bool:

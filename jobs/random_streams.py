@@ -14,13 +14,13 @@ import random
 import struct
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
 from torchrelay.errors import FormatError
 from torchrelay.jobs.splitmix import mix
+from torchrelay.records import dataclass
 
 _PYTHON, _NUMPY, _TORCH, _CUDA = 1, 2, 3, 4  # which stream a derived seed is for
 _NUMPY_GENERATORS = frozenset({"MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"})

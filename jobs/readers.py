@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -23,6 +23,7 @@ from torchrelay.jobs.cluster import Node
 from torchrelay.jobs.names import check_blob_name
 from torchrelay.jobs.stop_condition import Rule, StopAnswer
 from torchrelay.jobs.workspace import Workspace
+from torchrelay.records import dataclass
 
 
 class Reader(Protocol):

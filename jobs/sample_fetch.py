@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torchrelay.errors import UsageError
 from torchrelay.jobs.permutation import sample_seed
 from torchrelay.jobs.random_streams import numpy_module
 from torchrelay.jobs.splitmix import mix
+from torchrelay.records import dataclass
 
 _PYTHON, _NUMPY, _TORCH = 1, 2, 3  # as in random_streams
 

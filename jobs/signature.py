@@ -7,10 +7,10 @@ name means the same size: ("batch", 3, 32, 32).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
 
 Size = int | str
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any, Literal, Protocol
 
 from torchrelay.errors import UsageError
@@ -41,7 +45,11 @@ class StopContext(Protocol):
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Metrics as last reduced."""
+        """Metrics with their last reduced values, of whatever epoch."""
+
+    @property
+    def measured(self) -> Mapping[str, float]:
+        """Those that the epoch which is over has logged."""
 
     @property
     def workspace(self) -> Any:
@@ -55,7 +63,11 @@ class StopCondition(Protocol):
     first node ("rank0") does. `limit` conditions depend on nothing but the position, so they are asked
     anew on resume with today's arguments; of all others the saved verdict holds. A limit that has
     `steps` or `secs`, totals of the whole run, also ends the running epoch at its next step. A condition
-    with `state_dict` and `load_state_dict` becomes a blob of its job.
+    with `state_dict` and `load_state_dict` becomes a blob of its job. One that raises MissingMetricError
+    waits: it does not say stop.
+
+    A condition may have `settings`, JSON values of what it was made with: a saved verdict that ends the run
+    holds only for these. With `holds(settings)` it decides itself whether a verdict by other ones holds.
     """
 
     @property
@@ -91,6 +103,73 @@ def combine(answers_by_node: Mapping[str, StopAnswer], rule: str) -> StopAnswer:
 def _names(nodes: list[str]) -> str:
     more = len(nodes) - _SHOWN
     return ", ".join(nodes[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def made_with(condition: Any) -> dict[str, Any] | None:
+    """The settings that its verdict is saved with; None where nothing tells them."""
+    found = getattr(condition, "settings", None)
+    return dict(found) if isinstance(found, Mapping) else None
+
+
+def verdict_holds(condition: Any, saved: Mapping[str, Any] | None) -> bool:
+    """Whether a verdict that ended the run is one of today's condition, made as it was then."""
+    today = made_with(condition)
+    if saved is None or today is None:
+        return True
+    decides = getattr(condition, "holds", None)
+    return bool(decides(saved)) if callable(decides) else saved == today
+
+
+def function_settings(function: Any) -> dict[str, str] | None:
+    """What tells a function from one with other code or other plain values; None where Python shows none.
+
+    Plain values are numbers, texts, flags and None: of defaults, closures, partial arguments, attributes of
+    the object whose method it is, and of globals that its code names. Each version of Python has other code.
+    """
+    seen = hashlib.sha256()
+    while isinstance(function, functools.partial):
+        seen.update(repr([_plain(one) for one in (*function.args, *function.keywords.items())]).encode())
+        function = function.func
+    owner = getattr(function, "__self__", None)
+    if not hasattr(function, "__code__") and not hasattr(function, "__func__"):
+        owner, function = function, vars(type(function)).get("__call__")
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    if not isinstance(code, CodeType):
+        return None
+    names = _hash_code(code, seen)
+    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    given = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items(), *cells]
+    named = {name: function.__globals__.get(name) for name in sorted(names)}
+    mine = sorted(vars(owner).items()) if owner is not None and hasattr(owner, "__dict__") else []
+    seen.update(repr([_plain(one) for one in (*given, *named.items(), *mine)]).encode())
+    return {"code": seen.hexdigest()[:32], "python": sys.implementation.cache_tag or ""}
+
+
+def _hash_code(code: CodeType, seen: Any) -> set[str]:
+    """Hash what a function does and return the names that it looks up, those of inner functions too."""
+    names = set(code.co_names)
+    seen.update(code.co_code)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= _hash_code(constant, seen)
+        else:
+            seen.update(repr(constant).encode())
+    seen.update(repr(code.co_names).encode())
+    return names
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return bool(cell.cell_contents is not cell)
+    except ValueError:
+        return False
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_plain(one) for one in value)
+    return value if value is None or type(value) in (bool, int, float, str) else type(value).__name__
 
 
 def free_name(name: str, taken: set[str]) -> str:

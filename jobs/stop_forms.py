@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,15 @@ from torchrelay.jobs.cluster import Node
 from torchrelay.jobs.names import check_blob_name, check_node_name
 from torchrelay.jobs.output import TaskOutput
 from torchrelay.jobs.step import call_style, invoke, step_name
-from torchrelay.jobs.stop_condition import RULES, Rule, StopAnswer, StopCondition, free_name
+from torchrelay.jobs.stop_condition import (
+    RULES,
+    Rule,
+    StopAnswer,
+    StopCondition,
+    free_name,
+    function_settings,
+)
+from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
     from torchrelay.jobs.job import Job
@@ -39,6 +47,12 @@ class AskedValue:
     reason: str
     rule: Rule = field(default="any", init=False)
     limit: bool = field(default=False, init=False)
+    settings: Mapping[str, Any] | None = None
+
+    def holds(self, saved: Mapping[str, Any]) -> bool:
+        """Whether a verdict by those settings is one by these; of other Pythons that cannot be compared."""
+        mine = self.settings or {}
+        return saved == mine or saved.get("python") != mine.get("python")
 
     def ask(self, ctx: Any) -> StopAnswer:
         """Read and judge; raises UsageError when the value is neither true nor false."""
@@ -150,7 +164,7 @@ def _of_callable(given: Callable[..., Any]) -> AskedValue:
     def read(ctx: Any) -> Any:
         return invoke(given, ctx.workspace, ctx)
 
-    return AskedValue(name, read, f"{name} says so")
+    return AskedValue(name, read, f"{name} says so", settings=function_settings(given))
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.stop_condition import Rule, StopAnswer, free_name
+from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
     from torchrelay.jobs.job import Job

@@ -9,8 +9,8 @@ from __future__ import annotations
 import difflib
 import threading
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -18,7 +18,9 @@ import torch
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.blobs import Blob, kind_of
-from torchrelay.jobs.names import check_address, check_blob_name
+from torchrelay.jobs.containers import is_container, item_of, note_records, set_item, within
+from torchrelay.jobs.names import check_address, check_blob_name, dotted_prefixes
+from torchrelay.records import dataclass
 
 
 class WorkspaceType(str, Enum):
@@ -47,18 +49,30 @@ class Origin(str, Enum):
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """What a workspace holds under one name; `blob` is set where the name was registered."""
+    """What a workspace holds under one name; `blob` is set where the name was registered.
+
+    `registered` is the container that was, which a load changes in place, whatever took its place since.
+    `check` raises UsageError where the program changed what is not saved in its place.
+    """
 
     value: Any
     origin: Origin = Origin.LATER
     blob: Blob | None = None
+    registered: Any = None
+    check: Callable[[], None] | None = None
+
+    @property
+    def target(self) -> Any:
+        """What a load changes: the registered container, else the value."""
+        return self.value if self.registered is None else self.registered
 
 
 class Workspace(MutableMapping[str, Any]):
     """A thread-safe mapping of names to values.
 
     Assigning a tensor to a registered tensor copies into it, so that closures over it stay valid;
-    a registered module or other object with state cannot be replaced; registered plain values can.
+    a registered module or other object with state cannot be replaced; registered plain values can. What a
+    container holds is there under dotted names too (`ws["ema.weight"]`), if no other name is meant.
     Two workspaces are equal only if they are the same one.
     """
 
@@ -82,21 +96,33 @@ class Workspace(MutableMapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         owner = self._owner(name)
         if owner is None:
-            raise KeyError(self._missing(name))
+            return self._inner(name)
         return owner._entries[name].value
 
     def get(self, name: str, default: Any = None, /) -> Any:
         """Return the value of `name`, or `default` where there is none."""
-        owner = self._owner(name)
-        return default if owner is None else owner._entries[name].value
+        try:
+            return self[name]
+        except KeyError:
+            return default
 
     def __contains__(self, name: object) -> bool:
-        return self._owner(name) is not None
+        if self._owner(name) is not None:
+            return True
+        try:
+            self._inner(name)
+        except KeyError:
+            return False
+        return True
 
     def __setitem__(self, name: str, value: Any) -> None:
         check_blob_name(name)
         with self._lock:
-            (self._owner(name) or self)._assign(name, value)
+            owner = self._owner(name)
+            if owner is None and (place := self._within(name)) is not None:
+                self._assign_inside(name, *place, value)
+            else:
+                (owner or self)._assign(name, value)
 
     def setdefault(self, name: str, default: Any = None, /) -> Any:
         """Return the value of `name`; where there is none, make it `default` first."""
@@ -135,11 +161,13 @@ class Workspace(MutableMapping[str, Any]):
         with self._lock:
             return dict(self._entries)
 
-    def register(self, blob: Blob, value: Any) -> None:
+    def register(self, blob: Blob, value: Any, check: Callable[[], None] | None = None) -> None:
         """Hold `value` as the content of a registered blob, whatever the name held before."""
         check_blob_name(blob.name)
+        container = value if is_container(value) else None
+        note_records(container)  # factories make theirs now
         with self._lock:
-            self._write(blob.name, Entry(value, Origin.REGISTERED, blob))
+            self._write(blob.name, Entry(value, Origin.REGISTERED, blob, container, check))
 
     def registered(self, blob: Blob) -> bool:
         """Whether this workspace holds the content of this very declaration, not of one of the same name."""
@@ -187,6 +215,40 @@ class Workspace(MutableMapping[str, Any]):
         if name in self._entries:
             return self
         return None if self.parent is None else self.parent._owner(name)
+
+    def target(self, name: str) -> Any:
+        """What a load of `name` changes: a registered container, whatever took its place, or the value."""
+        owner = self._owner(name)
+        return self._inner(name) if owner is None else owner._entries[name].target
+
+    def lies_inside(self, name: str) -> bool:
+        """Whether a dotted name means, or would mean, a place in a container that this workspace holds."""
+        return self._owner(name) is None and self._within(name) is not None
+
+    def _within(self, name: object) -> tuple[Any, Any] | None:
+        """The holder inside a container, and its key, that a dotted name means."""
+        for prefix in reversed(dotted_prefixes(name)) if isinstance(name, str) else ():
+            owner = self._owner(prefix)
+            if owner is not None and is_container(found := owner._entries[prefix].value):
+                return within(found, str(name)[len(prefix) + 1 :])
+        return None
+
+    def _inner(self, name: object) -> Any:
+        if (place := self._within(name)) is not None:
+            with suppress(LookupError):
+                return item_of(*place)
+        raise KeyError(self._missing(name))
+
+    def _assign_inside(self, name: str, holder: Any, key: Any, value: Any) -> None:
+        if self.gate is not None:
+            self.gate()
+        held = item_of(holder, key) if name in self else None
+        if isinstance(held, torch.Tensor) and held is not value:
+            self._check_copy(name, held, value)
+            with torch.no_grad():
+                held.copy_(value)
+        else:
+            set_item(holder, key, value)
 
     def _assign(self, name: str, value: Any) -> None:
         entry = self._entries.get(name)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from torchrelay.records import dataclass
 
 LIMIT_DIGITS = 300
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import yaml
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.yaml_scalars import NotOne, plain, short
+from torchrelay.records import dataclass
 
 LIMIT_BYTES = 1 << 20
 LIMIT_DEPTH = 32

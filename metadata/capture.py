@@ -1,4 +1,4 @@
-"""What a start of a run was: `captured.<attempt>.json`, written before the run's first step.
+"""What a start of a run was: `captured.<attempt>.json`, written before its first epoch is saved.
 
     argv, directory, python, packages, host     of the process of rank 0
     code                                        the code id, where the source lay, what git knew of it
@@ -22,7 +22,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from torchrelay.errors import DamagedError, StorageError, UsageError
 from torchrelay.metadata.code.manifest import is_plain
 from torchrelay.metadata.files import read_json, replace_file, write_json
 from torchrelay.metadata.run_directory import without_password
+from torchrelay.records import dataclass
 
 FORMAT = {"major": 1, "minor": 0, "features": []}
 _FILE = re.compile(r"captured\.(0|[1-9][0-9]*)\.json")
@@ -55,11 +56,17 @@ class Given:
                 raise UsageError(f"a configuration's file cannot be called {name!r}")
 
 
-def surroundings() -> dict[str, Any]:
-    """The process and what it runs on, without its environment variables, which may be secrets."""
+def command() -> dict[str, Any]:
+    """How the process was called, as it is now: a program may change both."""
     return {
         "argv": [without_password(word) for word in sys.argv],
         "directory": os.getcwd(),  # noqa: PTH109 - the text
+    }
+
+
+def surroundings() -> dict[str, Any]:
+    """What the process runs on, without its environment variables, which may be secrets."""
+    return {
         "executable": sys.executable,
         "python": platform.python_version(),
         "platform": platform.platform(),

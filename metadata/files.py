@@ -7,15 +7,16 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from torchrelay.errors import DamagedError, StorageError
+from torchrelay.errors import DamagedError, StorageError, UsageError
 from torchrelay.metadata.note_text import read_note
 
 MAX_JSON_BYTES = 16 << 20
+"""What a small file may have; whoever writes one checks it, too."""
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
@@ -23,9 +24,10 @@ def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
 
     Unless `durable` nothing is synced: then a power cut may take the content back, or damage it.
     """
-    replace_file(
-        path, (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode(), durable=durable
-    )
+    data = (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
+    if len(data) > MAX_JSON_BYTES:
+        raise UsageError(f"{path} would have {len(data)} bytes, more than the {MAX_JSON_BYTES} that are read")
+    replace_file(path, data, durable=durable)
 
 
 def replace_file(path: Path, data: bytes, *, durable: bool = True) -> None:
@@ -83,15 +85,18 @@ def read_json(path: Path) -> dict[str, Any] | None:
         if not isinstance(found, dict):
             raise ValueError(f"it is a {type(found).__name__}")
     except ValueError as error:
-        raise DamagedError(
-            f"{path} is not the JSON that was written: {error}; delete it, it is no checkpoint"
-        ) from error
+        raise DamagedError(f"{path} is not the JSON that was written: {error}") from error
     return found
 
 
 def append_line(path: Path, value: Any) -> None:
     """Append one JSON line by a single write, so that lines of several writers never interleave."""
-    data = (json.dumps(value, sort_keys=True, allow_nan=False) + "\n").encode()
+    append_lines(path, [value])
+
+
+def append_lines(path: Path, values: Iterable[Any]) -> None:
+    """The same with several lines; raises StorageError."""
+    data = "".join(json.dumps(one, sort_keys=True, allow_nan=False) + "\n" for one in values).encode()
     try:
         append_bytes(path, data)
     except OSError as error:
@@ -117,7 +122,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the whole lines of a JSON-lines file; a torn last line (a crash) is left out."""
     try:
         with open_regular(path) as file:
-            while line := file.readline(MAX_JSON_BYTES):
+            for line in file:
                 if not line.endswith(b"\n"):
                     return
                 with suppress(ValueError):

@@ -14,8 +14,9 @@ Two more things a handler may have, and need not:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
+
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,14 @@ The lines of `metadata.jsonl` are read back as notes, so that an index that lost
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torchrelay.metadata.files import read_lines
 from torchrelay.metadata.handler import Holder
 from torchrelay.metadata.stats import NodeTimes
+from torchrelay.records import dataclass
 
 EPOCH = "epoch"
 _LIMIT = 1 << 63

@@ -3,6 +3,7 @@
     run.json                     identity, written once
     status.json                  state, replaced at every change; the truth about how a run ended
     metrics.<generation>.jsonl   reduced metrics, one line per epoch
+    steps.<generation>.jsonl     metrics within epochs, one line per step that has some
     events.<generation>.jsonl    what happened, one line per event
     live.json                    how far the running epoch is, every two seconds; for people who watch
     logs/attempt_N/rank_R.log    what each rank said
@@ -25,6 +26,7 @@ A generation is one holder of the checkpoint log, so files of different starts n
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import platform
 import re
@@ -32,20 +34,25 @@ import stat
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from torchrelay.errors import DamagedError, FormatError, StorageError, UsageError
-from torchrelay.metadata.files import append_line, read_json, read_lines, write_json, write_new
+from torchrelay.metadata.files import append_line, append_lines, read_json, read_lines, write_json, write_new
 from torchrelay.metadata.same_place import SamePlace
 
 State = Literal["RUNNING", "FINISHED", "STOPPED", "PREEMPTED", "FAILED"]
 FORMAT = {"major": 1, "minor": 0, "features": []}
+_DIGEST = "sha256"
+_MENDS = "the next start, or torchrelay ckpt repair, writes it again"
+_TEXT = 64 << 10
+"""Characters of a reason in `status.json`: an exception's text may be of any length."""
 _PASSWORD = re.compile(r"(://[^/@:]*:).*@", re.DOTALL)
 _OPTION = re.compile(r"([?&](?:ssl)?password=)[^&]*")
-_GENERATION_FILE = re.compile(r"(metrics|events)\.([0-9]+)\.jsonl")
+_GENERATION_FILE = re.compile(r"(metrics|steps|events)\.([0-9]+)\.jsonl")
 
 
 class RunDirectory:
@@ -94,18 +101,37 @@ class RunDirectory:
                     )
                 return
 
-    def create(self, job_name: str, best: tuple[str, str] | None, world_size: int) -> dict[str, Any]:
+    def create(
+        self,
+        job_name: str,
+        best: tuple[str, str] | None,
+        world_size: int,
+        known: str | None = None,
+        warn: Callable[[str], object] = warnings.warn,
+    ) -> dict[str, Any]:
         """Write `run.json` unless the run exists; returns its content.
+
+        Args:
+            job_name: whose run it is.
+            best: the metric that "best" means, and its direction.
+            world_size: how many nodes there are.
+            known: the run's id as its epochs tell it, where there are any: a file that is lost or damaged
+                is written again with it.
+            warn: is told of that.
 
         Raises UsageError when the directory holds a run of another job.
         """
-        found = self.identity()
+        found, damage = None, f"{self.where}/run.json is missing" if known else ""
+        try:
+            found = self.identity()
+        except DamagedError as error:
+            damage = str(error)
         if found is not None:
             self._check_same_job(found, job_name)
             return self._with_best(found, best)
         identity = {
             "format": FORMAT,
-            "uuid": uuid.uuid4().hex,
+            "uuid": known or uuid.uuid4().hex,
             "job": job_name,
             "created": round(time.time(), 3),
             "best": list(best) if best else None,
@@ -121,15 +147,22 @@ class RunDirectory:
                 f"cannot create the run directory {self.path}: {error.strerror}; "
                 "choose a writable place with free space"
             ) from error
-        write_json(self.path / "run.json", identity)
+        if damage:
+            whose = "the id that its epochs tell" if known else "a new id"
+            warn(f"{damage}; it was written again, with {whose}")
+        self.write_identity(identity)
         return identity
+
+    def write_identity(self, identity: Mapping[str, Any]) -> None:
+        """Replace `run.json`, which says the digest of what it holds."""
+        write_json(self.path / "run.json", {**identity, _DIGEST: _digest_of(identity)})
 
     def _with_best(self, identity: dict[str, Any], best: tuple[str, str] | None) -> dict[str, Any]:
         """What "best" means is no part of the identity: today's program says it."""
         now = list(best) if best else None
         if identity.get("best") != now:
             identity = {**identity, "best": now}
-            write_json(self.path / "run.json", identity)
+            self.write_identity(identity)
         return identity
 
     def strangers(self) -> list[str]:
@@ -174,17 +207,27 @@ class RunDirectory:
                 f"{self.where}/run.json was written by another version of torchrelay (format {version}, this "
                 f"one reads {FORMAT['major']}): use the one that wrote it, or a newer one"
             )
-        if version is None or not all(isinstance(found.get(key), str) for key in ("job", "uuid")):
-            raise DamagedError(
-                f"{self.where}/run.json is no identity of a run: restore it from a copy, or delete it (the "
-                "checkpoints are not touched, the run gets a new identity)"
-            )
+        digest = found.pop(_DIGEST, None)  # older ones have none
+        odd = version is None or not all(isinstance(found.get(key), str) for key in ("job", "uuid"))
+        if odd or digest not in (None, _digest_of(found)):
+            raise DamagedError(f"{self.where}/run.json is damaged: it is no identity of a run")
         return found
 
+    def known_identity(self, warn: Callable[[str], object] = str) -> dict[str, Any]:
+        """The same for who only shows it: empty where there is none, or it is damaged (`warn` is told)."""
+        try:
+            return self.identity() or {}
+        except DamagedError as error:
+            warn(f"{error}; {_MENDS}")
+            return {}
+
     def check_job(self, job_name: str | None) -> None:
-        """Refuse a directory that holds a run of another job (UsageError); None is the directory's name."""
-        found = self.identity()
-        if found is not None:
+        """Refuse a directory that holds a run of another job (UsageError); None is the directory's name.
+
+        Where `run.json` is damaged the log of its checkpoints says whose it is.
+        """
+        found = self.known_identity()
+        if found:
             self._check_same_job(found, job_name or self.name)
 
     def _check_same_job(self, identity: Mapping[str, Any], job_name: str) -> None:
@@ -198,10 +241,19 @@ class RunDirectory:
         """The content of `status.json`; empty when there is none."""
         return read_json(self.path / "status.json") or {}
 
+    def known_status(self, warn: Callable[[str], object] = str) -> dict[str, Any]:
+        """The same for who only shows it: empty where it is damaged, too (`warn` is told)."""
+        try:
+            return self.status()
+        except DamagedError as error:
+            warn(f"{error}; {_MENDS}")
+            return {}
+
     def write_status(self, state: State, *, durable: bool = True, **details: Any) -> None:
         """Replace `status.json`; see `write_json` for what is not `durable`."""
         self._place.check()
-        status = {"state": state, "updated": round(time.time(), 3), **details}
+        short = {key: one[:_TEXT] if isinstance(one, str) else one for key, one in details.items()}
+        status = {"state": state, "updated": round(time.time(), 3), **short}
         write_json(self.path / "status.json", status, durable=durable)
 
     def live(self) -> dict[str, Any]:
@@ -225,6 +277,11 @@ class RunDirectory:
         """Append the reduced metrics of one epoch."""
         self._place.check()
         append_line(self.path / f"metrics.{generation}.jsonl", dict(line))
+
+    def log_steps(self, generation: int, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Append points within an epoch, or from which step on older ones do not count."""
+        self._place.check()
+        append_lines(self.path / f"steps.{generation}.jsonl", lines)
 
     def log_event(self, generation: int, kind: str, **details: Any) -> None:
         """Append what happened."""
@@ -253,7 +310,20 @@ class RunDirectory:
                 kept.append({**line, "generation": generation})
         return kept
 
-    def generations(self, kind: Literal["metrics", "events"]) -> list[tuple[int, Path]]:
+    def steps(self) -> list[dict[str, Any]]:
+        """Points within epochs by steps of the run: what a later start or a rewind replaced is left out."""
+        kept: list[dict[str, Any]] = []
+        for _, path in self.generations("steps"):
+            for line in read_lines(path):
+                after, step = line.get("after"), line.get("step")
+                last = after if type(after) is int else step - 1 if type(step) is int else None
+                while last is not None and kept and kept[-1]["step"] > last:  # they are in ascending order
+                    kept.pop()
+                if type(step) is int and isinstance(line.get("metrics"), dict):
+                    kept.append(line)
+        return kept
+
+    def generations(self, kind: Literal["metrics", "steps", "events"]) -> list[tuple[int, Path]]:
         """The files of a kind by generation, in order: what one start wrote, replaced or not."""
         found = []
         for path in self.path.glob(f"{kind}.*.jsonl"):
@@ -261,6 +331,10 @@ class RunDirectory:
             if match:
                 found.append((int(match[2]), path))
         return sorted(found)
+
+
+def _digest_of(identity: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
 def without_password(word: str) -> str:

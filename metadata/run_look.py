@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torchrelay.errors import RelayError
 from torchrelay.metadata.files import open_regular
 from torchrelay.metadata.note_text import read_note
 from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.records import dataclass
 
 SILENT_SECS = 15.0
 """A running job leaves a sign every two seconds; a slow shared file system may hold it back."""
@@ -28,7 +29,8 @@ class RunLook:
 
     `silent_secs` is how long a run that says it is running has left no sign. `slowest` is the node that the
     newest save waited for, with its seconds. `ranks` are those whose logs lie there, with the seconds since
-    their last line; `unreadable` says what is wrong with a file.
+    their last line; `unreadable` says what is wrong with a file. `stands` and `why` are for who also asks
+    whether its process is there (`runners.standing`).
     """
 
     name: str
@@ -51,6 +53,8 @@ class RunLook:
     silent_secs: float | None = None
     ranks: Mapping[int, float] = field(default_factory=dict)
     unreadable: str = ""
+    stands: str = ""
+    why: str = ""
 
     def json(self) -> dict[str, Any]:
         """As an object of `top --json`."""

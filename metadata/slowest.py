@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 
 from torchrelay.metadata.stats import NodeTimes
+from torchrelay.records import dataclass
 
 WAITING = frozenset({"plan", "commit"})
 """Phases in which nodes wait for each other: the seconds there are the slowest one's, whoever spends them."""

@@ -17,10 +17,10 @@ import struct
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import BinaryIO
 
 from torchrelay.errors import DamagedError, StorageError
+from torchrelay.records import dataclass
 
 LIMIT_MEMBERS = 100_000
 LIMIT_NAME = 1024

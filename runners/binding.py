@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
-from torchrelay.errors import UsageError
-from torchrelay.jobs.blobs import Blob, kind_of
+from torchrelay.checkpoint.disk.values import encode
+from torchrelay.errors import BlobError, UsageError
+from torchrelay.jobs.blobs import Blob, holds_live, kind_of
+from torchrelay.jobs.containers import is_container
 from torchrelay.jobs.data_parallel import bare_ddp_instances
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.peers import together
 from torchrelay.jobs.step import invoke
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.runners.session_base import SessionBase
+from torchrelay.runners.siblings import naming
 
 
 def bind_blobs(job: Job, session: SessionBase, *, before_setup: bool) -> None:
@@ -45,18 +48,41 @@ def _bind_all(job: Job, session: SessionBase, *, before_setup: bool) -> None:
 def _bind(blob: Blob, session: SessionBase, workspace: Workspace) -> None:
     if blob.is_factory:
         with session.on_node(workspace.node):
-            made = invoke(blob.source, workspace, session.context(workspace.node))
+            ctx = session.context(workspace.node)
+            with naming(f"the factory of blob {blob.name!r}", ctx.place):
+                made = invoke(blob.source, workspace, ctx)
         workspace.register(blob, made)
         return
-    if kind_of(blob.source) == "value":
-        workspace.register(blob, copy.deepcopy(blob.source))
+    several = len(session.local_nodes) > 1
+    if kind_of(blob.source) == "value" and not is_container(blob.source):
+        workspace.register(blob, copy.deepcopy(blob.source) if several else blob.source)
         return
-    if len(session.local_nodes) > 1 and not getattr(blob.source, "shared_by_nodes", False):
+    if several and is_container(blob.source) and not holds_live(blob.source):
+        workspace.register(blob, copy.deepcopy(blob.source), _unchanged(blob))
+        return
+    if several and not getattr(blob.source, "shared_by_nodes", False):
         raise UsageError(
             f"blob {blob.name!r} is one object, and {len(session.local_nodes)} nodes run in this process: "
             f"give a factory, for example {blob.name}=lambda ctx: ..., so that each node has its own"
         )
     workspace.register(blob, blob.source)
+
+
+def _unchanged(blob: Blob) -> Callable[[], None]:
+    """Every node has a copy of a container: refuse changes of the object itself, which no node has."""
+    try:
+        before = encode(blob.source, blob.name)
+    except BlobError:  # the save says what cannot be stored
+        return lambda: None
+
+    def check() -> None:
+        if encode(blob.source, blob.name) != before:
+            raise UsageError(
+                f"blob {blob.name!r} was changed, but several nodes run in this process and each has a copy "
+                f"of its own: change ctx[{blob.name!r}], or give a factory, {blob.name}=lambda ctx: ..."
+            )
+
+    return check
 
 
 def warn_of_bare_ddp(session: SessionBase, warn: Callable[[str], None]) -> None:

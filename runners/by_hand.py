@@ -1,4 +1,4 @@
-"""Saving outside of a train call: `JobRunner.save_checkpoints`."""
+"""What a runner does outside of a train call: `save_checkpoints` and `load_best`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.manager_base import Manager
 from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.reading.epoch_choice import wanted
+from torchrelay.checkpoint.reading.opening import place_of, proved_entry
+from torchrelay.errors import UsageError
+from torchrelay.jobs.peers import decide
 
 if TYPE_CHECKING:
     from torchrelay.runners.life import Life
@@ -29,3 +33,41 @@ def save_by_hand(life: Life, manager: Manager, epoch: int) -> None:
         if not within_train:
             life.stored.close()
             ledger.close()
+
+
+def load_best(life: Life, manager: Manager) -> int:
+    """Load the best epoch into the objects of the life's job; return its number.
+
+    A session that holds them not yet is set up first, as by any start. Random states and gradients stay.
+    """
+    session, engine, run, best = life.session, manager.engine, life.run_directory, life.plan.best
+    if best is None:
+        raise UsageError("load_best needs to know what is best: give JobRunner best=('val/acc', 'max')")
+    session.place(life.job.nodes())
+    manager.bind(life.job, default_name=run.name if run else None)
+
+    def choose() -> int:
+        place = place_of(engine.storage)
+        proof = proved_entry(place, engine.ledger.view(), wanted("best"), best, life.journal.warn)
+        return proof.entry.position.epoch
+
+    engine.ledger.look(session.peers)  # where hosts have logs of their own this finds the one that counts
+    epoch = int(decide(session.peers, "best epoch", choose, by=engine.ledger.reader))
+    target = engine.ledger.prove(session.peers, epoch, whole=False)
+    engine.say = life.journal.say
+    session.begin(life.state)
+    try:
+        spaces = [session.workspace(place.name) for place in session.local_nodes]
+        held = all(space.registered(blob) for space in spaces for blob in life.job.blobs)
+        if not all(session.peers.exchange("load best: objects", held)):
+            life.set_up(target)
+        session.run(manager.go_on_at(life.nodes, target))
+        engine.take_streams(), engine.take_gradients()
+    finally:
+        life.recorder.close()
+        engine.say = None
+        session.end()
+    lost = ", ".join(sorted(target.lost_blobs & {blob.name for blob in life.job.blobs}))
+    gone = f"; {lost} stays as it is, because keep_optimizer_last removed its state" if lost else ""
+    life.journal.say(f"loaded epoch {epoch}, the best by {best[0]}{gone}")
+    return epoch

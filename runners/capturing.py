@@ -1,14 +1,17 @@
-"""What a start of a run was: agreed on by all ranks before any file is made, written before the first step.
+"""What a start of a run was: its source, its configuration, and what it ran on.
 
-Rank 0 archives its source; the others compare theirs with it, name by name, and a rank that would run other
-code, or another configuration, is refused by name.
+Several ranks agree on it before any file is made: rank 0 reads its source, the others compare theirs with it,
+name by name, and a rank that would run other code, or another configuration, is refused by name. One process
+that was given neither has nothing to agree on: it records all this in a thread while its first epoch runs.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from torchrelay.metadata.capture import (
     Given,
     captures,
     code_id_of,
+    command,
     config_texts,
     surroundings,
     write_capture,
@@ -34,6 +38,7 @@ from torchrelay.metadata.code.main_script import Script, main_script
 from torchrelay.metadata.code.snapshot import GONE, Snapshot, digests, of_manifest, take
 from torchrelay.metadata.code.sources import Root, Sources, sources_of
 from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.records import dataclass
 from torchrelay.runners.journal import Journal
 from torchrelay.runners.session_base import SessionBase
 from torchrelay.runners.setting_changes import RESOLVED, setting_changes
@@ -43,6 +48,13 @@ _COMPARED = 16
 _NAMED_RANKS = 8
 _NAMED_FILES = 3
 _NAMED_LEFT_OUT = 100
+
+
+_reading = threading.Lock()
+"""Held by the thread. Who forks meanwhile waits: a loader's workers would inherit pipes to git, and locks."""
+os.register_at_fork(
+    before=_reading.acquire, after_in_parent=_reading.release, after_in_child=_reading.release
+)
 
 
 @dataclass(frozen=True)
@@ -64,48 +76,100 @@ class Capturing:
         self._run, self._given = run, given or Given()
         self._asked = None if code is None or code is False else sources_of(code)
         self._off = code is False
-        self._taken = Taken(None)
+        self._taken: Taken | None = None
+        self._pending: Callable[[], None] | None = None
+        self._thread: threading.Thread | None = None
+        self._warnings: list[str] = []
+        self._failed: Exception | None = None
 
     def agree(self, peers: Peers, journal: Journal) -> None:
         """Read the source and compare it between ranks; raises UsageError on all of them, naming some.
 
         Source that cannot be archived fails the run only where it was named by `code=`; else rank 0 warns.
         """
-        if self._run is None:
+        self._taken = None
+        if self._run is None or self._waits(peers):
             return
-        told = decide(peers, "code", lambda: self._told(journal))
+        told = decide(peers, "code", self._told)
         if peers.size == 1:
             return
         found = together(peers, "code of all ranks", lambda: self._differences(told) if peers.rank else [])
         if refused := {rank: names for rank, names in enumerate(found) if names}:
             raise UsageError(_refusal(refused))
 
-    def write(self, journal: Journal, session: SessionBase) -> None:
-        """Store what was agreed on; called by all, done by rank 0. What cannot be stored is a warning."""
+    def prepare(self, journal: Journal, session: SessionBase) -> None:
+        """The log is ours: record what was agreed on, or note what is to be; by rank 0, called by all."""
         if self._run is None or not journal.writes:
             return
+        self._pending = partial(self._capture, self._run.path, journal, command(), _world(session))
+        if not self._waits(session.peers):
+            self.finish(journal)
+
+    def _waits(self, peers: Peers) -> bool:
+        """Whether nobody else has to agree, and nothing was given that a first step must not lose."""
+        return peers.size == 1 and self._asked is None and self._given == Given()
+
+    def begin(self) -> None:
+        """The first epoch begins: record in a thread what is not recorded yet. Later calls do nothing."""
+        work, self._pending = self._pending, None
+        if work is None:
+            return
+        thread = threading.Thread(target=work, name="torchrelay-capture", daemon=True)
         try:
-            before = self._before(self._run.path)
-            code = self._write_code(self._run.path, self._taken, journal.warn)
-            config = write_config(self._run.path, self._given, journal.attempt)
-            write_capture(
-                self._run.path,
-                journal.attempt,
-                {
-                    **surroundings(),
-                    "torch": torch_facts(),
-                    "world": _world(session),
-                    "code": code,
-                    "config": config,
-                    "config_files": sorted(self._given.config),
-                    "config_id": self._given.config_id,
-                    "overrides": list(self._given.overrides),
-                },
-            )
-            self._say_changes(journal, before)
-            self._say_config(journal)
+            thread.start()
+        except RuntimeError:  # no more threads in this process
+            work()
+        else:
+            self._thread = thread
+
+    def finish(self, journal: Journal) -> None:
+        """Wait until it is recorded, also where no epoch has begun. What cannot be stored is a warning."""
+        self.begin()
+        if self._thread is not None:
+            self._thread.join()
+        warnings, failed = self._warnings, self._failed
+        self._thread, self._warnings, self._failed = None, [], None
+        for text in warnings:
+            journal.warn(text)
+        if failed is not None:
+            raise failed
+
+    def _capture(
+        self, run: Path, journal: Journal, called: Mapping[str, Any], world: Mapping[str, Any]
+    ) -> None:
+        """Raises nothing: `finish` tells."""
+        try:
+            with _reading:
+                self._write(run, journal, called, world)
         except RelayError as error:
-            journal.warn(f"what this start was is not recorded: {error}")
+            self._warnings.append(f"what this start was is not recorded: {error}")
+        except Exception as error:
+            self._failed = error
+
+    def _write(
+        self, run: Path, journal: Journal, called: Mapping[str, Any], world: Mapping[str, Any]
+    ) -> None:
+        taken = self._taken = self._taken or self._take()
+        before = self._before(run)
+        code = self._write_code(run, taken, self._warnings.append)
+        config = write_config(run, self._given, journal.attempt)
+        write_capture(
+            run,
+            journal.attempt,
+            {
+                **called,
+                **surroundings(),
+                "torch": torch_facts(),
+                "world": world,
+                "code": code,
+                "config": config,
+                "config_files": sorted(self._given.config),
+                "config_id": self._given.config_id,
+                "overrides": list(self._given.overrides),
+            },
+        )
+        self._say_changes(run, journal, taken.snapshot, before)
+        self._say_config(run, journal)
 
     def record_code(self, snapshot: Snapshot, warn: Callable[[str], None]) -> dict[str, Any]:
         """Archive source in the run and return what a record says of it; raises StorageError."""
@@ -115,8 +179,8 @@ class Capturing:
 
     # Agreeing
 
-    def _told(self, journal: Journal) -> dict[str, Any]:
-        self._taken = self._take(journal)
+    def _told(self) -> dict[str, Any]:
+        self._taken = self._take()
         snapshot = self._taken.snapshot
         files = of_manifest(snapshot.manifest) if snapshot is not None else {}
         return {
@@ -124,7 +188,7 @@ class Capturing:
             "config": self._given.config_id,
         }
 
-    def _take(self, journal: Journal) -> Taken:
+    def _take(self) -> Taken:
         if self._off:
             return Taken(None, "code=False")
         if self._asked is not None:
@@ -135,7 +199,7 @@ class Capturing:
         try:
             return Taken(take(Sources([script.root.path]), roots=(script.root,)))
         except UsageError as error:
-            journal.warn(f"the run goes on, its source is not archived: {error}")
+            self._warnings.append(f"the run goes on, its source is not archived: {error}")
             return Taken(None, str(error))
 
     def _differences(self, told: Mapping[str, Any]) -> list[str]:
@@ -202,27 +266,27 @@ class Capturing:
         found = [one for one in captures(run) if code_id_of(one) is not None]
         return found[-1] if found else None
 
-    def _say_changes(self, journal: Journal, before: Mapping[str, Any] | None) -> None:
-        snapshot = self._taken.snapshot
-        if before is None or snapshot is None or self._run is None:
+    def _say_changes(
+        self, run: Path, journal: Journal, snapshot: Snapshot | None, before: Mapping[str, Any] | None
+    ) -> None:
+        if before is None or snapshot is None:
             return
         old_id = code_id_of(before)
         if old_id == snapshot.manifest.code_id:
             return
         try:
-            with open_archive(self._run.path / "code" / f"{old_id}.zip") as archive:
+            with open_archive(run / "code" / f"{old_id}.zip") as archive:
                 found = str(changes(of_manifest(archive.manifest), of_manifest(snapshot.manifest)))
         except StorageError as error:
             found = f"its archive cannot be compared ({error})"
         journal.tell("code changed", f"code changed since attempt {before['number']}: {found}")
 
-    def _say_config(self, journal: Journal) -> None:
+    def _say_config(self, run: Path, journal: Journal) -> None:
         """One line where a run goes on with another configuration than its last start had."""
-        found = [] if self._run is None else captures(self._run.path)
-        older = [one for one in found if one["number"] < journal.attempt and one.get("config_id")]
-        if self._run is None or not older or older[-1]["config_id"] == self._given.config_id:
+        older = [one for one in captures(run) if one["number"] < journal.attempt and one.get("config_id")]
+        if not older or older[-1]["config_id"] == self._given.config_id:
             return
-        texts = config_texts(self._run.path, older[-1])
+        texts = config_texts(run, older[-1])
         named = setting_changes(texts.get(RESOLVED, b""), self._given.config.get(RESOLVED, b""))
         told = f"configuration changed since attempt {older[-1]['number']}: {named}"
         journal.tell(

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from torchrelay.checkpoint.position import MAX_EPOCH
 from torchrelay.errors import NoProvableEpochError, UsageError
+from torchrelay.records import dataclass
 
 Resume = Literal["auto", "must", "never"]
 

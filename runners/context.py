@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from os import PathLike
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,9 +13,11 @@ from torchrelay.errors import UsageError
 from torchrelay.jobs.places import NodePlace
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.runners.full_state import full_state_dict
+from torchrelay.runners.loops import ALL
 from torchrelay.runners.run_state import RunState
 from torchrelay.runners.siblings import Siblings
-from torchrelay.runners.steps import Steps
+from torchrelay.runners.step_points import check_interval
+from torchrelay.runners.steps import Steps, TaskRanks
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +36,7 @@ class Context:
     PRIVATE run or of one instance. `ctx["name"]` and `"name" in ctx` read it, `ctx["name"] = value`
     writes it. `place` says where the node runs, `group` is the process group of the ranks that run the
     task (None where this process trains alone, and in concurrent tasks, which must not communicate).
-    `instance` counts the parallel bodies of a task with `num_instances`.
+    `instance` counts the parallel bodies of a task with `num_instances`; `ranks` are those of the task.
     """
 
     workspace: Workspace
@@ -43,6 +46,7 @@ class Context:
     siblings: Siblings = field(default_factory=Siblings, repr=False)
     concurrent: bool = False
     instance: int = 0
+    ranks: TaskRanks = field(default_factory=TaskRanks, repr=False)
 
     def __getitem__(self, name: str) -> Any:
         """The value of a blob or of another name of the workspace."""
@@ -134,67 +138,129 @@ class Context:
         """How often the run was started before: 0 the first time. Epochs run at least once."""
         return self._state.attempt
 
+    @property
+    def window_end(self) -> bool:
+        """Whether the step being run is the last of its window: the one to call `optimizer.step()` in.
+
+        Always True but in loops over `ctx.steps(loader, accumulate=n)`.
+        """
+        return self._state.window_ends.get(self.node, True)
+
     # Metrics
 
-    def log(self, name: str, value: Any, reduce: Reduction = "mean", weight: Any = 1) -> None:
+    def log(
+        self,
+        name: str,
+        value: Any,
+        reduce: Reduction = "mean",
+        weight: Any = 1,
+        *,
+        every: int | None = None,
+    ) -> None:
         """Log a number or a tensor of one element; reduced over steps and ranks when the epoch ends.
 
         Tensors are detached and accumulated on their device, nothing is waited for. `mean` is weighted
         by `weight` (say, the batch's size), `sum` adds value times weight, `last` is the last value of
-        the highest rank. A value of weight 0 is ignored, even NaN. Raises UsageError for a bad name or
-        value, and when one name comes with two reductions.
+        the highest rank. A value of weight 0 is ignored, even NaN.
+
+        With `every=50`, trackers and the report also get a point every 50 steps of `ctx.steps`: what rank 0
+        has logged since the point before, reduced in the same way. It comes there within seconds, and no
+        device is waited for.
+
+        Raises UsageError for a bad name or value, when one name comes with two reductions or intervals, and
+        for an interval where no step is counted.
         """
-        self._state.log_of(self.node).log(name, value, reduce, weight)
+        state, also = self._state, None
+        if every is not None:
+            check_interval(every, self.total_steps)
+            if self.rank == 0:
+                also = partial(state.points.add, self.epoch, self.total_steps, name, reduce, every)
+        state.log_of(self.node).log(name, value, reduce, weight, also)
 
     def metric(self, name: str) -> float:
         """The last reduced value of a metric; never communicates, so any rank may ask alone.
 
-        Raises UsageError for a name that no finished epoch has logged.
+        Raises MissingMetricError for a name that no finished epoch has logged; a stop condition that asks for
+        one waits.
         """
-        try:
-            return self._state.metrics[name]
-        except KeyError:
-            known = (
-                ", ".join(sorted(self._state.metrics)) or "none, because they are reduced when an epoch ends"
-            )
-            raise UsageError(f"no metric {name!r} was reduced yet; there are: {known}") from None
+        return self._state.metrics[name]
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """All metrics as last reduced (when the previous epoch ended); read-only."""
+        """All metrics with their last reduced values, of whatever epoch; read-only."""
         return MappingProxyType(self._state.metrics)
+
+    @property
+    def measured(self) -> Mapping[str, float]:
+        """The metrics that the epoch which is over has logged; empty while one runs. For stop conditions."""
+        return MappingProxyType(self._state.measured)
 
     # Steps
 
-    def steps(self, loader: Iterable[Any], *, count: bool = True) -> Iterator[Any]:
+    def steps(self, loader: Iterable[Any], *, count: bool = True, accumulate: int = 1) -> Iterator[Any]:
         """Iterate over a loader's batches; all ranks begin and end together.
 
         Counts steps and ends the epoch early when a limit (`max_steps`, `max_time`) is reached or any
         process was asked to stop, at the same step everywhere. Loaders of uneven length end with the
         shortest; that surplus batches are dropped is said once. A `DistributedSampler` is told the
-        epoch. All ranks must make the same loops, and leave them with `break` at the same step or not
-        at all; emulated nodes of one process run one after another and cannot wait for each other.
+        epoch. All ranks make the same loops, and leave them with `break` at the same step or not
+        at all: a rank that does otherwise is found within seconds, and all raise UsageError, which names it.
+        Emulated nodes of one process run one after another and cannot wait for each other.
 
         When all leave at once, to be continued (SIGTERM, a time limit), the loop does not end: it raises an
         exception that passes by `except Exception`, and the next start goes on from this very step.
 
-        With `count=False`, for evaluation, batches neither count as steps nor end early, unless all leave;
-        then the evaluation begins anew at the next start. Concurrent
-        tasks and parallel instances have only that form, and it then is a plain loop.
+        With `count=False`, for evaluation, batches neither count as steps nor end early. A request to leave
+        waits for the end of an evaluation, which may have swapped weights, and of a loop under `no_grad`,
+        if there is time. Concurrent tasks and parallel instances have only that form, and so have tasks of
+        some ranks (`on="rank0"`, a node's own task). Tasks of all nodes with one function may count.
+
+        Args:
+            loader: What gives the batches.
+            count: Whether they count as steps; False for evaluations.
+            accumulate: Batches of one accumulation window. `ctx.window_end` is True in the last one of
+                each, and in the last one of the loader. Requests to stop or to save wait for it, unless the
+                time that is left is too short; then, and without `accumulate`, the gradients of the open
+                window are saved too.
+
+        Raises:
+            UsageError: For counted steps where there are none, and for windows that are no number of them.
+
+        Example:
+            for x, y in ctx.steps(loader, accumulate=4):
+                (F.mse_loss(model(x), y) / 4).backward()
+                if ctx.window_end:
+                    optimizer.step()
+                    optimizer.zero_grad()
         """
         alone = self.concurrent or self.session.peers.size == 1
+        self._check_steps(count, accumulate, alone=alone)
+        tell_epoch(loader, max(self.epoch, 1))
+        if len(self.session.local_nodes) > 1:
+            place_loader(loader, self.place)
+        every = not self.concurrent and (count or self.ranks.every)
+        agreeing = None if alone else self.session if every else self.ranks.agreeing
+        cursor = None if self.concurrent else self._state.cursor_of(self.node)
+        among = ALL if every else self.ranks.among
+        rest = (self.siblings, every, cursor, accumulate, self.session.loops, among)
+        return iter(Steps(self._state, self.node, loader, count, agreeing, *rest))
+
+    def _check_steps(self, count: bool, accumulate: int, *, alone: bool) -> None:
+        if type(accumulate) is not int or accumulate < 1 or (accumulate > 1 and not count):
+            raise UsageError(
+                f"accumulate is {accumulate!r:.80}; it is the number of counted batches between two steps of "
+                "the optimizer, from 1, in loops without count=False"
+            )
         if count and self.concurrent:
             raise UsageError(
                 "steps are counted by one loop in the task's own thread: "
                 "use ctx.steps(loader, count=False) in concurrent tasks and in instances"
             )
-        tell_epoch(loader, max(self.epoch, 1))
-        if len(self.session.local_nodes) > 1:
-            place_loader(loader, self.place)
-        agreeing = None if alone else self.session
-        cursor = None if self.concurrent else self._state.cursor_of(self.node)
-        polled = not self.concurrent
-        return iter(Steps(self._state, self.node, loader, count, agreeing, self.siblings, polled, cursor))
+        if count and not alone and not self.ranks.counting:
+            raise UsageError(
+                f"all ranks count steps together, and this task of {self.node} runs on some ranks: "
+                "use ctx.steps(loader, count=False) in it, or run it on all ranks"
+            )
 
     # State
 
@@ -204,9 +270,9 @@ class Context:
         """Load blobs of any checkpoint, or of a file of `save_blobs`, into this workspace.
 
         For warm starts: `where` is a run directory, a prefix or a file; `epoch` a number, "last" or "best";
-        `rename`, `strict` and `nodes` are those of `open_checkpoint(...).load`. Objects are loaded in place,
-        verified, all or nothing; tensors and values that the workspace lacks are made, other names must be
-        there (KeyError). Returns what is missing and unexpected.
+        `rename`, `strict`, `nodes`, `exclude` and `dtype` are those of `open_checkpoint(...).load`. Objects
+        are loaded in place, verified, all or nothing; tensors and values that the workspace lacks are made,
+        other names must be there (KeyError). Returns what is missing and unexpected.
         """
         from torchrelay.checkpoint.load_into import load_blobs_into
 
@@ -259,8 +325,21 @@ def place_loader(loader: Any, place: NodePlace) -> None:
 
 
 def tell_epoch(loader: Any, epoch: int) -> None:
-    """Let a loader's sampler (a DistributedSampler, say) shuffle for this epoch (counted from 0 there)."""
-    for part in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-        set_epoch = getattr(part, "set_epoch", None)
-        if callable(set_epoch):
+    """Let samplers (a DistributedSampler, say) and datasets shuffle for this epoch (counted from 0 there).
+
+    They are found at any depth: a batch sampler around a sampler, a dataset around another one.
+    """
+    from torchrelay.jobs.epoch_loader import EpochLoader
+
+    if isinstance(loader, EpochLoader):
+        return
+    found: list[Any] = []
+    todo = [loader]
+    while todo:
+        part = todo.pop()
+        if part is None or any(part is one for one in found):
+            continue
+        found.append(part)
+        if callable(set_epoch := getattr(part, "set_epoch", None)):
             set_epoch(epoch - 1)
+        todo += [getattr(part, name, None) for name in ("sampler", "batch_sampler", "dataset")]

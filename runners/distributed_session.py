@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from torchrelay.errors import NotAllowedNowError, RelayError
+from torchrelay.errors import NotAllowedNowError, PeerError, RelayError
 from torchrelay.jobs.group import TaskGroup
 from torchrelay.jobs.names import check_node_name
 from torchrelay.jobs.places import NodePlace
 from torchrelay.jobs.wire import Wire
+from torchrelay.runners.distributed.current import current_world
 from torchrelay.runners.distributed.launch_env import LaunchEnv, read_launch_env
 from torchrelay.runners.distributed.process_groups import (
     DEFAULT_TIMEOUT_SECS,
@@ -18,8 +20,9 @@ from torchrelay.runners.distributed.process_groups import (
     choose_backend,
     choose_device,
 )
-from torchrelay.runners.distributed.world import START_SECS, World, code_of, current_world, is_consequence
+from torchrelay.runners.distributed.world import START_SECS, World, code_of, is_consequence
 from torchrelay.runners.session_base import SessionBase
+from torchrelay.runners.steps import Agreeing
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +44,7 @@ class DistributedSession(SessionBase):
     def __init__(self, world: World) -> None:
         super().__init__()
         self.world = world
-        self.peers = world.peers
+        self.peers, self.loops = world.peers, world.loops
         self._declared: tuple[str, ...] = ()
         self._places = world.places(())
         self._alarm: threading.Timer | None = None
@@ -115,7 +118,20 @@ class DistributedSession(SessionBase):
 
     def agree_flags(self, flags: tuple[int, ...]) -> FlagsOnTheWay:
         """Post small numbers and return at once; the maximum over all ranks comes by `wait`."""
-        return self.world.groups.agree_flags(flags)
+        return self.world.groups.flags.agree_flags(flags)
+
+    def agreement_of(self, ranks: Sequence[int]) -> Agreeing | None:
+        """What some ranks agree by, over a group of their own; None for a single one."""
+        return self.world.groups.flags_of(ranks) if len(ranks) > 1 else None
+
+    def _all_failed(self) -> None:
+        """Bring the ranks in step again: one may have left a loop in which others had posted an agreement.
+
+        Torch would wait for the answer when it takes the group away, with Python's lock held.
+        """
+        with suppress(PeerError, RuntimeError):  # the failure that all know of says more
+            groups = self.world.groups
+            groups.catch_up(self.peers.exchange("loops after a failure", groups.posted()))
 
     def group_of_ranks(self, ranks: Sequence[int]) -> Any:
         """The process group of some ranks; None for a single one, which has nobody to talk to."""

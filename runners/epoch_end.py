@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.reading.lookup import nearest
 from torchrelay.jobs.turns import undivided
 from torchrelay.runners.stopping import Verdict, ask_all
 
 if TYPE_CHECKING:
     from torchrelay.runners.life import Life
+
+WAITS_EPOCHS = 3
+"""A stop condition may wait for its metric so many epochs without a word."""
 
 
 @undivided(beyond=True)
@@ -18,6 +22,7 @@ def end_epoch(life: Life, epoch: int) -> Verdict:
     metrics = life.session.reduce_metrics()
     life.onlookers.reduced(life.state, metrics)
     verdict = ask_all(life.job, life.session)
+    _warn_of_waiting(life, epoch, verdict)
     life.recorder.record(epoch)
     saved = _save(life, epoch, verdict)
     life.journal.epoch_done(life.state, metrics, saved, verdict)
@@ -25,6 +30,16 @@ def end_epoch(life: Life, epoch: int) -> Verdict:
     life.stored.look()
     life.exporting.epoch_done(metrics, saved)
     return verdict
+
+
+def _warn_of_waiting(life: Life, epoch: int, verdict: Verdict) -> None:
+    """A name that no epoch logs may be misspelt: warn of it once, and not before some epochs are over."""
+    for condition, metric in verdict.waiting.items():
+        if epoch >= WAITS_EPOCHS and life.state.first_time(f"{condition} waits"):
+            life.journal.warn(
+                f"the stop condition {condition} waits for the metric {metric!r}, which no epoch has logged"
+                f"{nearest(metric, life.state.metrics)}"
+            )
 
 
 def _save(life: Life, epoch: int, verdict: Verdict) -> bool | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from torchrelay.jobs.output import TaskOutput
 from torchrelay.jobs.placement import selected
 from torchrelay.jobs.task import Task
 from torchrelay.jobs.workspace import Origin, Workspace, WorkspaceType
+from torchrelay.records import dataclass
 from torchrelay.runners.context import Context
 from torchrelay.runners.ending.cursor import Cursor
 from torchrelay.runners.ending.interruption import Interrupted
@@ -30,17 +31,18 @@ from torchrelay.runners.ending.requests import PREEMPT
 from torchrelay.runners.instances import run_step, run_steps, run_task
 from torchrelay.runners.reporters import reporting
 from torchrelay.runners.siblings import Siblings
+from torchrelay.runners.steps import TaskRanks
 
 Outputs = dict[TaskOutput, Any]
 """The values of the outputs of the tasks that ran on one node, as of the end of the run."""
 
 
 def run_node(
-    group: TaskGroup, tasks: Sequence[Task], ctx: Context, groups: Mapping[Task, Any] | None = None
+    group: TaskGroup, tasks: Sequence[Task], ctx: Context, ranks: Mapping[Task, TaskRanks] | None = None
 ) -> Outputs:
     """Run the group's `tasks` on one node; `ctx` has its GLOBAL workspace.
 
-    `groups` has the process groups of the ranks that run each task.
+    `ranks` has the ranks that run each task.
 
     Raises what the first failing step became (a TaskFailedError, or the error of torchrelay that it
     raised), and UsageError when the workspace lacks a declared output at the end.
@@ -50,7 +52,7 @@ def run_node(
     siblings = Siblings()
     private = group.workspace_type is WorkspaceType.PRIVATE
     workspace = ctx.workspace.child() if private else ctx.workspace
-    run = _NodeRun(group, tasks, replace(ctx, workspace=workspace, siblings=siblings), siblings, groups or {})
+    run = _NodeRun(group, tasks, replace(ctx, workspace=workspace, siblings=siblings), siblings, ranks or {})
     siblings.guarded(run.run)
     siblings.settle()
     return run.outputs()
@@ -75,7 +77,7 @@ class _NodeRun:
     tasks: Sequence[Task]
     ctx: Context
     siblings: Siblings
-    groups: Mapping[Task, Any]
+    ranks: Mapping[Task, TaskRanks]
     results: dict[Task, Any] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -110,7 +112,8 @@ class _NodeRun:
                 self.siblings.start(task.full_name, partial(self._run_concurrent, task))
             else:
                 with self._creating([task]):
-                    ctx = replace(self.ctx, group=self.groups.get(task))
+                    ranks = self.ranks.get(task, TaskRanks())
+                    ctx = replace(self.ctx, group=ranks.group, ranks=ranks)
                     self.results[task] = run_task(task, ctx, self.siblings)
             if cursor is not None:
                 cursor.end(self.results.get(task))
@@ -132,10 +135,14 @@ class _NodeRun:
         self.results[task] = run_task(task, replace(self.ctx, concurrent=True, group=None), self.siblings)
 
     def _hooks(self, hooks: Iterable[NodeHook]) -> None:
-        steps = [hook.step for hook in hooks if hook.node in (None, self.ctx.node)]
-        if steps:
+        here = [hook for hook in hooks if hook.node in (None, self.ctx.node)]
+        if here:
             turns.begin_now()
-        run_steps(steps, self.ctx, self.siblings)
+        for hook in here:
+            every = hook.node is None or self.ctx.session.peers.size == 1
+            run_steps(
+                [hook.step], replace(self.ctx, ranks=TaskRanks(every=every, counting=every)), self.siblings
+            )
 
     def _reporters(self) -> Iterator[Reporter]:
         return (reporter for reporter in self.group.reporters if reporter.node in (None, self.ctx.node))

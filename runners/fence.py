@@ -11,9 +11,8 @@ import threading
 from collections.abc import Callable
 
 from torchrelay.errors import FencedError
-from torchrelay.runners.distributed.watcher import end_process
-from torchrelay.runners.distributed.world import current_world
-from torchrelay.runners.last_words import tell_stderr_within
+from torchrelay.runners.distributed.current import current_world
+from torchrelay.runners.last_words import end_process, tell_stderr_within
 from torchrelay.runners.run_state import RunState
 
 GRACE_SECS = 6.0

@@ -68,4 +68,7 @@ def run_step(step: Step, ctx: Context, task: Task | None = None) -> Any:
         failed = task_failed(ctx.place, task, step, error)
         if failed is error:
             raise
-        raise failed from error
+        try:
+            raise failed from error
+        finally:
+            del failed  # its traceback refers to this frame

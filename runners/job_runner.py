@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -15,7 +18,7 @@ from torchrelay.checkpoint.manager_options import ManagerOptions
 from torchrelay.checkpoint.multi_node import MultiNodeCheckpointManager
 from torchrelay.checkpoint.storage_places import FILE
 from torchrelay.checkpoint.upload import UploadTaskGroupBuilder
-from torchrelay.errors import NotAllowedNowError, UsageError
+from torchrelay.errors import LeftByInterrupt, NotAllowedNowError, TaskFailedError, UsageError
 from torchrelay.jobs.directories import local_directory
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.peers import decide
@@ -24,21 +27,15 @@ from torchrelay.metadata.code.sources import Code
 from torchrelay.metadata.file_handler import FileMetadataHandler
 from torchrelay.metadata.handler import MetadataHandler
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.metadata.several_handlers import SeveralHandlers
-from torchrelay.metadata.sinks.naming import sinks_of
 from torchrelay.metadata.sinks.sink import MetricSink
 from torchrelay.runners.attempts import MAX_ATTEMPTS
-from torchrelay.runners.by_hand import save_by_hand
 from torchrelay.runners.capturing import Capturing
 from torchrelay.runners.choosing import Resume, check_epoch
 from torchrelay.runners.ending.on_crash import OnCrash, check_on_crash
 from torchrelay.runners.ending.signals import save_signal_of
 from torchrelay.runners.ending.time_limits import TimeLimit, seconds_of
 from torchrelay.runners.experiment.handed import refuse_before_main
-from torchrelay.runners.leaving import code_of_result, run_and_leave
 from torchrelay.runners.life import Life
-from torchrelay.runners.onnx_files.onnx_export import OnnxExport
-from torchrelay.runners.options import parse_options
 from torchrelay.runners.rebuilding.recipe import Recipe, recipes_of
 from torchrelay.runners.result import RunResult
 from torchrelay.runners.run_plan import Plan
@@ -47,13 +44,15 @@ from torchrelay.runners.session_base import SessionBase
 from torchrelay.runners.stages.given import InitFrom, Upstream, given_of
 from torchrelay.runners.start import current_or_new_session
 from torchrelay.runners.stored_runs.run_url import canonical, is_remote
-from torchrelay.runners.stored_runs.workspaces import workspace_of
 from torchrelay.runners.wording import interval_secs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_training = threading.Lock()
+    from torchrelay.runners.onnx_files.onnx_export import OnnxExport
+
+_training: dict[int, threading.Lock] = {}
+"""By process: nobody trains in one that was forked out of a task."""
 RUN_DIRECTORY_FAILED_SAVES = 3
 
 
@@ -69,8 +68,8 @@ class JobRunner:
     only warns). `save_initial=False` leaves epoch 0, the state after `init`, out.
     A run directory also takes the options of its manager, `ManagerOptions`: `keep_last`, `keep_every`,
     `keep_best`, `keep_optimizer_last`, `asynchronous`, `staging_limit`, `verify_staging`, `reuse`,
-    `include`, `exclude`, `share_reads`, `compare_every`, `single_writer`,
-    `tier`.
+    `include`, `exclude`, `share_reads`, `compare_every`, `single_writer`, `tier`, `rename`, `resume_exclude`,
+    `resume_strict`.
     `metadata_handler` hears of epochs beside the run directory's own handler, and decides where a run starts
     only where it says so (`decides = True`); a manager is given its handler itself.
     `upload_task_group_builder` builds the group that sends the last epoch elsewhere; `agree_every` is
@@ -86,6 +85,10 @@ class JobRunner:
 
     `on_crash="save"`: a process in which a task of an epoch fails writes what it holds to `crash/` in the run
     directory, to be looked at; the next start goes on from the newest saved position all the same.
+
+    `from_program` names what a resume takes from the program where that has changed since the epoch was
+    saved: a schedule by its blob ("scheduler"), which is stepped to where the run is, or an entry of an
+    optimizer's groups ("optimizer.lr"). All else is as it was saved.
 
     `replay={"model": make_model}` records a call of that module at every epoch, which `torchrelay verify RUN
     --replay` plays again on what `make_model()` of the archived source makes.
@@ -130,6 +133,7 @@ class JobRunner:
         log_every_n_secs: float | None = None,
         save_signal: str | None = "SIGUSR2",
         on_crash: OnCrash = "none",
+        from_program: str | Sequence[str] = (),
         replay: Mapping[str, Recipe | Callable[[], Any]] | None = None,
         upstream: Mapping[str, str | Path | Upstream] | None = None,
         init_from: str | InitFrom | Sequence[str | InitFrom] = (),
@@ -162,6 +166,7 @@ class JobRunner:
             log_every_n_secs=interval_secs(log_every_n_secs),
             save_signal=save_signal_of(save_signal),
             on_crash=check_on_crash(on_crash),
+            from_program=(from_program,) if isinstance(from_program, str) else tuple(from_program),
         )
 
     def _manager(self, where: str | Path | Manager | None, options: dict[str, Any]) -> Manager | None:
@@ -175,10 +180,17 @@ class JobRunner:
             return where
         own: MetadataHandler = FileMetadataHandler(self.run_directory.path)
         beside = options.pop("metadata_handler", None)
-        handler = own if beside is None else SeveralHandlers([own, beside])
-        return MultiNodeCheckpointManager(self.run_directory.checkpoints, metadata_handler=handler, **options)
+        if beside is not None:
+            from torchrelay.metadata.several_handlers import SeveralHandlers
+
+            own = SeveralHandlers([own, beside])
+        return MultiNodeCheckpointManager(self.run_directory.checkpoints, metadata_handler=own, **options)
 
     def _sinks(self, trackers: Sequence[str | MetricSink]) -> tuple[MetricSink, ...]:
+        if isinstance(trackers, (list, tuple)) and not trackers:
+            return ()
+        from torchrelay.metadata.sinks.naming import sinks_of
+
         sinks = sinks_of(trackers)
         if sinks and self.run_directory is None:
             raise UsageError("trackers belong to a run directory: give JobRunner the path of one")
@@ -186,12 +198,16 @@ class JobRunner:
 
     def _exports(self, exports: Sequence[OnnxExport], best: Any) -> tuple[OnnxExport, ...]:
         found = tuple(exports) if isinstance(exports, Sequence) else (exports,)
+        if not found:
+            return ()
+        from torchrelay.runners.onnx_files.onnx_export import OnnxExport
+
         for one in found:
             if not isinstance(one, OnnxExport):
                 raise UsageError(f"exports has {one!r:.80}; give torchrelay.OnnxExport objects")
             if one.best and best is None:
                 raise UsageError("OnnxExport(best=True) needs JobRunner(best=(metric, 'max' or 'min'))")
-        if found and self.run_directory is None:
+        if self.run_directory is None:
             raise UsageError("exports belong to a run directory: give JobRunner the path of one")
         if len({one.name for one in found}) < len(found):
             raise UsageError("two exports would write the same files: give each a name=")
@@ -216,33 +232,69 @@ class JobRunner:
         Without a session: the current one, else torchrun's, else a local one.
 
         A run that left early to be continued returns too, with the status PREEMPTED; SIGTERM and SIGUSR1 have
-        our handlers until then (in the main thread).
+        our handlers until then (in the main thread). So has Ctrl-C: from the first step of
+        `ctx.steps` on it leaves at the next one, saved like that, and raises KeyboardInterrupt then; a second
+        one raises at once.
 
         Raises the errors of `torchrelay.errors`; a failed save only warns (see `max_failed_saves`).
         """
         if not (session is None or isinstance(session, SessionBase)):
             raise UsageError(f"session is {session!r:.80}; give a LocalSession or a DistributedSession")
         refuse_before_main()
-        if not _training.acquire(blocking=False):
-            raise NotAllowedNowError(
-                "another train() runs in this process: wait for it, or use a second process"
-            )
-        try:
+        with _one_train():
             epoch = check_epoch(resume_from_epoch)
             epoch = self.resume_from_epoch if epoch is None else epoch
             with current_or_new_session(session) as used:
-                return Life(self, used, self._plan, epoch, again=again).run()
-        finally:
-            _training.release()
+                life = Life(self, used, self._plan, epoch, again=again)
+                try:
+                    result = life.run()
+                finally:
+                    life.__dict__.clear()  # its parts refer to it: what they hold is let go of now
+            if result.status == "PREEMPTED" and signal.SIGINT.name in result.stop:
+                raise LeftByInterrupt
+            return result
+
+    def load_best(self, session: SessionBase | None = None) -> int:
+        """Load the best saved epoch, by `best=`, into the job's objects; return its number.
+
+        Everything that is registered becomes as it was when that epoch ended, on all ranks, which call this
+        together. What `keep_optimizer_last` let go stays as it is, and one line says so; random states
+        stay, too. The run on the disk does not change: `train()` resumes from its newest epoch. In a session
+        that does not hold the objects, `setup` runs first.
+
+        Args:
+            session: as for `train`; the session of that call, where objects are made in `setup`.
+
+        Returns:
+            The number of the epoch.
+
+        Raises:
+            UsageError: there is no manager, or nothing says what is best.
+            UnknownEpochError: no saved epoch has a value of the metric.
+
+        Example:
+            runner = JobRunner(job, "runs/hello", best=("val/acc", "max"))
+            runner.train()
+            runner.load_best()
+            print(accuracy(model))
+        """
+        from torchrelay.runners.by_hand import load_best
+
+        manager = self._required_manager("load_best")
+        with _one_train(), current_or_new_session(session) as used:
+            return load_best(Life(self, used, self._plan, None), manager)
 
     def main(self, argv: list[str] | None = None) -> None:
         """Train as a program and leave with an exit code.
 
         Reads `--resume-from-epoch N`, `--again`, `--resume auto|must|never`, `--time-limit T`,
-        `--max-attempts N` and `--help`; other arguments are left to the program. A user's mistake prints one
-        line, no traceback. The code of a preempted run is 75, but 0 where torchrun would start it again at
+        `--max-attempts N` and `--help`, also from TORCHRELAY_ARGS; other arguments, and what a parser of the
+        program has read, are left to the program. A user's mistake prints one line, no traceback. The code
+        of a preempted run is 75, but 0 where torchrun would start it again at
         once (`--max-restarts`): status.json is the truth.
         """
+        from torchrelay.runners.leaving import code_of_result, run_and_leave
+        from torchrelay.runners.options import parse_options
 
         def work() -> int:
             options = parse_options(argv)
@@ -254,6 +306,8 @@ class JobRunner:
 
     def save_checkpoints(self, epoch: int, session: SessionBase) -> None:
         """Save the nodes now as `epoch`; a failure is a warning. Raises UsageError without a manager."""
+        from torchrelay.runners.by_hand import save_by_hand
+
         manager = self._required_manager("save_checkpoints")
         save_by_hand(Life(self, session, self._plan, None), manager, epoch)
 
@@ -282,11 +336,26 @@ class JobRunner:
         return self.manager
 
 
+@contextmanager
+def _one_train() -> Iterator[None]:
+    training = _training.setdefault(os.getpid(), threading.Lock())
+    if not training.acquire(blocking=False):
+        raise NotAllowedNowError("another train() runs in this process: wait for it, or use a second process")
+    try:
+        yield
+    except TaskFailedError as error:
+        raise error.also_of_its_cause() from error.__cause__
+    finally:
+        training.release()
+
+
 def _run_directory(where: Any) -> RunDirectory | None:
     """That of a path or URL; None for a manager, and for nothing."""
     if not isinstance(where, (str, Path)):
         return None
     if isinstance(where, str) and is_remote(where):
+        from torchrelay.runners.stored_runs.workspaces import workspace_of
+
         url = canonical(where, "the run directory")
         return RunDirectory(workspace_of(url), url)
     path = where.removeprefix(FILE) if isinstance(where, str) else where

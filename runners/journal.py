@@ -7,22 +7,21 @@ directory only the lines remain.
 from __future__ import annotations
 
 import math
-import os
-import socket
+import signal
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from torchrelay.checkpoint.ledger_words import Holding, Look
+from torchrelay.checkpoint.log.writer import process_here
 from torchrelay.checkpoint.position import Position
 from torchrelay.errors import DirectoryInUseError, PreemptedError, StorageError, UsageError
 from torchrelay.jobs.job import Job
-from torchrelay.jobs.peers import Peers, decide
+from torchrelay.jobs.peers import Peers, decide, warn
 from torchrelay.metadata.run_directory import RunDirectory, State
 from torchrelay.runners.choosing import Choice
 from torchrelay.runners.last_words import forget_note, remember_note
@@ -34,6 +33,8 @@ from torchrelay.runners.session_base import SessionBase
 from torchrelay.runners.stopping import Verdict
 
 TAIL_PARTS = ("upload", "download", "exit")
+ENDED: tuple[State, ...] = ("FINISHED", "STOPPED")
+"""The states of a run whose end is noted."""
 
 
 class SaveWarning(UserWarning):
@@ -65,6 +66,7 @@ class Journal:
         self._epoch: int | None = None
         self._tail: dict[str, Any] = {}
         self._attempt = 0
+        self._process: dict[str, Any] = {}
         self._attempts: Any = None
         self._replicated: dict[str, str] = {}
         """The newest position that was, for the status; empty without a near place."""
@@ -86,8 +88,13 @@ class Journal:
 
     # Beginning
 
-    def create(self, job: Job, best: tuple[str, str] | None, session: SessionBase) -> None:
-        """Write the run's identity once; every process learns its id."""
+    def create(
+        self, job: Job, best: tuple[str, str] | None, session: SessionBase, known: str | None = None
+    ) -> None:
+        """Write the run's identity once; every process learns its id.
+
+        `known` is the id that its epochs tell, for an identity that was lost or damaged.
+        """
         run = self.run
         if run is None:
             return
@@ -98,7 +105,9 @@ class Journal:
                 f"the run directory {run.where} held other things already ({some}); the run lies beside them"
             )
         self.run_id = decide(
-            self.peers, "run identity", lambda: run.create(name, best, len(session.nodes))["uuid"]
+            self.peers,
+            "run identity",
+            lambda: run.create(name, best, len(session.nodes), known, self.warn)["uuid"],
         )
 
     def opened(self, holding: Holding | None, look: Look, choice: Choice) -> None:
@@ -108,6 +117,7 @@ class Journal:
         if not self.writes or self.run is None:
             return
         tell_run(self.run.path)
+        self._process = process_here()
         before = self._status_before(self.run)
         attempt = before.get("attempt")
         self._attempt = attempt + 1 if type(attempt) is int else 0
@@ -179,6 +189,22 @@ class Journal:
             self._event("short epoch", epoch=line["epoch"], reason=ended_early)
         self._status("RUNNING", durable=durable, epoch=line["epoch"], stop=list(stop))
 
+    def step_points(self, rows: Sequence[tuple[int, int, Mapping[str, float]]]) -> None:
+        """Note points within an epoch, in the order of steps."""
+        if self.writes and self.run is not None and self._generation is not None:
+            lines = [
+                {"epoch": epoch, "step": step, "metrics": {name: finite(one) for name, one in values.items()}}
+                for epoch, step, values in rows
+            ]
+            self._note(self.run.log_steps, self._generation, lines)
+
+    def steps_go_on(self, step: int) -> None:
+        """Points of later steps, where there are any, are of starts that this one replaces."""
+        if not self.writes or self.run is None or self._generation is None:
+            return
+        if self.run.generations("steps"):
+            self._note(self.run.log_steps, self._generation, [{"after": step}])
+
     def save_failed(self, position: Position, error: Exception, in_a_row: int) -> None:
         """Warn loudly: the epoch does not look saved anywhere."""
         self.progress.saved(position, None)
@@ -195,7 +221,7 @@ class Journal:
         """A Python warning on rank 0, so that programs and tests can see it."""
         if self.peers.rank == 0:
             self._event("warning", text=text)
-            warnings.warn(text, SaveWarning, stacklevel=3)
+            warn(text, SaveWarning, stacklevel=3)
 
     def say(self, text: str) -> None:
         """One line for the person who watches."""
@@ -208,22 +234,19 @@ class Journal:
 
     # Ending
 
-    def tail_done(self, branch: int, epoch: int) -> bool:
-        """Whether every part after the loop is recorded as done for this end of the run."""
-        return self.tail_left(branch, epoch) == ()
+    def has_ended(self, branch: int, epoch: int) -> bool:
+        """Whether this end of the run is noted, and every part after the loop as done before it."""
+        run = self.run
+
+        def look() -> bool:
+            status = self._status_before(run) if run is not None else {}
+            return status.get("state") in ENDED and not _left_of(_tail_of(status), branch, epoch)
+
+        return bool(decide(self.peers, "end of the run", look))
 
     def tail_left(self, branch: int, epoch: int) -> tuple[str, ...]:
         """The parts after the loop that are not recorded as done, told by rank 0 to all."""
-        run = self.run
-        if run is None:
-            return TAIL_PARTS
-
-        def look() -> list[str]:
-            tail = self._tail or _tail_of(self._status_before(run))
-            same = (tail.get("branch"), tail.get("epoch")) == (branch, epoch)
-            return [part for part in TAIL_PARTS if not same or part not in tail["done"]]
-
-        return tuple(decide(self.peers, "tail", look))
+        return tuple(decide(self.peers, "tail", lambda: _left_of(self._tail, branch, epoch)))
 
     def tail_part_done(self, branch: int, epoch: int, part: str) -> None:
         """Record a part as done, so that a crash after it does not run it again."""
@@ -263,6 +286,8 @@ class Journal:
         with self._last_note() as first:
             if not first:
                 return
+            if signal.SIGINT.name in result.stop:
+                self.uncount()
             self._event("preempted", reason=reason, epoch=int(result), step=step, lost=lost)
             self._status(
                 result.status,
@@ -364,8 +389,7 @@ class Journal:
                 state,
                 attempt=self._attempt,
                 generation=self._generation,
-                host=socket.gethostname(),
-                pid=os.getpid(),
+                **self._process,
                 tail=self._tail,
                 attempts=self._attempts,
                 **self._replicated,
@@ -378,7 +402,7 @@ class Journal:
         try:
             write(*values, **details)
         except StorageError as error:
-            warnings.warn(f"the run directory could not be written: {error}", SaveWarning, stacklevel=4)
+            warn(f"the run directory could not be written: {error}", SaveWarning, stacklevel=4)
 
 
 def _tail_of(status: Mapping[str, Any]) -> dict[str, Any]:
@@ -387,6 +411,11 @@ def _tail_of(status: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(tail, dict) and isinstance(tail.get("done"), list):
         return tail
     return {}
+
+
+def _left_of(tail: Mapping[str, Any], branch: int, epoch: int) -> list[str]:
+    same = (tail.get("branch"), tail.get("epoch")) == (branch, epoch)
+    return [part for part in TAIL_PARTS if not same or part not in tail["done"]]
 
 
 def finite(value: float) -> float | str:

@@ -10,16 +10,17 @@ import logging
 import sys
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from torchrelay.errors import PeerError, PreemptedError, RelayError, TaskFailedError, exit_code_of
-from torchrelay.jobs.config.problems import ConfigError
+from torchrelay.runners.distributed.current import current_world
 from torchrelay.runners.distributed.launch_env import launcher_restarts
-from torchrelay.runners.distributed.watcher import end_process
-from torchrelay.runners.distributed.world import World, code_of, current_world
 from torchrelay.runners.ending.signals import ignore_termination, nothing_follows
-from torchrelay.runners.last_words import tell_stderr
+from torchrelay.runners.last_words import end_process, tell_stderr
 from torchrelay.runners.result import RunResult
+
+if TYPE_CHECKING:
+    from torchrelay.runners.distributed.world import World
 
 MEET_SECS = 30.0
 
@@ -47,11 +48,12 @@ def code_of_result(result: RunResult) -> int:
     """The code of a run that ended without an error.
 
     A launcher with restarts left would start a preempted run again at once, in the time that it has to go:
-    for it the run has ended well.
+    for it the run has ended well. Not so where another host alone has to go: there the launcher shall start
+    again, with the hosts that stay, and would else wait five minutes for the agent that is gone.
     """
     if result.status != "PREEMPTED":
         return 0
-    return 0 if launcher_restarts() else PreemptedError.exit_code
+    return 0 if launcher_restarts() and not result.elsewhere else PreemptedError.exit_code
 
 
 def leave(code: int, *, meet_secs: float = MEET_SECS) -> NoReturn:
@@ -97,7 +99,11 @@ def _fail(error: BaseException) -> int:
     first = world.watcher.failure if world and world.watcher else None
     if first is None:
         _say(world, shown)
-        return code_of(error) if world is not None else exit_code_of(error)
+        if world is None:
+            return exit_code_of(error)
+        from torchrelay.runners.distributed.world import code_of
+
+        return code_of(error)
     # The watcher printed the first failure; it may be this very error, or the same on another rank.
     if world is not None and first.rank != world.env.rank and first.traceback != shown:
         _say(world, shown)
@@ -109,6 +115,8 @@ def message_of(error: BaseException) -> str:
 
     Of a failed step it is the user's part of the traceback; how it was called is no help.
     """
+    from torchrelay.jobs.config.problems import ConfigError
+
     if isinstance(error, TaskFailedError) and error.details:
         return f"{type(error).__name__}: {error}\n{error.details.rstrip()}"
     if isinstance(error, ConfigError):

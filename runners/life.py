@@ -4,13 +4,15 @@
     -> restore random state -> loop { epoch group; metrics; stop conditions; save; stop? }
     -> upload -> download -> exit
 
-Every process of the session runs the same life; what is decided is decided once and told to all. Between the
-phases all are asked whether somebody wants to end early (`ending.boundaries`).
+A run that has ended is set up, loaded and left again. Every process of the session runs the same life; what
+is decided is decided once and told to all. Between the phases all are asked whether somebody wants to end
+early (`ending.boundaries`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,14 +21,14 @@ from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.ledger_words import Look, Target
 from torchrelay.checkpoint.manager_base import Manager
 from torchrelay.checkpoint.position import Position
-from torchrelay.errors import PartiallyLoadedError, StorageError
+from torchrelay.checkpoint.state.gradients import Gradients
+from torchrelay.errors import DamagedError, PartiallyLoadedError, StorageError
 from torchrelay.jobs.data_parallel import drop as drop_wrappers
 from torchrelay.jobs.random_streams import RandomStreams
 from torchrelay.jobs.seeding import current_seed
 from torchrelay.runners.attempts import check_attempts
 from torchrelay.runners.binding import bind_blobs, warn_of_bare_ddp
 from torchrelay.runners.choosing import Choice
-from torchrelay.runners.distributed.world import why_of
 from torchrelay.runners.ending.asked_here import requests_of
 from torchrelay.runners.ending.boundaries import go_on
 from torchrelay.runners.ending.interruption import Interrupted
@@ -37,21 +39,27 @@ from torchrelay.runners.ending.preemption import leave_for_now
 from torchrelay.runners.ending.put_back import PutBack
 from torchrelay.runners.ending.requests import ASKED, PREEMPT
 from torchrelay.runners.ending.signals import signals_ask
+from torchrelay.runners.ending.workers import workers_stay
 from torchrelay.runners.epoch_end import end_epoch
 from torchrelay.runners.fence import FenceGuard
+from torchrelay.runners.from_program import FromProgram
 from torchrelay.runners.journal import Journal, at_once
 from torchrelay.runners.onlookers import Onlookers
-from torchrelay.runners.onnx_files.exporting import Exporting
-from torchrelay.runners.outset import finished_already, look_and_choose, request_of
-from torchrelay.runners.replay.recorder import Recorder
+from torchrelay.runners.optional_parts import exporting_of, recorder_of, stored_run_of
+from torchrelay.runners.outset import ended_result, look_and_choose, request_of
 from torchrelay.runners.result import RunResult, Status
 from torchrelay.runners.run_plan import Plan
 from torchrelay.runners.run_state import RunState
 from torchrelay.runners.saving import Saver
 from torchrelay.runners.session_base import SessionBase
 from torchrelay.runners.stages.stages import Stages
-from torchrelay.runners.stopping import Verdict, limits_of, only_time_is_up, over_by_facts
-from torchrelay.runners.stored_runs.stored_run import StoredRun
+from torchrelay.runners.stopping import (
+    Verdict,
+    ended_before,
+    limits_of,
+    only_time_is_up,
+    over_there,
+)
 from torchrelay.runners.tail import run_tail
 
 if TYPE_CHECKING:
@@ -93,11 +101,13 @@ class Life:
         self.saver = Saver(self.manager, self.journal, plan.max_failed_saves)
         self.look = Look()
         """What the log said when the position was chosen."""
-        self.recorder = Recorder(runner.replay, runner.run_directory, self.journal)
-        self.exporting = Exporting(self, runner.exports)
+        self.recorder = recorder_of(runner, self)
+        self.exporting = exporting_of(runner, self)
         self.stages = Stages(runner.built_on, runner.run_directory, session.peers)
         self.streams: dict[str, RandomStreams] = {}
-        self.stored = StoredRun(self)
+        self._gradients: dict[str, Gradients] = {}
+        self.stored = stored_run_of(self)
+        self.from_program = FromProgram(plan.from_program)
         self.status: Status = "FINISHED"
         first = session.peers.rank == 0
         self.requests = requests_of(
@@ -117,7 +127,8 @@ class Life:
         self.session.begin(self.state)
         self.state.requests = self.requests
         self.onlookers.begin()
-        with signals_ask(self.requests, self.plan.save_signal):
+        save = self.plan.save_signal
+        with signals_ask(self.requests, save), workers_stay(save):
             try:
                 return self._run()
             except BaseException as error:
@@ -129,15 +140,37 @@ class Life:
     def _run(self) -> RunResult:
         self.stored.begin(self.session.local_nodes[0])
         choice = look_and_choose(self)
-        finished = finished_already(self, choice)
-        if finished is not None:
-            self.stored.finish_over()
-            return finished
+        ended = self._ended(choice)
+        if ended is not None:
+            return ended
         if choice.start == "fresh":
             self.stages.look()
         if self.manager is not None:
             self.journal.say_choice(choice, self.look)
         return self._live(choice) if self._open(choice) else leave_for_now(self, choice)
+
+    def _ended(self, choice: Choice) -> RunResult | None:
+        """The result of a run that has ended, with its objects as its last epoch left them.
+
+        Nothing is written, and the log stays as it is. None when work is left: the end is not noted, or the
+        last epoch is damaged, so that an older one has to be trained on.
+        """
+        result, manager = ended_result(self, choice), self.manager
+        if result is None or manager is None:
+            return None
+        try:
+            target = manager.engine.ledger.prove(self.session.peers, int(result))
+            self.set_up(target)
+            manager.engine.say = self.journal.say
+            self.session.run(manager.go_on_at(self.nodes, target))
+        except (DamagedError, PartiallyLoadedError) as error:
+            self.journal.warn(f"the run had ended, but resumes from an older epoch: {error}")
+            return None
+        self._take_counters(target, manager)
+        self._restore_streams()
+        self.stored.finish_over()
+        self.journal.say(f"finished at epoch {int(result)} already: its state is loaded, nothing to do")
+        return result
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -148,6 +181,7 @@ class Life:
         try:
             return self._live_to_the_end(choice)
         except Interrupted:
+            self.capturing.finish(self.journal)
             return leave_for_now(self)
 
     def _live_to_the_end(self, choice: Choice) -> RunResult:
@@ -155,7 +189,7 @@ class Life:
         check_attempts(self, choice, target)
         self.stored.goes_on(target)
         self.onlookers.watch(self)
-        self._set_up(target)
+        self.set_up(target)
         go_on(self.session.peers, self.requests)
         verdict = self._resume(choice, target) if target else self._start_fresh(choice)
         self.onlookers.goes_on(self.state.epoch, self.state.total_steps)
@@ -163,6 +197,7 @@ class Life:
         self._restore_streams()
         if not verdict.stop:
             verdict = self._loop(verdict)
+            self.requests.steps = False
             self.saver.settle(self.session)
             if self.run_directory is not None:
                 self.saver.secure(self.session, Position(self.state.epoch), self.facts(verdict))
@@ -178,13 +213,14 @@ class Life:
             return True
         self.capturing.agree(self.session.peers, self.journal)
         ledger = self.manager.engine.ledger
-        self.journal.create(self.job, self.plan.best, self.session)
+        facts = self.look.facts
+        self.journal.create(self.job, self.plan.best, self.session, facts.run_id if facts else None)
         ledger.in_run, ledger.when_fenced = True, self.guard.fenced
         ledger.hurried, ledger.secs_left = self._is_leaving, self.requests.secs_left
         tolerant = self.run_directory is None and choice.start != "newest"
         complete = ledger.open(self.session.peers, tolerant=tolerant)
         self.journal.opened(ledger.holding, self.look, choice)
-        self.capturing.write(self.journal, self.session)
+        self.capturing.prepare(self.journal, self.session)
         self.stages.capture()
         self.stored.opened()
         return complete
@@ -200,7 +236,7 @@ class Life:
         """
         if self.manager is not None and choice.rewind:
             base = None if choice.epoch is None else Position(choice.epoch)
-            self.manager.engine.ledger.rewind(self.session.peers, base, request_of(choice))
+            self.manager.engine.ledger.rewind(self.session.peers, base, request_of(self, choice))
 
     def _target(self, choice: Choice) -> Target | None:
         """The proved position to load: exactly the explicit one, or the newest that can be proved."""
@@ -210,13 +246,15 @@ class Life:
             return self.manager.engine.ledger.prove(self.session.peers, choice.epoch)
         return self.manager.engine.ledger.newest(self.session.peers, self.journal.warn)
 
-    def _set_up(self, target: Target | None) -> None:
+    def set_up(self, target: Target | None) -> None:
+        """Run the setup group and bind the blobs, for a target that is to be loaded or for a fresh start."""
         self._began = True
         bind_blobs(self.job, self.session, before_setup=True)
         self.stages.declare(self.job, None if target is None else target.manifest)
         self.session.run(self.job.setup_group)
         bind_blobs(self.job, self.session, before_setup=False)
         self.session.after_setup()
+        self.from_program.note(self.session)
         first = self.session.local_nodes[0]
         self.recorder.watch(self.session.workspace(first.name), first.rank)
         if self.manager is not None:
@@ -236,8 +274,6 @@ class Life:
                 )
             if self.plan.save_initial:
                 self.saver.save(self.session, Position(0), self.facts(Verdict()))
-            else:
-                self.manager.engine.rehearse(self.session)
         return Verdict()
 
     def _derive_streams(self) -> None:
@@ -249,6 +285,7 @@ class Life:
 
     def _load(self, choice: Choice, target: Target, manager: Manager) -> Target:
         """Load the target; where its bytes prove damaged, automatic resume loads an older one over it."""
+        manager.engine.say = partial(self.journal.tell, "state changed")
         while True:
             epoch = target.position.epoch
             try:
@@ -270,28 +307,45 @@ class Life:
         if manager is None:
             raise NotImplementedError  # a target comes from a manager
         target = self._load(choice, target, manager)
+        self.from_program.apply(self.session, target.facts.built, self.journal.say)
         self.journal.say_fallback(choice, self.look, target.position)
         self.stages.resumed(self.session, self.journal, target.position)
         self._begin_branch(choice)
         epoch = target.position.epoch
         self.saver.tell_loaded(self.session, target, self.look)
-        self.streams = manager.engine.take_streams()
+        self._take_counters(target, manager)
         facts = target.facts
-        self.state.set_elapsed(facts.elapsed_secs)
-        self.state.begin_epoch(epoch, total_steps=facts.total_steps)
-        self.state.metrics = dict(facts.metrics)
-        if self.state.seed is None:
-            self.state.seed = facts.seed
         self._target_inside = None if target.position.boundary else target
         self._places = {} if target.position.boundary else facts.places
-        manager.engine.rehearse(self.session)
-        self._verdict = over_by_facts(self.job, facts, epoch, inside=not target.position.boundary)
+        asked_for = choice.start == "explicit" and self.wish_epoch is not None
+        rewound = asked_for or (self.look.rewound and target.position == self.look.position)
+        inside = not target.position.boundary
+        self._verdict = over_there(self.session, self.job, facts, epoch, inside=inside, rewound=rewound)
+        if facts.over and not self._verdict.stop:
+            for said in ended_before(self.job, facts):
+                self.journal.say(said)
         return self._verdict
 
+    def _take_counters(self, target: Target, manager: Manager) -> None:
+        """Count on from what was loaded; its random states and gradients wait for `_restore_streams`."""
+        self.streams, self._gradients = manager.engine.take_streams(), manager.engine.take_gradients()
+        facts = target.facts
+        self.state.set_elapsed(facts.elapsed_secs)
+        self.state.begin_epoch(target.position.epoch, total_steps=facts.total_steps)
+        self.state.recall_metrics(facts.metrics, facts.last_metrics)
+        if self.state.seed is None:
+            self.state.seed = facts.seed
+
     def _restore_streams(self) -> None:
-        """The last act before the first epoch task, or before the tail of a run whose epochs are over."""
+        """The last act before the first epoch task, or before the tail of a run whose epochs are over.
+
+        Gradients too, but for nodes that come back to a loop: there, for what comes before it may clear them.
+        """
         for name, streams in self.streams.items():
             self.session.set_streams(name, streams)
+        if not self._places:
+            for gradients in self._gradients.values():
+                gradients.install()
 
     # The loop
 
@@ -303,7 +357,9 @@ class Life:
                 self.status, self._verdict = "STOPPED", verdict
                 return replace(verdict, asked=asked.reason)
             epoch += 1
+            self.capturing.begin()
             self._run_epoch(epoch)
+            self.capturing.finish(self.journal)
             self._verdict = verdict = end_epoch(self, epoch)
         if only_time_is_up(self.job, verdict):
             self.status = "STOPPED"
@@ -320,7 +376,8 @@ class Life:
             own = {place.name for place in self.session.local_nodes}
             places = places_for([place.name for place in self.session.nodes], inside)
             self.state.put_back = PutBack(self.session, self._load_again)
-            self.state.continue_at({n: place for n, place in places.items() if n in own}, self.streams)
+            own_places = {n: place for n, place in places.items() if n in own}
+            self.state.continue_at(own_places, self.streams, self._gradients)
         else:
             self.state.begin_epoch(epoch)
         self.state.check()
@@ -337,10 +394,12 @@ class Life:
         return partial(save_now, self) if alone and self.run_directory is not None else None
 
     def _load_again(self) -> None:
-        """Load the position that the run goes on from once more; the random states are known."""
+        """Load the position that the run goes on from once more; random states and gradients are known."""
         if self.manager is not None and self._target_inside is not None:
             self.session.run(self.manager.go_on_at(self.nodes, self._target_inside))
             self.manager.engine.take_streams()
+            self.manager.engine.take_gradients()
+            self.from_program.apply(self.session, self._target_inside.facts.built)
 
     def facts_now(self) -> Facts:
         """What a checkpoint inside of the running epoch remembers."""
@@ -348,14 +407,17 @@ class Life:
 
     def facts(self, verdict: Verdict) -> Facts:
         """What a checkpoint remembers of the run as it is now."""
+        measured = dict(self.state.measured)
         return Facts(
-            metrics=dict(self.state.metrics),
+            metrics=measured,
+            carried={name: one for name, one in self.state.metrics.items() if name not in measured},
             stop=verdict.by_condition,
             total_steps=self.state.total_steps,
             elapsed_secs=self.state.elapsed_secs,
             seed=self.state.seed,
             run_id=self.journal.run_id,
             over=verdict.stop,
+            built=self.from_program.built,
         )
 
     # Ending
@@ -375,7 +437,11 @@ class Life:
 
     def _failed(self, error: BaseException) -> None:
         """Note the failure; tasks for after a failure run only in a run that began."""
+        from torchrelay.runners.distributed.world import why_of
+
         self._has_failed = True
+        with suppress(Exception):  # the failure is what has to be told
+            self.capturing.finish(self.journal)
         self.saver.drain(self.session)
         code = self.session.code_of(error)
         self.journal.failed(error, self.state, why_of(error), code)
@@ -383,6 +449,12 @@ class Life:
             self.session.run_on_failure(self.job.exit_group, code)
 
     def _close(self) -> None:
+        try:
+            self.capturing.finish(self.journal)  # where no epoch came to its end
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
         self.guard.close()
         self.recorder.close()
         self.onlookers.close()
@@ -390,6 +462,7 @@ class Life:
             drop_wrappers()
             if self.manager is not None:
                 self.manager.engine.wait(unguarded=True)
+                self.manager.engine.say = None
                 self.stored.finish(failed=self._has_failed)
                 self.manager.engine.ledger.close()
         finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torchrelay.errors import UsageError
@@ -13,6 +12,7 @@ from torchrelay.jobs.names import check_node_name
 from torchrelay.jobs.peers import Solo
 from torchrelay.jobs.places import NodePlace
 from torchrelay.jobs.random_streams import RandomStreams
+from torchrelay.records import dataclass
 from torchrelay.runners.placing import numbered_first
 from torchrelay.runners.session_base import SessionBase
 

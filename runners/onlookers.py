@@ -18,11 +18,13 @@ from torchrelay.metadata.sinks.sink import MetricSink, TrackedRun
 from torchrelay.runners.progress import Progress
 from torchrelay.runners.rank_log import RankLog
 from torchrelay.runners.run_state import RunState
+from torchrelay.runners.step_points import Row
 from torchrelay.runners.stopping import last_epoch_of
 from torchrelay.runners.trackers import Trackers
 from torchrelay.runners.wording import EVERY_SECS, level_wanted
 
 if TYPE_CHECKING:
+    from torchrelay.runners.journal import Journal
     from torchrelay.runners.life import Life
 
 OTHERS_SECS = 60.0
@@ -45,6 +47,8 @@ class Onlookers:
         every = every_secs if self._first else max(every_secs, OTHERS_SECS)
         self.progress = Progress(self._log, talks=self._first, every_secs=every, level=level_wanted())
         self._trackers = Trackers((), lambda text: None)
+        self._journal: Journal | None = None
+        self._state: RunState | None = None
 
     def begin(self) -> None:
         """Listen to what is said and warned of."""
@@ -53,6 +57,7 @@ class Onlookers:
     def watch(self, life: Life) -> None:
         """The run is ours and its attempt is known."""
         state, note = life.state, None
+        self._state = state
         if self._run is not None:
             self._log.open(self._run.path / "logs", state.attempt)
             if self._first:
@@ -60,11 +65,21 @@ class Onlookers:
                 self._trackers = Trackers(self._sinks, life.journal.warn)
                 job, uuid = life.job.name or self._run.name, life.journal.run_id or ""
                 self._trackers.open(TrackedRun(self._run.path, self._run.name, job, uuid), state.attempt)
+                state.points.deliver = self._points
+                self._journal = life.journal
         self.progress.begin(state, last_epoch_of(life.job.stop_conditions), note)
 
     def goes_on(self, epoch: int, step: int) -> None:
         """The state stands: the run goes on after `epoch`, at `step` steps in all."""
+        if self._journal is not None:
+            self._journal.steps_go_on(step)
         self._trackers.rewind(epoch, step)
+
+    def _points(self, rows: Sequence[Row]) -> None:
+        """Points within an epoch have come."""
+        if self._journal is not None:
+            self._journal.step_points(rows)
+        self._trackers.log_steps(rows)
 
     def reduced(self, state: RunState, metrics: Mapping[str, float]) -> None:
         """The tasks of an epoch are over.
@@ -72,6 +87,7 @@ class Onlookers:
         Trackers hear it before the save: after a crash between the two the run goes on before this epoch and
         takes it back; the other way round it would be missing for ever.
         """
+        state.points.end(state.epoch, state.total_steps)
         self._trackers.log(state.epoch, state.total_steps, metrics)
 
     def epoch_done(self, metrics: Mapping[str, float]) -> None:
@@ -80,6 +96,9 @@ class Onlookers:
 
     def close(self) -> None:
         """The call is over, however it ended; a second call does nothing."""
+        if self._state is not None:
+            self._state.points.hand_over()  # of an epoch that failed what is here
+            self._state.points.deliver = None
         self._trackers.close()
         self.progress.close()
         self._log.end()

@@ -1,17 +1,26 @@
-"""The few options that a training program understands by itself."""
+"""The few options that a training program understands by itself, beside its own.
+
+They come from the command line and from TORCHRELAY_ARGS. What a parser of the program has read is the
+program's alone: of these options the command line gives none to us, and TORCHRELAY_ARGS does.
+"""
 
 from __future__ import annotations
 
 import argparse
+import gc
+import os
+import shlex
 import sys
-from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any
 
 from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
 from torchrelay.runners.choosing import Resume
 from torchrelay.runners.ending.time_limits import seconds_of
 
 _EPOCH = "--resume-from-epoch"
+_VARIABLE = "TORCHRELAY_ARGS"
 _MISTYPED = 0.88
 """How alike an unknown option must be to one of ours to be taken for it."""
 
@@ -28,6 +37,10 @@ class Options:
     """0: no limit; None: as the program says."""
 
 
+class _Found(argparse.Namespace):
+    """What is ours."""
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]
         raise UsageError(message)
@@ -36,36 +49,36 @@ class _Parser(argparse.ArgumentParser):
 def parse_options(argv: list[str] | None) -> Options:
     """Read the known options; others belong to the program, but a rewind mistyped is refused.
 
-    `--help` comes here only where the program does not answer it; it prints the options and ends.
+    `--help` comes here only where the program does not answer it; it prints the options and ends. `argv` is
+    the command line without the program's name; None: that of this process.
     """
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--help", action="help", help="show this and train nothing")
-    parser.add_argument(
-        _EPOCH, dest="epoch", metavar="N", type=_epoch, help="rewind: continue from epoch N on a new branch"
+    read = _read_by_the_program()
+    found = _Found()
+    for words, theirs in ((shlex.split(os.environ.get(_VARIABLE, "")), frozenset[str]()), (argv, read)):
+        parser = _Parser(add_help=False, allow_abbrev=False, epilog=f"They may stand in {_VARIABLE}, too.")
+        ours = {option: how for option, how in _OPTIONS.items() if _name(option) not in theirs}
+        for option, how in ours.items():
+            parser.add_argument(option, **how)
+        found, others = parser.parse_known_args(words, found)
+        _check_others([word for word in others if _name(word.partition("=")[0]) not in theirs], list(ours))
+    known = {_name(option): getattr(found, _name(option), None) for option in _OPTIONS}
+    return Options(
+        known["resume_from_epoch"],
+        bool(known["again"]),
+        known["resume"],
+        known["time_limit"],
+        known["max_attempts"],
     )
-    parser.add_argument("--again", action="store_true", help="rewind anew where the same request did already")
-    parser.add_argument(
-        "--resume",
-        choices=("auto", "must", "never"),
-        help="continue if there is something (auto), only then (must), or begin anew (never)",
-    )
-    parser.add_argument(
-        "--time-limit",
-        dest="limit",
-        metavar="T",
-        type=_limit,
-        help="leave in time before T (seconds, or 1h30m) to be continued by the same command",
-    )
-    parser.add_argument(
-        "--max-attempts",
-        dest="attempts",
-        metavar="N",
-        type=_count,
-        help="give up after N starts that got no further; 0 for no limit",
-    )
-    known, others = parser.parse_known_args(argv)
-    _check_others(others, [option for action in parser._actions for option in action.option_strings])
-    return Options(known.epoch, known.again, known.resume, known.limit, known.attempts)
+
+
+def _read_by_the_program() -> frozenset[str]:
+    """The names of all options that the program has read by argparse: it keeps them in a Namespace."""
+    kept = [one for one in gc.get_objects() if type(one) is argparse.Namespace]
+    return frozenset(name for one in kept for name in vars(one))
+
+
+def _name(option: str) -> str:
+    return option.lstrip("-").replace("-", "_")
 
 
 def _check_others(others: list[str], ours: list[str]) -> None:
@@ -98,3 +111,24 @@ def _epoch(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 8):
         raise argparse.ArgumentTypeError(f"{text!r:.40} is not an epoch: write a whole number from 0")
     return int(text)
+
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "--help": {"action": "help", "help": "show this and train nothing"},
+    _EPOCH: {"metavar": "N", "type": _epoch, "help": "rewind: continue from epoch N on a new branch"},
+    "--again": {"action": "store_true", "help": "rewind anew where the same request did already"},
+    "--resume": {
+        "choices": ("auto", "must", "never"),
+        "help": "continue if there is something (auto), only then (must), or begin anew (never)",
+    },
+    "--time-limit": {
+        "metavar": "T",
+        "type": _limit,
+        "help": "leave in time before T (seconds, or 1h30m) to be continued by the same command",
+    },
+    "--max-attempts": {
+        "metavar": "N",
+        "type": _count,
+        "help": "give up after N starts that got no further; 0 for no limit",
+    },
+}

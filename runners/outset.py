@@ -17,7 +17,7 @@ from torchrelay.jobs.peers import decide
 from torchrelay.runners.choosing import Choice, Past, Wish, check_epoch, choose
 from torchrelay.runners.preflight import check_before_start
 from torchrelay.runners.result import RunResult
-from torchrelay.runners.stopping import only_time_is_up, over_by_facts
+from torchrelay.runners.stopping import only_time_is_up, over_there
 
 if TYPE_CHECKING:
     from torchrelay.runners.life import Life
@@ -67,25 +67,27 @@ def look_and_choose(life: Life) -> Choice:
     return choice
 
 
-def request_of(choice: Choice) -> dict[str, Any]:
+def request_of(life: Life, choice: Choice) -> dict[str, Any]:
     """What a branch that this process begins for a choice remembers, to be known again by the next one."""
-    return {"epoch": choice.epoch, "process": this_process()}
+    by_user = {"by": "user"} if life.wish_epoch is not None else {}
+    return {"epoch": choice.epoch, "process": this_process(), **by_user}
 
 
-def finished_already(life: Life, choice: Choice) -> RunResult | None:
-    """The result of a run whose epochs are over and whose tail is done; None when work is left."""
+def ended_result(life: Life, choice: Choice) -> RunResult | None:
+    """The result of a run whose end is noted; None when work is left, be it the note."""
     look, run = life.look, life.run_directory
     if look.rest or choice.start != "newest" or look.facts is None or look.epoch is None:
         return None
-    verdict = over_by_facts(life.job, look.facts, look.epoch, inside=look.step > 0)
-    if not verdict.stop or not life.journal.tail_done(look.branch, look.epoch):
+    verdict = over_there(
+        life.session, life.job, look.facts, look.epoch, inside=look.step > 0, rewound=look.rewound
+    )
+    if not verdict.stop or not life.journal.has_ended(look.branch, look.epoch):
         return None
-    life.journal.say(f"finished at epoch {look.epoch} already; nothing to do")
     return RunResult(
         look.epoch,
         status="STOPPED" if only_time_is_up(life.job, verdict) else "FINISHED",
         stop=tuple(v["reason"] for v in look.facts.stop.values() if v["stop"]),
-        metrics=look.facts.metrics,
+        metrics=look.facts.last_metrics,
         run_dir=run.where if run else None,
         committed=look.epoch,
     )
@@ -148,5 +150,7 @@ def _over_at_look(life: Life) -> bool:
     return (
         look.facts is not None
         and look.epoch is not None
-        and over_by_facts(life.job, look.facts, look.epoch, inside=look.step > 0).stop
+        and over_there(
+            life.session, life.job, look.facts, look.epoch, inside=look.step > 0, rewound=look.rewound
+        ).stop
     )

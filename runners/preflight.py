@@ -13,10 +13,13 @@ from torch import nn
 
 from torchrelay.checkpoint.exclusion import SingleWriter, check_exclusion
 from torchrelay.checkpoint.local_storage import LocalStorage
+from torchrelay.checkpoint.state.container_leaves import container_leaves
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import spec_of
+from torchrelay.checkpoint.state.tensor_names import TensorNames
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.jobs.blobs import Scope
+from torchrelay.jobs.containers import is_container
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.peers import Peers, together
 from torchrelay.metadata.files import write_new
@@ -56,9 +59,13 @@ def check_blobs(job: Job) -> None:
     for blob in job.blobs:
         if blob.is_factory or blob.scope is Scope.TRANSIENT or isinstance(blob.source, nn.Module):
             continue
-        if not hasattr(blob.source, "param_groups"):
-            for leaf in leaves_of({blob.name: blob.source}):
-                spec_of(leaf)
+        if is_container(blob.source):
+            objects = {one.name: one.source for one in job.blobs}
+            leaves = container_leaves(blob.name, blob.source, objects, TensorNames())
+        else:
+            leaves = leaves_of({blob.name: blob.source}) if not hasattr(blob.source, "param_groups") else []
+        for leaf in leaves:
+            spec_of(leaf)
 
 
 def check_run_directory(

@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 import re
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.peers import Json, Peers
+from torchrelay.records import dataclass
 from torchrelay.runners.glimpses import Glimpses
 
 if TYPE_CHECKING:
@@ -107,8 +107,18 @@ class MetricLog:
         self._lock = threading.Lock()
         self._glimpses = Glimpses()
 
-    def log(self, name: str, value: Any, reduce: str = "mean", weight: Any = 1) -> None:
-        """Add a value; raises UsageError for a bad name, value, weight or a conflicting `reduce`."""
+    def log(
+        self,
+        name: str,
+        value: Any,
+        reduce: str = "mean",
+        weight: Any = 1,
+        also: Callable[[Number, Number], None] | None = None,
+    ) -> None:
+        """Add a value; `also` is told it and its weight as they were taken.
+
+        Raises UsageError for a bad name, value, weight or a conflicting `reduce`.
+        """
         _check(name, reduce)
         number, scale = _number(name, "value", value), _number(name, "weight", weight)
         if isinstance(scale, float) and not (0 <= scale < math.inf):
@@ -119,6 +129,8 @@ class MetricLog:
                 raise _conflict(name, accumulator.reduce, reduce)
             accumulator.add(number, scale)
             self._glimpses.send(name, accumulator)
+        if also is not None:
+            also(number, scale)
 
     def glimpse(self) -> dict[str, float]:
         """What was logged up to now; of values on a device, what was there the last time somebody looked."""

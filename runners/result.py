@@ -15,8 +15,9 @@ Status = Literal["FINISHED", "STOPPED", "PREEMPTED"]
 class RunResult(int):
     """The last epoch, as Caffe2's runner returned it, with the rest as attributes.
 
-    `run_dir` is the run's directory, or its URL; `warm_starts` tells what each `init_from` took and
-    skipped, where this call began the run.
+    `metrics` has the last value of each metric, of whatever epoch. `run_dir` is the run's directory, or its
+    URL; `warm_starts` tells what each `init_from` took and skipped, where this call began the run.
+    `elsewhere`: other hosts alone were told to leave, so that this one may go on.
     Always true, epoch 0 included: a train call that returns has done what it was asked.
     """
 
@@ -26,6 +27,7 @@ class RunResult(int):
     run_dir: Path | str | None
     committed: int | None
     warm_starts: tuple[WarmStart, ...]
+    elsewhere: bool
 
     def __new__(
         cls,
@@ -37,6 +39,7 @@ class RunResult(int):
         run_dir: Path | str | None = None,
         committed: int | None = None,
         warm_starts: tuple[WarmStart, ...] = (),
+        elsewhere: bool = False,
     ) -> RunResult:
         """Make the result of a run whose last epoch is `epoch`; `committed` is the newest saved one."""
         self = super().__new__(cls, epoch)
@@ -46,6 +49,7 @@ class RunResult(int):
         self.run_dir = run_dir
         self.committed = committed
         self.warm_starts = warm_starts
+        self.elsewhere = elsewhere
         return self
 
     def __bool__(self) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from signal import Signals
 
+from torchrelay.records import dataclass
 from torchrelay.runners.choosing import Resume
 from torchrelay.runners.ending.on_crash import OnCrash
 from torchrelay.runners.options import Options
@@ -25,6 +26,7 @@ class Plan:
     log_every_n_secs: float = EVERY_SECS
     save_signal: Signals | None = None
     on_crash: OnCrash = "none"
+    from_program: tuple[str, ...] = ()
 
     def with_options(self, options: Options) -> Plan:
         """The same with what the command line overrides."""

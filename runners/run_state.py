@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torchrelay.errors import RelayError, UsageError
+from torchrelay.checkpoint.state.gradients import Gradients
+from torchrelay.errors import MissingMetricError, RelayError, UsageError
 from torchrelay.jobs.group import TaskGroup
 from torchrelay.jobs.peers import Peers
 from torchrelay.jobs.random_streams import RandomStreams
@@ -14,6 +15,15 @@ from torchrelay.runners.ending.cursor import Cursor
 from torchrelay.runners.ending.place import Place
 from torchrelay.runners.ending.requests import ASKED, NOT_ASKED, TIME_IS_UP, Requests
 from torchrelay.runners.reduction import MetricLog, reduce_metrics
+from torchrelay.runners.step_points import StepPoints
+
+
+class LastMetrics(dict[str, float]):
+    """Metrics by name; one that is not there raises MissingMetricError."""
+
+    def __missing__(self, name: str) -> float:
+        known = ", ".join(sorted(self)) or "none, because they are reduced when an epoch ends"
+        raise MissingMetricError(f"no metric {name!r} was reduced yet; there are: {known}", name)
 
 
 class RunState:
@@ -42,7 +52,10 @@ class RunState:
         self.seed, self.attempt, self.run_dir = seed, attempt, run_dir
         self.agree_every, self.limit_steps, self.limit_secs = agree_every, limit_steps, limit_secs
         self.epoch = 0
-        self.metrics: dict[str, float] = {}
+        self.measured: dict[str, float] = {}
+        """What the newest epoch that is over has logged, reduced; empty while an epoch runs."""
+        self.metrics: dict[str, float] = LastMetrics()
+        """The last reduced value of every metric that the run has logged."""
         self.ended_early: str | None = None
         self.stop_reason: str | None = None
         self.exit_code: int | None = None
@@ -56,6 +69,7 @@ class RunState:
         self._last_step: int | None = None
         self._steps_expected: int | None = None
         self._logs: dict[str, MetricLog] = {}
+        self.points = StepPoints()
         self._said: set[str] = set()
         self.requests: Requests | None = None
         """Who may ask to end early; None outside of a run."""
@@ -68,6 +82,8 @@ class RunState:
         self.save_now: Callable[[], None] | None = None
         """Saves the step that all processes agreed on; None where a step cannot be saved."""
         self._cursors: dict[str, Cursor] = {}
+        self.window_ends: dict[str, bool] = {}
+        """By node, whether the step that it has begun is the last of its accumulation window."""
 
     # Time
 
@@ -99,13 +115,23 @@ class RunState:
         self._steps_before_epoch = total_steps - step
         self._steps, self._last_step, self.ended_early = {}, None, None
         self._steps_expected = None
-        self._cursors = {}
+        self._cursors, self.measured = {}, {}
 
-    def continue_at(self, places: Mapping[str, Place], streams: Mapping[str, RandomStreams]) -> None:
-        """The hosted nodes were at these places of the epoch that begins, with these random states."""
+    def recall_metrics(self, measured: Mapping[str, float], last: Mapping[str, float]) -> None:
+        """Continue from the metrics of a position that was loaded."""
+        self.measured, self.metrics = dict(measured), LastMetrics(last)
+
+    def continue_at(
+        self,
+        places: Mapping[str, Place],
+        streams: Mapping[str, RandomStreams],
+        gradients: Mapping[str, Gradients],
+    ) -> None:
+        """The hosted nodes were at these places of the epoch that begins, with these states."""
         for node, place in places.items():
             self._steps[node] = place.steps
-            self._cursors[node] = Cursor(self.log_of(node), place, streams.get(node))
+            log, held = self.log_of(node), gradients.get(node)
+            self._cursors[node] = Cursor(log, place, streams.get(node), held)
 
     def cursor_of(self, node: str, group: TaskGroup | None = None) -> Cursor | None:
         """Where `node` is in the tracked group; None while none is tracked, or another than `group` runs."""
@@ -185,6 +211,10 @@ class RunState:
             self._end_early(node, f"the limit of {self.limit_steps} steps is reached")
         return self._last_step is not None and self.step_of(node) >= self._last_step
 
+    def limits_next_step(self, node: str) -> bool:
+        """Whether the step that `node` begins next is the last that the limit on steps allows."""
+        return self.limit_steps is not None and self.total_steps_of(node) + 1 >= self.limit_steps
+
     def _end_early(self, node: str, reason: str) -> None:
         if self._last_step is None:
             self._last_step, self.ended_early = self.step_of(node), reason
@@ -198,11 +228,11 @@ class RunState:
     def reduce_metrics(self, peers: Peers, nodes: Sequence[str]) -> dict[str, float]:
         """Reduce what the hosted `nodes` and all other processes logged since the last time.
 
-        The result becomes what `ctx.metric` tells; names that nobody logged now keep their last value.
+        In `metrics` the names that nobody logged now keep their last value.
         """
-        reduced = reduce_metrics(peers, [self.log_of(node) for node in nodes])
-        self.metrics = {**self.metrics, **reduced}
-        return reduced
+        self.measured = reduce_metrics(peers, [self.log_of(node) for node in nodes])
+        self.metrics = LastMetrics({**self.metrics, **self.measured})
+        return self.measured
 
     def own_metrics(self) -> dict[str, float]:
         """What this process has logged in the running epoch, not reduced with others; waits for no device."""

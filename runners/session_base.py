@@ -8,6 +8,7 @@ run(group)   1. every process runs the group's tasks on the nodes that it hosts
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from torchrelay.errors import NotAllowedNowError, UsageError, exit_code_of
 from torchrelay.jobs.context import Managed
 from torchrelay.jobs.group import SessionGroup, TaskGroup
 from torchrelay.jobs.output import TaskOutput
-from torchrelay.jobs.peers import Peers, together
+from torchrelay.jobs.peers import Peers, is_told, together
 from torchrelay.jobs.placement import selected
 from torchrelay.jobs.places import NodePlace
 from torchrelay.jobs.random_streams import RandomStreams
@@ -30,10 +31,12 @@ from torchrelay.jobs.workspace import Workspace, WorkspaceType
 from torchrelay.runners.context import Context
 from torchrelay.runners.ending.interruption import Interrupted
 from torchrelay.runners.executor import chosen, run_node
+from torchrelay.runners.loops import ALL, Loops, first_contradiction
 from torchrelay.runners.outputs import ByNode, bind, heard, told
 from torchrelay.runners.phase import phase
 from torchrelay.runners.run_state import RunState
-from torchrelay.runners.steps import FlagsHandle
+from torchrelay.runners.siblings import naming
+from torchrelay.runners.steps import Agreeing, FlagsHandle, TaskRanks
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +61,9 @@ class SessionBase(Managed):
 
     def __init__(self) -> None:
         self.run_state = RunState(seed=current_seed())
+        self.loops = Loops()
         self.closed = False
+        self.process = os.getpid()
         self._training = False
         self._workspaces: dict[str, Workspace] = {}
 
@@ -87,6 +92,10 @@ class SessionBase(Managed):
     def agree_flags(self, flags: tuple[int, ...]) -> FlagsHandle:
         """Post small numbers and return at once; the maximum over all processes comes by `wait`."""
 
+    def agreement_of(self, ranks: Sequence[int]) -> Agreeing | None:
+        """What some ranks agree by, None for a single one; all processes call this in the same order."""
+        return None
+
     def group_of_ranks(self, ranks: Sequence[int]) -> Any:
         """The process group of some ranks, None for nobody to talk to; all call this in the same order."""
         return None
@@ -97,6 +106,9 @@ class SessionBase(Managed):
 
     def task_failed(self, what: str, error: BaseException) -> None:
         """Called before the processes meet, so that none waits for one whose task has failed."""
+
+    def _all_failed(self) -> None:
+        """Called when all processes know that a group has failed, and will raise it."""
 
     def code_of(self, error: BaseException) -> int:
         """The code that this process ends with for an error: that of its cause, where another one has it."""
@@ -200,39 +212,52 @@ class SessionBase(Managed):
         self.prepare(group)
         tasks = group.tasks()
         by_node = group.tasks_by_node([place.name for place in self.nodes])
-        groups = self._process_groups(tasks)
+        ranks = self._task_ranks(self._placed(group.name, tasks))
         own: ByNode = {}
         interrupted: list[str] = []
 
         def work() -> Any:
             for place in self.local_nodes:
                 try:
-                    own[place.name] = self._run_node(group, by_node[place.name], place.name, groups)
+                    own[place.name] = self._run_node(group, by_node[place.name], place.name, ranks)
                 except Interrupted:  # all processes are, at one step: they meet as after any group
                     interrupted.append(place.name)
-            return told(tasks, own) if self.peers.size > 1 else None
+            return [told(tasks, own), self.loops.note(over=True)] if self.peers.size > 1 else None
 
-        with phase.during(f"group {group.name} of epoch {self.run_state.epoch}"):
-            all_told = together(
-                self.peers, f"group {group.name}", self._announced(group.name, work), deadline_secs=GROUP_SECS
-            )
+        with phase.during(f"group {group.name} of epoch {self.run_state.epoch}"), self.loops.of_group():
+            all_told = self._met(f"group {group.name}", self._announced(group.name, work))
+        if self.peers.size > 1:
+            outputs, notes = zip(*all_told, strict=True)
+            if (found := first_contradiction(notes)) is not None:
+                self._all_failed()
+                raise UsageError(found)
+            own = {**heard(tasks, outputs), **own}
         if interrupted:
             raise Interrupted
-        bind(tasks, {**heard(tasks, all_told), **own} if self.peers.size > 1 else own)
+        bind(tasks, own)
+
+    def _met(self, topic: str, work: Callable[[], Any]) -> list[Any]:
+        try:
+            return together(self.peers, topic, work, deadline_secs=GROUP_SECS)
+        except Exception as error:
+            if is_told(error):
+                self._all_failed()
+            raise
 
     def _run_node(
-        self, group: TaskGroup, tasks: Sequence[Task], node: str, groups: Mapping[Task, Any]
+        self, group: TaskGroup, tasks: Sequence[Task], node: str, ranks: Mapping[Task, TaskRanks]
     ) -> dict[TaskOutput, Any]:
         with self.on_node(node):
             ctx = self.context(node)
-            return run_node(group, chosen(tasks, ctx), ctx, groups)
+            return run_node(group, chosen(tasks, ctx), ctx, ranks)
 
     def _announced(self, name: str, work: Callable[[], Any]) -> Callable[[], Any]:
         """The work, with a failure told to `task_failed` before the others are met."""
 
         def announced() -> Any:
             try:
-                return work()
+                with self.loops.of_tasks():
+                    return work()
             except BaseException as error:
                 if self.run_state.crashed is not None:
                     self.run_state.crashed(error)
@@ -241,16 +266,60 @@ class SessionBase(Managed):
 
         return announced
 
-    def _process_groups(self, tasks: Sequence[Task]) -> dict[Task, Any]:
-        """The process group of each task that may communicate and runs anywhere."""
-        ranks = {task: self._ranks_of(task) for task in tasks if not task.concurrent}
-        return {task: self.group_of_ranks(some) for task, some in ranks.items() if some}
+    def _placed(self, name: str, tasks: Sequence[Task]) -> dict[Task, list[int]]:
+        """The ranks that run each task. Functions of the program are asked on all, and have to agree."""
+
+        def place() -> list[list[int]]:
+            return [self._ranks_of(task) for task in tasks]
+
+        if self.peers.size == 1 or not any(callable(task.on) for task in tasks):
+            return dict(zip(tasks, place(), strict=True))
+        told = together(self.peers, f"places of group {name}", place)
+        for rank, other in enumerate(told):
+            for task, here, there in zip(tasks, told[0], other, strict=True):
+                if here != there:
+                    raise UsageError(
+                        f"task {task.full_name!r} runs on ranks {here} says rank 0, on ranks {there} says "
+                        f"rank {rank}: on= decides from the place that it gets alone, alike on all ranks"
+                    )
+        return dict(zip(tasks, told[0], strict=True))
+
+    def _task_ranks(self, placed: Mapping[Task, list[int]]) -> dict[Task, TaskRanks]:
+        """What the ranks of each task are to it, where it may communicate and runs anywhere."""
+        placed = {task: ranks for task, ranks in placed.items() if not task.concurrent}
+        everyone = len(self.nodes)
+        # Where each node has a task of its own with the same steps, their counted loops are one loop of all.
+        alike: dict[Any, set[int]] = {}
+        keys: dict[Task, Any] = {}
+        stretch = 0
+        for task, ranks in placed.items():
+            stretch += len(ranks) == everyone  # all ranks pass this task before they come to later ones
+            steps, turn = tuple(getattr(step, "__code__", id(step)) for step in task.steps), 0
+            while not alike.setdefault(key := (stretch, steps, turn), set()).isdisjoint(ranks):
+                turn += 1  # these ranks run such a task already: this is their next one
+            keys[task] = key
+            alike[key].update(ranks)
+        found: dict[Task, TaskRanks] = {}
+        for task, ranks in placed.items():
+            if ranks:
+                every = self.peers.size == 1 or len(ranks) == everyone
+                found[task] = TaskRanks(
+                    self.group_of_ranks(ranks),
+                    None if every else self.agreement_of(ranks),
+                    every=every,
+                    counting=every or len(alike[keys[task]]) == everyone,
+                    among=ALL if every else ",".join(map(str, ranks)),
+                )
+        return found
 
     def _ranks_of(self, task: Task) -> list[int]:
         """The ranks that run a task: those of its node or, without one, those that `on=` selects."""
-        return [
-            place.rank for place in self.nodes if task.node in (None, place.name) and selected(task.on, place)
-        ]
+        with naming(f"on= of task {task.full_name!r}", self.local_nodes[0]):
+            return [
+                place.rank
+                for place in self.nodes
+                if task.node in (None, place.name) and selected(task.on, place)
+            ]
 
     def run_on_failure(self, group: TaskGroup, exit_code: int) -> None:
         """Run the tasks of `group` that want to run after a failure, 30 s at most, without the others.
@@ -279,6 +348,10 @@ class SessionBase(Managed):
     def begin(self, state: RunState) -> None:
         """Start a run: `ctx` now tells of `state`. Raises NotAllowedNowError while another run is on."""
         self._check_open()
+        if self.process != os.getpid():
+            raise NotAllowedNowError(
+                f"this session is that of process {self.process}, which has forked this one: make a new one"
+            )
         if self._training:
             raise NotAllowedNowError("this session is training already: one train call at a time")
         self._training, self.run_state = True, state

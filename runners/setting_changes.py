@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torchrelay.jobs.yaml_text import read_findings
-
 RESOLVED = "resolved.yaml"
 """The text of a run's configuration that has every value, defaults too."""
 _NAMED = 4
@@ -15,6 +13,8 @@ _SHOWN = 40
 
 def setting_changes(before: bytes, now: bytes) -> str:
     """The keys that differ with both values, `a.b 1 -> 2`; a few are named, the rest is counted."""
+    from torchrelay.jobs.yaml_text import read_findings  # yaml is for runs of configurations alone
+
     old, new = dict(_leaves(read_findings(before).top)), dict(_leaves(read_findings(now).top))
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     named = [f"{name} {_shown(old.get(name))} -> {_shown(new.get(name))}" for name in names[:_NAMED]]

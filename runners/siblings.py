@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from torchrelay.errors import RelayError, TaskFailedError
@@ -85,19 +86,39 @@ class Siblings:
     def settle(self) -> None:
         """Join all threads and raise the first failure, or CancelledError where that came from above."""
         self.join()
-        if self.error is not None:
-            raise self.error
+        error, self.error = self.error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback refers to these frames
         self.check()
 
 
 def task_failed(where: object, task: Task | None, step: Step, error: Exception) -> RelayError:
-    """The error that a failed step becomes; errors of torchrelay itself stay what they are."""
-    if isinstance(error, RelayError):
-        return error
+    """The error that a failed step becomes."""
     name = step_name(step) or "an unnamed step"
     of_task = f" of task {task.full_name!r}" if task is not None else ""
+    return _program_failed(f"step {name!r}{of_task}", where, error)
+
+
+@contextmanager
+def naming(what: str, where: object) -> Iterator[None]:
+    """Make an exception of the user's code an error that says what of the program failed, and where."""
+    try:
+        yield
+    except RelayError:
+        raise
+    except Exception as error:
+        raise _program_failed(what, where, error) from error
+
+
+def _program_failed(what: str, where: object, error: Exception) -> RelayError:
+    """The error that a failure of the user's code becomes; errors of torchrelay itself stay what they are."""
+    if isinstance(error, RelayError):
+        return error
     reason = "".join(traceback.format_exception_only(type(error), error)).strip()
-    failed = TaskFailedError(f"step {name!r}{of_task} failed on {where}: {reason}")
+    failed = TaskFailedError(f"{what} failed on {where}: {reason}")
     failed.__cause__ = error
     failed.details = "".join(traceback.format_exception(type(error), error, _users_part(error)))
     return failed

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from torchrelay.records import dataclass
 from torchrelay.runners.pace import duration, per_second
 
 _METRICS = 8

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from torchrelay.errors import UsageError
+from torchrelay.errors import NotAllowedNowError, UsageError
 from torchrelay.jobs.seeding import seed as set_seed
+from torchrelay.runners.distributed.current import world_of_parent
 from torchrelay.runners.distributed.launch_env import read_launch_env
-from torchrelay.runners.distributed_session import DistributedSession
 from torchrelay.runners.local_session import LocalSession
 from torchrelay.runners.session_base import SessionBase
 
 if TYPE_CHECKING:
     import torch
+
+    from torchrelay.runners.distributed_session import DistributedSession
 
 _made: list[DistributedSession] = []
 
@@ -31,6 +34,8 @@ def init(
     Raises UsageError for an environment or arguments that cannot be, DeadlineError when other
     ranks do not start.
     """
+    from torchrelay.runners.distributed_session import DistributedSession
+
     current = current_session()
     if current is not None and not isinstance(current, DistributedSession):
         raise UsageError(f"{current!r} is current: call torchrelay.init() outside of it")
@@ -45,7 +50,8 @@ def init(
 def current_session() -> SessionBase | None:
     """Return the session whose `with` block this is, else the one of `init`; None when there is none."""
     _made[:] = [session for session in _made if not session.closed]
-    return SessionBase.current(required=False) or (_made[-1] if _made else None)
+    found = SessionBase.current(required=False) or (_made[-1] if _made else None)
+    return found if found is not None and found.process == os.getpid() else None
 
 
 @contextmanager
@@ -58,6 +64,11 @@ def current_or_new_session(session: SessionBase | None = None) -> Iterator[Sessi
     found = session or current_session()
     if found is not None:
         yield found
+    elif (world := world_of_parent()) is not None and world.env.launched:
+        raise NotAllowedNowError(
+            f"this process was forked out of rank {world.env.rank}, and is no rank: train in one that is "
+            "started anew, without that rank's RANK and WORLD_SIZE, or give train() a LocalSession"
+        )
     elif read_launch_env().launched:
         yield init()
     else:

@@ -8,6 +8,10 @@ Who knows what before a step begins:
 - stop requests and time limits are known to one process first and are told. A preemption ends the tasks
   at the step, by Interrupted; anything else ends the loop, and the epoch as a short one.
 - so is that somebody wants a save: then all make it at one step, and go on.
+- in a task that some ranks run only these agree, about the end of their batches: requests wait for a loop
+  of all ranks, or for the end of the epoch.
+- where a window of several batches ends is counted; requests wait for that, unless the time is too short;
+- a rank that leaves alone by `break`, or makes a loop that others do not, is found by comparing (`loops`).
 
 What is told travels as one maximum over all processes, posted before a step and awaited after it, so
 that it overlaps with the step's own work: a stop that was asked for during one step ends the next one.
@@ -16,13 +20,16 @@ that it overlaps with the step's own work: a stop that was asked for during one 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import field
 from typing import Any, Protocol
 
+from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
 from torchrelay.runners.ending.cursor import Cursor, Loop
 from torchrelay.runners.ending.interruption import Interrupted
 from torchrelay.runners.ending.requests import NOT_ASKED, PREEMPT
+from torchrelay.runners.loops import ALL, REMEDY, Loops, Made
 from torchrelay.runners.run_state import RunState
 from torchrelay.runners.siblings import Siblings
 
@@ -45,14 +52,31 @@ class Agreeing(Protocol):
 
 
 @dataclass(frozen=True)
+class TaskRanks:
+    """The ranks that run a task, seen by one of them.
+
+    `group` is their process group. They agree by `agreeing`: None for a single rank, which has nobody to wait
+    for, and where they are all (`every`), who agree as the session does. `counting`: all ranks run the task,
+    or a task with the same steps beside it, so that its loops may count steps of the job. `among` names them.
+    """
+
+    group: Any = None
+    agreeing: Agreeing | None = None
+    every: bool = True
+    counting: bool = True
+    among: str = ALL
+
+
+@dataclass(frozen=True)
 class Steps:
     """One loop over the batches of a loader, on one node.
 
     `counted` loops count steps, obey limits and stop requests; others run through, unless all are to leave at
-    once (`polled` is False in threads of tasks, which end with their siblings). `agreeing` is None
-    where no other process takes part: one process, or a task in a thread of its own. `cursor` follows the
-    node through the tasks of an epoch. The loop ends by CancelledError when one of the `siblings` failed,
-    and by Interrupted where all leave.
+    once (`polled` is False in threads of tasks, which end with their siblings, and in tasks of some ranks,
+    where the others would wait for those that leave). `agreeing` is None where no other process takes part:
+    one process, a task of one rank, or a task in a thread of its own; `loops` and `among` are what the ranks
+    that agree compare. `cursor` follows the node through the tasks of an epoch. The loop ends by
+    CancelledError when one of the `siblings` failed, and by Interrupted where all leave.
     """
 
     state: RunState
@@ -63,23 +87,62 @@ class Steps:
     siblings: Siblings
     polled: bool = True
     cursor: Cursor | None = None
+    accumulate: int = 1
+    """Batches of a window; the last one of the loop may have fewer."""
+    loops: Loops = field(default_factory=Loops)
+    among: str = ALL
 
     def __iter__(self) -> Iterator[Any]:
         """Batches until all processes end."""
         if self.cursor is not None and self.cursor.comes_back(counted=self.counted) and self.state.put_back:
             self.state.put_back(self.node, self.agreeing)
-        loop = self.cursor.enter(self.loader, counted=self.counted) if self.cursor is not None else None
+        loop = None
+        if self.cursor is not None:
+            loop = self.cursor.enter(self.loader, counted=self.counted, evaluates=self.evaluates)
+        if loop is None and self.accumulate > 1:
+            loop = Loop(self.loader, counted=True)  # where nobody follows the node, windows are counted too
         if self.counted and self.state.must_end(self.node):
             return
+        self._warn_of_workers()
         source = self.loader if loop is None else loop.source
         if self.counted:
             self._tell_length(loop)
+        if self.counted and self.polled and self.state.requests is not None:
+            self.state.requests.steps = True
         if self.agreeing is None:
             yield from self._alone(source, loop)
-        elif is_even(self.loader):
-            yield from self._even(source, loop, self.agreeing)
+        elif is_even(self.loader) and not self._asks:
+            yield from self._unasked(source, loop)
         else:
-            yield from self._uneven(source, loop, self.agreeing)
+            yield from self._together(source, loop, self.agreeing)
+
+    def _together(self, source: Iterable[Any], loop: Loop | None, agreeing: Agreeing) -> Iterator[Any]:
+        """Batches, with the loop shown to others that may wait for this process."""
+        made, early = self.loops.enter(self.among, type(self.loader).__name__), True
+        together = _Together(agreeing, made)
+        try:
+            for batch in (self._even if is_even(self.loader) else self._uneven)(source, loop, together):
+                self.loops.begin(made)
+                yield batch
+            early = False
+        finally:
+            self.loops.leave(made, early=early)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the program may have swapped what it trains for the time of this loop."""
+        import torch
+
+        return not self.counted or not torch.is_grad_enabled()
+
+    def _warn_of_workers(self) -> None:
+        """Say once that a loader's workers keep random states that are in no checkpoint."""
+        kept = getattr(self.loader, "persistent_workers", False) and not hasattr(self.loader, "state_dict")
+        if self.counted and kept and self.state.first_time(f"workers of {self.node}"):
+            logger.warning(
+                "a DataLoader with persistent_workers=True: after a resume its batches come in another order "
+                "than without one, because its workers begin anew; give EpochLoader, or leave that option out"
+            )
 
     def _tell_length(self, loop: Loop | None) -> None:
         """Say how many steps this loop has left, where its loader knows; people watch that."""
@@ -90,30 +153,50 @@ class Steps:
         self.state.expect_steps(self.node, max(length - (loop.taken if loop is not None else 0), 0))
 
     def _alone(self, source: Iterable[Any], loop: Loop | None) -> Iterator[Any]:
-        for batch in source:
-            yield self._begin(batch, loop)
-            if self._ended(self._urgency() if self.polled else NOT_ASKED, loop):
+        for batch, last in self._with_last(source):
+            closes = self._closes_window(loop, last=last)
+            yield self._begin(batch, loop, closes=closes)
+            if self._ended(self._urgency(closes=closes) if self.polled else NOT_ASKED, loop):
                 return
-            self._save_if(self._save_wanted(), loop)
+            self._save_if(closes and self._save_wanted(), loop)
 
-    def _even(self, source: Iterable[Any], loop: Loop | None, agreeing: Agreeing) -> Iterator[Any]:
-        """As many batches everywhere: only stop requests are told, every `agree_every` steps."""
+    @property
+    def _asks(self) -> bool:
+        """Whether a loop over as many batches everywhere asks the others for requests."""
         everywhere = self.cursor is not None and self.cursor.everywhere and self.state.requests is not None
-        polled = self.counted or (self.polled and everywhere)
+        return self.counted or (self.polled and everywhere)
+
+    def _unasked(self, source: Iterable[Any], loop: Loop | None) -> Iterator[Any]:
+        """As many batches everywhere, and nothing to be told."""
+        for batch in source:
+            yield self._begin(batch, loop, closes=self._closes_window(loop))
+
+    def _even(self, source: Iterable[Any], loop: Loop | None, agreeing: _Together) -> Iterator[Any]:
+        """As many batches everywhere: only stop requests are told, every `agree_every` steps.
+
+        Within a window they count only where the time is too short to wait for its end.
+        """
+        every = self.state.agree_every
+        since = every - 1
         for index, batch in enumerate(source):
-            asking = polled and index % self.state.agree_every == 0
-            handle = agreeing.agree_flags((self._urgency(), self._save_wanted())) if asking else None
-            yield self._begin(batch, loop)
-            urgency, save = handle.wait() if handle else (NOT_ASKED, 0)
+            closes, since = self._closes_window(loop), since + 1
+            asking = since >= every if closes else index % every == 0
+            since = 0 if asking and closes else since
+            handle = None
+            if asking:
+                urgency = self._urgency(closes=closes)
+                handle = agreeing.agree(False, urgency, closes and self._save_wanted())
+            yield self._begin(batch, loop, closes=closes)
+            _, urgency, save = handle.wait() if handle else (0, NOT_ASKED, 0)
             if self._ended(urgency, loop):
                 return
             self._save_if(save, loop)
 
-    def _uneven(self, source: Iterable[Any], loop: Loop | None, agreeing: Agreeing) -> Iterator[Any]:
+    def _uneven(self, source: Iterable[Any], loop: Loop | None, agreeing: _Together) -> Iterator[Any]:
         """Each process looks one batch ahead; the first that runs dry ends the loop for all."""
         batches = iter(source)
         ahead = next(batches, _END)
-        handle = agreeing.agree_flags((int(ahead is _END), NOT_ASKED, 0))
+        handle = agreeing.agree(ahead is _END, NOT_ASKED, False)
         while True:
             exhausted, urgency, save = handle.wait()
             if exhausted:
@@ -123,37 +206,62 @@ class Steps:
                 return
             self._save_if(save)
             batch, ahead = ahead, next(batches, _END)
-            handle = agreeing.agree_flags((int(ahead is _END), self._urgency(), self._save_wanted()))
-            yield self._begin(batch, loop)
+            closes = self._closes_window(loop, last=ahead is _END)
+            urgency = self._urgency(closes=closes)
+            handle = agreeing.agree(ahead is _END, urgency, closes and self._save_wanted())
+            if self.accumulate > 1:  # the step has to know now whether it is the last one of all
+                closes = bool(handle.wait()[0]) or closes
+            yield self._begin(batch, loop, closes=closes)
 
-    def _urgency(self) -> int:
-        """What this process brings to an agreement; an evaluation knows no urgency but to leave."""
-        if self.counted:
+    def _with_last(self, source: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+        """Batches, and whether each is the last: only of windows, and where the loop does not know."""
+        if self.accumulate == 1 or isinstance(self.loader, Sequence) or is_even(self.loader):
+            yield from ((batch, False) for batch in source)
+            return
+        batches = iter(source)
+        ahead = next(batches, _END)
+        while ahead is not _END:
+            batch, ahead = ahead, next(batches, _END)
+            yield batch, ahead is _END
+
+    def _closes_window(self, loop: Loop | None, *, last: bool = False) -> bool:
+        """Whether the step that begins next is the last of its window."""
+        if self.accumulate == 1 or last or loop is None:
+            return True
+        taken = loop.taken + 1
+        return taken % self.accumulate == 0 or loop.ends_at(taken) or self.state.limits_next_step(self.node)
+
+    def _urgency(self, *, closes: bool = True) -> int:
+        """What this process brings to an agreement; an evaluation waits for its end while there is time.
+
+        So does a step within a window: the next that closes one is near.
+        """
+        if self.counted and closes and not self.evaluates:
             return self.state.urgency()
         requests = self.state.requests
         if requests is None or not self.polled:
             return NOT_ASKED
-        patient = self.cursor is not None and self.cursor.costs_the_epoch
-        return PREEMPT if requests.level(patient=patient) == PREEMPT else NOT_ASKED
+        return PREEMPT if requests.level(patient=True) == PREEMPT else NOT_ASKED
 
-    def _save_wanted(self) -> int:
+    def _save_wanted(self) -> bool:
         """Whether this process asks for a save in this loop, which all nodes must be in."""
         alone = self.agreeing is None and self.polled
         everywhere = self.cursor is not None and self.cursor.everywhere
-        return int(self.counted and (alone or everywhere) and self.state.save_wanted())
+        return self.counted and not self.evaluates and (alone or everywhere) and self.state.save_wanted()
 
     def _save_if(self, wanted: int, loop: Loop | None = None) -> None:
         """Save here where a process wants it; behind the last batch the end of the epoch does."""
         if wanted and self.state.save_now is not None and not (loop is not None and loop.exhausted):
             self.state.save_now()
 
-    def _begin(self, batch: Any, loop: Loop | None) -> Any:
+    def _begin(self, batch: Any, loop: Loop | None, *, closes: bool) -> Any:
         self.siblings.check()
         self.state.check()
         if loop is not None:
             loop.taken += 1
         if self.counted:
             self.state.count_step(self.node)
+            self.state.window_ends[self.node] = closes
         return batch
 
     def _ended(self, urgency: int, loop: Loop | None = None) -> bool:
@@ -178,6 +286,43 @@ class Steps:
                 "EpochLoader gives all processes equally many steps and drops nothing.",
                 self.node,
             )
+
+
+@dataclass(frozen=True)
+class _Together:
+    """Agreements of one loop, each of which says which loop it is of."""
+
+    agreeing: Agreeing
+    made: Made
+
+    def agree(self, exhausted: bool, urgency: int, save: bool) -> _Round:
+        """Post what this process brings."""
+        number = self.made.number
+        return _Round(
+            number, self.agreeing.agree_flags((number, -number, int(exhausted), urgency, int(save)))
+        )
+
+
+@dataclass(frozen=True)
+class _Round:
+    """One of these agreements on its way."""
+
+    number: int
+    handle: FlagsHandle
+
+    def wait(self) -> tuple[int, int, int]:
+        """Whether a process has run dry, the strongest request, whether one wants a save.
+
+        Raises UsageError where the processes are in different loops.
+        """
+        most, least, exhausted, urgency, save = self.handle.wait()
+        if most != -least:
+            other = most if most != self.number else -least
+            raise UsageError(
+                f"this rank is in loop {self.number + 1} of ctx.steps in this group, another one is in "
+                f"loop {other + 1}: {REMEDY}"
+            )
+        return exhausted, urgency, save
 
 
 def is_even(loader: Any) -> bool:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, field, replace
 from typing import Any
 
 from torchrelay.checkpoint.facts import Facts
+from torchrelay.errors import MissingMetricError
 from torchrelay.jobs.job import Job
-from torchrelay.jobs.peers import together
-from torchrelay.jobs.stop import StopAnswer, StopCondition, combine
+from torchrelay.jobs.peers import decide, together
+from torchrelay.jobs.stop_condition import StopAnswer, StopCondition, combine, made_with, verdict_holds
+from torchrelay.records import dataclass
 from torchrelay.runners.session_base import SessionBase
+from torchrelay.runners.siblings import naming
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,8 @@ class Verdict:
 
     stop: bool = False
     by_condition: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    waiting: Mapping[str, str] = field(default_factory=dict)
+    """The conditions that wait for a metric that no epoch has logged, and its name."""
     asked: str | None = None
     """Who asked the run to end from outside; no checkpoint remembers that."""
 
@@ -29,12 +34,14 @@ class Verdict:
         return said if self.asked is None else (*said, self.asked)
 
 
-def verdict_of(answers: Mapping[str, StopAnswer]) -> Verdict:
-    """The loop ends when any condition says so."""
-    return Verdict(
-        any(answer.stop for answer in answers.values()),
-        {name: {"stop": answer.stop, "reason": answer.reason} for name, answer in answers.items()},
-    )
+def verdict_of(job: Job, answers: Mapping[str, StopAnswer]) -> Verdict:
+    """The loop ends when any condition says so; what each was made with is remembered beside its answer."""
+    by_condition: dict[str, dict[str, Any]] = {}
+    for condition in job.stop_conditions:
+        answer, settings = answers[condition.name], made_with(condition)
+        with_settings = {} if settings is None or condition.limit else {"settings": settings}
+        by_condition[condition.name] = {"stop": answer.stop, "reason": answer.reason, **with_settings}
+    return Verdict(any(answer.stop for answer in answers.values()), by_condition)
 
 
 def ask_all(job: Job, session: SessionBase) -> Verdict:
@@ -52,19 +59,27 @@ def ask_all(job: Job, session: SessionBase) -> Verdict:
         }
 
     answers = together(session.peers, "stop conditions", ask)
-    combined = {}
+    combined, waiting = {}, {}
     for condition in job.stop_conditions:
-        by_node = {
-            node: StopAnswer(*answer) for part in answers for node, answer in part[condition.name].items()
-        }
-        combined[condition.name] = combine(by_node, condition.rule)
-    return verdict_of(combined)
+        by_node = {node: answer for part in answers for node, answer in part[condition.name].items()}
+        given = {node: StopAnswer(stop, reason) for node, (stop, reason, _) in by_node.items()}
+        combined[condition.name] = combine(given, condition.rule)
+        for _, _, metric in by_node.values():
+            if metric is not None:
+                waiting[condition.name] = metric
+    return replace(verdict_of(job, combined), waiting=waiting)
 
 
-def _ask(condition: StopCondition, session: SessionBase, node: str) -> tuple[bool, str]:
+def _ask(condition: StopCondition, session: SessionBase, node: str) -> tuple[bool, str, str | None]:
+    """One node's answer, and the metric that it waits for, if that is why it does not stop."""
     with session.on_node(node):
-        answer = condition.ask(session.context(node))
-    return answer.stop, answer.reason
+        ctx = session.context(node)
+        try:
+            with naming(f"the stop condition {condition.name!r}", ctx.place):
+                answer = condition.ask(ctx)
+        except MissingMetricError as error:
+            return False, "", error.name
+    return answer.stop, answer.reason, None
 
 
 class _Remembered:
@@ -74,15 +89,30 @@ class _Remembered:
         self.epoch = epoch
         self.total_steps = facts.total_steps
         self.elapsed_secs = facts.elapsed_secs
-        self.metrics = facts.metrics
+        self.metrics = facts.last_metrics
 
 
-def over_by_facts(job: Job, facts: Facts, epoch: int, *, inside: bool = False) -> Verdict:
+def over_there(
+    session: SessionBase, job: Job, facts: Facts, epoch: int, *, inside: bool = False, rewound: bool = False
+) -> Verdict:
+    """`over_by_facts` of rank 0, for all: what a condition was made with may differ between ranks."""
+
+    def look() -> dict[str, Any]:
+        return asdict(over_by_facts(job, facts, epoch, inside=inside, rewound=rewound))
+
+    return Verdict(**decide(session.peers, "verdicts", look))
+
+
+def over_by_facts(
+    job: Job, facts: Facts, epoch: int, *, inside: bool = False, rewound: bool = False
+) -> Verdict:
     """Whether the epochs were over at a saved position, by today's limits and yesterday's verdicts.
 
     Limits come from the program as it is now, so that raising `max_epochs` continues a finished
-    run; every other condition keeps the verdict that the manifest has, so that it is asked once. `inside` an
-    epoch limits on steps and time are left to its next step, which ends it as a short one.
+    run; every other condition keeps the verdict that the manifest has, so that it is asked once, unless it
+    was made otherwise then, or judges metrics and the user has `rewound` to this very position: data that is
+    at its end there stays so. `inside` an epoch limits on
+    steps and time are left to its next step, which ends it as a short one.
     """
     remembered = _Remembered(facts, epoch)
     answers = {}
@@ -93,8 +123,26 @@ def over_by_facts(job: Job, facts: Facts, epoch: int, *, inside: bool = False) -
             answers[condition.name] = condition.ask(remembered)
         else:
             verdict = facts.stop.get(condition.name, {"stop": False, "reason": ""})
-            answers[condition.name] = StopAnswer(bool(verdict["stop"]), str(verdict["reason"]))
-    return verdict_of(answers)
+            judges = getattr(condition, "settings", None) is not None  # else it reads what the data said
+            holds = verdict_holds(condition, verdict.get("settings"))
+            held = verdict["stop"] and holds and not (rewound and judges)
+            answers[condition.name] = StopAnswer(True, str(verdict["reason"])) if held else StopAnswer(False)
+    return verdict_of(job, answers)
+
+
+def ended_before(job: Job, facts: Facts) -> list[str]:
+    """Of verdicts that ended the run there and hold no more: what said so, and why it does not count."""
+    conditions = {condition.name: condition for condition in job.stop_conditions}
+    said = []
+    for name, verdict in facts.stop.items():
+        condition = conditions.get(name)
+        if verdict["stop"] and condition is None:
+            said.append(f"{verdict['reason']}: {name} is no condition of the program any more")
+        elif verdict["stop"] and condition is not None and not condition.limit:
+            changed = not verdict_holds(condition, verdict.get("settings"))
+            why = "has changed since" if changed else "is asked again, because of the rewind"
+            said.append(f"{verdict['reason']}: {name} {why}")
+    return said
 
 
 def only_time_is_up(job: Job, verdict: Verdict) -> bool:

@@ -51,6 +51,14 @@ class Trackers:
             elif self._failures[id(sink)] >= FAILURES:
                 self._leave(sink)
 
+    def log_steps(self, rows: Sequence[tuple[int, int, Mapping[str, float]]]) -> None:
+        """Points within an epoch, for the sinks that take such."""
+        for sink in [one for one in self._sinks if callable(getattr(one, "log_steps", None))]:
+            if self._tell(sink, "log_steps", [(epoch, step, dict(values)) for epoch, step, values in rows]):
+                self._failures.pop(id(sink), None)
+            elif self._failures[id(sink)] >= FAILURES:
+                self._leave(sink)
+
     def close(self) -> None:
         """The attempt is over; a second call does nothing."""
         sinks, self._sinks = self._sinks, []
@@ -64,7 +72,7 @@ class Trackers:
             return True
         count = FAILURES if isinstance(error, LateError) else self._failures.get(id(sink), 0) + 1
         self._failures[id(sink)] = count
-        off = verb in ("open", "rewind") or (verb == "log" and count >= FAILURES)
+        off = verb in ("open", "rewind") or (verb in ("log", "log_steps") and count >= FAILURES)
         then = "; it gets nothing more in this attempt" if off else ""
         self._warn(f"the tracker {type(sink).__name__} failed at {verb}: {_reason(error)}{then}")
         return False

@@ -22,8 +22,9 @@ fill_venv() {
 if [ ! -x .venv/bin/python ]; then
   make_venv
 fi
-if [ "$(cat .venv/stamp 2>/dev/null)" != "$(venv_stamp)" ]; then
-  fill_venv
+venv_is_filled() { [ "$(cat .venv/stamp 2>/dev/null)" = "$(venv_stamp)" ]; }
+if ! venv_is_filled; then
+  ( flock 9; venv_is_filled || fill_venv ) 9> .venv/lock  # two scripts that begin together do it once
 fi
 PATH="$PWD/.venv/bin:$PATH"
 export PATH

@@ -122,7 +122,7 @@ class Told:
 class OnDevice:
     """A tensor of a GPU that is not there; a copy from it is written down with the stream it is told to."""
 
-    is_cpu, is_cuda, nbytes, device = False, True, 64, "cuda:3"
+    is_cpu, is_cuda, nbytes, device, _version = False, True, 64, "cuda:3", 0
 
     def __init__(self, told: Told, *, broken: bool = False) -> None:
         self.told, self.broken = told, broken
@@ -155,7 +155,7 @@ def late(source: Any, at: int, block: Block) -> stage.LatePiece:
     """A piece that is copied behind the training and has not moved."""
     owner = torch.zeros(64, dtype=torch.uint8)
     return stage.LatePiece(
-        "w", "m", source, Room(block, at, 64), owner.data_ptr(), 64, lambda: owner, digest=0
+        "w", "m", source, Room(block, at, 64), owner.data_ptr(), 64, lambda: owner, digest=0, version=0
     )
 
 

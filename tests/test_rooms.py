@@ -15,12 +15,12 @@ import torchrelay
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("jobs", "checkpoint", "runners", "metadata")
 ALLOWED = {
-    "jobs": {"jobs", "errors"},
-    "metadata": {"metadata", "errors"},
-    "checkpoint": {"checkpoint", "jobs", "errors"}
+    "jobs": {"jobs", "errors", "records"},
+    "metadata": {"metadata", "errors", "records"},
+    "checkpoint": {"checkpoint", "jobs", "errors", "records"}
     | {"metadata.handler", "metadata.same_place", "metadata.stats"}
     | {"metadata.zip_members", "metadata.code.archived_imports", "metadata.capture"},
-    "runners": {"runners", "checkpoint", "jobs", "metadata", "errors"},
+    "runners": {"runners", "checkpoint", "jobs", "metadata", "errors", "records"},
 }
 
 

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("jobs", "checkpoint", "runners", "metadata")
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 FORBIDDEN_MODULES = {"pickle", "dill", "cloudpickle", "shelve", "marshal", "tarfile"}
 """They run code that a file chooses, or write where a file says."""
@@ -165,7 +165,7 @@ def test_public_names_say_what_they_are(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 def test_files_and_functions_stay_small(path: Path) -> None:
-    """No file of more than 400 lines, no function of more than 60."""
+    """No file of more than 500 lines, no function of more than 60."""
     assert len(path.read_text().splitlines()) <= MAX_FILE_LINES
     long = [
         f"{node.name}: {node.end_lineno - node.lineno + 1} lines"
@@ -181,9 +181,16 @@ def text_files() -> list[Path]:
     """Text that a person reads: code, documents, scripts."""
     folders = [*ROOMS, "docs", "examples", "scripts", "tests", "benchmarks", ".ci"]
     found = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
-    found += [path for path in ROOT.iterdir() if path.is_file()]
+    found += [path for path in ROOT.iterdir() if path.is_file() and path.name != ".git"]  # of a worktree
     found += list((ROOT / "src/torchrelay").glob("*.py"))
     return [path for path in found if path.suffix in TEXT_FILES and "__pycache__" not in path.parts]
+
+
+def test_warnings_never_take_one_rank_away_from_the_others() -> None:
+    """Warnings go through `jobs.peers.warn`, but for verbs that a process calls for itself."""
+    alone = {"jobs/peers.py", "checkpoint/reader.py", "checkpoint/package/saving.py"}
+    raising = {path for path in FILES if "warnings.warn(" in path.read_text()}
+    assert {str(path.relative_to(ROOT)) for path in raising} == alone
 
 
 def test_no_text_names_a_place_of_one_machine() -> None:

@@ -34,20 +34,23 @@ def run(folder: Path, line: str) -> str:
 
 
 def test_the_page_runs(tmp_path: Path) -> None:
-    """The job is tracked, a user's own sink is told, and top shows both runs."""
+    """The job is tracked, a user's own sink is told, points come by step, and top shows the runs."""
     pytest.importorskip("tensorboard", reason="pip install tensorboard")
-    assert len(PROGRAMS) == 2 and len(LINES) == 4
-    (tmp_path / "train.py").write_text(PROGRAMS[0])
-    (tmp_path / "own.py").write_text(PROGRAMS[1])
+    assert len(PROGRAMS) == 3 and len(LINES) == 5
+    for name, program in zip(("train.py", "steps.py", "own.py"), PROGRAMS, strict=True):
+        (tmp_path / name).write_text(program)
     assert "epoch 5/5 done | train/loss" in run(tmp_path, LINES[0])
     assert list((tmp_path / "runs/tracked/trackers/tensorboard").glob("events.*"))
     assert (tmp_path / "runs/tracked/trackers/metrics.csv").read_text().count("\n") == 6
-    assert "epochs [1, 2, 3] last {'square': 9.0}" in run(tmp_path, LINES[1])
-    out = run(tmp_path, LINES[2])
-    assert re.search(r"^own +FINISHED +3", out, re.MULTILINE) and re.search(
-        r"^tracked +FIN", out, re.MULTILINE
+    run(tmp_path, LINES[1])
+    points = (tmp_path / "runs/steps/trackers/metrics.steps.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in points] == list(range(25, 301, 25))
+    assert "epochs [1, 2, 3] last {'square': 9.0}" in run(tmp_path, LINES[2])
+    out = run(tmp_path, LINES[3])
+    assert re.search(r"^own +finished +3", out, re.MULTILINE) and re.search(
+        r"^tracked +fin", out, re.MULTILINE
     )
-    assert json.loads(run(tmp_path, LINES[3]))["runs"][0]["state"] == "FINISHED"
+    assert json.loads(run(tmp_path, LINES[4]))["runs"][0]["state"] == "FINISHED"
 
 
 def test_the_lines_of_the_page_are_the_form() -> None:

@@ -30,7 +30,7 @@ from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.planning.assignments import Plan
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.report import NodeReport
-from torchrelay.checkpoint.save import SaveJob, carry_out, make_plan, rehearse
+from torchrelay.checkpoint.save import SaveJob, carry_out, make_plan
 from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role
 from torchrelay.checkpoint.timing import Clock
@@ -231,16 +231,6 @@ class Coordinator:
     def close(self) -> None:
         """Give the log back."""
         self._writer.close()
-
-    @undisturbed()
-    def rehearse(self) -> float:
-        """What a run that resumes or leaves epoch 0 out does before its first epoch; processor seconds."""
-        with self.aside.kept():
-            job = self._job()
-        self._crowd.said = lambda rank, topic, value: value
-        begin = self.aside.now()
-        rehearse(job, self._exchange)
-        return self.aside.now() - begin
 
     @undisturbed()
     def save(self) -> dict[str, float]:

@@ -35,9 +35,10 @@ class Engine:
 
 
 class RelayFile(Engine):
-    """`save_blobs` and `load_into`; every block verified."""
+    """`save_blobs` and `load_into` as they are by default: all or nothing, every block verified."""
 
     verify = "full"
+    atomic = True
 
     def save(self, path: Path, tensors: Tensors) -> None:
         import torchrelay
@@ -48,7 +49,13 @@ class RelayFile(Engine):
         import torchrelay
 
         file = path / "blobs.safetensors"
-        torchrelay.load_into(file, into, strict=whole, atomic=False, verify=self.verify)
+        torchrelay.load_into(file, into, strict=whole, atomic=self.atomic, verify=self.verify)
+
+
+class RelayFileAtOnce(RelayFile):
+    """The same with `atomic=False`: bytes are read once, and verified when objects have changed."""
+
+    atomic = False
 
 
 class RelayFileUnverified(RelayFile):
@@ -58,7 +65,9 @@ class RelayFileUnverified(RelayFile):
 
 
 class RelayEpoch(Engine):
-    """Epochs of a run, and `open_checkpoint(...).load` in place; every block verified."""
+    """Epochs of a run, and `open_checkpoint(...).load` as it is by default; every block verified."""
+
+    atomic = True
 
     def timed_saves(self, paths: list[Path], tensors: Tensors) -> list[float]:
         from bench.epochs import keep_first, timed_epochs
@@ -74,7 +83,13 @@ class RelayEpoch(Engine):
 
         objects = {f"state.{name}": tensor for name, tensor in into.items()}
         # strict compares both sides, and the random states of the run are on one side only
-        torchrelay.open_checkpoint(path / "run", 1).load(objects, strict=False, atomic=False)
+        torchrelay.open_checkpoint(path / "run", 1).load(objects, strict=False, atomic=self.atomic)
+
+
+class RelayEpochAtOnce(RelayEpoch):
+    """The same with `atomic=False`."""
+
+    atomic = False
 
 
 class TorchSave(Engine):

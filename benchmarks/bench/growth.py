@@ -9,8 +9,7 @@
 With `--output FOLDER` the lines, a page and a plot are left there. `--small` runs a small configuration;
 with `--flat` rank 0 reads every rank's post, however many there are. Every line printed is one JSON object:
 medians of `--saves` saves after the first one, whose figures begin with `first_`; of `ranks` medians over
-`--processes` processes, of each of which it was the first save after a rehearsal, and, `unrehearsed_`, over
-as many in which nothing went before it. `blobs` ends with the exponent of the growth
+`--processes` processes. `blobs` ends with the exponent of the growth
 of each figure; one above 1.15 is more than n log n over this range.
 """
 
@@ -27,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,6 @@ PROCESSES, SMALL_PROCESSES = (1, 2, 4, 8, 16, 32, 64), (1, 2)
 SCALE, SMALL_SCALE = 10_000, 160
 COORDINATED = 1_000
 """Blobs of `ranks`."""
-_PLANNED = ("first_plan_secs", "first_beside_secs", "first_commit_secs")
 ELEMENTS = 16
 """Of each blob in `blobs`: what costs there is not its bytes."""
 
@@ -49,26 +47,21 @@ def coordinator_lines(ranks: Sequence[int], asked: argparse.Namespace) -> Iterat
     """W9: processor seconds of planning and committing on rank 0, the device aside; bytes of the manifest.
 
     Each point has processes of its own: what is the first save of one would be the second of another.
-    Those that rehearse, as a run does before its first epoch, and those that do not take turns.
     """
     given = ["--saves", str(asked.saves), *(["--flat"] if asked.flat else [])]
     for kind in KINDS:
         for nodes in ranks:
             command = [sys.executable, __file__, "--point", kind, str(nodes), *given]
-            pairs = [(_told_by([*command, "--rehearsed"]), _told_by(command)) for _ in range(asked.processes)]
-            rehearsed, cold = ([_secs(pair[side]) for pair in pairs] for side in (0, 1))
-            alone = {f"unrehearsed_{key.removeprefix('first_')}": key for key in _PLANNED}
-            medians = _medians(rehearsed, {key: key for key in rehearsed[0]}) | _medians(cold, alone)
-            yield pairs[0][0] | medians | {"processes": asked.processes}
+            told = [_told_by(command) for _ in range(asked.processes)]
+            yield told[0] | _medians([_secs(one) for one in told]) | {"processes": asked.processes}
 
 
 def _secs(told: Line) -> Line:
     return {key: value for key, value in told.items() if key.endswith("_secs")}
 
 
-def _medians(lines: Sequence[Line], keys: Mapping[str, str]) -> Line:
-    """Medians under other names."""
-    return {new: statistics.median(one[key] for one in lines) for new, key in keys.items()}
+def _medians(lines: Sequence[Line]) -> Line:
+    return {key: statistics.median(one[key] for one in lines) for key in lines[0]}
 
 
 def _told_by(command: Sequence[str]) -> Line:
@@ -79,18 +72,17 @@ def _told_by(command: Sequence[str]) -> Line:
     return told
 
 
-def coordinator_point(kind: str, nodes: int, saves: int, *, flat: bool, rehearsed: bool) -> Line:
+def coordinator_point(kind: str, nodes: int, saves: int, *, flat: bool) -> Line:
     """The figures of one point, as this process finds them."""
     from bench.coordinator import Coordinator
 
     with tempfile.TemporaryDirectory() as root:
         coordinator = Coordinator(Path(root), kind, COORDINATED, nodes, flat)
-        before = {"rehearsal_secs": coordinator.rehearse()} if rehearsed else {}
         first = coordinator.save()
         later = [coordinator.save() for _ in range(saves)]
         coordinator.close()
     line = {"what": "coordinator", "kind": kind, "ranks": nodes, "blobs": COORDINATED, "flat": flat}
-    return line | before | _figures(first, later)
+    return line | _figures(first, later)
 
 
 def blob_lines(counts: Sequence[int], saves: int) -> Iterator[Line]:
@@ -231,7 +223,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="a folder for the lines, a page and a plot")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     parser.add_argument("--point", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--rehearsed", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.processes is None:
         asked.processes = 1 if asked.small else 3
@@ -263,7 +254,7 @@ def main() -> None:
         return
     if asked.point is not None:
         kind, nodes = asked.point
-        told = coordinator_point(kind, int(nodes), asked.saves, flat=asked.flat, rehearsed=asked.rehearsed)
+        told = coordinator_point(kind, int(nodes), asked.saves, flat=asked.flat)
         print(json.dumps(told))
         return
     from bench import growth_page

@@ -14,9 +14,7 @@ from bench.table import hardware, versions
 Line = dict[str, Any]
 NOTES = {
     "coordinator": "The coordinator alone: the real code, the other ranks, the network and the device aside. "
-    "Seconds are those of the processor. `rehearsal_secs` is what a run that resumes or leaves epoch 0 out "
-    "does before its first epoch, so that its first save finds plan and tables; `unrehearsed_` are first "
-    "saves of processes in which nothing went before. `beside_secs` is what rank 0 computes for the commit "
+    "Seconds are those of the processor. `beside_secs` is what rank 0 computes for the commit "
     "before it waits for the shards of the others, and no part of `commit_secs`.",
     "scale": "One process plays all ranks: the code is the real one, the network and the device aside. "
     "Rank 0 plans and commits into a real log (`commit_secs` has what it prepares of a new plan before it "
@@ -58,7 +56,7 @@ def page(name: str, lines: Sequence[Line], date: str, command: str, picture: str
         "Columns with `first_` are the first save of a process, those without are medians of the later ones."
     )
     if any("processes" in line for line in lines):
-        told.append("Medians over `processes` processes with a rehearsal, and over as many without.")
+        told.append("Medians over `processes` processes.")
     for what, found in _tables(lines).items():
         told += ["", NOTES[what], "", *_table(found)]
     for line in lines:

@@ -47,8 +47,10 @@ class Workload:
 
 SINGLE = (
     "torchrelay file",
+    "torchrelay file, atomic=False",
     "torchrelay file, unverified",
     "torchrelay epoch",
+    "torchrelay epoch, atomic=False",
     "torch.save",
     "torch.save, no CRC",
     "safetensors",
@@ -57,7 +59,15 @@ SINGLE = (
     "torchsnapshot",
     "Orbax",
 )
-RARE = frozenset(("torchrelay file, unverified", "torch.save", "DCP", "DCP, 2 threads, plan caching"))
+RARE = frozenset(
+    (
+        "torchrelay file, unverified",
+        "torchrelay epoch, atomic=False",
+        "torch.save",
+        "DCP",
+        "DCP, 2 threads, plan caching",
+    )
+)
 
 
 def _one_process(actions: Sequence[str] = LOADS) -> tuple[Step, ...]:

@@ -35,7 +35,8 @@ from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.planning.assignments import Plan, elements, item_bytes
 from torchrelay.checkpoint.position import Position
-from torchrelay.checkpoint.reading.leaf_reader import LeafRead, LeafReader
+from torchrelay.checkpoint.reading.leaf_reader import LeafReader
+from torchrelay.checkpoint.reading.read_plan import LeafRead
 from torchrelay.checkpoint.save import SaveJob, carry_out, make_plan
 from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.timing import Clock
@@ -214,7 +215,7 @@ def read_back(root: Path, everybody: Everybody, plan: Plan, rank: int, written: 
     planner = LeafReader(LocalStorage(root), manifest, Unopened())  # type: ignore[arg-type]
     with taking(line, "load_plan_secs"):
         found, boxes = planner.planned(reads)
-        slabs = boxes.sizes()
+        slabs = [request.stop - request.start for _, request in boxes.wanted()]
     asked = sum(request.stop - request.start for _, request in [*found, *boxes.straight]) + sum(slabs)
     assert asked == sum(len(read.destination) for read in reads), "not every byte of its part is read once"
     line["load_plan_reads"], line["load_plan_bytes"] = len(found) + len(boxes.straight) + len(slabs), asked

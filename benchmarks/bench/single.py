@@ -19,7 +19,9 @@ from bench.engines_single import (
     Engine,
     Orbax,
     RelayEpoch,
+    RelayEpochAtOnce,
     RelayFile,
+    RelayFileAtOnce,
     RelayFileUnverified,
     Safetensors,
     TorchSave,
@@ -32,8 +34,10 @@ from bench.task import Answers, Asked
 
 ENGINES: dict[str, Callable[[], Engine]] = {
     "torchrelay file": RelayFile,
+    "torchrelay file, atomic=False": RelayFileAtOnce,
     "torchrelay file, unverified": RelayFileUnverified,
     "torchrelay epoch": RelayEpoch,
+    "torchrelay epoch, atomic=False": RelayEpochAtOnce,
     "torch.save": partial(TorchSave, crc=True),
     "torch.save, no CRC": partial(TorchSave, crc=False),
     "safetensors": Safetensors,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.archive.members import Outgoing, StoredTensors, write_tensors
@@ -24,8 +24,9 @@ from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.disk.fields import Fields
 from torchrelay.checkpoint.disk.value_decoding import decode, references
 from torchrelay.checkpoint.disk.version import check_stamp, stamp
-from torchrelay.errors import DamagedError, FormatError
+from torchrelay.errors import BlobError, DamagedError, FormatError
 from torchrelay.metadata.zip_members import ZipMembers, open_zip
+from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 MODEL, AUX, CONSTANTS = "model", "aux", "constants"
 STATES, PACKAGE = "states", "package"
-MANIFEST_LIMIT = 256 << 20
+MEMBER_LIMIT = 256 << 20
+"""Bytes of a member that is read as a whole; whoever writes one checks it, too."""
 ABOUT = "torchrelay archive"
 
 
@@ -61,9 +63,10 @@ def write_contents(where: Where, contents: Contents, *, overwrite: bool) -> str:
             group: write_tensors(writer, f"{group}.safetensors", tensors)
             for group, tensors in contents.tensors.items()
         }
-        for name, data in contents.members.items():
+        for name, data in {**contents.members, MANIFEST: canonical.dumps(_manifest(contents, said))}.items():
+            if len(data) > MEMBER_LIMIT:
+                raise BlobError(f"{name} has {len(data)} bytes, more than the {MEMBER_LIMIT} that are read")
             writer.add(name, [Chunk(memoryview(data))])
-        writer.add(MANIFEST, [Chunk(memoryview(canonical.dumps(_manifest(contents, said))))])
 
     return write_archive(where, fill, overwrite=overwrite)
 
@@ -90,9 +93,9 @@ class ArchiveFile:
         if MANIFEST not in members.members:
             raise FormatError(f"{self.what} is a zip archive of something else: it has no {MANIFEST}")
         found = canonical.loads(
-            members.read(MANIFEST, MANIFEST_LIMIT),
+            members.read(MANIFEST, MEMBER_LIMIT),
             what=f"{self.what}: {MANIFEST}",
-            limit_bytes=MANIFEST_LIMIT,
+            limit_bytes=MEMBER_LIMIT,
         )
         if not isinstance(found, dict) or found.get("about") != ABOUT:
             raise FormatError(f"{self.what} is an archive of something else: its {MANIFEST} is not ours")

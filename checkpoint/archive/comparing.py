@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torchrelay.checkpoint.archive.archive_file import MODEL, ArchiveFile
 from torchrelay.checkpoint.archive.entries import Entry
 from torchrelay.checkpoint.state.module_leaves import ModuleEntry
 from torchrelay.errors import BlobError
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import binascii
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torchrelay.checkpoint.disk import canonical, dtypes
@@ -16,6 +15,7 @@ from torchrelay.checkpoint.disk.digest import SIZE, block_count
 from torchrelay.checkpoint.disk.dtypes import ElementType
 from torchrelay.checkpoint.disk.fields import Fields
 from torchrelay.errors import BlobError, DamagedError
+from torchrelay.records import dataclass
 
 HEADER_LIMIT = 100_000_000
 PARAMETER, BUFFER, OTHER = "parameter", "buffer", "other"

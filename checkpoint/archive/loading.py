@@ -14,12 +14,17 @@ from torchrelay.checkpoint.archive.publishing import Where
 from torchrelay.checkpoint.archive.states import checked, entries_of
 from torchrelay.checkpoint.archive.tying import shared_parameters, tie_again
 from torchrelay.checkpoint.asynchronous.gate import gate
+from torchrelay.checkpoint.disk import dtypes
+from torchrelay.checkpoint.disk.many_tensors import all_strided
 from torchrelay.checkpoint.disk.shard_entries import form_of
 from torchrelay.checkpoint.disk.value_decoding import decode
-from torchrelay.checkpoint.reading.partly_loaded import naming_what_changed
+from torchrelay.checkpoint.reading.two_passes import naming_what_changed, runs_of
+from torchrelay.checkpoint.state.admission import admitted_in_place, unwritable
 from torchrelay.checkpoint.state.in_place import NOTHING, InPlace, fitting
-from torchrelay.checkpoint.state.module_leaves import ModuleEntry
-from torchrelay.checkpoint.state.module_restore import has_load_code
+from torchrelay.checkpoint.state.load_hooks import has_load_code
+from torchrelay.checkpoint.state.module_leaves import ModuleEntry, parts_of
+from torchrelay.checkpoint.state.restoring import put
+from torchrelay.checkpoint.state.subclasses import is_wrapper
 from torchrelay.errors import BlobError, PartiallyLoadedError
 
 
@@ -54,24 +59,31 @@ def load_states(
 def fill(archive: ArchiveFile, model: nn.Module, *, strict: bool) -> StateReport:
     """Load the states; see `load_states`.
 
-    What can be is read twice: once to see that all of it is whole, which no memory of the model's size is
-    needed for, then straight into the model, verified again.
+    What is read into the model's own tensors is read twice: once to see that all of it is whole, which no
+    memory of the model's size is needed for, then into place, verified again.
     """
     wanted = {entry.name: entry for entry in entries_of(model)}
     report = compared(archive, wanted)
     if strict:
         report.check(archive.what)
     live = _live(archive, model, wanted, report.loaded)
-    in_place = {id(one) for one in live.tensors.values()}
+    passing = _passing(archive, model, wanted, report.loaded, live)
+    in_place = {id(one) for one in (*live.tensors.values(), *passing.values())}
     names = [name for name in report.loaded if id(wanted[name].value) not in in_place]
     fresh = _read(archive, names)
     stored = archive.tensors(MODEL)
     places = [archive.ties.get(name, name) for name in live.tensors]
-    stored.check(places)
+    stored.check([*places, *(archive.ties.get(name, name) for name in passing)])
     _check_all_real(wanted, report.loaded, model)
+    _check_memory([wanted[name] for name in (*names, *passing)])
     gate()
     _put(model, [(wanted[name], fresh[name]) for name in names])
-    with naming_what_changed(live=True):
+    with naming_what_changed(live=True, verified=True), torch.no_grad():
+        for name, tensor in passing.items():
+            for start, part in runs_of(tensor):
+                memory = torch.empty(part.shape, dtype=part.dtype)
+                stored.read_range(archive.ties.get(name, name), start, dtypes.memory_of(memory))
+                put(part, memory)
         stored.read_all(places, live.memories)
     return report
 
@@ -83,7 +95,7 @@ def _live(
 
     None where the model has load code of its own, which wants to see what comes.
     """
-    if has_load_code(model):
+    if has_load_code(parts_of(model)):
         return NOTHING
     stored = archive.tensors(MODEL).entries
     first = {
@@ -94,6 +106,27 @@ def _live(
     own = {name: wanted[name].value for name in first.values()}
     entries = [stored[archive.ties.get(name, name)] for name in own]
     return fitting(own, list(own), [form_of(one.element.name, tuple(one.shape)) for one in entries])
+
+
+def _passing(
+    archive: ArchiveFile,
+    model: nn.Module,
+    wanted: Mapping[str, ModuleEntry],
+    names: Sequence[str],
+    live: InPlace,
+) -> dict[str, torch.Tensor]:
+    """The model's other tensors with content, on a device or not in order, each under one name."""
+    if has_load_code(parts_of(model)):
+        return {}
+    in_place = {id(one) for one in live.tensors.values()}
+    found: dict[int, str] = {}
+    for name in names:
+        value = wanted[name].value
+        if name in archive.extra or wanted[name].role is None or id(value) in in_place:
+            continue
+        if all_strided([value]) and not value.is_meta and not nn.parameter.is_lazy(value):
+            found.setdefault(id(value), name)
+    return {name: wanted[name].value.detach() for name in found.values()}
 
 
 def _read(archive: ArchiveFile, names: Sequence[str]) -> dict[str, Any]:
@@ -119,6 +152,18 @@ def _check_all_real(wanted: Mapping[str, ModuleEntry], loaded: Sequence[str], mo
             f"{', '.join(empty[:8])} would stay on the meta device, as the archive does not have them: "
             "make the model on a real device"
         )
+
+
+def _check_memory(entries: Sequence[ModuleEntry]) -> None:
+    """The tensors of the model that have content are of kinds, and in memory, that can be loaded into."""
+    filled = [
+        (entry.name, entry.value)
+        for entry in entries
+        if entry.role is not None and not nn.parameter.is_lazy(entry.value)
+    ]
+    filled = [(name, tensor) for name, tensor in filled if not tensor.is_meta and not is_wrapper(tensor)]
+    if refused := unwritable((name, admitted_in_place(tensor, name)) for name, tensor in filled):
+        raise BlobError(refused[0])
 
 
 def _put(model: nn.Module, found: Sequence[tuple[ModuleEntry, Any]]) -> None:

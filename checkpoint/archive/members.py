@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.archive import entries as form
@@ -19,6 +19,7 @@ from torchrelay.checkpoint.disk.side_by_side import each
 from torchrelay.checkpoint.storage import Memory
 from torchrelay.errors import DamagedError
 from torchrelay.metadata.zip_members import ZipMembers
+from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
     import torch
@@ -102,6 +103,19 @@ class StoredTensors:
             return memory[:nbytes]
 
         self._verify(names, scratch)
+
+    def read_range(self, name: str, start: int, memory: memoryview) -> None:
+        """Fill memory with a tensor's bytes from `start` on; every block is verified, see `read`."""
+        nbytes, stop = self.entries[name].nbytes, start + len(memory)
+        block = memoryview(bytearray(BLOCK))
+        for at in range(start // BLOCK * BLOCK, stop, BLOCK):
+            end = min(at + BLOCK, nbytes)
+            if start <= at and end <= stop:
+                self._verified(name, at, memory[at - start : end - start])
+                continue
+            self._verified(name, at, block[: end - at])
+            first, last = max(start, at), min(stop, end)
+            memory[first - start : last - start] = block[first - at : last - at]
 
     def _verify(self, names: Sequence[str], place: Callable[[int, int, int], memoryview]) -> None:
         """Read block by block, so that each is hashed while it lies in the processor's cache.

@@ -1,13 +1,12 @@
 """States of a model by name: what trains, and what else training, evaluation and answers need.
 
-Names are those of torch's state dict without what wrappers add to them (`module.` of
-DistributedDataParallel, `_orig_mod.` of torch.compile), so a wrapped and a bare model share archives.
+Names are those of torch's state dict without what torch's wrappers add to them (DistributedDataParallel,
+torch.compile, activation checkpointing), so a wrapped and a bare model share archives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,14 +18,23 @@ from torchrelay.checkpoint.disk import values
 from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.state.admission import admitted_in_place
 from torchrelay.checkpoint.state.leaf import Role
-from torchrelay.checkpoint.state.module_leaves import ModuleEntry, canonical_name, module_entries
+from torchrelay.checkpoint.state.module_leaves import (
+    ModuleEntry,
+    ModuleStates,
+    module_entries,
+    named_parameters,
+)
+from torchrelay.checkpoint.state.tensor_names import TensorNames
 from torchrelay.errors import BlobError, UsageError
+from torchrelay.records import dataclass
 
 
 def get_params(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters by dotted name, tied ones once under their first name; the live ones, not copies."""
-    checked(module)
-    return {canonical_name(module, name): one for name, one in module.named_parameters()}
+    first: dict[int, tuple[str, Any]] = {}
+    for name, parameter in named_parameters("m", checked(module), ModuleStates()):
+        first.setdefault(id(parameter), (name.removeprefix("m."), parameter))
+    return dict(first.values())
 
 
 def get_states(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -35,15 +43,9 @@ def get_states(module: nn.Module) -> dict[str, torch.Tensor]:
     Tied tensors stand once, under their first name; the live tensors, not copies. States that are no
     tensors (`get_extra_state`) are not among them; `save_states` keeps these too.
     """
-    found: dict[int, str] = {}
-    states: dict[str, torch.Tensor] = {}
-    for entry in entries_of(module):
-        if (
-            isinstance(entry.value, torch.Tensor)
-            and found.setdefault(id(entry.value), entry.name) == entry.name
-        ):
-            states[entry.name] = entry.value
-    return states
+    first = TensorNames()
+    entries = [entry for entry in entries_of(module) if isinstance(entry.value, torch.Tensor)]
+    return {one.name: one.value for one in entries if first.earlier(one.value, one.name) is None}
 
 
 def checked(module: Any) -> nn.Module:
@@ -94,13 +96,13 @@ def states_of(module: nn.Module) -> States:
     tensors: dict[str, Outgoing] = {}
     ties: dict[str, str] = {}
     extra: dict[str, Json] = {}
-    first: dict[int, str] = {}
+    first = TensorNames()
     entries = entries_of(module)
     for entry in entries:
         value = entry.value
         if not isinstance(value, torch.Tensor):
             extra[entry.name] = values.encode(value, entry.name)
-        elif (known := first.setdefault(id(value), entry.name)) != entry.name:
+        elif (known := first.earlier(value, entry.name)) is not None:
             ties[entry.name] = known
         else:
             tensors[entry.name] = _outgoing(entry)

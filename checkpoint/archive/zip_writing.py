@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 
 from torchrelay.checkpoint.disk.digest import BLOCK, block_digests
@@ -20,6 +20,7 @@ from torchrelay.checkpoint.disk.workers import WRITERS, share
 from torchrelay.checkpoint.storage import WriteHandle
 from torchrelay.errors import BlobError
 from torchrelay.metadata.zip_members import name_fits
+from torchrelay.records import dataclass
 
 ALIGNMENT = 64
 PIECE = BLOCK

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from torchrelay.checkpoint.disk.dtypes import memory_of
-from torchrelay.checkpoint.disk.immutable import immutable
 from torchrelay.checkpoint.disk.lazily import lazily
+from torchrelay.records import dataclass
 
 ALIGNMENT = 64
 """Pieces begin at multiples of a cache line."""
@@ -26,7 +26,7 @@ class Block:
         self.address = self.tensor.data_ptr()
 
 
-@immutable(eq=False)
+@dataclass(frozen=True, eq=False)
 class Room:
     """A place in a block. It keeps the block alive."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torchrelay.checkpoint.asynchronous import gate
 from torchrelay.checkpoint.asynchronous.arena import Arena, Block
@@ -20,11 +20,11 @@ from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.replicas import WholeBytes
 from torchrelay.checkpoint.save import SaveJob, carry_out
 from torchrelay.checkpoint.timing import Clock
-from torchrelay.errors import UsageError
 from torchrelay.jobs import turns
 from torchrelay.jobs.peers import Peers
 from torchrelay.jobs.session import Session
 from torchrelay.metadata.stats import NodeStats
+from torchrelay.records import dataclass
 
 BESIDE_TRAINING = 1
 """Writers of a file while the training goes on: more would take the processor from it."""
@@ -65,19 +65,6 @@ class Background:
         """Touch the memory that the first save will likely need, while nobody waits for it yet."""
         self._standby.ready()
         self._reserve(session, likely_bytes(session))
-
-    def lay_out(self, session: Session, plan: Plan, states: Sequence[NodeState]) -> None:
-        """Do what a boundary does for a save of this plan, and drop it: the first one finds it all prepared.
-
-        Nothing is in flight. Raises what cannot be staged.
-        """
-        self._standby.ready()
-        pieces = self._pieces_of(plan, [state.rank for state in states])
-        block = self._reserve(session, pieces.nbytes)
-        if block is not None:
-            copies, _ = stage(states, pieces, block, self.verify, self.blocking)
-            self._guards.put(_owners(states, copies))
-            self._guards.remove_from_optimizers()
 
     def _reserve(self, session: Session, nbytes: int) -> Block | None:
         """Memory for so many bytes, if there is room for them now."""
@@ -292,16 +279,3 @@ def _owners(states: Sequence[NodeState], copies: Stage) -> list[object]:
     blobs = {piece.blob for piece in copies.late}
     objects: Iterable[tuple[str, object]] = (one for state in states for one in state.objects.items())
     return [value for name, value in objects if name in blobs]
-
-
-def background_of(asynchronous: bool, staging_limit: int | None, verify: str) -> Background | None:
-    """The background of an asynchronous manager; raises UsageError for values that cannot be."""
-    if type(asynchronous) is not bool:
-        raise UsageError(f"asynchronous is {asynchronous!r:.80}; it is True or False")
-    if staging_limit is not None and (type(staging_limit) is not int or staging_limit < 0):
-        raise UsageError(f"staging_limit is {staging_limit!r:.80}; it is a number of bytes, or None")
-    if staging_limit is not None and not asynchronous:
-        raise UsageError("staging_limit is for asynchronous saves: give asynchronous=True too")
-    if verify not in ("samples", "full"):
-        raise UsageError(f"verify_staging is {verify!r:.80}; it is 'samples' or 'full'")
-    return Background(staging_limit, "full" if verify == "full" else "samples") if asynchronous else None

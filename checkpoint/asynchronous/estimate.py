@@ -9,6 +9,7 @@ from pathlib import Path
 from torch.optim import Optimizer
 
 from torchrelay.checkpoint.state.flatten import leaves_of
+from torchrelay.checkpoint.state.kinds import local_part
 from torchrelay.checkpoint.state.leaf import Role, spec_of
 from torchrelay.errors import RelayError
 from torchrelay.jobs.session import Session
@@ -37,7 +38,7 @@ def _bytes_of(objects: dict[str, object], replicas: int) -> int:
             split = leaf.role in (Role.PARAMETER, Role.OPTIMIZER)
             shared, alone = (shared + spec.nbytes, alone) if split else (shared, alone + spec.nbytes)
     for one in objects.values():
-        if isinstance(one, Optimizer) and not one.state:
+        if isinstance(one, Optimizer) and not local_part(one).state:
             sizes = [p.nbytes for group in one.param_groups for p in group["params"]]
             shared += STATES_PER_PARAMETER * sum(sizes)
     return shared // replicas + alone

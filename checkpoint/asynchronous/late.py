@@ -36,7 +36,8 @@ def late_leaves(
     Left out is what is written elsewhere than in a step that passes the hooks of `torch.optim`:
     parameters that step inside of backward or in CUDA graphs (`capturable`), inference tensors,
     subclasses of Tensor other than DTensor, parameters of scripted modules, whose `load_state_dict` takes no
-    gate, and all parameters that an unknown optimizer holds too.
+    gate, weights that a forward pass normalises (`max_norm` of embeddings), and all parameters that an
+    unknown optimizer holds too.
     """
     optimizers = {name: value for name, value in objects.items() if isinstance(value, Optimizer)}
     names = names or parameter_names(objects)
@@ -60,10 +61,15 @@ def late_leaves(
 
 
 def _ungated(objects: Mapping[str, Any]) -> set[int]:
-    """The parameters of modules whose `load_state_dict` takes no gate, by id."""
+    """The parameters, by id, that a module writes without a gate: in `load_state_dict` or in `forward`."""
     modules = (value for value in objects.values() if isinstance(value, nn.Module))
-    parts = (part for module in modules for part in parts_of(module) if not takes_gate(part))
-    return {id(parameter) for part in parts for parameter in part.parameters()}
+    parts = [part for module in modules for part in parts_of(module)]
+    found = {id(one) for part in parts if not takes_gate(part) for one in part.parameters()}
+    return found | {id(part.weight) for part in parts if isinstance(part, _NORMALISING) and part.max_norm}
+
+
+_NORMALISING = (nn.Embedding, nn.EmbeddingBag)
+"""With `max_norm` their forward pass scales the rows that it looks up."""
 
 
 def waits_at_the_gate(optimizer: Optimizer) -> bool:

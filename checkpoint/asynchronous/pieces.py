@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from torchrelay.checkpoint.asynchronous.arena import Block, Room, room
-from torchrelay.checkpoint.disk.immutable import immutable
 from torchrelay.checkpoint.disk.names import format_key
 from torchrelay.checkpoint.planning.assignments import Assignment, Plan
+from torchrelay.records import dataclass
 
 
-@immutable(eq=False)
+@dataclass(frozen=True, eq=False)
 class Piece:
     """A piece of a tensor, the key under which a shard holds it, and where it is staged."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import torch
 
@@ -15,11 +15,11 @@ from torchrelay.checkpoint.asynchronous.late import Find, late_leaves
 from torchrelay.checkpoint.asynchronous.pieces import Piece, Pieces
 from torchrelay.checkpoint.asynchronous.samples import SAMPLE_BYTES, Verify, digest
 from torchrelay.checkpoint.boundary import NodeState
-from torchrelay.checkpoint.disk.immutable import immutable
 from torchrelay.checkpoint.disk.names import format_key
 from torchrelay.checkpoint.planning.assignments import Assignment
 from torchrelay.errors import SaveFailedError
 from torchrelay.jobs import turns
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,13 @@ class StagedState(NodeState):
         return super().piece(assignment) if staged is None else staged
 
 
-@immutable(eq=False)
+@dataclass(frozen=True, eq=False)
 class LatePiece:
     """A piece on its way: what it is copied from and to, and what it was at the boundary.
 
-    `address` and `nbytes` are those of the whole tensor that `find` finds.
+    `address` and `nbytes` are those of the whole tensor that `find` finds. `version` is torch's count of
+    writes into it: it sees every operation of torch on all of the tensor, but neither fused optimizers (which
+    wait at the gate), nor writes through `.data` or numpy; for these there is the digest.
     """
 
     name: str
@@ -50,6 +52,7 @@ class LatePiece:
     nbytes: int
     find: Find
     digest: int
+    version: int
 
     @property
     def moved(self) -> bool:
@@ -58,9 +61,14 @@ class LatePiece:
         same = isinstance(now, torch.Tensor) and now.data_ptr() == self.address
         return not same or now.nbytes != self.nbytes
 
+    @property
+    def counted(self) -> bool:
+        """Whether an operation of torch has written there since the boundary."""
+        return self.source._version != self.version
+
     def changed(self, verify: Verify) -> bool:
-        """Whether the source is another tensor than at the boundary, or has other bytes."""
-        return self.moved or digest(self.source, verify) != self.digest
+        """Whether the source is another tensor than at the boundary, or was written."""
+        return self.moved or self.counted or digest(self.source, verify) != self.digest
 
 
 class Stage:
@@ -114,13 +122,19 @@ class Stage:
         self.changed = tuple(found)
 
     def pass_gate(self) -> None:
-        """Wait for the copies, whose sources were compared by then. By any thread, more than once."""
+        """Wait for the copies, whose sources were compared by then. By any thread, more than once.
+
+        An operation is counted when it ends. One that was writing while the sources were compared is
+        therefore looked for once more here, before whoever waits begins to write.
+        """
         with self._passing:
             if self._passed:
                 return
             if not self._copied.is_set():
                 with turns.waiting():
                     self._copied.wait()
+            known = {id(piece) for piece in self.changed}
+            self.changed += tuple(piece for piece in self.late if piece.counted and id(piece) not in known)
             self.copier.let_compute_wait()
             self._passed = True
             gate.open_for(self)
@@ -187,7 +201,8 @@ def _stage_one(copies: Stage, state: NodeState, piece: Piece, target: Room, find
         raise SaveFailedError(f"{name} changed its size while the save began: let one thread change it")
     found = digest(source, copies.verify)
     address, nbytes = owner.data_ptr(), owner.nbytes
-    copies.late.append(LatePiece(name, one.leaf.blob, source, target, address, nbytes, find, found))
+    blob, version = one.leaf.blob, source._version
+    copies.late.append(LatePiece(name, blob, source, target, address, nbytes, find, found, version))
 
 
 def guarded_addresses(state: NodeState, blocking: Collection[str]) -> frozenset[int]:

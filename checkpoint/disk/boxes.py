@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+
+from torchrelay.records import dataclass
 
 Interval = tuple[int, int]
 Bounds = tuple[Interval, ...]
@@ -217,3 +218,11 @@ def _slabs(interval: Interval, boxes: Sequence[Bounds]) -> Iterator[tuple[Interv
 def describe(box: Bounds) -> str:
     """A box in the notation of tensor keys: [0:4,2:6]."""
     return "[" + ",".join(f"{start}:{stop}" for start, stop in box) + "]"
+
+
+def halves(box: Bounds) -> list[Bounds]:
+    """A box of more than one element in two, along its first dimension that can be cut."""
+    dim = next(dim for dim, (start, stop) in enumerate(box) if stop - start > 1)
+    start, stop = box[dim]
+    middle = (start + stop) // 2
+    return [(*box[:dim], side, *box[dim + 1 :]) for side in ((start, middle), (middle, stop))]

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from torchrelay.errors import BlobError, FormatError
+from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
     import torch
@@ -140,8 +140,15 @@ def stored_bytes(tensor: torch.Tensor, name: str) -> memoryview:
     """
     check_dense(tensor, name)
     logical_dtype(tensor.dtype, name)
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    plain = as_copied(tensor.detach()).resolve_conj().resolve_neg().cpu().contiguous()
     return memory_of(plain)
+
+
+def as_copied(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as elements that torch copies: for integers of less than a byte it cannot."""
+    import torch
+
+    return tensor.view(torch.uint8) if str(tensor.dtype).removeprefix("torch.") in _RAW_BYTES else tensor
 
 
 def copied_bytes(tensor: torch.Tensor, name: str) -> bytes:
@@ -165,7 +172,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 
 def check_dense(tensor: torch.Tensor, name: str) -> None:
-    """Refuse, by BlobError, tensors whose bytes are not one dense block of elements."""
+    """Refuse, by BlobError, tensors whose bytes are not one dense block of elements in memory."""
     import torch
 
     if tensor.is_meta:
@@ -175,6 +182,22 @@ def check_dense(tensor: torch.Tensor, name: str) -> None:
     if tensor.is_nested:
         raise BlobError(f"{name} is a nested tensor; save its values() and offsets()")
     if tensor.layout is not torch.strided:
-        raise BlobError(f"{name} has layout {tensor.layout}; save its indices() and values()")
+        remedy = "to_dense() of it" if str(tensor.layout) == "torch._mkldnn" else "its indices() and values()"
+        raise BlobError(f"{name} has layout {tensor.layout}; save {remedy}")
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        raise BlobError(f"{name} is a {type(tensor).__name__}, not a plain tensor; save its inner tensors")
+        kind = type(tensor).__name__
+        remedy = "make it outside of FakeTensorMode" if kind == "FakeTensor" else "save its inner tensors"
+        raise BlobError(f"{name} is a {kind}, not a plain tensor; {remedy}")
+    if not has_memory(tensor):
+        raise BlobError(
+            f"{name} has no memory: its storage was freed, or it belongs to a transformation of torch.func; "
+            "give a tensor made outside of that, with its content"
+        )
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a strided tensor, if there are any, lie somewhere."""
+    try:
+        return tensor.data_ptr() != 0 or tensor.numel() == 0
+    except RuntimeError:
+        return False

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar
 
@@ -23,6 +22,7 @@ from torchrelay.checkpoint.disk.seconds import Seconds
 from torchrelay.checkpoint.disk.shard_entries import Data, Entries
 from torchrelay.checkpoint.storage import Memory
 from torchrelay.errors import BlobError
+from torchrelay.records import dataclass
 
 GATHER = BLOCK
 """Entries below this size are copied together into extents of about this size."""

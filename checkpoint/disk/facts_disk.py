@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torchrelay.checkpoint.disk import values
@@ -15,9 +16,8 @@ Json = Any
 def facts_json(facts: Facts) -> Json:
     """Facts as they lie in a manifest."""
     return {
-        "metrics": {
-            name: values.encode(float(value), f"metric {name}") for name, value in facts.metrics.items()
-        },
+        "metrics": _metrics_json(facts.metrics),
+        **({"carried": _metrics_json(facts.carried)} if facts.carried else {}),
         "stop": {name: dict(verdict) for name, verdict in facts.stop.items()},
         "total_steps": facts.total_steps,
         "elapsed_secs": float(facts.elapsed_secs),
@@ -25,6 +25,8 @@ def facts_json(facts: Facts) -> Json:
         "run": facts.run_id,
         "over": facts.over,
         **_selection_json(facts.selection),
+        **({} if facts.made_by_init is None else {"made_by_init": list(facts.made_by_init)}),
+        **({"built": dict(facts.built)} if facts.built else {}),
         **({"places": dict(facts.places)} if facts.places else {}),
     }
 
@@ -32,6 +34,17 @@ def facts_json(facts: Facts) -> Json:
 def facts_of(value: Json, what: str) -> Facts:
     """Read what `facts_json` made; raises DamagedError naming `what`."""
     return facts_in(Fields(value if isinstance(value, dict) else {}, what))
+
+
+def _metrics_json(metrics: Mapping[str, float]) -> dict[str, Json]:
+    return {name: values.encode(float(value), f"metric {name}") for name, value in metrics.items()}
+
+
+def _metrics(fields: Fields, key: str) -> dict[str, float]:
+    metrics = {name: values.decode(value) for name, value in fields.fields(key).values.items()}
+    if not all(type(value) in (int, float) for value in metrics.values()):
+        raise fields.wrong(key)
+    return metrics
 
 
 def _selection_json(selection: Selection) -> dict[str, Json]:
@@ -50,17 +63,15 @@ def _selection(fields: Fields) -> Selection:
 def facts_in(fields: Fields) -> Facts:
     """Read what `facts_json` made; raises DamagedError naming the part that is wrong."""
     seed = values.decode(fields.values.get("seed"))
-    metrics = {name: values.decode(value) for name, value in fields.fields("metrics").values.items()}
     stop = fields.fields("stop").values
     elapsed = fields.values.get("elapsed_secs")
-    if not all(type(value) in (int, float) for value in metrics.values()):
-        raise fields.wrong("metrics")
     if not all(isinstance(verdict, dict) for verdict in stop.values()):
         raise fields.wrong("stop")
     if type(elapsed) not in (int, float) or not (seed is None or type(seed) is int):
         raise fields.wrong("elapsed_secs" if type(elapsed) not in (int, float) else "seed")
     return Facts(
-        metrics=metrics,
+        metrics=_metrics(fields, "metrics"),
+        carried=_metrics(fields, "carried") if "carried" in fields.values else {},
         stop=stop,
         total_steps=fields.integer("total_steps"),
         elapsed_secs=float(elapsed or 0),
@@ -68,5 +79,7 @@ def facts_in(fields: Fields) -> Facts:
         run_id=fields.optional("run", fields.text),
         over=fields.flag("over"),
         selection=_selection(fields),
+        made_by_init=fields.texts("made_by_init") if "made_by_init" in fields.values else None,
+        built=fields.fields("built").values if "built" in fields.values else {},
         places=fields.fields("places").values if "places" in fields.values else {},
     )

@@ -7,10 +7,10 @@ the value is not of that kind. `bool` is never taken for an integer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torchrelay.errors import DamagedError
+from torchrelay.records import dataclass
 
 Json = Any
 T = TypeVar("T")

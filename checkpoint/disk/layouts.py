@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from torchrelay.checkpoint.disk.immutable import immutable
 from torchrelay.checkpoint.disk.mesh import Mesh
+from torchrelay.records import dataclass
 
 
 class Cut(NamedTuple):
@@ -29,7 +28,7 @@ class Cut(NamedTuple):
     element: int
 
 
-@immutable()
+@dataclass(frozen=True)
 class Piece:
     """Elements `first` up to, not including, `last` of a leaf (in row-major order), held by `node`."""
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.disk.text_windows import windows
+from torchrelay.records import dataclass
 
 LEAVES = ":leaves"
 """The value that is the list; no blob can have that name."""

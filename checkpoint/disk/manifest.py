@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property, partial
 from math import prod
 from operator import itemgetter
@@ -21,9 +21,12 @@ from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.disk.parts import keys_held
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.position import Position
+from torchrelay.records import dataclass
 
 Json = Any
 R = TypeVar("R", bound=tuple[Any, ...])
+OF_POSITION = ("rng", "gradient")
+"""Roles of leaves that only a resume takes: nothing else loads, exports or refers to them."""
 VALUE_LIMIT_BYTES = 64 << 10
 """Replicated values up to this lie in the manifest, larger ones in the first replica's shard."""
 
@@ -77,6 +80,13 @@ class LeafRow(NamedTuple):
     layout: int
     alias_of: str | None = None
     source: int = 0
+    frozen: bool | None = None
+    """Of a parameter or a tensor, whether it had no gradient; None where that is not known."""
+
+    @property
+    def gradient_is_odd(self) -> bool:
+        """Whether a parameter had no gradient, or a tensor that is none had one."""
+        return has_odd_gradient(self.role, self.frozen)
 
     @property
     def elements(self) -> int:
@@ -87,6 +97,11 @@ class LeafRow(NamedTuple):
     def item_bytes(self) -> int:
         """Bytes of one element of a tensor."""
         return item_bytes_of(self.shape, self.nbytes) if self.kind == "tensor" else self.nbytes
+
+
+def has_odd_gradient(role: str, frozen: bool | None) -> bool:
+    """Whether a parameter has no gradient, or a tensor that is none has one."""
+    return frozen is (role == "parameter")
 
 
 class ShardRow(NamedTuple):
@@ -195,6 +210,29 @@ class Manifest:
     def nodes_of(self, leaf: LeafRow) -> tuple[int, ...]:
         """The numbers of the nodes that have this leaf."""
         return self.layouts[leaf.layout].nodes
+
+    def owners_of(self, leaf: LeafRow) -> frozenset[int]:
+        """The nodes of this epoch that own a leaf; of scope `host` all nodes of the hosts that have it.
+
+        Nodes of earlier tries are none of them, nor are places of a mesh that is no node's.
+        """
+        asked = (leaf.layout, leaf.scope == "host")
+        if asked not in self._owners:
+            nodes = self.layouts[leaf.layout].nodes
+            if leaf.scope == "host":
+                hosts = {self.world.host_of[node] for node in nodes if node < len(self.world.host_of)}
+                nodes = tuple(node for node, host in enumerate(self.world.host_of) if host in hosts)
+            self._owners[asked] = frozenset(node for node in nodes if node < len(self.world.nodes))
+        return self._owners[asked]
+
+    @cached_property
+    def _owners(self) -> dict[tuple[int, bool], frozenset[int]]:
+        return {}
+
+    def is_shared(self, leaf: LeafRow) -> bool:
+        """Whether all nodes of this epoch own a leaf, with one content: then it is for any nodes."""
+        one = leaf.scope != "rank" and (leaf.scope != "host" or len(self.nodes_of(leaf)) == 1)
+        return one and len(self.owners_of(leaf)) == len(self.world.nodes)
 
     def stored_keys(self, source: int, node: int, group: str) -> Iterator[tuple[int, tuple[str, ...]]]:
         """The leaf rows of which a node's file holds something, and under which keys, as `keys_held` says."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from heapq import nlargest
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import DamagedError
 from torchrelay.jobs.collector import undisturbed
+from torchrelay.records import dataclass
 
 Json = Any
 

@@ -2,12 +2,14 @@
 
     format   job {uuid, name}   position {epoch, step}   branch   generation   tries   plan
     world    {nodes, others, hosts, host_of}
-    facts    {metrics, stop, total_steps, elapsed_secs, seed, run, over[, selection][, places]}
+    facts    {metrics, stop, total_steps, elapsed_secs, seed, run, over[, selection][, made_by_init]
+             [, places]}
     classes  node sets, packed
     layouts  {kind, class} and, where replicas are split, {items, cut_items, cut_elements},
              of sharded leaves {mesh, placements, rule}
     blobs    {name, kind, scope}
-    leaves   {name, blob, kind, role, dtype, shape, bytes, scope, group, layout, alias_of, try}
+    leaves   {name, blob, kind, role, dtype, shape, bytes, scope, group, layout, alias_of, try[, frozen]
+             [, learning]}
     shards   {node, group, part, bytes, header_bytes, try} and header_sha256: base64 of all, joined
     values   [leaf row, typed value]
 
@@ -19,7 +21,6 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, count
 from typing import Any, TypeVar
 
@@ -27,7 +28,15 @@ from torchrelay.checkpoint.disk import canonical, version
 from torchrelay.checkpoint.disk.facts_disk import facts_in, facts_json
 from torchrelay.checkpoint.disk.fields import Fields
 from torchrelay.checkpoint.disk.layouts_disk import layout_json, layout_of
-from torchrelay.checkpoint.disk.manifest import BlobRow, LeafRow, Manifest, ShardRow, World, in_order
+from torchrelay.checkpoint.disk.manifest import (
+    BlobRow,
+    LeafRow,
+    Manifest,
+    ShardRow,
+    World,
+    has_odd_gradient,
+    in_order,
+)
 from torchrelay.checkpoint.disk.manifest_check import Stored, check, check_files, check_tables
 from torchrelay.checkpoint.disk.paths import manifest_path
 from torchrelay.checkpoint.disk.runs import pack_names, pack_numbers, unpack_names, unpack_numbers
@@ -36,11 +45,14 @@ from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.recent import Recent
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import DamagedError
+from torchrelay.jobs.names import GRADIENTS
+from torchrelay.records import dataclass
 
 Json = Any
 T = TypeVar("T")
 
-LIMIT_BYTES = 64 << 20
+HINT_LIMIT_BYTES = 1 << 30
+"""Larger manifests that nothing proves are not looked at; of those that a record names the size is known."""
 _NEW = "the new manifest"
 _SHA256_BYTES = 32
 _KEYS = "format job position branch generation tries plan world facts classes layouts blobs leaves shards"
@@ -53,7 +65,7 @@ def encode(manifest: Manifest) -> bytes:
     check_files(manifest, tables.stored, _NEW)
     words = _Numbers(tables.words)
     known = {
-        "format": version.stamp([version.PLACES] if manifest.facts.places else []),
+        "format": version.stamp(_features(manifest)),
         "job": {"uuid": manifest.job_uuid, "name": manifest.job_name},
         "position": {"epoch": manifest.position.epoch, "step": manifest.position.step},
         "branch": manifest.branch,
@@ -66,6 +78,12 @@ def encode(manifest: Manifest) -> bytes:
     texts = {key: _text(value) for key, value in {**manifest.extra, **known}.items()}
     texts["shards"] = _shards_text(manifest.shards, words)
     return canonical.object_of({**texts, **tables.texts, "words": tables.words_text(words)})
+
+
+def _features(manifest: Manifest) -> list[str]:
+    """What a reader has to know of, to train on from here."""
+    gradients = any(blob.name == GRADIENTS for blob in manifest.blobs)
+    return [version.GRADIENTS] * gradients + [version.PLACES] * bool(manifest.facts.places)
 
 
 def prepare(manifest: Manifest) -> None:
@@ -133,7 +151,7 @@ def decode(data: bytes, *, what: str = "manifest.json") -> Manifest:
     Raises FormatError for versions, features and kinds of layout that this version does not read,
     DamagedError for anything that no writer wrote; `what` names the file in both.
     """
-    raw = canonical.loads(data, what=what, limit_bytes=LIMIT_BYTES)
+    raw = canonical.loads(data, what=what, limit_bytes=len(data))
     fields = Fields(raw if isinstance(raw, dict) else {}, what)
     version.check_stamp(fields.values.get("format"), what=what)
     words = fields.texts("words")
@@ -201,7 +219,7 @@ def read_of_try(storage: Storage, try_name: str) -> Manifest:
     """Read a try's own manifest, which nothing proves: for hints only."""
     path = manifest_path(try_name)
     size = storage.stat(path)
-    if size is None or size > LIMIT_BYTES:
+    if size is None or size > HINT_LIMIT_BYTES:
         raise DamagedError(f"{path} is {'missing' if size is None else 'too large'}")
     return decode(storage.read_range(path, 0, size), what=path)
 
@@ -309,6 +327,10 @@ def _leaves_text(leaves: Sequence[LeafRow], words: _Numbers) -> bytes:
         "alias_of": [[row, name] for row, name in enumerate(of["alias_of"]) if name is not None],
         "try": pack_numbers(of["source"]),
     }
+    for key, role in _WITH_GRADIENT.items():
+        said = [(row, frozen) for row, frozen in enumerate(of["frozen"]) if of["role"][row] == role]
+        if any(frozen is not None for _, frozen in said):
+            table[key] = pack_numbers([row for row, frozen in said if has_odd_gradient(role, frozen)])
     texts = {key: _text(column) for key, column in table.items()}
     return canonical.object_of({**texts, "shape": _shapes_text(of["shape"])})
 
@@ -336,9 +358,28 @@ def _leaves(columns: Columns) -> tuple[LeafRow, ...]:
     table = (
         *(names, words["blob"], words["kind"], words["role"], dtypes, shapes, numbers["bytes"]),
         *(words["scope"], words["group"], numbers["layout"], map(aliases.get, range(len(names)))),
-        numbers["try"],
+        *(numbers["try"], _frozen(columns.fields, words["role"])),
     )
     return tuple(map(LeafRow, *table))
+
+
+_WITH_GRADIENT = {"frozen": "parameter", "learning": "tensor"}
+"""Columns of rows, each with the role of which it says for all leaves whether they had a gradient."""
+
+
+def _frozen(fields: Fields, roles: Sequence[str]) -> list[bool | None]:
+    """Of each parameter and tensor whether it is frozen; None of all, where the writer did not say it."""
+    found: list[bool | None] = [None] * len(roles)
+    for key, role in _WITH_GRADIENT.items():
+        if key not in fields.values:
+            continue
+        rows = unpack_numbers(fields.items(key), f"{fields.what} ({key})")
+        if len(set(rows)) != len(rows) or not all(0 <= row < len(roles) for row in rows):
+            raise fields.wrong(key)
+        odd = set(rows)
+        for row in (row for row, one in enumerate(roles) if one == role):
+            found[row] = (row in odd) is (role == "parameter")
+    return found
 
 
 def _shapes(columns: Columns) -> list[tuple[int, ...]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torchrelay.checkpoint.disk import manifest_disk, version
@@ -21,6 +20,7 @@ from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import DamagedError
+from torchrelay.records import dataclass
 
 Json = Any
 LARGE_BYTES = 256 << 10

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, TypeGuard
 
+from torchrelay.checkpoint.disk.dtypes import has_memory
 from torchrelay.checkpoint.storage import Memory
 
 if TYPE_CHECKING:
@@ -49,6 +50,18 @@ def all_in_order(dense: Sequence[torch.Tensor], some_complex: bool = True) -> bo
         and not (some_complex and any(map(torch.Tensor.is_conj, dense)))
         and not any(map(torch.Tensor.is_neg, dense))
     )
+
+
+def all_in_memory(strided: Sequence[torch.Tensor]) -> bool:
+    """Whether the elements of each, where it has any, lie somewhere."""
+    import torch
+
+    try:
+        if all(map(torch.Tensor.data_ptr, strided)):
+            return True
+    except RuntimeError:
+        return False
+    return all(map(has_memory, strided))
 
 
 def memories_of(in_order: Sequence[torch.Tensor]) -> list[Memory]:

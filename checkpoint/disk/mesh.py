@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -34,6 +33,7 @@ from torchrelay.checkpoint.disk.mesh_places import (
     writing_places,
 )
 from torchrelay.checkpoint.disk.mesh_rules import RULE, Among, first_share, owner
+from torchrelay.records import dataclass
 
 Json = Any
 _REMEMBERED = 1 << 12

@@ -14,13 +14,12 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from urllib.parse import unquote_to_bytes
 
-from torchrelay.checkpoint.disk.immutable import immutable
 from torchrelay.checkpoint.position import Position
 from torchrelay.errors import BlobError, DamagedError, UsageError
+from torchrelay.records import dataclass
 
 NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,62}", re.ASCII)
 GROUP = re.compile(r"[a-z][a-z_]*", re.ASCII)
@@ -40,14 +39,14 @@ _FORMS = 1 << 10
 _METADATA = "__metadata__"
 
 
-@immutable()
+@dataclass(frozen=True)
 class Whole:
     """A leaf that is stored whole under its own name."""
 
     name: str
 
 
-@immutable()
+@dataclass(frozen=True)
 class Box:
     """A box of a leaf: one half-open interval of indices per dimension, at least one dimension."""
 
@@ -55,7 +54,7 @@ class Box:
     intervals: tuple[tuple[int, int], ...]
 
 
-@immutable()
+@dataclass(frozen=True)
 class Flat:
     """Elements [start, stop) of a leaf in row-major order."""
 

@@ -7,10 +7,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.disk.boxes import Bounds, whole
-from torchrelay.checkpoint.disk.immutable import immutable
 from torchrelay.checkpoint.disk.layouts import Layout, Piece
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.disk.names import Box, Flat, Key, Whole, encode_name, format_key, suffix_of
+from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.disk.manifest import LeafRow
@@ -30,7 +30,7 @@ PartForm = tuple[bool, Bounds]
 """Of a stored part: whether it is a range of elements, and its intervals."""
 
 
-@immutable()
+@dataclass(frozen=True)
 class Near:
     """Stored parts of a leaf, as columns: nodes, what keys have behind the encoded name, forms.
 

@@ -6,16 +6,17 @@ docs/performance.md.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
-from torchrelay.checkpoint.disk.immutable import immutable
+from torchrelay.records import dataclass
 
 Span = tuple[int, int]
 """The first byte of an entry that is wanted, and the one after the last."""
 
 
-@immutable()
+@dataclass(frozen=True)
 class Passage:
     """How an entry of `size` bytes is read: whole blocks of `block` bytes, and how far beyond a span.
 
@@ -72,3 +73,17 @@ class Passing:
                 read(upto - len(room), room)
                 first, end = begin, upto
             yield self._memory[span[0] - first : span[1] - first]
+
+
+class ThreadMemory:
+    """Memory of each thread for what it looks at and forgets, used again for every portion."""
+
+    def __init__(self) -> None:
+        self._own = threading.local()
+
+    def room(self, nbytes: int) -> memoryview:
+        """So many bytes of the calling thread's memory; what they hold means nothing."""
+        if not hasattr(self._own, "passing"):
+            self._own.passing = Passing()
+        passing: Passing = self._own.passing
+        return passing.room(nbytes)

@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import chain
 
-from torchrelay.checkpoint.disk.immutable import immutable
 from torchrelay.checkpoint.disk.kept_open import KeptOpen
 from torchrelay.checkpoint.disk.read_options import ReadOptions
 from torchrelay.checkpoint.disk.side_by_side import each
 from torchrelay.checkpoint.storage import ReadHandle, Storage
+from torchrelay.records import dataclass
 
 Attempt = Callable[[Callable[[], None]], None]
 """Calls what it is given, perhaps once more where it failed."""
 
 
-@immutable()
+@dataclass(frozen=True)
 class Portion:
     """Bytes of a file, from byte `begin` on, that are read at a time, and what reads them once it is open."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import accumulate, pairwise
 
 from torchrelay.checkpoint.disk import canonical, dtypes, names
@@ -24,6 +24,7 @@ from torchrelay.checkpoint.disk.shard_entries import Form, form_said
 from torchrelay.checkpoint.disk.stored_entries import Columns
 from torchrelay.checkpoint.disk.text_windows import windows
 from torchrelay.errors import FormatError
+from torchrelay.records import dataclass
 
 _BEGIN = b'{"__metadata__":'
 _ENTRIES = b'"},"'

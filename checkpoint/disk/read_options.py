@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torchrelay.checkpoint.storage import Fetches, ReadHandle
 from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
 
 VERIFY = ("full", "headers")
 """Levels of verification of a load: every block, or only the headers that say what there is."""

@@ -11,17 +11,18 @@ from collections.abc import Sequence
 from operator import eq, sub
 from typing import Any
 
-from torchrelay.errors import DamagedError
+from torchrelay.errors import BlobError, DamagedError
 
 Json = Any
 LIMIT = 1 << 22
-"""More items than any column may unpack to: no small file claims a lot of memory."""
+"""More items than any column may unpack to: no small file claims a lot of memory. Writers check it, too."""
 _SHORTEST_RUN = 4
 _NUMBERED = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})")
 
 
 def pack_numbers(numbers: Sequence[int]) -> list[Json]:
-    """Numbers with their runs of four and more folded."""
+    """Numbers with their runs of four and more folded; raises BlobError for more than a reader unpacks."""
+    _check_count(numbers)
     if len(numbers) >= _SHORTEST_RUN and _one_run(numbers):  # as columns of many rows mostly are
         return [[numbers[0], numbers[1] - numbers[0], len(numbers)]]
     steps = list(map(sub, numbers[1:], numbers))
@@ -59,7 +60,8 @@ def unpack_numbers(packed: Json, what: str) -> tuple[int, ...]:
 
 
 def pack_names(names: Sequence[str]) -> list[Json]:
-    """Names with runs of equal prefixes and rising numbers folded."""
+    """Names with runs of equal prefixes and rising numbers folded; raises BlobError as `pack_numbers`."""
+    _check_count(names)
     numbered = bytes(map(str.isdigit, [name[-1:] for name in names]))
     packed: list[Json] = []
     start = 0
@@ -91,6 +93,14 @@ def unpack_names(packed: Json, what: str) -> tuple[str, ...]:
             raise _wrong(what)
         found.extend(f"{prefix}{number}" for number in range(first, first + count))
     return tuple(found)
+
+
+def _check_count(items: Sequence[object]) -> None:
+    if len(items) > LIMIT:
+        raise BlobError(
+            f"the epoch has {len(items)} leaves or pieces, more than the {LIMIT} that a manifest may list: "
+            "stack small tensors into larger ones, or leave some out with exclude="
+        )
 
 
 def _one_run(numbers: Sequence[int]) -> bool:

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torchrelay.checkpoint.disk import canonical
-from torchrelay.errors import DamagedError
+from torchrelay.checkpoint.storage import Storage
+from torchrelay.errors import DamagedError, UsageError
 
 Json = Any
 
@@ -20,12 +21,23 @@ LIMIT_BYTES = 16 * 2**20
 DEPTH = 32
 _TAIL = re.compile(rb',"sha256":"([0-9a-f]{64})"}')
 _TAIL_BYTES = len(b',"sha256":""}') + 64
+_HEAD_BYTES = len(b'{"":')
 
 
 def seal(key: str, value: Json) -> bytes:
-    """Canonical JSON of `value` under `key`, followed by the SHA-256 of that JSON."""
+    """Canonical JSON of `value` under `key`, followed by the SHA-256 of that JSON.
+
+    Raises UsageError for more than `sealed_bytes` reads.
+    """
     body = canonical.dumps(value)
+    if len(body) > LIMIT_BYTES - len(key) - _TAIL_BYTES - _HEAD_BYTES:
+        raise UsageError(f"the {key} would take {len(body)} bytes, more than the {LIMIT_BYTES} of its file")
     return b'{"%b":%b,"sha256":"%b"}' % (key.encode(), body, canonical.sha256(body).encode())
+
+
+def sealed_bytes(storage: Storage, path: str) -> bytes:
+    """The bytes of a sealed file; one byte more than any may have shows that it is none."""
+    return storage.read_range(path, 0, LIMIT_BYTES + 1)
 
 
 def read_sealed(key: str, read: Callable[[], bytes]) -> bytes:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import accumulate
 
 from torchrelay.checkpoint.disk import canonical, digest, version
@@ -22,6 +22,7 @@ from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.disk.names import ShardName
 from torchrelay.checkpoint.disk.shard_entries import Entries, Form
 from torchrelay.checkpoint.position import Position
+from torchrelay.records import dataclass
 
 ALIGNMENT = 4096
 METADATA_KEY = "torchrelay"

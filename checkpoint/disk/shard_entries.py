@@ -7,7 +7,7 @@ part has no object for an entry: it has its keys, their forms, of which there ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import compress
 from operator import itemgetter
@@ -28,6 +28,7 @@ from torchrelay.checkpoint.disk.names import (
     format_keys,
 )
 from torchrelay.errors import BlobError
+from torchrelay.records import dataclass
 
 Data = Any
 """torch.Tensor, or Memory of 1-D bytes; to say so would import torch."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from torchrelay.checkpoint.disk import canonical, digest, dtypes, names, version
 from torchrelay.checkpoint.disk.canonical import Json
@@ -22,8 +21,10 @@ from torchrelay.checkpoint.disk.stored_entries import (
 )
 from torchrelay.checkpoint.position import MAX_EPOCH, Position
 from torchrelay.errors import BlobError, DamagedError, FormatError, UsageError
+from torchrelay.records import dataclass
 
 LENGTH_LIMIT = 100_000_000
+"""Of headers whose size no manifest tells, as in blob files; also what safetensors itself reads."""
 """Bytes of header that safetensors itself accepts."""
 _RESERVED = ("encryption", "codec", "stored_bytes")
 
@@ -50,7 +51,7 @@ def header_length(prefix: bytes, file_bytes: int, *, what: str) -> int:
     if len(prefix) < 8:
         raise DamagedError(f"{what}: {len(prefix)} bytes are too few for a shard")
     total = 8 + int.from_bytes(prefix[:8], "little")
-    if not 10 <= total <= min(file_bytes, LENGTH_LIMIT + 8) or total % ALIGNMENT:
+    if not 10 <= total <= file_bytes or total % ALIGNMENT:
         raise DamagedError(f"{what}: the header cannot be {total - 8} bytes long in a file of {file_bytes}")
     return total
 
@@ -108,7 +109,7 @@ def _quickly(header: bytes, data: range, what: str, listing: bool) -> _Understoo
 
 
 def _decoded(header: bytes, data: range, what: str, vouched: bool) -> _Understood:
-    said = canonical.loads(header[8:], what=f"{what}: header", limit_bytes=LENGTH_LIMIT, again=vouched)
+    said = canonical.loads(header[8:], what=f"{what}: header", limit_bytes=len(header), again=vouched)
     if not isinstance(said, dict):
         raise DamagedError(f"{what}: the header is no JSON object")
     outer = said.pop("__metadata__", None)
@@ -125,7 +126,7 @@ def _parse_metadata(text: str, what: str, vouched: bool = False) -> dict[str, Js
         data = text.encode("utf-8")
     except UnicodeEncodeError:
         raise DamagedError(f"{what}: the metadata are no Unicode") from None
-    inner = canonical.loads(data, what=f"{what}: metadata", limit_bytes=LENGTH_LIMIT, again=vouched)
+    inner = canonical.loads(data, what=f"{what}: metadata", limit_bytes=len(data), again=vouched)
     if not isinstance(inner, dict):
         raise DamagedError(f"{what}: the metadata are no JSON object")
     version.check_stamp(inner.get("format"), what=what)

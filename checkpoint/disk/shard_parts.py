@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from torchrelay.checkpoint.disk import canonical
@@ -13,6 +12,7 @@ from torchrelay.checkpoint.disk.names import Key, encode_name, format_key
 from torchrelay.checkpoint.disk.shard import ALIGNMENT, Part, ShardIdentity, cost_limit, entry_cost
 from torchrelay.checkpoint.disk.shard_entries import Entries
 from torchrelay.errors import BlobError
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,12 @@ class ShardLimits:
     """Bytes of data and of header below which one file stays.
 
     safetensors refuses headers above 100 MB. An entry that alone reaches `data_bytes` gets a file
-    of its own.
+    of its own, and part 1 has all values, at most `values_bytes` of them.
     """
 
     data_bytes: int = 64 << 30
     header_bytes: int = 50_000_000
+    values_bytes: int = 1 << 62
 
 
 DEFAULT_LIMITS = ShardLimits()
@@ -48,13 +49,13 @@ def cut(
     by_target = _aliases_by_target(entries, aliases)
     text = canonical.dumps(dict(values), within=1) if values_text is None else values_text
     fixed = _fixed_cost(identity, text)
-    if fixed >= limits.header_bytes:
+    if fixed >= limits.values_bytes:
         largest = max(values, key=lambda name: len(canonical.dumps(values[name])), default=identity.job)
         raise BlobError(
             f"the values of {identity.node} need {fixed} bytes: keep large ones such as {largest} in tensors"
         )
     parts: list[Part] = []
-    for chosen in _runs(entries.ordered(), by_target, fixed, limits):
+    for chosen in _runs(entries.ordered(), by_target, fixed, fixed - _quoted_bytes(text), limits):
         here = {
             alias: text for text in (chosen.keys if by_target else ()) for alias in by_target.get(text, ())
         }
@@ -64,18 +65,18 @@ def cut(
 
 
 def _runs(
-    entries: Entries, by_target: Mapping[str, Sequence[str]], fixed: int, limits: ShardLimits
+    entries: Entries, by_target: Mapping[str, Sequence[str]], first: int, others: int, limits: ShardLimits
 ) -> list[Entries]:
-    if not by_target and _fit_together(entries, fixed, limits):
+    if not by_target and _fit_together(entries, first, limits):
         return [entries]
-    begins, data, header = [0], 0, fixed
+    begins, data, header = [0], 0, first
     for number, (key, form) in enumerate(zip(entries.keys, entries.forms, strict=True)):
         cost = entry_cost(key, form, entries.pieces.get(key, {}))
         cost += sum(_text_cost(alias, key) for alias in by_target.get(key, ()))
         full = data + form.nbytes >= limits.data_bytes or header + cost >= limits.header_bytes
         if full and number > begins[-1]:
             begins.append(number)
-            data, header = 0, fixed
+            data, header = 0, others
         data, header = data + form.nbytes, header + cost
     return [entries.among(range(*edges)) for edges in pairwise([*begins, len(entries)])]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from itertools import compress
 from operator import sub
@@ -12,8 +11,7 @@ from operator import sub
 from torchrelay.checkpoint.disk.ahead import fetched_ahead, worth_fetching
 from torchrelay.checkpoint.disk.canonical import Json, sha256
 from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, block_digests, first_damaged_block
-from torchrelay.checkpoint.disk.immutable import immutable
-from torchrelay.checkpoint.disk.passing import Passage, Passing, Span
+from torchrelay.checkpoint.disk.passing import Passage, Passing, Span, ThreadMemory
 from torchrelay.checkpoint.disk.portions import Portion, read_portions
 from torchrelay.checkpoint.disk.read_options import PLAIN, ReadOptions
 from torchrelay.checkpoint.disk.read_requests import ReadRequest, checked_target, neighbours, pieces
@@ -32,11 +30,12 @@ from torchrelay.checkpoint.storage import (
     open_for_reading,
     worth_of_a_request,
 )
-from torchrelay.errors import DamagedError, UsageError
+from torchrelay.errors import DamagedError, StorageError, UsageError
+from torchrelay.records import dataclass
 
 _Run = list[tuple[StoredEntry, ReadRequest]]
 RUN = 2 * BLOCK
-"""Bytes that are read and then verified while the cache still has them."""
+"""Bytes of a large entry that a thread reads into place at a time, each block verified when it is there."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class ShardExpectation:
     header_sha256: str
 
 
-@immutable()
+@dataclass(frozen=True)
 class _File:
     """A shard file that is open, and how it is read."""
 
@@ -57,6 +56,8 @@ class _File:
     direct: bool = False
 
 
+CHECKED = 4 * BLOCK
+"""Bytes of an entry that a thread verifies at a time, block by block in memory that stays in the cache."""
 PASSING_FAR = 5 * BLOCK
 """What passes through memory with one request, where requests cost much: a thread's memory is kept while
 straight reads go on, and such a storage needs as much again for the answer; together at most 64 MiB."""
@@ -89,7 +90,7 @@ def read_header(
 def _proved(storage: Storage, path: str, size: int, expect: ShardExpectation) -> bytes:
     if size != expect.bytes:
         raise DamagedError(f"{path} has {size} bytes instead of {expect.bytes}")
-    if not 8 <= expect.header_bytes <= min(size, LENGTH_LIMIT + 8):
+    if not 8 <= expect.header_bytes <= size:
         raise DamagedError(f"{path}: a header of {expect.header_bytes} bytes cannot be in {size} bytes")
     header = storage.read_range(path, 0, expect.header_bytes)
     if sha256(header) != expect.header_sha256:
@@ -98,7 +99,10 @@ def _proved(storage: Storage, path: str, size: int, expect: ShardExpectation) ->
 
 
 def _consistent(storage: Storage, path: str, size: int) -> bytes:
-    return storage.read_range(path, 0, header_length(storage.read_range(path, 0, 8), size, what=path))
+    length = header_length(storage.read_range(path, 0, 8), size, what=path)
+    if length > LENGTH_LIMIT + 8:
+        raise DamagedError(f"{path}: the header cannot be {length - 8} bytes long")
+    return storage.read_range(path, 0, length)
 
 
 class ShardHeader:
@@ -115,6 +119,11 @@ class ShardHeader:
         self._storage = storage
         self._gap = worth_of_a_request(storage)
         self._run = FAR_BYTES if self._gap else RUN
+
+    @property
+    def is_far(self) -> bool:
+        """Whether what is read comes over a network, request by request."""
+        return self._gap > 0
 
     @property
     def entries(self) -> StoredEntries:
@@ -151,7 +160,7 @@ class ShardHeader:
         position = start_byte
         while position < stop_byte:
             first = position // BLOCK * BLOCK
-            inside = min(stop_byte, first + self._run)
+            inside = min(stop_byte, first + (self._run if self._gap else BLOCK))
             whole_end = entry.nbytes if inside == entry.nbytes else inside // BLOCK * BLOCK
             if position == first and whole_end > first:
                 part = target[first - start_byte : whole_end - start_byte]
@@ -230,6 +239,55 @@ class ShardHeader:
             numbers, memories = list(compress(numbers, small)), list(compress(memories, small))
         found = self._small_portions(numbers, memories, options)
         read_portions(found, sum(one.nbytes for one in found), options)
+
+    def checks(self, requests: Iterable[ReadRequest], memory: ThreadMemory) -> list[Portion]:
+        """Portions that verify every block of these bytes, each once, and keep nothing: see `read_many`.
+
+        Where the requests would put the bytes does not matter.
+        """
+        spans: dict[str, list[Span]] = {}
+        for one in requests:
+            if not 0 <= one.start <= one.stop <= self.entry(one.key).nbytes:
+                raise UsageError(f"{one.key} has no bytes {one.start} to {one.stop}")
+            if one.start < one.stop:
+                spans.setdefault(one.key, []).append((one.start // BLOCK, -(-one.stop // BLOCK)))
+        small = [key for key in spans if self.entries.in_columns and self.entry(key).nbytes <= BLOCK]
+        found = self.checks_whole(small, memory) if small else []
+        for key in spans.keys() - set(small):
+            entry = self.entry(key)
+            for first, after in _joined(spans[key]):
+                for at in range(first * BLOCK, min(after * BLOCK, entry.nbytes), CHECKED):
+                    stop = min(at + CHECKED, after * BLOCK, entry.nbytes)
+                    check = partial(self._check_blocks, key, entry, at, stop, memory)
+                    found.append(self.portion(entry.start + at, stop - at, check))
+        return found
+
+    def checks_whole(self, keys: Sequence[str], memory: ThreadMemory) -> list[Portion]:
+        """The same for all bytes of these entries, in much less time for very many small ones."""
+        if not self.entries.in_columns:
+            whole = [ReadRequest(key, 0, self.entry(key).nbytes, memoryview(b"")) for key in keys]
+            return self.checks(whole, memory)
+        numbers = sorted(set(self._numbers(keys)))
+        starts, stops = self.entries.stored.columns.bounds(numbers)
+        sizes = list(map(sub, stops, starts))
+        large = [self.entries.key_at(one) for one, size in zip(numbers, sizes, strict=True) if size > BLOCK]
+        whole = [ReadRequest(key, 0, self.entry(key).nbytes, memoryview(b"")) for key in large]
+        found = self.checks(whole, memory) if large else []
+        small = list(compress(numbers, [0 < size <= BLOCK for size in sizes]))
+
+        def check(batch: Batch, handle: ReadHandle) -> None:
+            batch.check(handle.read_into, memory.room(batch.nbytes))
+
+        for one in batches(self.path, self.entries, small):
+            found.append(self.portion(one.start, one.nbytes, partial(check, one)))
+        return found
+
+    def _check_blocks(
+        self, key: str, entry: StoredEntry, start: int, stop: int, memory: ThreadMemory, handle: ReadHandle
+    ) -> None:
+        file, room = _File(handle, PLAIN), memory.room(BLOCK)
+        for at in range(start, stop, BLOCK):
+            self._read_verified(file, key, entry, at, room[: min(BLOCK, stop - at)])
 
     def read_passing(
         self, handle: ReadHandle, key: str, spans: Sequence[Span], memory: Passing, options: ReadOptions
@@ -362,7 +420,10 @@ class ShardHeader:
             self._fill(file, key, entry.start + first + at, target[at : at + self._run])
 
     def _fill(self, file: _File, key: str, offset: int, target: memoryview) -> None:
-        count = file.handle.read_into(offset, target, direct=file.direct)
+        try:
+            count = file.handle.read_into(offset, target, direct=file.direct)
+        except StorageError as error:
+            raise type(error)(f"{error} (reading {key})") from error
         if count != len(target):
             raise DamagedError(f"{self.path} ends inside of {key}, at byte {offset + count}")
 
@@ -392,3 +453,16 @@ class ShardHeader:
             if file.options.verify:
                 self._verify(request.key, entry, 0, view)
             target[:] = view[request.start : request.stop]
+
+
+def _joined(spans: Sequence[Span]) -> Iterator[Span]:
+    """Spans in order, those that touch each other as one."""
+    first, after = -1, -1
+    for start, stop in sorted(spans):
+        if start > after:
+            if first >= 0:
+                yield first, after
+            first, after = start, stop
+        after = max(after, stop)
+    if first >= 0:
+        yield first, after

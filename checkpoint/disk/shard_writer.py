@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import accumulate, pairwise
 
 from torchrelay.checkpoint.disk.canonical import Json, sha256
@@ -20,6 +20,7 @@ from torchrelay.checkpoint.disk.shard_parts import DEFAULT_LIMITS, ShardLimits, 
 from torchrelay.checkpoint.disk.workers import WRITERS
 from torchrelay.checkpoint.storage import Storage, WriteHandle
 from torchrelay.errors import StorageError
+from torchrelay.records import dataclass
 
 BlockDigests = bytes
 """Of blocks, one after another; a name, because a report has a field `bytes`."""

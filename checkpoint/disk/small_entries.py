@@ -7,13 +7,13 @@ nothing here is done entry by entry unless something is wrong.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, digests_of
 from torchrelay.checkpoint.disk.stored_entries import Stored, StoredEntries
 from torchrelay.checkpoint.storage import Memory
-from torchrelay.errors import DamagedError
+from torchrelay.errors import DamagedError, StorageError
+from torchrelay.records import dataclass
 
 TOGETHER = 512
 """Entries that are read with one call; the systems that there are take 1,024."""
@@ -25,7 +25,7 @@ FAR_BYTES = 8 * BLOCK
 
 @dataclass(frozen=True)
 class Batch:
-    """Entries of a file in its order, none empty, with the memory of each.
+    """Entries of a file in its order, none empty, with the memory of each, if they are to have any.
 
     What lies between them, where they do not lie side by side, is read and forgotten.
     """
@@ -52,12 +52,30 @@ class Batch:
 
     def read(self, scattered: Callable[[int, Sequence[Memory]], int], *, verify: bool) -> None:
         """Fill all memories; raises DamagedError naming file, key and block."""
-        count = scattered(self.start, self._with_gaps())
+        memories = self._with_gaps()
+        self._counted(lambda: scattered(self.start, memories))
+        if verify:
+            self._verify(digests_of(self.memories))
+
+    def check(self, read_into: Callable[[int, memoryview], int], room: memoryview) -> None:
+        """Verify entries in `room`, memory of `nbytes` that holds nothing of them afterwards; see `read`."""
+        self._counted(lambda: read_into(self.start, room))
+        starts, stops = self.stored.columns.bounds(self.numbers)
+        first = starts[0]
+        self._verify(
+            digests_of(room[start - first : stop - first] for start, stop in zip(starts, stops, strict=True))
+        )
+
+    def _counted(self, read: Callable[[], int]) -> None:
+        try:
+            count = read()
+        except StorageError as error:
+            raise type(error)(
+                f"{error} (reading {self.entries.key_at(self.numbers[0])} and others)"
+            ) from error
         if count != self.nbytes:
             key = self.entries.key_at(self._at(self.start + count))
             raise DamagedError(f"{self.path} ends inside of {key}, at byte {self.start + count}")
-        if verify:
-            self._verify(digests_of(self.memories))
 
     def _with_gaps(self) -> Sequence[Memory]:
         columns = self.stored.columns
@@ -110,12 +128,13 @@ def batches(
     path: str,
     entries: StoredEntries,
     numbers: Sequence[int],
-    memories: Sequence[Memory],
+    memories: Sequence[Memory] = (),
     gap: int = 0,
 ) -> Iterator[Batch]:
     """Entries, in the order of the file and none of them empty or above a block, in batches.
 
     Those with up to `gap` bytes between them are read together; one that is wanted twice is read twice.
+    Without memory of their own they can only be checked.
     """
     starts, stops = entries.stored.columns.bounds(numbers)
     for at, end in _runs(starts, stops, gap):

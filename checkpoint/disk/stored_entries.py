@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, KeysView, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from operator import mul, sub
 from typing import NamedTuple
@@ -19,6 +18,7 @@ from torchrelay.checkpoint.disk.lazily import lazily
 from torchrelay.checkpoint.disk.names import Key
 from torchrelay.checkpoint.disk.shard_entries import Form, form_said, piece_shape
 from torchrelay.errors import FormatError
+from torchrelay.records import dataclass
 
 
 class StoredEntry(NamedTuple):

@@ -7,24 +7,35 @@ import binascii
 import math
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from torchrelay.checkpoint.disk.canonical import Json
+from torchrelay.checkpoint.disk.container_values import CONTAINER_KINDS, Record, decode_container
 from torchrelay.errors import DamagedError, FormatError, RelayError
 
 TensorReader = Callable[[Json], Any]
 """Given what stood for a tensor, gives the tensor."""
+BlobReader = Callable[[str], Any]
+"""Given the name of a blob that stood somewhere, gives its object."""
 
 
-def decode(json: Json, *, tensor: TensorReader | None = None) -> Any:
+def decode(
+    json: Json,
+    *,
+    tensor: TensorReader | None = None,
+    blob: BlobReader = lambda name: None,
+    record: Record = lambda name, fields: fields,
+) -> Any:
     """Give back the value that `values.encode` was given.
+
+    Instances of dataclasses are what `record` makes of their fields: a dict, if nothing else is given.
 
     Raises FormatError for a kind that this version does not know, or whose library is not
     installed, and DamagedError for content that no value has.
     """
     try:
-        return _decode(json, tensor)
+        return _decode(json, _Readers(tensor, blob, record))
     except RelayError:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, binascii.Error, struct.error) as error:
@@ -38,29 +49,81 @@ def references(json: Json) -> list[str]:
     return found
 
 
-def _decode(json: Json, tensor: TensorReader | None) -> Any:
+def holds_only_tensors(json: Json) -> bool:
+    """Whether a value is a dict of tensors, or of such dicts; then their names say all of it."""
+    if not isinstance(json, dict):
+        return False
+    if json.get("$") == "tensor":
+        return True
+    items = (
+        json.values()
+        if "$" not in json
+        else [item for _, item in json["v"]]
+        if json["$"] in _MAPPINGS
+        else ()
+    )
+    return bool(items) and all(map(holds_only_tensors, items))
+
+
+def renamed_references(json: Json, names: Mapping[str, str]) -> Json:
+    """The same value with other names for the tensors in it; names that are not in `names` stay."""
     if isinstance(json, list):
-        return [_decode(item, tensor) for item in json]
+        return [renamed_references(item, names) for item in json]
     if not isinstance(json, dict):
         return json
     if "$" not in json:
-        return {key: _decode(item, tensor) for key, item in json.items()}
+        return {key: renamed_references(item, names) for key, item in json.items()}
     kind, content = json["$"], json["v"]
-    if kind == "tensor" and tensor is not None:
-        return tensor(content)
+    if kind in _TENSORS:  # the name stands alone, or at the end
+        *form, name = [content] if isinstance(content, str) else content
+        name = names.get(name, name)
+        return {"$": kind, "v": [*form, name] if form else name}
+    if kind == "blob":
+        return {"$": kind, "v": names.get(content, content)}
+    if kind in _SEQUENCES or kind in _MAPPINGS or kind in CONTAINER_KINDS:
+        return {"$": kind, "v": renamed_references(content, names)}
+    return json
+
+
+class _Readers(NamedTuple):
+    tensor: TensorReader | None
+    blob: BlobReader
+    record: Record
+
+
+def _decode(json: Json, by: _Readers) -> Any:
+    if isinstance(json, list):
+        return _items(json, by)
+    if not isinstance(json, dict):
+        return json
+    if "$" not in json:
+        return dict(zip(json, _items(list(json.values()), by), strict=True))
+    kind, content = json["$"], json["v"]
+    if kind in _TENSORS and by.tensor is not None:
+        return _TENSORS[kind](content, by.tensor)
+    if kind == "blob":
+        return by.blob(str(content))
+    if kind in CONTAINER_KINDS:
+        return decode_container(kind, content, lambda inner: _decode(inner, by), by.record)
     if kind in _LEAVES:
         return _LEAVES[kind](content)
     if kind in _SEQUENCES:
-        return _SEQUENCES[kind](_decode(item, tensor) for item in content)
+        return _SEQUENCES[kind](_items(content, by))
     if kind in _MAPPINGS:
-        return _mapping(_MAPPINGS[kind](), content, tensor)
+        return _mapping(_MAPPINGS[kind](), content, by)
     raise FormatError(f"a stored value is of kind {kind!r}, unknown to this torchrelay: use a newer one")
 
 
-def _mapping(empty: dict[Any, Any], pairs: Json, tensor: TensorReader | None) -> dict[Any, Any]:
+def _items(json: list[Json], by: _Readers) -> list[Any]:
+    if set(map(type, json)).isdisjoint((list, dict)):
+        return list(json)
+    return [_decode(item, by) for item in json]
+
+
+def _mapping(empty: dict[Any, Any], pairs: Json, by: _Readers) -> dict[Any, Any]:
     for key, item in pairs:
         # Not update(): Counter.update would add, and need numbers.
-        empty[_decode(key, tensor)] = _decode(item, tensor)
+        empty[_decode(key, by)] = _decode(item, by)
     if len(empty) != len(pairs):
         raise DamagedError("a stored dict has a key twice")
     return empty
@@ -76,7 +139,7 @@ def _int(content: str) -> int:
 
 def _float(content: Json) -> float:
     if content == "nan":
-        return math.nan
+        return float("nan")  # another object each time: as keys they are told apart by that
     if isinstance(content, str) and content.startswith("nan:"):
         return float(struct.unpack(">d", bytes.fromhex(content[4:]))[0])
     return {"inf": math.inf, "-inf": -math.inf}[content]
@@ -89,13 +152,39 @@ def _complex(content: Json) -> complex:
 
 
 def _numpy_scalar(content: Json) -> Any:
-    dtype, data = content
-    return _numpy().frombuffer(_bytes(data), _numpy_dtype(dtype))[0]
+    dtype, data = _numpy_dtype(content[0]), _bytes(content[1])
+    if dtype.kind not in "SU":
+        return _numpy().frombuffer(data, dtype)[0]
+    data = data[: dtype.itemsize]  # numpy gives an empty text one character
+    if dtype.kind == "S":  # an array would drop what is 0 at its end
+        return dtype.type(data)
+    return dtype.type(data.decode("utf-32-be" if dtype.byteorder == ">" else "utf-32-le", "surrogatepass"))
 
 
 def _array(content: Json) -> Any:
     dtype, shape, data = content
     return _numpy().frombuffer(bytearray(_bytes(data)), _numpy_dtype(dtype)).reshape(shape)
+
+
+def _array_in_tensor(content: Json, tensor: TensorReader) -> Any:
+    """An array whose elements, or their bytes, are a tensor; nothing where only names are asked for."""
+    text, shape, name = content
+    dtype, found = _numpy_dtype(text), tensor(name)
+    if found is None:
+        return None
+    elements = found.cpu().numpy()
+    if elements.dtype != dtype:
+        if elements.dtype != "u1":
+            raise DamagedError(f"an array of {dtype} lies in a tensor of {elements.dtype}")
+        elements = elements.view(dtype)
+    return elements.reshape(shape)
+
+
+def _numbers(content: Json, tensor: TensorReader) -> Any:
+    """A list of numbers that is a tensor."""
+    kind, name = content
+    found = tensor(name)
+    return None if found is None else {"list": list, "tuple": tuple}[kind](found.tolist())
 
 
 def _numpy_dtype(text: str) -> Any:
@@ -149,6 +238,11 @@ _LEAVES: dict[str, Callable[[Any], Any]] = {
     "torch.dtype": _torch_dtype,
     "torch.device": _torch_device,
     "torch.Size": _torch_size,
+}
+_TENSORS: dict[str, Callable[[Any, TensorReader], Any]] = {
+    "tensor": lambda content, tensor: tensor(content),
+    "array": _array_in_tensor,
+    "numbers": _numbers,
 }
 _SEQUENCES: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}

@@ -15,7 +15,9 @@ MAJOR = 1
 MINOR = 0
 PLACES = "places"
 """In manifests of positions with a step: who ignores where the nodes were would train wrongly from there."""
-FEATURES: frozenset[str] = frozenset({PLACES})
+GRADIENTS = "gradients"
+"""In manifests with gradients of an open window: who ignores them would train wrongly from there."""
+FEATURES: frozenset[str] = frozenset({PLACES, GRADIENTS})
 
 
 def stamp(features: Iterable[str] = ()) -> Json:

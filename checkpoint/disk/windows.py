@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torchrelay.checkpoint.disk.boxes import Bounds, Interval, whole
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, block_count
 from torchrelay.checkpoint.inspection.contents import Epoch, Item
@@ -12,6 +12,7 @@ from torchrelay.checkpoint.inspection.moments import steps
 from torchrelay.checkpoint.inspection.number_types import CAN_BE_BAD
 from torchrelay.checkpoint.inspection.numerics import np
 from torchrelay.checkpoint.inspection.tensor_bytes import CHUNK_BYTES, Buffer, Part, parts
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True)

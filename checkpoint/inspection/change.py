@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -22,6 +21,7 @@ from torchrelay.checkpoint.inspection.moments import (
     unscaled,
 )
 from torchrelay.checkpoint.inspection.numerics import np
+from torchrelay.records import dataclass
 
 _LARGE = 1e307
 _INTERNAL = ("paired_a", "paired_b", "along")

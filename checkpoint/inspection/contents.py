@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +17,7 @@ from torchrelay.checkpoint.reading.seen_twice import seen_twice
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.wildcards import matches
 from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
 
 Json = Any
 

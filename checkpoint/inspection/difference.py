@@ -7,7 +7,6 @@ logical order, however many nodes wrote them and on whatever mesh. Memory stays 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +14,7 @@ from torchrelay.checkpoint.inspection.contents import Epoch, Item, check_chosen
 from torchrelay.checkpoint.inspection.number_types import HAVE_NUMBERS
 from torchrelay.checkpoint.inspection.strips import Region, Strip, matched
 from torchrelay.checkpoint.inspection.tensor_bytes import CHUNK_BYTES, SMALL_BYTES, Source, parts
+from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.inspection.change import Change
@@ -38,6 +38,9 @@ class Wish:
     whole: bool = False
 
 
+WITH_FIGURES = Wish()
+
+
 @dataclass(frozen=True)
 class LeafChange:
     """What became of one leaf; `kind` is `gone` where retention has removed the files of one side.
@@ -55,7 +58,7 @@ class LeafChange:
     change: Change | None = None
 
 
-def leaf_changes(a: Epoch, b: Epoch, wish: Wish = Wish()) -> Iterator[LeafChange]:
+def leaf_changes(a: Epoch, b: Epoch, wish: Wish = WITH_FIGURES) -> Iterator[LeafChange]:
     """One after another in the order of the second epoch, those that only the first has at the end.
 
     Raises UsageError for a pattern that means nothing in either, or where numpy is needed and missing;

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -18,6 +17,7 @@ from torchrelay.checkpoint.inspection.elements import Array, numbers
 from torchrelay.checkpoint.inspection.number_types import HAVE_NUMBERS
 from torchrelay.checkpoint.inspection.numerics import np
 from torchrelay.checkpoint.inspection.tensor_bytes import CHUNK_BYTES, Buffer, parts
+from torchrelay.records import dataclass
 
 STEP = 1 << 14
 """So many elements are computed with at a time. Copies of them in double precision take 128 KiB: they stay

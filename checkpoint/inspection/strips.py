@@ -6,11 +6,11 @@ Pure. Both epochs may have stored the leaf in other parts: cut at other places, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from torchrelay.checkpoint.disk.boxes import Bounds, intersect
 from torchrelay.checkpoint.disk.digest import BLOCK, SIZE
 from torchrelay.checkpoint.inspection.tensor_bytes import Part
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True)

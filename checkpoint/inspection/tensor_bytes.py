@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from torchrelay.checkpoint.disk.boxes import Bounds, Interval, range_boxes, runs, volume, whole
 from torchrelay.checkpoint.disk.names import Box, Flat, Key, format_key
@@ -12,6 +11,7 @@ from torchrelay.checkpoint.disk.parts import parts_of
 from torchrelay.checkpoint.disk.read_requests import ReadRequest
 from torchrelay.checkpoint.disk.shard_reader import ShardHeader
 from torchrelay.checkpoint.inspection.contents import Epoch, Item
+from torchrelay.records import dataclass
 
 CHUNK_BYTES = 8 << 20
 """So much of a part is read at a time."""

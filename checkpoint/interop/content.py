@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
 
 from torchrelay.checkpoint.disk.digest import BLOCK
 from torchrelay.checkpoint.disk.dtypes import ElementType, by_name, logical_name, memory_of, torch_dtype
+from torchrelay.records import dataclass
 
 PIECE = 8 * BLOCK
 """Bytes that are in memory at a time; a multiple of every element's size."""
@@ -50,12 +51,16 @@ class Outgoing:
 
 @dataclass(frozen=True)
 class Content:
-    """What is exported, by the names outside. `ties` are further names of tensors; `left_out` stays."""
+    """What is exported, by the names outside. `ties` are further names of tensors; `left_out` stays.
+
+    `nodes` has, of what differs between nodes, whose value it is.
+    """
 
     tensors: Mapping[str, Outgoing]
     values: Mapping[str, Any]
     ties: Mapping[str, str]
     left_out: tuple[str, ...] = ()
+    nodes: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,11 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from torchrelay.checkpoint.asynchronous.gate import gate
+from torchrelay.checkpoint.disk.manifest import OF_POSITION
 from torchrelay.checkpoint.interop.torch_files import saved_bytes
 from torchrelay.checkpoint.reader import Checkpoint, open_checkpoint
 from torchrelay.checkpoint.reading.handle import TensorHandle
-from torchrelay.checkpoint.reading.lookup import split_name
+from torchrelay.checkpoint.reading.lookup import several_owners, split_name
 from torchrelay.checkpoint.reading.patterns import Rename, choose, renamed_all
 
 BATCH_BYTES = 64 << 20
@@ -99,20 +100,16 @@ def _addresses(checkpoint: Checkpoint, *kinds: str) -> list[str]:
     """All leaves, those that nodes have of their own by `node:name`; without random states."""
     manifest = checkpoint.manifest
     removed = manifest.removed(checkpoint.entry.groups)
-    left_out = {leaf.name for leaf in manifest.leaves if leaf.role == "rng" or leaf.group in removed}
+    left_out = {leaf.name for leaf in manifest.leaves if leaf.role in OF_POSITION or leaf.group in removed}
     found = []
     for kind in kinds or ("tensor", "value"):
-        shared = [name for name, _ in choose(manifest, "*", kind, strict=False)]
+        of_kind = [name for name, rows in manifest.rows.items() if manifest.leaves[rows[0]].kind == kind]
+        shared = [name for name in of_kind if not several_owners(manifest, name)]
         found += shared
-        for node in manifest.world.nodes if _has_own(checkpoint, shared, kind) else ():
+        for node in manifest.world.nodes if len(shared) < len(of_kind) else ():
             own = choose(manifest, f"{node}:*", kind, strict=False)
             found += [f"{node}:{name}" for name, _ in own if name not in shared]
     return [name for name in found if split_name(name, manifest.world.names)[1] not in left_out]
-
-
-def _has_own(checkpoint: Checkpoint, shared: list[str], kind: str) -> bool:
-    names = {leaf.name for leaf in checkpoint.manifest.leaves if leaf.kind == kind}
-    return bool(names - set(shared))
 
 
 def _described(handle: TensorHandle) -> TensorStorageMetadata:

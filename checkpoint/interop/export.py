@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ from torchrelay.checkpoint.interop.scratch import mapped_tensors
 from torchrelay.checkpoint.interop.torch_files import check_savable, write_torch_file
 from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.checkpoint.reading.casting import Cast
+from torchrelay.checkpoint.reading.lookup import Nodes
 from torchrelay.checkpoint.storage_places import is_remote
 from torchrelay.errors import UsageError
 from torchrelay.jobs.directories import local_directory
+from torchrelay.records import dataclass
 
 FORMATS = ("safetensors", "hf", "torch", "dcp")
 SHARD_BYTES = 5_000_000_000
@@ -29,13 +31,17 @@ SHARD_BYTES = 5_000_000_000
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export wrote; `left_out` names the leaves that the format, or nobody, asked for."""
+    """What an export wrote; `left_out` names the leaves that the format, or nobody, asked for.
+
+    `nodes` has, by the new names of what differs between nodes, whose value was taken.
+    """
 
     path: Path | str
     tensors: int
     values: int
     bytes: int
     left_out: tuple[str, ...]
+    nodes: Mapping[str, str] = field(default_factory=dict)
 
 
 def export_checkpoint(
@@ -49,15 +55,18 @@ def export_checkpoint(
     dtype: Cast = None,
     shard_bytes: int = SHARD_BYTES,
     overwrite: bool = False,
+    nodes: Nodes = None,
 ) -> Exported:
     """Write an epoch, or what `blobs` (names or patterns) means of it, in another format.
 
     `to` is `safetensors` (one file), `hf` (a directory of files of at most `shard_bytes` of data, with
     an index), `torch` (one file for `torch.load`), or `dcp` (a directory). The first two hold tensors
     only. `prefix`, with which some name must begin, is taken off; `dtype` converts floating-point tensors,
-    all or by pattern of the new names. Every byte is verified on its way; memory stays bounded. The result
-    appears whole and durable or not at all; a file is replaced only with `overwrite`, a directory never.
-    `path` may be a URL: files are then made in the directory for temporary ones, and sent, an index last.
+    all or by pattern of the new names. `nodes` says whose value is taken of what differs between nodes: a
+    node, or one per blob; a tensor with several values is refused without it. Every byte is verified on its
+    way; memory stays bounded. The result appears whole and durable or not at all; a file is replaced only
+    with `overwrite`, a directory never. `path` may be a URL: files are then made in the directory for
+    temporary ones, and sent, an index last.
     Raises UsageError, BlobError for what the format cannot hold, and what `open_checkpoint` raises.
     """
     if to not in FORMATS:
@@ -69,7 +78,7 @@ def export_checkpoint(
         check_free_at(str(path), overwrite=overwrite, directory=directory)
     else:
         check_free(Path(local_directory(path, "the target")), overwrite=overwrite, directory=directory)
-    content = content_of(open_checkpoint(where, epoch), blobs, prefix, dtype)
+    content = content_of(open_checkpoint(where, epoch), blobs, prefix, dtype, nodes)
     if not content.tensors and to in ("safetensors", "hf"):
         raise UsageError(f"there is no tensor to export, and {to} holds nothing else")
     writers: dict[str, Callable[[Path], None]] = {
@@ -83,7 +92,7 @@ def export_checkpoint(
     lost = [name for name in content.values if name not in kept]
     nbytes = sum(tensor.nbytes for tensor in content.tensors.values())
     count = len(content.tensors) + len(content.ties)
-    return Exported(target, count, len(kept), nbytes, (*content.left_out, *lost))
+    return Exported(target, count, len(kept), nbytes, (*content.left_out, *lost), content.nodes)
 
 
 def _mapped(content: Content, at: Path) -> dict[str, Any]:

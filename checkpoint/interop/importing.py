@@ -6,7 +6,6 @@ import os
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ from torchrelay.checkpoint.storage_places import is_remote
 from torchrelay.errors import UsageError
 from torchrelay.jobs.directories import is_directory, local_directory
 from torchrelay.jobs.places import NodePlace
+from torchrelay.records import dataclass
 
 FORMATS = ("torch", "dcp", "safetensors", "hf")
 

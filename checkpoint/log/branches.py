@@ -7,12 +7,13 @@ findable by its branch, never chosen.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from typing import Any
 
 from torchrelay.checkpoint.log.live import Branch, Entry, Key, Mark, Retirement, State
 from torchrelay.checkpoint.position import Position
+from torchrelay.records import dataclass
 
 Json = Any
 
@@ -58,7 +59,8 @@ class LogView:
     """The log as it was when it was read, or after the writer's own last append.
 
     `slot` is the record that tells it, -1 when there is none yet. `notices` are things that people
-    should see: damaged records, what was used instead, a broken chain.
+    should see: damaged records, what was used instead, a broken chain. `derived` are those of them about
+    files that the log itself tells, and writes again.
     """
 
     state: State = field(default_factory=State)
@@ -67,6 +69,12 @@ class LogView:
     job_name: str | None = None
     job_uuid: str | None = None
     notices: tuple[str, ...] = ()
+    derived: tuple[str, ...] = ()
+
+    @property
+    def certain(self) -> bool:
+        """Whether no damage hides a part of the log; otherwise nothing may be called an orphan."""
+        return set(self.notices) <= set(self.derived)
 
     @property
     def empty(self) -> bool:

@@ -58,9 +58,8 @@ def committed(state: State, entry: Entry) -> State:
 
 
 def _completed_by(one: Entry, entry: Entry) -> bool:
-    if one.branch != entry.branch or one.position.boundary:
-        return False
-    return entry.position.boundary and one.position < entry.position
+    """Whether a position inside an epoch is passed: of the branch, of those below it, of abandoned ones."""
+    return entry.position.boundary and not one.position.boundary and one.position < entry.position
 
 
 def rewound(

@@ -47,10 +47,10 @@ def append_as_guest(storage: Storage, draft: Draft, job_name: str | None = None)
     job = read_job(storage)
     if job is None:
         raise UnknownEpochError(f"{storage.url} holds no job: check the path")
-    if job_name is not None:
-        check_job(storage, job, job_name)
     for _ in range(_ATTEMPTS):
         tail = read_tail(storage, job)
+        if job_name is not None:
+            check_job(storage, tail.job, job_name)
         if tail.view.slot < 0:
             raise UnknownEpochError(f"{storage.url} holds no epoch yet")
         if tail.stepped_back:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -20,8 +20,10 @@ from torchrelay.checkpoint.log.retention import (
     keep_all,
     keep_best,
     to_retire,
+    whole_epochs,
 )
 from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
 
 OPTIMIZER = "optim"
 BestEpochs = tuple[str, str] | tuple[str, str, int] | None
@@ -62,6 +64,8 @@ class Keeping:
     `last` newest epochs, every `every`-th one, and those that are `best` by a metric, of the current branch.
     The metrics stand in the epochs: without `scores` of them `best` keeps all.
 
+    `without` names epochs of the current line that go, and nothing else goes then.
+
     Of the epochs that are kept only the newest `optimizer_last` keep their optimizer's files: an older
     one cannot be resumed from any more, everything else of it is loadable as before. Marked epochs keep
     all. Raises UsageError for anything but whole numbers from 1.
@@ -72,6 +76,7 @@ class Keeping:
     optimizer_last: int | None = None
     best: Best | None = None
     scores: Scores | None = field(default=None, compare=False)
+    without: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, count in (
@@ -106,6 +111,8 @@ class Keeping:
         """What was asked for, as it stands in the records."""
         asked_for = (("keep_last", self.last), ("keep_every", self.every), ("keep_best", self.best))
         asked = [f"{name}={value}" for name, value in asked_for if value is not None]
+        if self.without:
+            return f"epoch {', '.join(map(str, self.without))} was named"
         return ", ".join(asked) or "what a rewind abandoned goes once it is passed"
 
     def chosen(
@@ -115,7 +122,10 @@ class Keeping:
 
         `needed` are tries that stay, whatever the rules.
         """
-        return to_retire(_suspecting(view, suspects), self.policy, needed)
+        if not self.without:
+            return to_retire(_suspecting(view, suspects), self.policy, needed, self.last)
+        named = [entry for entry in whole_epochs(view) if entry.position.epoch in self.without]
+        return tuple(Retirement(entry.try_name) for entry in named if entry.try_name not in needed)
 
     def chosen_optimizers(
         self, view: LogView, suspects: Collection[Key] = (), needed: Collection[str] = ()
@@ -169,8 +179,7 @@ def optimizers_to_retire(view: LogView, count: int) -> tuple[Retirement, ...]:
     Left alone are marked and damaged epochs, epochs whose files another one needs, epochs that have no
     other files, and those of abandoned branches.
     """
-    line = [entry for entry in view.line() if entry.position.boundary]
-    resumable = [entry for entry in line if entry.healthy and entry.resumable]
+    resumable = [entry for entry in whole_epochs(view) if entry.healthy and entry.resumable]
     spared = protected(view.state) | {entry.key for entry in resumable[-count:]}
     needed = {name for entry in view.entries for name in entry.needs}
     return tuple(

@@ -6,10 +6,11 @@ Pure types; every log record carries all of it, so that the newest valid record 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, NamedTuple
 
 from torchrelay.checkpoint.position import Position
+from torchrelay.records import dataclass
 
 Json = Any
 

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
-from torchrelay.checkpoint.disk import canonical
+from torchrelay.checkpoint.disk import canonical, sealed
 from torchrelay.checkpoint.log.live import Entry, State
-from torchrelay.checkpoint.log.log_reader import Base, Tail, advance
+from torchrelay.checkpoint.log.log_reader import Base, Tail, advance, read_tail
 from torchrelay.checkpoint.log.record import LOG, BaseRef, Record, encode, encode_base, slot_path
 from torchrelay.checkpoint.log.tail import STRIDE, floor
 from torchrelay.checkpoint.storage import Storage
-from torchrelay.errors import StorageError
+from torchrelay.errors import StorageError, UsageError
+from torchrelay.records import dataclass
 
 Json = Any
 
@@ -51,7 +52,7 @@ class Appended:
 
 
 class OvertakenError(Exception):
-    """The slot belongs to a writer of a higher generation."""
+    """The log belongs to a writer of a higher generation."""
 
     def __init__(self, tail: Tail) -> None:
         super().__init__(f"generation {tail.view.generation} has the log")
@@ -62,28 +63,47 @@ def append(storage: Storage, tail: Tail, draft: Draft) -> Appended:
     """Write a record behind `tail`, or behind whatever came first, and make it durable.
 
     Raises OvertakenError, without having changed anything, when a writer of a higher generation than
-    the draft's is there; guests and takeovers give way to nobody but the one who was first.
+    the draft's is there; guests give way to nobody, takeovers to whoever was first.
     """
     while True:
         if overtaken(storage, tail):
-            raise OvertakenError(tail)
+            tail = _read_anew(storage, tail, draft)
         changed = draft.change(tail.view.state)
         if changed is None:
             return Appended(tail, None)
         record, base = _compose(storage, tail, draft, *changed)
         data = encode(record)
+        if len(changed[0].marks) > len(tail.view.marks) and 2 * len(data) > sealed.LIMIT_BYTES:
+            raise UsageError(  # the other half is for what writers must be able to append
+                f"{storage.url} has so many tags and pins that a record of its log takes {len(data)} bytes: "
+                "take some away first (torchrelay tag --delete, torchrelay unpin)"
+            )
         if _create(storage, record.slot, data):
-            _check_still_newest(storage, tail, record.slot)
+            if _is_void(storage, tail, record.slot):
+                continue
             storage.sync_dir(LOG)
             view = replace(tail.view, state=changed[0], slot=record.slot, generation=record.generation)
             previous = canonical.sha256(data)
             return Appended(Tail(tail.job, view, record.slot + 1, previous, base), record)
         tail, other = advance(storage, tail)
         storage.sync_dir(LOG)  # what we stand on must not be lost to a power cut
-        if draft.kind == "takeover":
+        if other is not None:
+            _give_way(tail, draft)
+        elif draft.kind == "takeover":
             raise OvertakenError(tail)
-        if draft.generation is not None and other is not None and other.generation > draft.generation:
-            raise OvertakenError(tail)
+
+
+def _read_anew(storage: Storage, tail: Tail, draft: Draft) -> Tail:
+    """The end of a log that went on by very many records: perhaps only guests have marked epochs."""
+    tail = read_tail(storage, tail.job)
+    storage.sync_dir(LOG)
+    _give_way(tail, draft)
+    return tail
+
+
+def _give_way(tail: Tail, draft: Draft) -> None:
+    if draft.kind == "takeover" or (draft.generation is not None and tail.view.generation > draft.generation):
+        raise OvertakenError(tail)
 
 
 def overtaken(storage: Storage, tail: Tail) -> bool:
@@ -95,11 +115,12 @@ def overtaken(storage: Storage, tail: Tail) -> bool:
     return any(storage.stat(slot_path(slot)) is not None for slot in (beyond, floor(beyond) + STRIDE))
 
 
-def _check_still_newest(storage: Storage, tail: Tail, slot: int) -> None:
-    """A slot that we could create may have been filled before and thinned since: it is then void."""
-    if slot % STRIDE and overtaken(storage, tail):
+def _is_void(storage: Storage, tail: Tail, slot: int) -> bool:
+    """A slot that we could create may have been filled before and thinned since: its record is deleted."""
+    void = slot % STRIDE != 0 and overtaken(storage, tail)
+    if void:
         storage.delete(slot_path(slot))
-        raise OvertakenError(tail)
+    return void
 
 
 def _create(storage: Storage, slot: int, data: bytes) -> bool:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from torchrelay.checkpoint.disk import canonical
-from torchrelay.checkpoint.disk.sealed import LIMIT_BYTES, read_sealed
+from torchrelay.checkpoint.disk.sealed import read_sealed, sealed_bytes
+from torchrelay.checkpoint.log.bases import LostBase, lost_bases
 from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.job_file import JobFile, check_job, read_job
+from torchrelay.checkpoint.log.history import read_history
+from torchrelay.checkpoint.log.job_file import JobFile, check_job, outvoted, read_job
 from torchrelay.checkpoint.log.live import Entry, Key
 from torchrelay.checkpoint.log.record import (
-    BASE_LIMIT_BYTES,
     LOG,
     BaseRef,
     Link,
@@ -30,6 +31,7 @@ from torchrelay.checkpoint.log.record import (
 from torchrelay.checkpoint.log.tail import STRIDE, chain_end, find_tail, floor
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import DamagedError, StorageError
+from torchrelay.records import dataclass
 
 HINT = f"{LOG}/HINT"
 HINT_LIMIT_BYTES = 4096
@@ -39,10 +41,11 @@ _ATTEMPTS = 8
 
 @dataclass(frozen=True)
 class Base:
-    """A base file that was read and proved."""
+    """A base file that was read and proved; `lost` where it was made again instead, in memory."""
 
     ref: BaseRef
     entries: dict[Key, Entry] = field(repr=False)
+    lost: LostBase | None = None
 
 
 @dataclass(frozen=True)
@@ -74,17 +77,30 @@ def open_log(storage: Storage, job_name: str | None = None) -> LogView:
     job = read_job(storage)
     if job is None:
         return LogView()
+    tail = read_tail(storage, job)
     if job_name is not None:
-        check_job(storage, job, job_name)
-    return read_tail(storage, job).view
+        check_job(storage, tail.job, job_name)
+    return tail.view
 
 
 def read_tail(storage: Storage, job: JobFile) -> Tail:
-    """Find and prove the end of the log of `job`."""
+    """Find and prove the end of the log of `job`; the tail's own job is right where `job.json` is not."""
+    try:
+        return _tail_of(storage, job)
+    except DamagedError:
+        told = outvoted(storage, job)
+        if told is None:
+            raise
+        return _tail_of(storage, told)
+
+
+def _tail_of(storage: Storage, job: JobFile) -> Tail:
     for _ in range(_ATTEMPTS):
         newest = find_tail(lambda slot: storage.stat(slot_path(slot)) is not None, read_hint(storage))
         if newest is None:
-            return Tail(job, LogView(job_name=job.name, job_uuid=job.uuid))
+            return Tail(
+                job, LogView(job_name=job.name, job_uuid=job.uuid, notices=job.notices, derived=job.notices)
+            )
         with suppress(_MovedError):
             return _read_from(storage, job, newest)
     raise StorageError(f"{storage.url}/{LOG} changes faster than it can be read: try again later")
@@ -120,6 +136,7 @@ def _read_from(storage: Storage, job: JobFile, newest: int) -> Tail:
     if newest_bytes is None:
         raise _MovedError
     record, notices = _newest_valid(storage, job, newest)
+    job = job.as_repeated(record.state.holder)
     notices = (*notices, *_check_chain(storage, job, record, newest))
     empty = Tail(job, LogView(), newest + 1, canonical.sha256(newest_bytes))
     try:
@@ -151,7 +168,8 @@ def _newest_valid(storage: Storage, job: JobFile, newest: int) -> tuple[Record, 
 
 def _told_by(storage: Storage, tail: Tail, record: Record, notices: tuple[str, ...]) -> Tail:
     """The tail whose state is that of `record`, with the entries of its base file."""
-    base = None if record.base is None else _read_base(storage, record.base, tail.base)
+    base = None if record.base is None else _read_base(storage, record, record.base, tail.base)
+    notices = tuple(dict.fromkeys((*notices, *_derived(tail.job, base))))
     entries = whole_entries(record, tuple(base.entries.values()) if base else ())
     view = LogView(
         state=replace(record.state, entries=entries),
@@ -160,22 +178,38 @@ def _told_by(storage: Storage, tail: Tail, record: Record, notices: tuple[str, .
         job_name=tail.job.name,
         job_uuid=tail.job.uuid,
         notices=notices,
+        derived=_derived(tail.job, base),
     )
     return replace(tail, view=view, base=base)
 
 
-def _read_base(storage: Storage, ref: BaseRef, known: Base | None) -> Base:
+def _derived(job: JobFile, base: Base | None) -> tuple[str, ...]:
+    return (*job.notices, *((base.lost.notice,) if base is not None and base.lost is not None else ()))
+
+
+def mended(tail: Tail) -> Tail:
+    """The tail after what its log told was written again."""
+    base = None if tail.base is None else replace(tail.base, lost=None)
+    left = tuple(one for one in tail.view.notices if one not in tail.view.derived)
+    view = replace(tail.view, notices=left, derived=())
+    return replace(tail, job=replace(tail.job, damage=""), view=view, base=base)
+
+
+def _read_base(storage: Storage, record: Record, ref: BaseRef, known: Base | None) -> Base:
     if known is not None and (known.ref.name, known.ref.sha256) == (ref.name, ref.sha256):
-        return Base(ref, known.entries)
-    if ref.nbytes > BASE_LIMIT_BYTES:
-        raise DamagedError(f"{ref.path} has {ref.nbytes} bytes, more than any base file")
+        return replace(known, ref=ref)
     try:
         data = storage.read_range(ref.path, 0, ref.nbytes + 1)
         if len(data) < ref.nbytes:  # an answer may be cut short; damage is believed when it is seen twice
             data = storage.read_range(ref.path, 0, ref.nbytes + 1)
-    except FileNotFoundError:
-        raise DamagedError(f"{storage.url}/{ref.path} is missing: restore it from a copy") from None
-    return Base(ref, {entry.key: entry for entry in decode_base(data, ref)})
+        return Base(ref, {entry.key: entry for entry in decode_base(data, ref)})
+    except (DamagedError, FileNotFoundError) as error:
+        history = read_history(storage, record.job, record.slot)
+        lost = {one.ref.name: one for one in lost_bases(storage, history)}.get(ref.name)
+        if lost is None or lost.data is None:
+            why = f"{storage.url}/{ref.path} is missing: restore it from a copy"
+            raise (error if isinstance(error, DamagedError) else DamagedError(why)) from None
+        return Base(ref, {entry.key: entry for entry in decode_base(lost.data, ref)}, lost)
 
 
 def _check_chain(storage: Storage, job: JobFile, record: Record, newest: int) -> tuple[str, ...]:
@@ -224,6 +258,6 @@ def _check_link(storage: Storage, newer: Link | None, older: Link, older_sha256:
 
 def _bytes_of(storage: Storage, slot: int) -> bytes | None:
     try:
-        return read_sealed("record", lambda: storage.read_range(slot_path(slot), 0, LIMIT_BYTES + 1))
+        return read_sealed("record", lambda: sealed_bytes(storage, slot_path(slot)))
     except FileNotFoundError:
         return None

@@ -13,12 +13,11 @@ from dataclasses import replace
 from threading import Lock
 from typing import Any
 
-from torchrelay.checkpoint.disk.paths import DATA
 from torchrelay.checkpoint.log import changes
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.counter import PATIENCE_SECS, PERIOD_SECS, Beat, move
 from torchrelay.checkpoint.log.guest import pin_draft, tag_draft, unpin_draft
-from torchrelay.checkpoint.log.job_file import open_job
+from torchrelay.checkpoint.log.job_file import begin_job
 from torchrelay.checkpoint.log.live import Entry, Key, Retirement, State
 from torchrelay.checkpoint.log.log_append import Draft, OvertakenError, append
 from torchrelay.checkpoint.log.log_reader import HINT, advance, read_tail
@@ -80,6 +79,7 @@ class LogWriter:
         job_name: str | None = None,
         identity: WriterIdentity | None = None,
         *,
+        launch: str = "",
         patience_secs: float = PATIENCE_SECS,
         period_secs: float = PERIOD_SECS,
         when_fenced: WhenFenced | None = None,
@@ -87,23 +87,27 @@ class LogWriter:
         """Become the writer of the job's directory, which is begun where there is none.
 
         `when_fenced` is called once, from the counter's thread, at the latest a period after somebody else
-        has taken over: a writer that has nothing to append must end, too.
+        has taken over: a writer that has nothing to append must end, too. `launch` is that of the processes
+        (see `Peers`), for an `identity` of its own.
 
         Raises UsageError for a directory of another job, DirectoryInUseError when its writer lives
         (its counter moved within `patience_secs`) or is another one of this process, DamagedError or
         FormatError for a log that cannot be trusted or read, StorageError when it cannot be written.
         """
-        job = open_job(storage, job_name)
-        storage.mkdir(LOG)
-        storage.mkdir(DATA)
-        storage.sync_dir("")
-        writer = cls(storage, identity or WriterIdentity.here(job.name))
+        job = begin_job(storage, job_name)
+        writer = cls(storage, identity or WriterIdentity.here(job.name, launch=launch))
         writer._when_fenced = when_fenced or not_told
         # Known before its record exists, so that no other thread takes it for an abandoned one.
         _LIVE[writer.nonce] = writer
         try:
             taken = take_over(
-                storage, job, writer.identity, writer.nonce, live_here=_LIVE, patience_secs=patience_secs
+                storage,
+                job,
+                job_name,
+                writer.identity,
+                writer.nonce,
+                live_here=_LIVE,
+                patience_secs=patience_secs,
             )
             writer._begin(taken, period_secs)
         except BaseException:
@@ -123,8 +127,8 @@ class LogWriter:
 
     @property
     def certain(self) -> bool:
-        """Whether the log was read without any damage; otherwise nothing may be called an orphan."""
-        return not self._tail.view.notices
+        """Whether no damage hides a part of the log; otherwise nothing may be called an orphan."""
+        return self._tail.view.certain
 
     @property
     def undeleted(self) -> tuple[Retirement, ...]:
@@ -315,10 +319,16 @@ class LogWriter:
         return True
 
     def _look_ahead(self) -> None:
-        if self._fenced is None and self.storage.stat(slot_path(self._tail.next_slot)) is not None:
-            _, other = advance(self.storage, self._tail)
+        """Take over what guests have appended, up to a takeover, which fences us."""
+        moved = False
+        while self._fenced is None and self.storage.stat(slot_path(self._tail.next_slot)) is not None:
+            tail, other = advance(self.storage, self._tail)
             if other is not None and other.generation > self.generation:
                 self._fence()
+                return
+            if not moved:
+                self.storage.sync_dir(LOG)  # what we stand on must not be lost to a power cut
+            self._tail, moved = tail, True
 
 
 def _beat_once(mine: weakref.ref[LogWriter], count: int) -> bool:

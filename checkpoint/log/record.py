@@ -9,7 +9,7 @@ any more.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from torchrelay.checkpoint.disk import canonical
@@ -20,6 +20,7 @@ from torchrelay.checkpoint.disk.version import check_stamp, stamp
 from torchrelay.checkpoint.log.live import Branch, Entry, Key, Mark, Retirement, State
 from torchrelay.checkpoint.position import Position
 from torchrelay.errors import DamagedError, FormatError
+from torchrelay.records import dataclass
 
 Json = Any
 
@@ -27,7 +28,6 @@ LOG = "log"
 WRITER_KINDS = frozenset({"takeover", "commit", "rewind", "retire", "quarantine", "released"})
 GUEST_KINDS = frozenset({"tag", "pin", "unpin"})
 KINDS = WRITER_KINDS | GUEST_KINDS
-BASE_LIMIT_BYTES = 256 * 2**20
 _MARK_KINDS = ("tag", "pin")
 
 
@@ -112,8 +112,8 @@ def record_json(record: Record) -> dict[str, Json]:
     }
 
 
-def decode(data: bytes, *, slot: int, job: str) -> Record:
-    """Read the file of `slot` in the log of job `job`.
+def decode(data: bytes, *, slot: int, job: str | None) -> Record:
+    """Read the file of `slot` in the log of job `job` (None: whichever it is of).
 
     Raises DamagedError for anything that no writer of this log wrote there, FormatError for what a
     newer version wrote.
@@ -131,7 +131,7 @@ def decode(data: bytes, *, slot: int, job: str) -> Record:
         generation=fields.integer("generation"),
         kind=kind,
         nonce=fields.text("nonce"),
-        job=job,
+        job=fields.text("job"),
         previous_sha256=fields.optional("previous_sha256", fields.text),
         written=fields.text("written"),
         payload=fields.fields("payload").values,
@@ -161,7 +161,7 @@ def decode_base(data: bytes, ref: BaseRef) -> tuple[Entry, ...]:
             f"{ref.path} is damaged: it has not the {ref.nbytes} bytes and the SHA-256 that the log states; "
             "restore it from a copy of the directory"
         )
-    value = canonical.loads(data, what=ref.path, limit_bytes=BASE_LIMIT_BYTES, depth=16)
+    value = canonical.loads(data, what=ref.path, limit_bytes=len(data), depth=16)
     fields = Fields(value if isinstance(value, dict) else {}, ref.path)
     check_stamp(fields.values.get("format"), what=fields.what)
     return fields.each("live", _entry)
@@ -175,12 +175,12 @@ def whole_entries(record: Record, base_entries: tuple[Entry, ...]) -> tuple[Entr
     return tuple(merged[key] for key in sorted(merged))
 
 
-def _opened(data: bytes, slot: int, job: str, what: str) -> Fields:
+def _opened(data: bytes, slot: int, job: str | None, what: str) -> Fields:
     fields = Fields(unseal("record", data, what), what)
     check_stamp(fields.values.get("format"), what=fields.what)
     if fields.integer("slot") != slot:
         raise DamagedError(f"{what} is damaged: it is the record of slot {fields.integer('slot')}")
-    if fields.text("job") != job:
+    if fields.text("job") != (job or fields.text("job")):
         raise DamagedError(f"{what} is of another job (uuid {fields.text('job')}, not {job})")
     return fields
 

@@ -2,20 +2,20 @@
 
 A policy says what it wants kept of the current line; `|` keeps what either wants. Whatever the
 policy, never retired are: the newest provable entry, tagged and pinned ones, tries that an entry
-or a save in flight needs, mid-epoch positions beyond the newest whole epoch (a job resumes from
-them), and abandoned epochs that the current branch has not passed yet.
+or a save in flight needs, and abandoned epochs that the current branch has not passed yet. Of mid-epoch
+positions beyond the newest whole epoch (a job resumes from them) the newest stay, as many as epochs do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.changes import protected
 from torchrelay.checkpoint.log.live import Entry, Key, Retirement
 from torchrelay.checkpoint.reading.epoch_choice import best_first
 from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
 
 
 class RetentionPolicy:
@@ -110,16 +110,21 @@ def keep_all() -> RetentionPolicy:
 
 
 def to_retire(
-    view: LogView, policy: RetentionPolicy, in_flight: Collection[str] = ()
+    view: LogView, policy: RetentionPolicy, in_flight: Collection[str] = (), inside: int | None = None
 ) -> tuple[Retirement, ...]:
     """What to retire now, oldest first. `in_flight` are tries that a save under way refers to.
 
+    `inside`: how many positions stay of the running epoch, None all; damaged ones while no newer one can be
+    resumed from.
     Damaged entries are not kept for their own sake, but they stay until a newer entry can be resumed
     from: their files are the evidence.
     """
-    line = view.line()
-    kept = policy.keep(tuple(entry for entry in line if entry.position.boundary)) | protected(view.state)
-    kept |= {entry.key for entry in line if not _over(entry, view)}
+    kept = policy.keep(whole_epochs(view)) | protected(view.state)
+    running = [entry for entry in view.line() if not _over(entry, view)]
+    places = [entry for entry in _resumable(tuple(running)) if not entry.position.boundary]
+    if inside is not None and len(places) > inside:
+        running = [entry for entry in running if entry.position >= places[-inside].position]
+    kept |= {entry.key for entry in running}
     kept |= {entry.key for entry in view.abandoned() if not _passed(entry, view)}
     needed = _needed(view, {entry.try_name for entry in view.entries if entry.key in kept} | set(in_flight))
     return tuple(Retirement(entry.try_name) for entry in view.entries if entry.try_name not in needed)
@@ -140,6 +145,11 @@ def _needed(view: LogView, kept: set[str]) -> set[str]:
         needed |= further
         pending.extend(further)
     return needed
+
+
+def whole_epochs(view: LogView) -> tuple[Entry, ...]:
+    """The entries at the ends of epochs that the current branch sees, oldest first."""
+    return tuple(entry for entry in view.line() if entry.position.boundary)
 
 
 def _over(entry: Entry, view: LogView) -> bool:

@@ -7,7 +7,6 @@ in the log's list of retirements and finished. Orphans are judged by the log alo
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from torchrelay.checkpoint.disk.names import TRY, parse_shard_file_name
 from torchrelay.checkpoint.disk.paths import DATA, try_directory
@@ -16,6 +15,7 @@ from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.log.retention import RetentionPolicy, to_retire
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import DamagedError, StorageError
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True)

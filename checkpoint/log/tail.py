@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torchrelay.errors import DamagedError
-
 STRIDE = 256
 """How many of the newest slots are kept, and which of the older ones (its multiples)."""
 _PROBE = 3
@@ -23,13 +21,12 @@ def find_tail(exists: Exists, hint: int | None = None) -> int | None:
     """The newest slot, None for an empty log.
 
     `hint` is an unproved guess: it saves questions when it is right and costs two when it is wrong.
-    Raises DamagedError when a slot is missing that newer ones stand on.
     """
     if hint is not None and exists(hint) and not exists(floor(hint) + STRIDE):
         return _walk(exists, hint)
     if not exists(0):
-        _check_no_hole(exists, 0)
-        return _walk(exists, 0) if exists(0) else None
+        first = _beyond_hole(exists, 0)
+        return None if first is None else _walk(exists, first)
     return _walk(exists, _last_multiple(exists))
 
 
@@ -55,19 +52,19 @@ def _last_multiple(exists: Exists) -> int:
 
 
 def _walk(exists: Exists, slot: int) -> int:
+    """From a slot to the end. A hole is stepped over: newer records tell everything; readers say so."""
     while True:
         while exists(slot + 1):
             slot += 1
-        _check_no_hole(exists, slot + 1)
-        if not exists(slot + 1):
+        beyond = _beyond_hole(exists, slot + 1)
+        if beyond is None:
             return slot
+        slot = beyond
 
 
-def _check_no_hole(exists: Exists, missing: int) -> None:
-    """Refuse a hole; a slot that another writer has filled meanwhile is none."""
+def _beyond_hole(exists: Exists, missing: int) -> int | None:
+    """The next slot after one that was lost; the slot itself where another writer has filled it meanwhile."""
     for beyond in range(missing + 1, missing + 1 + _PROBE):
-        if exists(beyond) and not exists(missing):
-            raise DamagedError(
-                f"the log has slot {beyond} but not slot {missing} below it: a record was lost; restore "
-                f"log/{missing:020d}.json from a copy, or move the newer records away to go on without them"
-            )
+        if exists(beyond):
+            return missing if exists(missing) else beyond
+    return missing if exists(missing) else None

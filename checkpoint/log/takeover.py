@@ -7,21 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
 from torchrelay.checkpoint.disk.paths import DATA
 from torchrelay.checkpoint.log import changes
+from torchrelay.checkpoint.log.bases import restore
 from torchrelay.checkpoint.log.counter import moves
-from torchrelay.checkpoint.log.job_file import JobFile
+from torchrelay.checkpoint.log.job_file import JobFile, check_job, write_again
 from torchrelay.checkpoint.log.live import State
 from torchrelay.checkpoint.log.log_append import Draft, OvertakenError, append
-from torchrelay.checkpoint.log.log_reader import Tail, read_tail
+from torchrelay.checkpoint.log.log_reader import Tail, mended, read_tail
 from torchrelay.checkpoint.log.record import LOG
 from torchrelay.checkpoint.log.writer import Right, WriterIdentity, describe, judge
 from torchrelay.checkpoint.storage import Leftovers, Storage, Unfinished
 from torchrelay.errors import DirectoryInUseError, StorageError
+from torchrelay.records import dataclass
 
 Json = Any
 
@@ -44,6 +45,7 @@ class Taken:
 def take_over(
     storage: Storage,
     job: JobFile,
+    job_name: str | None,
     me: WriterIdentity,
     nonce: str,
     *,
@@ -52,28 +54,45 @@ def take_over(
 ) -> Taken:
     """Append our takeover, after watching the holder where the log does not say that he is gone.
 
-    Raises DirectoryInUseError naming the holder when he lives, or when others are always faster.
+    Raises UsageError for the log of another job than `job_name`, DirectoryInUseError naming the holder when
+    he lives, or when others are always faster.
     """
     holder: Mapping[str, Json] = {}
     for _ in range(_ATTEMPTS):
         tail = read_tail(storage, job)
+        check_job(storage, tail.job, job_name)
         holder = tail.view.holder
         verdict = judge(tail.view, me, certain=not tail.stepped_back, live_here=live_here)
         if verdict.right is Right.REFUSED:
             raise DirectoryInUseError(f"{storage.url} is in use: {verdict.reason}")
         if verdict.right is Right.WATCH and moves(storage, patience_secs):
             raise DirectoryInUseError(f"{storage.url} is in use by {describe(holder, _REMEDY)}")
+        storage.mkdir(LOG)
+        storage.mkdir(DATA)
+        storage.sync_dir("")
         older_tries = frozenset(storage.list(DATA))
         cut_off, begun = _temporaries(storage), _begun(storage)
         storage.sync_dir(LOG)  # never act on a name that a power cut could still remove
         try:
-            appended = append(storage, tail, _takeover(me, nonce, verdict.reason))
+            appended = append(storage, tail, _takeover(tail.job, me, nonce, verdict.reason))
         except OvertakenError:
             continue
         _delete(storage, cut_off)
         _give_up(storage, begun)
-        return Taken(appended.tail, older_tries)
+        return Taken(_mended(storage, tail, appended.tail), older_tries)
     raise DirectoryInUseError(f"{storage.url} is in use by {describe(holder, _REMEDY)}")
+
+
+def _mended(storage: Storage, found: Tail, taken: Tail) -> Tail:
+    """Write again what the log told instead of its files: it is ours, so nobody else does."""
+    try:
+        if found.job.damage:
+            write_again(storage, found.job)
+        if found.base is not None and found.base.lost is not None:
+            restore(storage, found.base.lost)
+    except StorageError:
+        return taken  # the next start finds it in the same way
+    return mended(taken)
 
 
 def _temporaries(storage: Storage) -> list[str]:
@@ -109,9 +128,9 @@ def _give_up(storage: Storage, begun: list[tuple[str, str]]) -> None:
                 storage.give_up(one)
 
 
-def _takeover(me: WriterIdentity, nonce: str, reason: str) -> Draft:
+def _takeover(job: JobFile, me: WriterIdentity, nonce: str, reason: str) -> Draft:
     since = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    holder = {**me.json(), "nonce": nonce, "since": since}
+    holder = {**me.json(), **job.repeated(), "nonce": nonce, "since": since}
 
     def change(state: State) -> tuple[State, Mapping[str, Json]]:
         return changes.taken_over(state, holder), {"reason": reason}

@@ -6,7 +6,7 @@ stretch of slots that the next one finishes.
 
 from __future__ import annotations
 
-from torchrelay.checkpoint.disk.sealed import LIMIT_BYTES
+from torchrelay.checkpoint.disk.sealed import sealed_bytes
 from torchrelay.checkpoint.log.job_file import JobFile
 from torchrelay.checkpoint.log.record import decode, slot_path
 from torchrelay.checkpoint.log.tail import STRIDE, floor
@@ -56,5 +56,5 @@ def _may_need(storage: Storage, job: JobFile, slot: int, base: str) -> bool:
 
 
 def _read_base_of(storage: Storage, job: JobFile, slot: int) -> str | None:
-    record = decode(storage.read_range(slot_path(slot), 0, LIMIT_BYTES + 1), slot=slot, job=job.uuid)
+    record = decode(sealed_bytes(storage, slot_path(slot)), slot=slot, job=job.uuid)
     return record.base.path if record.base else None

@@ -10,12 +10,13 @@ import os
 import socket
 from collections.abc import Container, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.records import dataclass
 
 Json = Any
 
@@ -28,7 +29,8 @@ class WriterIdentity:
     """The process that writes: enough to name it to people, and to tell later whether it is gone.
 
     An empty `boot_id` or `pid_namespace` (no /proc) equals no other. `launcher_id` is None outside
-    of launchers; `restarts` counts the launcher's restarts, the outer launcher's first.
+    of launchers; `restarts` counts the launcher's restarts, the outer launcher's first. `launch` is what the
+    restarts of one launch share: two launches may well be given the same id. It is empty where nothing tells.
     """
 
     job: str
@@ -39,10 +41,13 @@ class WriterIdentity:
     pid_start: str
     launcher_id: str | None = None
     restarts: tuple[int, ...] = ()
+    launch: str = ""
 
     @classmethod
-    def here(cls, job: str, environment: Mapping[str, str] = os.environ) -> WriterIdentity:
-        """The identity of this process."""
+    def here(
+        cls, job: str, environment: Mapping[str, str] = os.environ, *, launch: str = ""
+    ) -> WriterIdentity:
+        """The identity of this process, which belongs to the `launch`."""
         launcher_id, restarts = _launcher(environment)
         return cls(
             job=job,
@@ -53,6 +58,7 @@ class WriterIdentity:
             pid_start=process_start(os.getpid()) or "",
             launcher_id=launcher_id,
             restarts=restarts,
+            launch=launch,
         )
 
     def json(self) -> dict[str, Json]:
@@ -90,11 +96,26 @@ def judge(view: LogView, me: WriterIdentity, *, certain: bool, live_here: Contai
         return Verdict(Right.WATCH, "the newest record is damaged")
     if view.released:
         return Verdict(Right.AT_ONCE, "the log was released" if holder else "the log is new")
-    if _restarted(holder, me):
+    if _same_system(holder, me):  # then the system knows, whatever launchers count
+        if _gone(holder, me):
+            return Verdict(Right.AT_ONCE, "the process that wrote there is gone")
+    elif _restarted(holder, me):
         return Verdict(Right.AT_ONCE, "the launcher started this job again")
-    if _same_system(holder, me) and _gone(holder, me):
-        return Verdict(Right.AT_ONCE, "the process that wrote there is gone")
     return Verdict(Right.WATCH, "the process that wrote there may be alive")
+
+
+def is_gone(noted: Mapping[str, Json]) -> bool | None:
+    """Whether a process that was noted by `process_here` is gone; None where it is not of this system."""
+    here = WriterIdentity.here("")
+    if not _same_system(noted, here):
+        return None
+    return (noted.get("pid"), noted.get("pid_start")) != (here.pid, here.pid_start) and _gone(noted, here)
+
+
+def process_here() -> dict[str, Json]:
+    """What tells this process from all others, as it stands in notes."""
+    here = WriterIdentity.here("").json()
+    return {name: here[name] for name in ("host", "boot_id", "pid_namespace", "pid", "pid_start")}
 
 
 def describe(holder: Mapping[str, Json], remedy: str) -> str:
@@ -120,10 +141,17 @@ def process_start(pid: int) -> str | None:
 
 
 def _restarted(holder: Mapping[str, Json], me: WriterIdentity) -> bool:
-    if me.launcher_id is None or holder.get("launcher_id") != me.launcher_id:
-        return False
+    """Whether the launcher that started the holder has ended it and started us.
+
+    A requeued Slurm job has no process left of its earlier start. An agent's restart is one of the same
+    launch only: the ids of two launches, or of two steps of a job, may be equal, and each counts by itself.
+    """
     before = holder.get("restarts")
-    return isinstance(before, list) and tuple(before) < me.restarts and len(before) == len(me.restarts)
+    if me.launcher_id is None or holder.get("launcher_id") != me.launcher_id or not isinstance(before, list):
+        return False
+    if len(before) != len(me.restarts) or not tuple(before) < me.restarts:
+        return False
+    return before[:-1] < list(me.restarts[:-1]) or bool(me.launch and holder.get("launch") == me.launch)
 
 
 def _same_system(holder: Mapping[str, Json], me: WriterIdentity) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from torchrelay.checkpoint.onnx_in.graph import Graph, Node
 from torchrelay.checkpoint.onnx_in.host_ints import Ints
 from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True, eq=False)

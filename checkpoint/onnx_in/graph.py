@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
 
 from torchrelay.jobs.signature import Signature
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True, eq=False)

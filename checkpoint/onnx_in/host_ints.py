@@ -8,10 +8,11 @@ may.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from torchrelay.records import dataclass
 
 MAX_KNOWN = 4096
 """Elements up to which an integer constant is also kept outside of its tensor."""

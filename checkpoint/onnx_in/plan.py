@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 
 from torchrelay.checkpoint.onnx_in.graph import Graph, Node
 from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True, eq=False)

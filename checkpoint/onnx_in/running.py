@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import count
 from typing import Any
 
@@ -17,6 +17,7 @@ from torchrelay.checkpoint.onnx_in.operators import operators
 from torchrelay.checkpoint.onnx_in.ops.operator import Operator
 from torchrelay.checkpoint.onnx_in.plan import Plan, plan_of
 from torchrelay.errors import RelayError, UsageError
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.utils import _pytree as pytree
 from torchrelay.checkpoint.onnx_out.example import Example
 from torchrelay.checkpoint.onnx_out.naming import leaf_names, name_of_path
 from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from torchrelay.checkpoint.onnx_out.naming import leaf_names, name_of_path
 from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
 
 BATCH = "batch"
 Sizes = Mapping[int, str]

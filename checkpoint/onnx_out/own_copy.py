@@ -15,11 +15,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from torchrelay.checkpoint.state.module_names import innermost
 from torchrelay.errors import UsageError
 
 
 def own_copy(model: nn.Module) -> nn.Module:
-    """The bare module (without DDP and torch.compile), copied; raises UsageError for what cannot be."""
+    """The bare module, without torch's wrappers, copied; raises UsageError for what cannot be."""
     bare = bare_module(model)
     _check_whole(bare)
     known = {id(tensor): _copied(tensor) for tensor in _tensors(bare)}
@@ -48,17 +49,10 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
 
 
 def bare_module(model: Any) -> nn.Module:
-    """What DistributedDataParallel and torch.compile wrap; raises UsageError for what is no module."""
+    """What torch's wrappers wrap; raises UsageError for what is no module."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"{model!r:.80} is no torch.nn.Module: give the model itself")
-    wrapping = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    found: nn.Module = model
-    while isinstance(found, wrapping) or hasattr(found, "_orig_mod"):
-        inner = found.module if isinstance(found, wrapping) else found._orig_mod
-        if not isinstance(inner, nn.Module):
-            break
-        found = inner
-    return found
+    return innermost(model)
 
 
 def _check_whole(model: nn.Module) -> None:

@@ -14,7 +14,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from torchrelay.checkpoint.interop.publishing import check_free
@@ -23,6 +22,7 @@ from torchrelay.checkpoint.remote.urls import is_url
 from torchrelay.checkpoint.storage_places import FILE
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.jobs.directories import local_directory
+from torchrelay.records import dataclass
 
 _WHAT = "the ONNX file"
 _PIECE_BYTES = 8 << 20

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from torchrelay.checkpoint.onnx_out.quiet import undisturbing
 from torchrelay.checkpoint.onnx_out.targets import Target, target_of
 from torchrelay.errors import UsageError
 from torchrelay.jobs.signature import Signature, TensorSpec
+from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
     import onnx_ir as ir

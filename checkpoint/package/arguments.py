@@ -8,7 +8,6 @@ are typed values (`disk/values.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ import torch
 from torchrelay.checkpoint.disk import values
 from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.errors import DamagedError
+from torchrelay.records import dataclass
 
 LAYOUTS = {"strided": torch.strided}
 MEMORY_FORMATS = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 from torchrelay.checkpoint.package.program import Argument
 from torchrelay.checkpoint.package.trees import tree_of
 from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
 
 BATCH = "batch"
 Dynamic = Mapping[str, Mapping[int, str]]

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from torchrelay.checkpoint.archive.archive_file import ArchiveFile, open_archive_file
+from torchrelay.checkpoint.archive.archive_file import MEMBER_LIMIT, ArchiveFile, open_archive_file
 from torchrelay.checkpoint.archive.loading import fill
 from torchrelay.checkpoint.archive.publishing import Where
 from torchrelay.checkpoint.disk.fields import Fields
@@ -15,8 +15,6 @@ from torchrelay.checkpoint.disk.value_decoding import decode
 from torchrelay.checkpoint.package.opening import SOURCE, Package, open_package, package_of
 from torchrelay.errors import BlobError, DamagedError, UsageError
 from torchrelay.metadata.code.archived_imports import ArchivedImports
-
-SOURCE_LIMIT = 16 << 20
 
 
 def load(path: Where, *, trust_source: bool = False) -> nn.Module:
@@ -44,7 +42,7 @@ def load(path: Where, *, trust_source: bool = False) -> nn.Module:
 
 def _constructed(archive: ArchiveFile, package: Package) -> nn.Module:
     args, kwargs = _arguments(archive.fields.fields("package").fields("constructor"))
-    contents = {name: archive.read(SOURCE + name, SOURCE_LIMIT) for name in package.source}
+    contents = {name: archive.read(SOURCE + name, MEMBER_LIMIT) for name in package.source}
     module, _, name = package.class_path.partition(":")
     try:
         found: Any = ArchivedImports(package.where, contents, {}, ("",)).module(module)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.archive.archive_file import (
     CONSTANTS,
+    MEMBER_LIMIT,
     MODEL,
     PACKAGE,
     ArchiveFile,
@@ -21,13 +22,13 @@ from torchrelay.checkpoint.disk.fields import Fields
 from torchrelay.checkpoint.disk.value_decoding import decode
 from torchrelay.errors import DamagedError, FormatError, UsageError
 from torchrelay.jobs.signature import Signature
+from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
 PROGRAM = "program.json"
-PROGRAM_LIMIT = 256 << 20
 SOURCE = "source/"
 
 
@@ -145,6 +146,6 @@ def _module(archive: ArchiveFile, signature: Signature) -> nn.Module:
 def _program_json(archive: ArchiveFile) -> Json:
     what = f"{archive.what}: {PROGRAM}"
     try:
-        return canonical.loads(archive.read(PROGRAM, PROGRAM_LIMIT), what=what, limit_bytes=PROGRAM_LIMIT)
+        return canonical.loads(archive.read(PROGRAM, MEMBER_LIMIT), what=what, limit_bytes=MEMBER_LIMIT)
     except FormatError as error:
         raise FormatError(f"{what}: {error}") from None

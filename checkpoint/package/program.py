@@ -9,7 +9,6 @@ whose loading runs pickles of sample inputs and constants, and evaluates text as
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torchrelay.checkpoint.disk.canonical import Json
@@ -18,6 +17,7 @@ from torchrelay.checkpoint.disk.version import check_stamp, stamp
 from torchrelay.checkpoint.package import arguments
 from torchrelay.checkpoint.package.trees import Tree, check_tree
 from torchrelay.errors import DamagedError
+from torchrelay.records import dataclass
 
 STATE, CONSTANT = "state", "constant"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -17,6 +16,7 @@ from torchrelay.checkpoint.package.program import STATE, Argument, Program
 from torchrelay.checkpoint.package.trees import built, leaves_in
 from torchrelay.errors import DamagedError, UsageError
 from torchrelay.jobs.signature import Signature, TensorSpec
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from torchrelay.jobs.signature import Signature
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True)

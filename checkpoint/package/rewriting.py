@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torchrelay.checkpoint.package.trees import tree_of
 from torchrelay.checkpoint.package.unused import without_unused
 from torchrelay.errors import BlobError
 from torchrelay.jobs.signature import Signature, TensorSpec
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import prod
@@ -12,7 +11,6 @@ from operator import attrgetter, sub
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchrelay.checkpoint.disk.boxes import Bounds, item_bytes_of, volume
-from torchrelay.checkpoint.disk.immutable import immutable
 from torchrelay.checkpoint.disk.layouts import Layout, PerNode, Split
 from torchrelay.checkpoint.disk.lazily import lazily
 from torchrelay.checkpoint.disk.manifest import VALUE_LIMIT_BYTES, BlobRow, LeafRow, table
@@ -21,6 +19,7 @@ from torchrelay.checkpoint.disk.names import Flat, Key, Whole
 from torchrelay.checkpoint.disk.parts import box_key
 from torchrelay.checkpoint.disk.shard_entries import Entries, described
 from torchrelay.checkpoint.planning.identity import leaves_digest
+from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.state.leaf import LeafSpec
@@ -46,7 +45,7 @@ class NodeClass:
         return made
 
 
-@immutable()
+@dataclass(frozen=True)
 class Assignment:
     """Elements `first` up to, not including, `last` of a leaf that one node writes; a value has (0, 1)."""
 
@@ -208,7 +207,7 @@ class Plan:
         rows = [
             (
                 leaf.name, leaf.blob, leaf.kind, leaf.role._value_, leaf.dtype, leaf.shape, leaf.nbytes,
-                scope, leaf.group, layout, leaf.alias_of, 0,
+                scope, leaf.group, layout, leaf.alias_of, 0, leaf.frozen,
             )
             for leaf, scope, layout in self.rows
         ]  # fmt: skip

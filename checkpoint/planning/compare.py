@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from torchrelay.checkpoint.disk import canonical, dtypes
 from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Value
 from torchrelay.jobs.peers import Peers, together
+from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
     import torch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torchrelay.checkpoint.disk.manifest import BlobRow, Manifest, ShardRow, World, in_order
@@ -12,6 +11,7 @@ from torchrelay.checkpoint.planning.assignments import Plan
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.recent import Recent
 from torchrelay.jobs.places import NodePlace
+from torchrelay.records import dataclass
 
 Json = Any
 

@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.disk.canonical import dumps, dumps_read, sha256, words
-from torchrelay.checkpoint.disk.manifest import VALUE_LIMIT_BYTES
+from torchrelay.checkpoint.disk.manifest import VALUE_LIMIT_BYTES, has_odd_gradient
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.state.leaf import LeafSpec
@@ -50,6 +50,7 @@ def leaves_digest(leaves: Sequence[LeafSpec]) -> str:
             leaf.shape,
             leaf.nbytes if leaf.kind == "tensor" else leaf.nbytes > VALUE_LIMIT_BYTES,
             meshes[id(leaf.sharding)],
+            *(("odd gradient",) if has_odd_gradient(leaf.role._value_, leaf.frozen) else ()),
         )
         column.append(numbers.setdefault(form, len(numbers)))
     names = ",".join(words([leaf.name for leaf in ordered]))

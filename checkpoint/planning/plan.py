@@ -14,7 +14,7 @@ every node whose class has an identical leaf.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.disk import canonical
@@ -25,6 +25,7 @@ from torchrelay.checkpoint.planning.assignments import NodeClass, Plan, PlannedL
 from torchrelay.checkpoint.planning.cuts import CUT_BYTES, cuts_between
 from torchrelay.checkpoint.planning.identity import same, sorted_leaves
 from torchrelay.checkpoint.planning.sharded import check_complete, joined
+from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.state.leaf import LeafSpec

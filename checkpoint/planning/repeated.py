@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from torchrelay.checkpoint.planning.assignments import NodeClass, Plan
 from torchrelay.checkpoint.planning.plan import plan_classes
 from torchrelay.checkpoint.recent import Recent
+from torchrelay.records import dataclass
 
 _REMEMBERED = 4
 """Plans: a save that refers to older bytes asks twice."""

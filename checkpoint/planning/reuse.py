@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from torchrelay.checkpoint.disk.boxes import volume
 from torchrelay.checkpoint.disk.layouts import Layout
-from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
+from torchrelay.checkpoint.disk.manifest import OF_POSITION, LeafRow, Manifest, has_odd_gradient
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.planning.assignments import Plan, PlannedLeaf, elements
+from torchrelay.records import dataclass
 
 MAX_EARLIER_TRIES = 8
 MIN_FILE_BYTES = 4096
@@ -33,10 +33,10 @@ def comparable(plan: Plan) -> tuple[str, ...]:
 
 
 def _is_comparable(planned: PlannedLeaf) -> bool:
-    """Random states are written always: whoever resumes needs them, and they are small."""
+    """Random states and gradients are written always: whoever resumes needs them, and they change."""
     leaf = planned.leaf
     stored = leaf.kind == "tensor" and leaf.alias_of is None and leaf.nbytes > 0
-    return stored and leaf.role.value != "rng" and planned.scope in _SCOPES
+    return stored and leaf.role.value not in OF_POSITION and planned.scope in _SCOPES
 
 
 def same_leaves(
@@ -44,9 +44,9 @@ def same_leaves(
 ) -> frozenset[str]:
     """Those of the names `among` whose leaves an epoch has exactly as the plan has them.
 
-    That is: type, shape, role, scope and nodes, of a sharded leaf its mesh and placements, too; `nodes`
-    are the names of the plan's nodes. A leaf that all nodes of both share is the same, however many
-    nodes there are.
+    That is: type, shape, role, scope, whether it has a gradient, and nodes, of a sharded leaf its mesh and
+    placements, too; `nodes` are the names of the plan's nodes. A leaf that all nodes of both share is the
+    same, however many nodes there are.
     """
     planned: dict[str, list[PlannedLeaf]] = {}
     for one in plan.rows:
@@ -81,13 +81,15 @@ def _places(layout: Layout, names: Sequence[str]) -> list[str]:
 
 def _of_plan(one: PlannedLeaf) -> list[object]:
     leaf = one.leaf
-    return _stated(leaf.blob, leaf.group, leaf.role.value, leaf.dtype, leaf.shape, one.scope, elements(leaf))
+    stated = (leaf.blob, leaf.group, leaf.role.value, leaf.dtype, leaf.shape, one.scope, elements(leaf))
+    return _stated(*stated, has_odd_gradient(leaf.role.value, leaf.frozen))
 
 
 def _of_manifest(leaf: LeafRow) -> list[object]:
     if leaf.alias_of is not None:
         return []
-    return _stated(leaf.blob, leaf.group, leaf.role, leaf.dtype, leaf.shape, leaf.scope, leaf.elements)
+    stated = (leaf.blob, leaf.group, leaf.role, leaf.dtype, leaf.shape, leaf.scope, leaf.elements)
+    return _stated(*stated, leaf.gradient_is_odd)
 
 
 def _stated(*of_leaf: object) -> list[object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 
 import xxhash
@@ -13,6 +13,8 @@ from torchrelay.checkpoint.disk.manifest import BlobRow, LeafRow, Manifest
 from torchrelay.checkpoint.reading.leaf_reader import LeafReader
 from torchrelay.checkpoint.reading.lookup import nearest
 from torchrelay.errors import UsageError
+from torchrelay.jobs.names import GRADIENTS
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True)
@@ -65,18 +67,19 @@ class Blobs(Mapping[str, BlobInfo]):
 
     def __init__(self, reader: LeafReader) -> None:
         self._reader = reader
-        self._rows = {blob.name: blob for blob in reader.manifest.blobs}
+        # Without the gradients of a position, which nobody registered.
+        self._rows = {blob.name: blob for blob in reader.manifest.blobs if blob.name != GRADIENTS}
 
     def __getitem__(self, name: str) -> BlobInfo:
         if name not in self._rows:
             raise _UnknownBlobError(f"there is no blob {name!r}{nearest(name, self._rows)}")
-        return _blob_info(self._rows[name], self._leaves[name], self._reader)
+        return _blob_info(self._rows[name], self._leaves.get(name, []), self._reader)
 
     @cached_property
     def _leaves(self) -> dict[str, list[LeafRow]]:
-        found: dict[str, list[LeafRow]] = {name: [] for name in self._rows}
+        found: dict[str, list[LeafRow]] = {}
         for leaf in self._reader.manifest.leaves:
-            found[leaf.blob].append(leaf)
+            found.setdefault(leaf.blob, []).append(leaf)
         return found
 
     def __contains__(self, name: object) -> bool:

@@ -6,13 +6,12 @@ What is not one run of bytes on both sides passes through memory in slabs, each 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache, partial
 from itertools import groupby
 
 from torchrelay.checkpoint.disk.boxes import intersect, range_boxes, uncovered
 from torchrelay.checkpoint.disk.digest import BLOCK
-from torchrelay.checkpoint.disk.immutable import immutable
 from torchrelay.checkpoint.disk.manifest import LeafRow
 from torchrelay.checkpoint.disk.names import encode_name
 from torchrelay.checkpoint.disk.parts import Near, PartForm
@@ -26,6 +25,7 @@ from torchrelay.checkpoint.disk.windows import Target
 from torchrelay.checkpoint.reading.scatter import Copy, Slab
 from torchrelay.checkpoint.storage import ReadHandle
 from torchrelay.errors import DamagedError
+from torchrelay.records import dataclass
 
 PASSING_BYTES = 8 << 20
 """Slabs of a large entry that a thread takes at a time: a block at their borders is read twice."""
@@ -36,7 +36,7 @@ Open = Callable[[LeafRow, int, str], ShardHeader]
 """The header of the file of a node that holds a leaf's key."""
 
 
-@immutable()
+@dataclass(frozen=True)
 class BoxRead:
     """A leaf, its stored parts, and where boxes of it belong in the memory of a tensor."""
 
@@ -46,7 +46,7 @@ class BoxRead:
     destination: memoryview
 
 
-@immutable()
+@dataclass(frozen=True)
 class _Placed:
     """A slab that is to be read, and the memory that it is put into."""
 
@@ -82,9 +82,10 @@ class BoxPlan:
         for read in reads:
             self._add(read, opened)
 
-    def sizes(self) -> list[int]:
-        """The bytes of each read that goes through a slab."""
-        return [stop - start for start, stop in (one.span for one in self._slabs)]
+    def wanted(self) -> Iterator[tuple[ShardHeader, ReadRequest]]:
+        """The bytes of each read that goes through a slab, without a destination."""
+        for one in self._slabs:
+            yield one.header, ReadRequest(one.key, *one.span, memoryview(b""))
 
     def portions(self, options: ReadOptions) -> dict[str, list[Portion]]:
         """All slabs, by file and in its order, some at a time, which are put into place as they are read.
@@ -124,7 +125,7 @@ class BoxPlan:
                 self._slabs += [_Placed(header, text, entry, slab, read.destination) for slab in move.slabs]
 
 
-@immutable()
+@dataclass(frozen=True)
 class _Move:
     """What of a stored part is wanted: bytes [start, stop) that go to byte `at`, and slabs."""
 

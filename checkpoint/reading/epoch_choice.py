@@ -6,13 +6,13 @@ import math
 import operator
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.reading.lookup import nearest
 from torchrelay.errors import UnknownEpochError, UsageError
+from torchrelay.records import dataclass
 
 _TEXT = re.compile(r"(?:epoch=)?(0|[1-9][0-9]{0,7})(?:,branch=(0|[1-9][0-9]{0,8}))?")
 _WITH_STEP = re.compile(r"[0-9]+\+[0-9]+.*")

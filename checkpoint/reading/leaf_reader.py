@@ -7,51 +7,38 @@ straight into their destination, boxes of sharded leaves that are no run of byte
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import compress
 from math import prod
-from operator import attrgetter
 from typing import Any
 
 import xxhash
 
 from torchrelay.checkpoint.disk import values
-from torchrelay.checkpoint.disk.immutable import immutable
 from torchrelay.checkpoint.disk.layouts import Replicated, Split
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.disk.names import Flat, Key, encode_name, format_key
 from torchrelay.checkpoint.disk.parts import parts_near, parts_of
-from torchrelay.checkpoint.disk.portions import Portion, read_portions
+from torchrelay.checkpoint.disk.passing import ThreadMemory
 from torchrelay.checkpoint.disk.read_options import PLAIN, ReadOptions
 from torchrelay.checkpoint.disk.read_requests import ReadRequest
 from torchrelay.checkpoint.disk.shard_reader import ShardHeader
-from torchrelay.checkpoint.disk.windows import Target, whole_target
+from torchrelay.checkpoint.disk.windows import whole_target
 from torchrelay.checkpoint.reading.box_reader import BoxPlan, BoxRead
 from torchrelay.checkpoint.reading.lookup import find_row, holder_of
+from torchrelay.checkpoint.reading.read_plan import NOWHERE, LeafRead, ReadPlan, check_portions
 from torchrelay.checkpoint.reading.seen_twice import seen_twice
 from torchrelay.checkpoint.reading.shard_set import Holder, ShardSet
-from torchrelay.checkpoint.storage import Memory, Storage
+from torchrelay.checkpoint.storage import Memory, Storage, worth_of_a_request
 from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
 
 Json = Any
 
 
-@immutable()
-class LeafRead:
-    """All bytes of a leaf, as `node` has it, into 1-D memory of exactly that size.
-
-    With a `target` the memory is that of a tensor which holds only some boxes of the leaf.
-    """
-
-    leaf: str
-    destination: memoryview
-    node: str | None = None
-    target: Target | None = None
-
-
-@immutable()
+@dataclass(frozen=True)
 class _Place:
     """Where a piece is stored."""
 
@@ -61,6 +48,10 @@ class _Place:
     @property
     def text(self) -> str:
         return format_key(self.key)
+
+
+Source = tuple[str, str | None]
+"""A leaf, and the node whose own is meant."""
 
 
 class LeafReader:
@@ -92,27 +83,17 @@ class LeafReader:
         UsageError for an unknown name, a value, or memory of another size; DamagedError and
         StorageError for what the storage has.
         """
-        by_file: dict[str, tuple[ShardHeader, list[ReadRequest]]] = {}
-        found, plan = self.planned(reads)
-        for header, request in [*found, *plan.straight]:
-            by_file.setdefault(header.path, (header, []))[1].append(request)
-        slabs = plan.portions(self.options)
-        nbytes = sum(one.stop - one.start for _, requests in by_file.values() for one in requests)
-        nbytes += sum(one.nbytes for some in slabs.values() for one in some)
-        read_portions(self._portions(by_file, slabs), nbytes, self.options, seen_twice)
+        self.plan(reads).read(self.options)
 
-    def _portions(
-        self,
-        by_file: Mapping[str, tuple[ShardHeader, list[ReadRequest]]],
-        slabs: Mapping[str, Sequence[Portion]],
-    ) -> Iterator[Portion]:
-        """What is read at a time, in the order of the files; straight reads are made file by file."""
-        for path in sorted(by_file.keys() | slabs.keys()):
-            found = [*slabs.get(path, ())]
-            if path in by_file:
-                header, requests = by_file[path]
-                found += header.portions(requests, self.options)
-            yield from sorted(found, key=attrgetter("begin"))
+    def plan(self, reads: Iterable[LeafRead]) -> ReadPlan:
+        """What `read_many` does, not done yet; opens headers alone, and raises as that does."""
+        found, boxes = self.planned(reads)
+        return ReadPlan(found, boxes)
+
+    @property
+    def is_far(self) -> bool:
+        """Whether what is read comes over a network, request by request."""
+        return worth_of_a_request(self.shards.storage) > 0
 
     def planned(self, reads: Iterable[LeafRead]) -> tuple[list[tuple[ShardHeader, ReadRequest]], BoxPlan]:
         """What `read_many` reads, of leaves that all nodes have alike and of boxes; opens headers alone."""
@@ -136,23 +117,31 @@ class LeafReader:
 
     def read_rows(self, rows: Sequence[int], memories: Sequence[Memory]) -> None:
         """Fill 1-D bytes with tensors that have a `holder`; raises as `read_many` does."""
+        for header, keys, places in self._whole(rows):
+            wanted = keys, [memories[place] for place in places]
+            seen_twice(partial(header.read_whole, *wanted, self.options))
+
+    def check_rows(self, rows: Sequence[int]) -> int:
+        """Verify what `read_rows` reads, where it lies; the number of bytes. Raises as that does."""
+        if not self.options.verify:
+            return 0
+        memory = ThreadMemory()
+        found = [one for header, keys, _ in self._whole(rows) for one in header.checks_whole(keys, memory)]
+        return check_portions(found, self.options)
+
+    def _whole(self, rows: Sequence[int]) -> Iterator[tuple[ShardHeader, list[str], list[int]]]:
+        """Of each file the keys of tensors that lie whole in it, and their places among the rows."""
+        leaves = self.manifest.leaves
         found: dict[Holder | None, list[int]] = {}
         for place, row in enumerate(rows):
             found.setdefault(self.holder(row), []).append(place)
         for holder, places in found.items():
             if holder is None:
                 raise UsageError(f"leaf {rows[places[0]]} does not lie whole in one file")
-            self._read_places(holder, places, rows, memories)
-
-    def _read_places(
-        self, holder: Holder, places: Sequence[int], rows: Sequence[int], memories: Sequence[Memory]
-    ) -> None:
-        leaves = self.manifest.leaves
-        keys = [encode_name(leaves[rows[place]].name) for place in places]
-        for header in seen_twice(lambda: self.shards.open(holder)).headers:
-            here = [key in header.entries for key in keys]
-            wanted = list(compress(keys, here)), [memories[place] for place in compress(places, here)]
-            seen_twice(partial(header.read_whole, *wanted, self.options))
+            keys = [encode_name(leaves[rows[place]].name) for place in places]
+            for header in seen_twice(partial(self.shards.open, holder)).headers:
+                here = [key in header.entries for key in keys]
+                yield header, list(compress(keys, here)), list(compress(places, here))
 
     def read_stored(self, header: ShardHeader, requests: list[ReadRequest]) -> None:
         """Do reads of one file, verified; a mismatch is read again before it is believed."""
@@ -210,15 +199,33 @@ class LeafReader:
             hashed.update(place.header.entries[place.text].digests)
         return str(hashed.hexdigest())
 
+    def same_content(self, one: Source, other: Source) -> bool:
+        """Whether two tensors of one form, each with the node whose own is meant, have the same bytes.
+
+        The headers tell, but where one is cut into other boxes than the other: then both are read.
+        """
+        if self.digest(*one) == self.digest(*other):
+            return True
+        rows = [find_row(self.manifest, *source) for source in (one, other)]
+        layouts = [self.manifest.layouts[self.manifest.leaves[row].layout] for row in rows]
+        if layouts[0] == layouts[1] or not any(isinstance(layout, Mesh) for layout in layouts):
+            return False
+        whole = [bytearray(self.manifest.leaves[row].nbytes) for row in rows]
+        self.read_many(
+            LeafRead(leaf, memoryview(w), node) for (leaf, node), w in zip((one, other), whole, strict=True)
+        )
+        return whole[0] == whole[1]
+
     def _requests(self, read: LeafRead) -> list[tuple[ShardHeader, ReadRequest]]:
         spec = self.spec(read.leaf, read.node)
         memory = _memory(spec, read, spec.elements)
         found = []
         for place in self._places(read.leaf, read.node):
-            part = memory
-            if isinstance(place.key, Flat):
-                part = memory[place.key.start * spec.item_bytes : place.key.stop * spec.item_bytes]
-            found.append((place.header, ReadRequest(place.text, 0, len(part), part)))
+            key, first, stop = place.key, 0, spec.elements
+            if isinstance(key, Flat):
+                first, stop = key.start, key.stop
+            part = memory[first * spec.item_bytes : stop * spec.item_bytes]
+            found.append((place.header, ReadRequest(place.text, 0, (stop - first) * spec.item_bytes, part)))
         return found
 
     def _sharded(self, read: LeafRead) -> bool:
@@ -253,9 +260,9 @@ class LeafReader:
 
 
 def _memory(spec: LeafRow, read: LeafRead, elements: int) -> memoryview:
-    memory = read.destination.cast("B")
     size = elements * spec.item_bytes
-    if spec.kind != "tensor" or len(memory) != size:
+    memory = read.destination.cast("B")
+    if spec.kind != "tensor" or (len(memory) != size and read.destination is not NOWHERE):
         raise UsageError(f"{read.leaf!r} ({size} bytes, {spec.kind}) cannot fill {len(memory)} bytes")
     return memory
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -13,27 +15,41 @@ import torch
 from torchrelay.checkpoint.asynchronous.gate import gate
 from torchrelay.checkpoint.disk import values
 from torchrelay.checkpoint.disk.dtypes import by_name, memory_of, torch_dtype
-from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
+from torchrelay.checkpoint.disk.manifest import OF_POSITION, LeafRow, Manifest
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.disk.shard_entries import form_of
 from torchrelay.checkpoint.disk.value_decoding import references
 from torchrelay.checkpoint.log.live import Entry
-from torchrelay.checkpoint.reading.casting import Cast, cast
-from torchrelay.checkpoint.reading.leaf_reader import LeafRead, LeafReader
-from torchrelay.checkpoint.reading.load_result import LoadResult, blob_of, check_objects, of_objects
-from torchrelay.checkpoint.reading.lookup import find_row, holder_of, nearest
-from torchrelay.checkpoint.reading.partly_loaded import naming_what_changed
-from torchrelay.checkpoint.reading.patterns import Chosen, Rename, renamed, renamed_all
+from torchrelay.checkpoint.reading.casting import Cast, cast, cast_of, checked_cast
+from torchrelay.checkpoint.reading.leaf_reader import LeafReader
+from torchrelay.checkpoint.reading.load_result import LoadResult, blob_of, checked_objects, of_objects
+from torchrelay.checkpoint.reading.lookup import (
+    Nodes,
+    check_decided,
+    checked_nodes,
+    find_row,
+    holder_of,
+    is_owned,
+    nearest,
+    node_for,
+    node_of,
+    whose,
+)
+from torchrelay.checkpoint.reading.patterns import Below, Chosen, Rename, renamed
+from torchrelay.checkpoint.reading.read_plan import LeafRead
+from torchrelay.checkpoint.reading.renaming import Renaming
+from torchrelay.checkpoint.reading.two_passes import Columns, Loading, Wanted
 from torchrelay.checkpoint.selection import EVERYTHING
-from torchrelay.checkpoint.state.flatten import leaves_of
+from torchrelay.checkpoint.state.container_restore import check_changed
+from torchrelay.checkpoint.state.flatten import leaf_names
 from torchrelay.checkpoint.state.in_place import NOTHING, InPlace, fitting, planned
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.checkpoint.state.restore import Restoration, restoration
 from torchrelay.checkpoint.wildcards import matches
 from torchrelay.errors import UsageError
-
-Nodes = str | Mapping[str, str] | None
-"""Whose content is meant where every node has its own: one node's, or per stored blob."""
+from torchrelay.jobs.containers import item_of, within
+from torchrelay.jobs.names import dotted_prefixes
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True)
@@ -53,6 +69,7 @@ class _Wish:
     rename: Rename | None
     nodes: Nodes
     exclude: tuple[str, ...]
+    dtype: Cast = None
 
     def leaves_out(self, name: str) -> bool:
         """Whether a leaf of an object, by the name that the object knows, is to stay as it is."""
@@ -69,22 +86,23 @@ def load_objects(
     nodes: Nodes,
     atomic: bool,
     exclude: Collection[str] = (),
-) -> LoadResult:
-    """Load into objects; see `Checkpoint.load`."""
-    check_objects(objects)
-    wish = _Wish(strict, rename, nodes, tuple(exclude))
+    dtype: Cast = None,
+) -> tuple[LoadResult, int]:
+    """Load into objects, see `Checkpoint.load`; also how many bytes were verified before they were read."""
+    objects = checked_objects(objects)
+    wish = _Wish(strict, rename, checked_nodes(nodes), tuple(exclude), checked_cast(dtype))
     (found, plan), in_place = planned(
         lambda in_place: _plan(reader, entry, objects, in_place, wish),
         _in_place(reader, entry, objects) if rename is None and not exclude else NOTHING,
     )
+    loading = _loading(reader, plan, found, in_place, atomic=atomic)
+    loading.first()
     gate()
-    _read(reader, plan, found, in_place, atomic=atomic)
+    loading.second()
     plan.finish()
-    return LoadResult(
-        (*in_place.tensors, *(name for name in found if name not in plan.unexpected)),
-        plan.missing,
-        plan.unexpected,
-    )
+    loaded = (*in_place.tensors, *(name for name in found if name not in plan.unexpected))
+    of_nodes = {name: one.node for name, one in found.items() if one.node and name not in plan.unexpected}
+    return LoadResult(loaded, plan.missing, plan.unexpected, nodes=of_nodes), loading.checked
 
 
 def _in_place(reader: LeafReader, entry: Entry, objects: Mapping[str, Any]) -> InPlace:
@@ -118,19 +136,49 @@ def _plan(
     rest = in_place.rest(objects)
     found = _find(reader, rest, wish)
     _check_blobs(reader, rest, found, rename)
-    kept = [leaf.name for leaf in leaves_of(rest) if wish.leaves_out(leaf.name)] if wish.exclude else []
+    kept: list[str] = []
+    if wish.exclude:
+        renaming = Renaming(reader.manifest, rename)
+        left = {renaming.name(one) for one in reader.manifest.leaves if renaming.excludes(one, wish.exclude)}
+        kept = [*left, *(one for one in leaf_names(rest) if wish.leaves_out(one))]
     check_kept(reader, entry, [one.stored for one in found.values()])
     json = {
         name: reader.value_json(one.stored, one.node)
         for name, one in found.items()
         if one.spec.kind == "value" and one.spec.alias_of is None
     }
+    if isinstance(rename, Mapping):
+        renaming = Renaming(reader.manifest, rename)
+        groups = [name for name in json if renaming.is_group(found[name].stored)]
+        json.update({name: renaming.group(json[name]) for name in groups})
     found = _inner_unrenamed(found, json)
     specs = {name: one.spec for name, one in found.items()}
-    why = reader.manifest.facts.selection.why_not
-    if rename is not None:  # patterns are of stored names
-        why = EVERYTHING.why_not
-    plan = restoration(objects, specs, json, strict=wish.strict, kept=kept, why_absent=why, in_place=settled)
+    within = rename.into if isinstance(rename, Below) else ""
+    selection = reader.manifest.facts.selection if rename is None else EVERYTHING  # patterns: stored names
+
+    def why(name: str) -> str:
+        return selection.why_absent(name) or whose(reader.manifest, name)
+
+    def same_content(one: str, other: str) -> bool:
+        known = [found.get(name) for name in (one, other)]  # what is in place has its stored name
+        sources = [
+            (a.stored, a.node) if a else (name, None) for a, name in zip(known, (one, other), strict=True)
+        ]
+        return reader.same_content(*sources)
+
+    plan = restoration(
+        objects,
+        specs,
+        json,
+        strict=wish.strict,
+        kept=kept,
+        why_absent=why,
+        in_place=settled,
+        same_content=same_content,
+        within=within,
+        cast=None if isinstance(rename, Below) else lambda name: cast_of(name, wish.dtype),
+    )
+    check_changed(plan.replaced, objects, "ckpt.value({0})")
     return found, plan
 
 
@@ -160,7 +208,14 @@ def load_tensors(
 
 
 def load_value(reader: LeafReader, entry: Entry, name: str, node: str | None) -> Any:
-    """Read one value, with the tensors inside it."""
+    """Read one value, with the tensors inside it; a dotted name may lead into a container (`ema.step`)."""
+    rows, leaves = reader.manifest.rows, reader.manifest.leaves
+    for outer in reversed(dotted_prefixes(name)) if name not in rows else ():
+        if outer in rows and leaves[rows[outer][0]].role == "value":
+            place = within(load_value(reader, entry, outer, node), name[len(outer) + 1 :])
+            if place is not None:
+                with suppress(LookupError):
+                    return item_of(*place)
     check_kept(reader, entry, [name])
 
     def refer(inner: Any) -> torch.Tensor:
@@ -183,22 +238,28 @@ def check_kept(reader: LeafReader, entry: Entry, names: Iterable[str]) -> None:
 
 def _find(reader: LeafReader, objects: Mapping[str, Any], wish: _Wish) -> dict[str, _Found]:
     """The stored leaves that are of the objects' blobs once they are renamed."""
-    manifest, rename, nodes = reader.manifest, wish.rename, wish.nodes
-    inside = _inside(manifest.rows, objects, rename)
-    if wish.exclude:
-        inside = [name for name in inside if not wish.leaves_out(renamed(name, rename))]
-    names = [name for name in inside if manifest.leaves[manifest.rows[name][0]].role != "rng"]
+    manifest, nodes = reader.manifest, wish.nodes
+    names = _names(Renaming(manifest, wish.rename), objects, wish)
+    check_decided(manifest, names.values(), nodes)
+    if nodes is not None:
+        names = {new: stored for new, stored in names.items() if _is_meant(manifest, stored, nodes)}
     first: dict[str, str] = {}
     found: dict[str, _Found] = {}
-    for new, stored in renamed_all(names, rename).items():
+    for new, stored in names.items():
         declared = manifest.leaves[manifest.rows[stored][0]]
-        node = nodes.get(declared.blob) if isinstance(nodes, Mapping) else nodes
+        node = node_for(manifest, stored, nodes)
         row = find_row(manifest, stored, node)
-        holder_of(manifest, row, node)  # says which node to ask for, before anything changes
+        holder_of(manifest, row, node)  # says which nodes have it
         source = first.setdefault(manifest.leaves[row].name, new)
         blob = blob_of(new, objects) or declared.blob
         found[new] = _Found(_spec(manifest, row, new, blob, source), stored, node)
     return found
+
+
+def _is_meant(manifest: Manifest, name: str, nodes: Nodes) -> bool:
+    """Whether a leaf is among those of the node that is meant, if one is."""
+    node = node_of(manifest, name, nodes)
+    return node not in manifest.world.number or is_owned(manifest, name, node)
 
 
 def _inner_unrenamed(found: Mapping[str, _Found], json: Mapping[str, Any]) -> dict[str, _Found]:
@@ -218,10 +279,20 @@ def _inner_unrenamed(found: Mapping[str, _Found], json: Mapping[str, Any]) -> di
     return {**kept, **inner}
 
 
-def _inside(names: Iterable[str], objects: Mapping[str, Any], rename: Rename | None) -> list[str]:
-    if rename is None:
-        return of_objects(names, objects)
-    return [name for name in names if blob_of(renamed(name, rename), objects) is not None]
+def _names(renaming: Renaming, objects: Mapping[str, Any], wish: _Wish) -> dict[str, str]:
+    """New name to stored one of the leaves that are meant; raises UsageError where two would become one."""
+    manifest, rename = renaming.manifest, wish.rename
+    found: dict[str, str] = {}
+    for stored in of_objects(manifest.rows, objects) if rename is None else manifest.rows:
+        leaf = manifest.leaves[manifest.rows[stored][0]]
+        new = stored if rename is None else renaming.name(leaf)
+        inside = rename is None or blob_of(new, objects) is not None
+        if leaf.role in OF_POSITION or not inside or (wish.exclude and renaming.excludes(leaf, wish.exclude)):
+            continue
+        if found.setdefault(new, stored) != stored:
+            both = f"{found[new]!r} and {stored!r} both"
+            raise UsageError(f"rename={rename!r} makes {both} {new!r}: choose other names")
+    return found
 
 
 def _spec(manifest: Manifest, number: int, name: str, blob: str, source: str) -> LeafSpec:
@@ -240,6 +311,7 @@ def _spec(manifest: Manifest, number: int, name: str, blob: str, source: str) ->
         nbytes=row.nbytes,
         alias_of=alias,
         sharding=layout if isinstance(layout, Mesh) else None,
+        frozen=row.frozen,
     )
 
 
@@ -254,32 +326,10 @@ def _check_blobs(
             raise UsageError(f"there is no blob {name!r}{nearest(name, there)}")
 
 
-def _read(
-    reader: LeafReader,
-    plan: Restoration,
-    found: Mapping[str, _Found],
-    in_place: InPlace,
-    *,
-    atomic: bool,
-) -> None:
-    """Read everything; with `atomic` live tensors are written once all bytes have come and are right."""
-    staged: list[tuple[torch.Tensor, torch.Tensor]] = []
-    reads: list[LeafRead] = []
-    for read in plan.reads:
-        memory = read.memory()
-        if atomic and read.destination is not None:
-            staged.append((read.destination, torch.empty_like(memory)))
-            memory = staged[-1][1]
-        one = found[read.leaf]
-        reads.append(LeafRead(one.stored, memory_of(memory), one.node, read.target))
-    live = bool(in_place.tensors) or any(read.destination is not None for read in plan.reads)
-    memories, whole = in_place.beside() if atomic else (in_place.memories, None)
+def _loading(
+    reader: LeafReader, plan: Restoration, found: Mapping[str, _Found], in_place: InPlace, *, atomic: bool
+) -> Loading:
     rows = [reader.manifest.rows[name][0] for name in in_place.tensors]
-    with naming_what_changed(live=live and not atomic):
-        reader.read_rows(rows, memories)
-        reader.read_many(reads)
-    with torch.no_grad():
-        if whole is not None:
-            in_place.put(memories)
-        for destination, fresh in staged:
-            destination.copy_(fresh)
+    columns = Columns(in_place, partial(reader.check_rows, rows), partial(reader.read_rows, rows))
+    wanted = [Wanted(read, found[read.leaf].stored, found[read.leaf].node) for read in plan.reads]
+    return Loading(reader, wanted, columns, atomic=atomic)

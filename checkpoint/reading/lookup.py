@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from itertools import islice
@@ -12,6 +12,10 @@ from pathlib import Path
 from torchrelay.checkpoint.disk.layouts import Layout, PerNode
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
 from torchrelay.errors import UsageError
+from torchrelay.jobs.names import GRADIENTS
+
+Nodes = str | Mapping[str, str] | None
+"""Whose value is taken of what differs between nodes: one node's, or that of a node per stored blob."""
 
 _NEIGHBOURS = 1000
 
@@ -53,7 +57,7 @@ def _no_leaf(manifest: Manifest, name: str) -> str:
 
 
 def holder_of(manifest: Manifest, row: int, node: str | None) -> int | None:
-    """The number of the node whose own value is meant; None for a leaf that all nodes share."""
+    """The number of the node whose own value is meant; None for a leaf whose owners have one value."""
     leaf = manifest.leaves[row]
     layout = manifest.layouts[leaf.layout]
     if not isinstance(layout, PerNode):
@@ -74,6 +78,97 @@ def holder_of(manifest: Manifest, row: int, node: str | None) -> int | None:
     return number
 
 
+def is_owned(manifest: Manifest, name: str, node: str | None) -> bool:
+    """Whether a node of the epoch owns a leaf. Of one on a mesh any node may have a place without content."""
+    number = manifest.world.number.get(node or "")
+    rows = [manifest.leaves[row] for row in manifest.rows[name]]
+    return any(leaf.scope == "sharded" or number in manifest.owners_of(leaf) for leaf in rows)
+
+
+def check_owned(manifest: Manifest, name: str, node: str | None) -> None:
+    """Raise UsageError, naming what there is, where it is not clear whose leaf is meant.
+
+    That is where a node is given that owns no such leaf, or none is given and several own one.
+    """
+    row = find_row(manifest, name, node)
+    holder_of(manifest, row, node)
+    if node in manifest.world.number and not is_owned(manifest, name, node):
+        leaf = manifest.leaves[row]
+        there = own_names(manifest, leaf, manifest.layouts[leaf.layout])
+        raise UsageError(f"{node!r} has no {name!r} of its own; there is {there}")
+
+
+def whose(manifest: Manifest, name: str) -> str:
+    """What a refusal says of a leaf that some nodes of the epoch own and others do not; empty for others."""
+    rows = [manifest.leaves[row] for row in manifest.rows.get(name, ())]
+    numbers = sorted({number for leaf in rows for number in manifest.owners_of(leaf)})
+    if not numbers or len(numbers) == len(manifest.world.nodes):
+        return ""
+    owners = [manifest.world.nodes[number] for number in numbers]
+    some = ", ".join(owners[:4]) + (f", ... ({len(owners)} nodes)" if owners[4:] else "")
+    return f"it belongs to {some}: say whose leaves to load, such as nodes={owners[0]!r}"
+
+
+def several_owners(manifest: Manifest, name: str) -> tuple[str, ...]:
+    """The nodes that have a value of their own of a leaf; empty where one value is for all who have it."""
+    rows = manifest.rows[name]
+    layout = manifest.layouts[manifest.leaves[rows[0]].layout]
+    if len(rows) == 1 and not (isinstance(layout, PerNode) and len(layout.nodes) > 1):
+        target = manifest.leaves[rows[0]].alias_of
+        return () if target is None or target == name else several_owners(manifest, target)
+    numbers = {number for row in rows for number in manifest.nodes_of(manifest.leaves[row])}
+    return tuple(manifest.world.names[number] for number in sorted(numbers))
+
+
+def node_for(manifest: Manifest, name: str, nodes: Nodes) -> str | None:
+    """The node whose value of a leaf is meant; None where the leaf has one value.
+
+    Raises UsageError, naming `nodes=`, where it has several and nobody said whose is meant.
+    """
+    owners = several_owners(manifest, name)
+    if not owners:
+        return None
+    check_decided(manifest, [name], nodes)
+    return node_of(manifest, name, nodes)
+
+
+def checked_nodes(nodes: Nodes) -> Nodes:
+    """The option as users give it; UsageError for what it cannot be."""
+    named = [*nodes, *nodes.values()] if isinstance(nodes, Mapping) else [] if nodes is None else [nodes]
+    if not all(isinstance(one, str) for one in named):
+        raise UsageError(
+            f"nodes={nodes!r:.80}: give the name of one node, or that of a node for each blob, such as "
+            "nodes={'model': 'trainer_0'}"
+        )
+    return nodes
+
+
+def node_of(manifest: Manifest, name: str, nodes: Nodes) -> str | None:
+    """What `nodes` says of a leaf."""
+    return nodes.get(manifest.leaves[manifest.rows[name][0]].blob) if isinstance(nodes, Mapping) else nodes
+
+
+def check_decided(manifest: Manifest, names: Iterable[str], nodes: Nodes) -> None:
+    """Raise UsageError for nodes that are not there, and for leaves with several values without a choice."""
+    for node in nodes.values() if isinstance(nodes, Mapping) else [nodes]:
+        if node is not None and node not in manifest.world.names:
+            known = manifest.world.names
+            raise UsageError(f"nodes={node!r}: there is no such node{nearest(str(node), known)}")
+    if len(manifest.world.names) == 1:
+        return
+    unsaid = [name for name in names if node_of(manifest, name, nodes) is None]
+    differing = {name: owners for name in unsaid if (owners := several_owners(manifest, name))}
+    if not differing:
+        return
+    some = ", ".join(map(repr, list(differing)[:4]))
+    more = f", ... ({len(differing)} leaves)" if len(differing) > 4 else ""
+    has = "have values of their own" if len(differing) > 1 else "has a value of its own"
+    owners = next(iter(differing.values()))
+    raise UsageError(
+        f"{some}{more} {has} on each of {len(owners)} nodes: say whose to take, such as nodes={owners[0]!r}"
+    )
+
+
 def own_names(manifest: Manifest, leaf: LeafRow, layout: Layout) -> str:
     """`a:name, b:name, ...` for a message."""
     names = [f"{manifest.world.names[number]}:{leaf.name}" for number in layout.nodes]
@@ -82,7 +177,7 @@ def own_names(manifest: Manifest, leaf: LeafRow, layout: Layout) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of a message: what was probably meant, or what there is."""
-    known = list(known)
+    known = [one for one in known if not one.startswith(GRADIENTS)]  # which nobody asks for by name
     close = get_close_matches(name, known, n=3, cutoff=0.6)
     if close:
         return f"; did you mean {' or '.join(map(repr, close))}?"

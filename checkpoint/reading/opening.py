@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from torchrelay.checkpoint.counting_storage import CountingStorage
 from torchrelay.checkpoint.disk.manifest_glance import glance
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.job_file import PATH as JOB_FILE
+from torchrelay.checkpoint.log.job_file import has_job, holds_job
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.reading.epoch_choice import Wanted, best_first, named_entry, whole_epochs
@@ -21,13 +20,13 @@ from torchrelay.checkpoint.reading.proof import Outcome, Proof, prove
 from torchrelay.checkpoint.remote.urls import is_url
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.storage_places import FILE, joined, storage_of
-from torchrelay.checkpoint.tier.opened import opened
+from torchrelay.checkpoint.tier.options import NOTES
 from torchrelay.errors import NoProvableEpochError, StorageError, UnknownEpochError, UsageError
 from torchrelay.jobs.directories import is_directory
+from torchrelay.records import dataclass
 
 Best = tuple[str, str]
 Say = Callable[[str], None]
-_RUN_JSON_LIMIT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -63,12 +62,17 @@ def place_of(where: str | os.PathLike[str] | Storage) -> Place:
         raise UsageError(f"{path} is {why}: give a run directory")
     if is_directory(path / "checkpoints"):
         return Place(CountingStorage(LocalStorage(path / "checkpoints")), best_of_run(path))
-    if not (path / "job.json").exists():
+    if not has_job(path):
         raise UsageError(
             f"{path} holds no checkpoints: give a run directory (it has checkpoints/) or the prefix "
             "that the manager was given"
         )
-    return Place(CountingStorage(opened(path)))
+    storage = LocalStorage(path)
+    if storage.stat(NOTES) is not None:
+        from torchrelay.checkpoint.tier.opened import opened
+
+        storage = opened(path)
+    return Place(CountingStorage(storage))
 
 
 def _meant(path: Path) -> str:
@@ -82,14 +86,14 @@ def _place_at_url(url: str) -> Place:
     """The checkpoints of a run, or at a prefix, in a store."""
     here = storage_of(url, "the place")
     for one in (here, storage_of(joined(url, "checkpoints"), "the place")):
-        if one.stat(JOB_FILE) is not None:
+        if holds_job(one):
             return Place(CountingStorage(one), None if one is here else _best_at(here))
     raise UsageError(f"{url} holds no checkpoints: give the prefix that the manager was given")
 
 
 def _best_at(run: Storage) -> Best | None:
     try:
-        return _best_in(run.read_range("run.json", 0, _RUN_JSON_LIMIT_BYTES))
+        return _best_in(run.read_range("run.json", 0, run.stat("run.json") or 0))
     except OSError:
         return None
 

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
 
 from torchrelay.checkpoint.disk.layouts import PerNode
 from torchrelay.checkpoint.disk.manifest import Manifest
-from torchrelay.checkpoint.reading.lookup import find_row, holder_of, nearest, split_name
+from torchrelay.checkpoint.reading.lookup import (
+    Nodes,
+    check_decided,
+    check_owned,
+    checked_nodes,
+    nearest,
+    node_for,
+    several_owners,
+    split_name,
+)
 from torchrelay.checkpoint.wildcards import matches
 from torchrelay.errors import UsageError
+from torchrelay.jobs.names import GRADIENTS, RANDOM_STATES
+from torchrelay.records import dataclass
 
 NOWHERE = ""
 """The new name of what belongs nowhere."""
@@ -53,24 +63,47 @@ def pattern_list(patterns: str | Sequence[str]) -> list[str]:
     return list(given)
 
 
-def choose(manifest: Manifest, patterns: str | Sequence[str], kind: str, *, strict: bool) -> list[Chosen]:
+def choose(
+    manifest: Manifest, patterns: str | Sequence[str], kind: str, *, strict: bool, nodes: Nodes = None
+) -> list[Chosen]:
     """Leaves of a kind that match any pattern, each once, in the order of the patterns.
 
     `model.encoder` stands for that leaf or all below it, `*`, `?` and `[...]` for any text, and
-    `trainer_1:` in front for that node's own. Without a node a pattern means leaves that all nodes
-    share (or only one has). A pattern that matches nothing is an error unless `strict` is False.
+    `trainer_1:` in front for what that node has. `nodes` says whose value is meant of leaves that have
+    several. Random states, of which every node has its own, are meant only by patterns that begin with `rng`.
+    A pattern that matches nothing is an error unless `strict` is False. Raises UsageError, naming `nodes=`,
+    for leaves with several values of which nobody said which: none is left out.
     """
+    nodes = checked_nodes(nodes)
     found: dict[Chosen, None] = {}
     for pattern in pattern_list(patterns):
         node, text = split_name(pattern, manifest.world.names)
-        matching = [name for name in manifest.rows if matches(name, text) and _has_kind(manifest, name, kind)]
-        usable = [name for name in matching if _unambiguous(manifest, name, node)]
-        if matching and not usable:
-            holder_of(manifest, find_row(manifest, matching[0], node), node)  # says which node to ask for
-        if not usable and strict:
+        gradients = text.startswith(GRADIENTS)  # those of a position are meant by their name alone
+        matching = [
+            name
+            for name in manifest.rows
+            if name.startswith(GRADIENTS) == gradients
+            and matches(name, text)
+            and _has_kind(manifest, name, kind)
+        ]
+        if node is None:
+            if nodes is None and not (text == RANDOM_STATES or text.startswith(f"{RANDOM_STATES}.")):
+                matching = [name for name in matching if not _is_random_of_several(manifest, name)]
+            check_decided(manifest, matching, nodes)
+            chosen = [(name, node_for(manifest, name, nodes)) for name in matching]
+        else:
+            chosen = [(name, node) for name in matching if _has(manifest, name, node)]
+            if matching and not chosen:
+                check_owned(manifest, matching[0], node)  # says which node to ask for
+        if not chosen and strict:
             raise UsageError(f"no {kind} matches {pattern!r}{_instead(manifest, text, kind)}")
-        found.update(dict.fromkeys((name, node) for name in usable))
+        found.update(dict.fromkeys(chosen))
     return list(found)
+
+
+def _is_random_of_several(manifest: Manifest, name: str) -> bool:
+    leaf = manifest.leaves[manifest.rows[name][0]]
+    return leaf.role == "rng" and bool(several_owners(manifest, name))
 
 
 def renamed(name: str, rename: Rename | None) -> str:
@@ -116,9 +149,9 @@ def _has_kind(manifest: Manifest, name: str, kind: str) -> bool:
     return manifest.leaves[manifest.rows[name][0]].kind == kind
 
 
-def _unambiguous(manifest: Manifest, name: str, node: str | None) -> bool:
+def _has(manifest: Manifest, name: str, node: str | None) -> bool:
     try:
-        holder_of(manifest, find_row(manifest, name, node), node)
+        check_owned(manifest, name, node)
     except UsageError:
         return False
     return True

@@ -14,7 +14,6 @@ error, a permission, a format of another version. It says nothing about the epoc
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
@@ -26,6 +25,7 @@ from torchrelay.checkpoint.reading.seen_twice import seen_twice
 from torchrelay.checkpoint.reading.shard_set import Holder, ShardSet, holders_of
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import DamagedError, FormatError, StorageError
+from torchrelay.records import dataclass
 
 Level = Literal["sizes", "headers", "full"]
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from torchrelay.checkpoint.disk.boxes import Bounds, Interval, runs, volume, whole
+from torchrelay.checkpoint.disk.boxes import Bounds, Interval, halves, runs, volume, whole
 from torchrelay.checkpoint.disk.lazily import lazily
+from torchrelay.records import dataclass
 
 SLAB_BYTES = 2 << 20
 """A slab takes at most so much memory, or one element; larger ones leave the processor's cache."""
@@ -52,7 +52,7 @@ class Copy:
             if (stop - start) * item_bytes <= SLAB_BYTES or volume(box) == 1:
                 yield Slab(self, box, (self.first + start, self.first + stop), item_bytes)
             else:
-                pending += reversed(_halves(box))
+                pending += reversed(halves(box))
 
 
 @dataclass(frozen=True)
@@ -112,10 +112,3 @@ def _hull(outer: Bounds, box: Bounds) -> Interval:
         start = start * (high - low) + a - low
         stop = stop * (high - low) + b - 1 - low
     return start, stop + 1
-
-
-def _halves(box: Bounds) -> list[Bounds]:
-    dim = next(dim for dim, (start, stop) in enumerate(box) if stop - start > 1)
-    start, stop = box[dim]
-    middle = (start + stop) // 2
-    return [(*box[:dim], side, *box[dim + 1 :]) for side in ((start, middle), (middle, stop))]

@@ -10,7 +10,6 @@ Whatever reads through a ShardSet reads proved headers and verified blocks.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest, ShardRow
@@ -21,6 +20,7 @@ from torchrelay.checkpoint.disk.shard import ShardIdentity
 from torchrelay.checkpoint.disk.shard_reader import ShardExpectation, ShardHeader, read_header
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import DamagedError
+from torchrelay.records import dataclass
 
 Json = Any
 Holder = tuple[int, int, str]

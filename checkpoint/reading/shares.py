@@ -6,7 +6,6 @@ Drawn from the manifest alone, so that all processes that agree on the leaves dr
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby, zip_longest
 
 from torchrelay.checkpoint.disk.digest import BLOCK
@@ -14,6 +13,7 @@ from torchrelay.checkpoint.disk.manifest import Manifest
 from torchrelay.checkpoint.disk.names import Flat, format_key
 from torchrelay.checkpoint.disk.parts import parts_of
 from torchrelay.jobs.places import NodePlace
+from torchrelay.records import dataclass
 
 PIECE = 16 * BLOCK
 """Bytes at most that travel at once."""

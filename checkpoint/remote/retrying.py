@@ -9,10 +9,10 @@ import errno
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TypeVar
 
 from torchrelay.errors import StorageError
+from torchrelay.records import dataclass
 
 T = TypeVar("T")
 

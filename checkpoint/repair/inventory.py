@@ -5,23 +5,24 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
 from torchrelay.checkpoint.disk.names import TRY, parse_shard_file_name
 from torchrelay.checkpoint.disk.paths import DATA, MANIFEST, STATS, try_directory
-from torchrelay.checkpoint.disk.sealed import LIMIT_BYTES
+from torchrelay.checkpoint.disk.sealed import sealed_bytes
 from torchrelay.checkpoint.log import counter, job_file
+from torchrelay.checkpoint.log.bases import LostBase, lost_bases
 from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.log.history import History, read_history
 from torchrelay.checkpoint.log.live import Retirement
 from torchrelay.checkpoint.log.log_reader import HINT, Tail, read_hint, read_tail
 from torchrelay.checkpoint.log.record import LOG, decode, slot_path
 from torchrelay.checkpoint.log.tail import STRIDE, find_tail, floor
-from torchrelay.checkpoint.repair.bases import LostBase, lost_bases
-from torchrelay.checkpoint.repair.history import History, read_history
 from torchrelay.checkpoint.storage import Leftovers, Storage
-from torchrelay.checkpoint.tier import notes
+from torchrelay.checkpoint.tier.options import NOTES
 from torchrelay.errors import DamagedError, UnknownEpochError
+from torchrelay.records import dataclass
 
 Json = Any
 Does = Literal["mend", "delete", "keep"]
@@ -29,7 +30,7 @@ Does = Literal["mend", "delete", "keep"]
 
 _SLOT = re.compile(r"[0-9]{20}\.json", re.ASCII)
 _BASE = re.compile(r"base-[0-9a-f]{6,64}\.json", re.ASCII)
-_TOP = frozenset({job_file.PATH, counter.PATH, notes.PATH, LOG, DATA, "pins", "requests"})
+_TOP = frozenset({job_file.PATH, counter.PATH, NOTES, LOG, DATA, "pins", "requests"})
 
 
 @dataclass(frozen=True)
@@ -70,18 +71,23 @@ def take_inventory(storage: Storage) -> Inventory:
     newest = find_tail(lambda slot: storage.stat(slot_path(slot)) is not None, read_hint(storage))
     if job is None or newest is None:
         raise UnknownEpochError(f"{storage.url} holds no job yet: there is nothing to look at")
+    tail: Tail | DamagedError
+    try:
+        tail = read_tail(storage, job)
+        job = tail.job
+    except DamagedError as error:
+        tail = error
     history = read_history(storage, job.uuid, newest)
     lost = lost_bases(storage, history)
-    findings = [_lost(one) for one in lost]
+    findings = [Finding("mend", "job file", job_file.PATH, one) for one in job.notices]
+    findings += [_lost(one) for one in lost]
     findings += [
         Finding("keep", "damaged record", path, "damaged: it stays as it is, newer ones tell what is live")
         for path in history.damaged
     ]
-    try:
-        tail = read_tail(storage, job)
-    except DamagedError:
+    if isinstance(tail, DamagedError):
         if not lost:
-            raise
+            raise tail
         return Inventory(tuple(findings), None, history, lost)
     findings += _derived(storage, tail, newest)
     findings += _gone(storage, tail.view)
@@ -167,10 +173,10 @@ def _unneeded(storage: Storage, view: LogView, history: History, job: str) -> It
             files = list(files_of(storage, Retirement(name)))
             size = _size(storage, files)
             text = f"no record refers to it ({size}): a save that did not end{busy}"
-            if view.notices:
+            if not view.certain:
                 text = f"no record that can be read refers to it ({size}); kept, because others are damaged"
-            yield Finding("keep" if view.notices else "delete", "orphan", try_directory(name), text)
-    if not view.notices and (referred := _referred(storage, history, job)) is not None:
+            yield Finding("delete" if view.certain else "keep", "orphan", try_directory(name), text)
+    if view.certain and (referred := _referred(storage, history, job)) is not None:
         for name in storage.list(LOG):
             if _BASE.fullmatch(name) and name not in referred:
                 yield Finding("delete", "unused base", f"{LOG}/{name}", f"no record refers to it{busy}")
@@ -187,7 +193,7 @@ def _referred(storage: Storage, history: History, job: str) -> frozenset[str] | 
     found = {record.base.name for record in history.records if record.base is not None}
     for slot in range(0, history.begins, STRIDE):
         try:
-            record = decode(storage.read_range(slot_path(slot), 0, LIMIT_BYTES + 1), slot=slot, job=job)
+            record = decode(sealed_bytes(storage, slot_path(slot)), slot=slot, job=job)
         except (DamagedError, FileNotFoundError):
             return None
         if record.base is not None:

@@ -6,18 +6,17 @@ it, can never be committed by anybody any more; so nothing that is in flight is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torchrelay.checkpoint.exclusion import check_exclusion
+from torchrelay.checkpoint.log.bases import restore
 from torchrelay.checkpoint.log.counter import PATIENCE_SECS
-from torchrelay.checkpoint.log.job_file import read_job
+from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.log.record import LOG
 from torchrelay.checkpoint.log.sweep import delete_orphans, delete_retired
-from torchrelay.checkpoint.repair.bases import restore
 from torchrelay.checkpoint.repair.inventory import Finding, Inventory, take_inventory
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.tier.notes import refuse_part
+from torchrelay.records import dataclass
 
 _OWN_FILES = ("temporary", "unused base")
 
@@ -62,8 +61,7 @@ def _as_owner(storage: Storage, found: Inventory, *, delete: bool, patience_secs
     """The takeover and the release write the hint and the counter anew."""
     refuse_part(storage)
     check_exclusion(storage)
-    job = read_job(storage)
-    writer = LogWriter.take(storage, job.name if job else None, patience_secs=patience_secs)
+    writer = LogWriter.take(storage, open_log(storage).job_name, patience_secs=patience_secs)
     try:
         delete_retired(writer)
         if delete:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 from torchrelay.checkpoint.disk.names import TRY, parse_shard_file_name
@@ -14,6 +13,7 @@ from torchrelay.checkpoint.log.keeping import Keeping
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import DamagedError
+from torchrelay.records import dataclass
 
 NOTES = "notes"
 """What is no shard: manifests, statistics, strangers' files."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.log.history import Happening, History, happened_to
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.reading.proof import Outcome, Proof, prove
-from torchrelay.checkpoint.repair.history import Happening, History, happened_to
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import NoProvableEpochError, StorageError
+from torchrelay.records import dataclass
 
 Json = Any
 
@@ -43,13 +43,15 @@ class Account:
 class Start:
     """What automatic resume would do now: `chosen` is None where it would not train from an epoch.
 
-    `passed` are the newer positions that it would try first, each with what is wrong with it.
+    `passed` are the newer positions that it would try first, each with what is wrong with it. `over`: the
+    epochs were over at the chosen one, so that the same program would train no further.
     """
 
     chosen: Entry | None
     sentence: str
     exit_code: int
     passed: tuple[Proof, ...] = ()
+    over: bool = False
 
 
 def start_now(storage: Storage, view: LogView) -> Start:
@@ -64,6 +66,12 @@ def start_now(storage: Storage, view: LogView) -> Start:
         proof = prove(storage, entry)
         if proof.proved:
             after = f", after {len(passed)} newer that are damaged" if passed else ""
+            if entry.position.boundary and proof.check()[0].facts.over:
+                text = (
+                    f"the run was over at epoch {entry.position} of branch {entry.branch}{after}: a start "
+                    "now would resume nowhere; with more epochs or patience it would resume there"
+                )
+                return Start(entry, text, 0, tuple(passed), over=True)
             text = f"a start now would resume from epoch {entry.position} of branch {entry.branch}{after}"
             return Start(entry, text, 0, tuple(passed))
         passed.append(proof)

@@ -1,8 +1,15 @@
-"""Which tensors can be leaves. The others are refused by name, with the way out."""
+"""Which tensors can be leaves, and be loaded into. The others are refused by name, with the way out.
+
+Saves and loads ask the same rules. A load asks one thing more, before the first byte: whether the memory
+of the live tensors may be written at all. What torch allocates may. Foreign memory (numpy arrays,
+mapped files) is looked up in the process's map, where to write by mistake would end the process. A
+mapped file that is shared and writable is the user's own wish, and is written.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import TypeGuard
 
@@ -10,8 +17,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from torchrelay.checkpoint.disk.dtypes import check_dense, is_storable, logical_dtype
-from torchrelay.checkpoint.disk.many_tensors import all_dense
+from torchrelay.checkpoint.disk.dtypes import check_dense, has_memory, is_storable, logical_dtype
+from torchrelay.checkpoint.disk.many_tensors import all_dense, all_in_memory
 from torchrelay.checkpoint.state.dtensors import is_sharded, local_of
 from torchrelay.checkpoint.state.subclasses import is_typed_memory, is_wrapper, plain
 from torchrelay.errors import BlobError
@@ -45,6 +52,7 @@ def all_plain_memory(values: Sequence[object]) -> TypeGuard[Sequence[torch.Tenso
     return (
         all_dense(values)
         and all(map(torch.Tensor.is_contiguous, values))
+        and all_in_memory(values)
         and all(map(is_storable, set(map(attrgetter("dtype"), values))))
     )
 
@@ -53,7 +61,9 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether this is the usual case: a tensor of no subclass, dense, of a type that has a stored form."""
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
         return False
-    return not (tensor.is_meta or tensor.is_quantized or tensor.is_nested) and is_storable(tensor.dtype)
+    if tensor.is_meta or tensor.is_quantized or tensor.is_nested or not is_storable(tensor.dtype):
+        return False
+    return has_memory(tensor)
 
 
 def _check_kind(tensor: torch.Tensor, name: str) -> None:
@@ -65,11 +75,16 @@ def _check_kind(tensor: torch.Tensor, name: str) -> None:
 
 def _check_parts(tensor: torch.Tensor, name: str) -> None:
     if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
-        raise BlobError(f"{name} is not initialised yet: run one forward pass of the lazy module in setup")
+        raise BlobError(not_initialised(name))
     if is_wrapper(tensor):
         raise BlobError(_refusal(tensor, name))
     check_dense(local_of(tensor), f"the local part of {name}" if is_sharded(tensor) else name)
     logical_dtype(tensor.dtype, name)
+
+
+def not_initialised(name: str) -> str:
+    """Why a parameter or buffer of a lazy module is refused."""
+    return f"{name} is not initialised yet: run one forward pass of the lazy module in setup"
 
 
 def _refusal(tensor: torch.Tensor, name: str) -> str:
@@ -99,11 +114,90 @@ def admitted_in_place(tensor: torch.Tensor, name: str) -> torch.Tensor:
         return tensor.detach()  # no element of a contiguous one is met twice
     _check_parts(tensor, name)
     found = plain(tensor) if is_typed_memory(tensor) else admitted(tensor, name)
-    if not is_sharded(found) and _repeats(found):
+    if (local := local_of(found)).numel() and any(s == 0 and n > 1 for s, n in _steps(local)):
         raise BlobError(f"{name} is expanded, so it cannot be loaded in place: register a clone() of it")
+    if _overlaps(local):
+        raise BlobError(
+            f"{name} has elements that share memory (a view by unfold or as_strided), so it cannot be loaded "
+            "in place: register a clone() of it"
+        )
     return found
 
 
-def _repeats(tensor: torch.Tensor) -> bool:
-    sized = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor.numel() > 0 and any(stride == 0 and size > 1 for size, stride in sized)
+def unwritable(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """Why nothing can be loaded into some of these admitted tensors: nobody may write into their memory."""
+    foreign: list[tuple[str, torch.Tensor]] = []
+    for name, tensor in named:
+        memory = tensor if type(tensor) in _PLAIN else plain(local_of(tensor))
+        if not memory.untyped_storage().resizable() and memory.is_cpu:
+            foreign.append((name, memory))
+    maps = _memory_maps() if foreign else None
+    found = {
+        name: file for name, memory in foreign if maps and (file := _read_only(maps, memory)) is not None
+    }
+    return [
+        f"{name} lies in memory that can only be read{f' (it maps {file})' if file else ''}, "
+        "so nothing can be loaded into it: register a clone() of it"
+        for name, file in found.items()
+    ]
+
+
+def all_torch_memory(storages: Iterable[torch.UntypedStorage]) -> bool:
+    """Whether torch allocated all of them, so that `unwritable` finds nothing."""
+    return all(map(torch.UntypedStorage.resizable, storages))
+
+
+_Maps = tuple[list[int], list[tuple[int, bool, str]]]
+"""Where the mappings of this process begin; and of each its end, whether it is writable, and its file."""
+
+
+def _memory_maps() -> _Maps | None:
+    """The memory of this process in ascending order; None where the system does not say."""
+    starts, rest = [], []
+    try:
+        with open("/proc/self/maps", errors="replace") as lines:
+            for line in lines:
+                place, mode, *_, file = f"{line.rstrip()} ".split(" ", 5)
+                start, _, end = place.partition("-")
+                starts.append(int(start, 16))
+                rest.append((int(end, 16), mode[1] == "w", file.strip()))
+    except OSError:
+        return None
+    return starts, rest
+
+
+def _read_only(maps: _Maps, memory: torch.Tensor) -> str | None:
+    """What is mapped, or nothing, where a part of a tensor's memory is not writable."""
+    if memory.numel() == 0:
+        return None
+    starts, rest = maps
+    at = memory.data_ptr()
+    end = at + memory.element_size() * (1 + sum(step * (size - 1) for step, size in _steps(memory)))
+    while at < end:
+        number = bisect_right(starts, at) - 1
+        stop, writable, file = rest[number] if number >= 0 else (0, False, "")
+        if stop <= at or not writable:
+            return file if stop > at and file.startswith("/") else ""
+        at = stop
+    return None
+
+
+def _steps(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
+    return zip(tensor.stride(), tensor.shape, strict=True)
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether two elements share memory; looked at one by one where the strides leave it open."""
+    if tensor.numel() < 2 or tensor.is_contiguous():
+        return False
+    reach = 0
+    for step, size in sorted(one for one in _steps(tensor) if one[1] > 1):
+        if step <= reach:
+            break
+        reach += step * (size - 1)
+    else:
+        return False
+    places = torch.zeros((), dtype=torch.int64, device="cpu")
+    for step, size in _steps(tensor):
+        places = places.unsqueeze(-1) + torch.arange(size, device="cpu") * step
+    return bool(places.unique().numel() < tensor.numel())

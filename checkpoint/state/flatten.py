@@ -1,24 +1,35 @@
 """Objects into leaves: everything that a save stores of one node's blobs.
 
 Reads only; tensors are referred to, values are copied. All blobs are listed together, because optimizer
-state is named by the parameters of the registered modules, and of several names the first one wins.
+state is named by the parameters of the registered modules, and of several names of the same memory the
+first one wins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from torchrelay.checkpoint.disk.many_tensors import AT_ONCE
 from torchrelay.checkpoint.state.admission import admitted, all_plain_memory, is_plain_memory
+from torchrelay.checkpoint.state.container_leaves import container_leaves, container_tensors
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
-from torchrelay.checkpoint.state.leaf import MAIN_GROUP, OPTIM_GROUP, Leaf, Role
-from torchrelay.checkpoint.state.module_leaves import module_leaves, named_parameters, own_leaves
+from torchrelay.checkpoint.state.leaf import MAIN_GROUP, OPTIM_GROUP, Leaf, Role, frozen_of
+from torchrelay.checkpoint.state.module_leaves import (
+    ModuleStates,
+    module_entries,
+    module_leaves,
+    named_parameters,
+    own_leaves,
+)
 from torchrelay.checkpoint.state.optimizer_leaves import optimizer_leaves, orphans
 from torchrelay.checkpoint.state.stateful_leaves import stateful_leaves, tree_leaves
 from torchrelay.checkpoint.state.subclasses import is_wrapper
+from torchrelay.checkpoint.state.tensor_names import TensorNames
 from torchrelay.errors import BlobError
 
 
@@ -31,53 +42,97 @@ def leaves_of(objects: Mapping[str, Any]) -> list[Leaf]:
     return named_leaves(objects)[0]
 
 
-def named_leaves(objects: Mapping[str, Any]) -> tuple[list[Leaf], dict[int, str]]:
+def leaf_names(objects: Mapping[str, Any]) -> list[str]:
+    """The names of the leaves of these objects, also of modules on the meta device, which no save takes."""
+    found: list[str] = []
+    rest: dict[str, Any] = {}
+    for blob, value in objects.items():
+        if isinstance(value, torch.nn.Module) and _has_meta(value):
+            found += [one.name for one in module_entries(blob, value, value.state_dict(keep_vars=True))]
+        else:
+            rest[blob] = value
+    return [*found, *(leaf.name for leaf in leaves_of(rest))]
+
+
+def _has_meta(module: torch.nn.Module) -> bool:
+    return any(one.is_meta for own in (module.parameters(), module.buffers()) for one in own)
+
+
+def named_leaves(
+    objects: Mapping[str, Any], states: ModuleStates | None = None
+) -> tuple[list[Leaf], dict[int, str]]:
     """The same, and what `parameter_names` says of these objects now."""
-    names = parameter_names(objects)
-    first_names: dict[int, str] = {}
+    states = states or ModuleStates()
+    names = parameter_names(objects, states)
+    first_names = {MAIN_GROUP: TensorNames(), OPTIM_GROUP: TensorNames()}
+    main = first_names[MAIN_GROUP]
     found: dict[str, Leaf] = {}
-    for blob, value, content in _detached(objects):
-        if content is not None and blob not in found:
-            first = first_names.setdefault(id(value), blob)
-            alias = None if first == blob else first
-            found[blob] = Leaf(blob, blob, tensor_role(value), MAIN_GROUP, content, alias)
+    containers: list[str] = []
+    blobs, values = list(objects), list(objects.values())
+    for at in range(0, len(values), AT_ONCE):
+        some, part = blobs[at : at + AT_ONCE], values[at : at + AT_ONCE]
+        if all_plain_memory(part) and found.keys().isdisjoint(some):
+            found.update(zip(some, _plain_leaves(some, part, main), strict=True))
             continue
-        for leaf in _leaves(blob, value, names, first_names):
+        for blob, value in zip(some, part, strict=True):
+            if is_plain_memory(value) and blob not in found:
+                found[blob] = next(_plain_leaves([blob], [value], main))
+                continue
+            if kind_of(value) is Kind.CONTAINER:
+                containers.append(blob)
+                continue
+            for leaf in _leaves(blob, value, names, first_names, states):
+                _check_unused(leaf, found)
+                found[leaf.name] = leaf
+    for blob in containers:  # after the others, whose tensors they may hold
+        for leaf in container_leaves(blob, objects[blob], objects, main):
             _check_unused(leaf, found)
             found[leaf.name] = leaf
     return list(found.values()), names
 
 
-def _detached(objects: Mapping[str, Any]) -> Iterator[tuple[str, Any, torch.Tensor | None]]:
-    """All blobs; those that are plain memory, of which there may be very many, with a detached tensor."""
-    blobs, values = list(objects), list(objects.values())
-    for at in range(0, len(values), AT_ONCE):
-        part = slice(at, at + AT_ONCE)
-        yield from zip(blobs[part], values[part], _detached_some(values[part]), strict=True)
+def _plain_leaves(
+    blobs: Sequence[str], tensors: Sequence[torch.Tensor], first_names: TensorNames
+) -> Iterator[Leaf]:
+    """The leaves of blobs that are plain memory, of which there may be very many."""
+    contents = list(map(torch.Tensor.detach, tensors))
+    aliases: Iterable[str | None] = repeat(None)
+    frozen: Iterable[bool | None] = repeat(True)
+    if not first_names.add_new(blobs, contents):
+        aliases = map(first_names.earlier, contents, blobs)
+    roles: Iterable[Role] = repeat(Role.TENSOR)
+    if set(map(type, tensors)) != {torch.Tensor} or any(map(_learns, tensors)):
+        roles = list(map(tensor_role, tensors))
+        frozen = map(frozen_of, roles, tensors)
+    return map(Leaf, blobs, blobs, roles, repeat(MAIN_GROUP), contents, aliases, frozen)
 
 
-def _detached_some(values: Sequence[Any]) -> Iterable[torch.Tensor | None]:
-    if all_plain_memory(values):
-        return map(torch.Tensor.detach, values)
-    return (value.detach() if is_plain_memory(value) else None for value in values)
+_learns = attrgetter("requires_grad")
 
 
-def parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
+def parameter_names(objects: Mapping[str, Any], states: ModuleStates | None = None) -> dict[int, str]:
     """The leaf name of every parameter, by id: of a module, registered alone, or only an optimizer's."""
+    states = states or ModuleStates()
     found: dict[int, str] = {}
     optimizers: dict[str, Any] = {}
+    containers: dict[str, Any] = {}
     for blob, value in objects.items():
         if type(value) is torch.Tensor:
             found.setdefault(id(value), blob)
             continue
         kind = kind_of(value)
         if kind is Kind.MODULE:
-            for name, parameter in named_parameters(blob, value):
+            for name, parameter in named_parameters(blob, value, states):
                 found.setdefault(id(parameter), name)
         elif kind is Kind.TENSOR:
             found.setdefault(id(value), blob)
         elif kind is Kind.OPTIMIZER:
             optimizers[blob] = value
+        elif kind is Kind.CONTAINER:
+            containers[blob] = value
+    for blob, value in containers.items():  # what they hold of the others may change at any time
+        for name, tensor in container_tensors(blob, value):
+            found.setdefault(id(tensor), name)
     for blob, value in optimizers.items():
         for name, orphan in orphans(blob, value):
             found.setdefault(id(orphan), name)
@@ -89,16 +144,24 @@ def group_of(value: Any) -> str:
     return OPTIM_GROUP if isinstance(value, torch.optim.Optimizer) else MAIN_GROUP
 
 
-def _leaves(blob: str, value: Any, names: Mapping[int, str], first_names: dict[int, str]) -> Iterator[Leaf]:
+def _leaves(
+    blob: str,
+    value: Any,
+    names: Mapping[int, str],
+    first_names: Mapping[str, TensorNames],
+    states: ModuleStates,
+) -> Iterator[Leaf]:
+    """`first_names` are by file group: a name never stands for what lies in a file that may go alone."""
     kind = kind_of(value)
+    main = first_names[MAIN_GROUP]
     if kind is Kind.TENSOR:
         if not is_wrapper(value):
             admitted(value, blob)  # one that nobody registered is made anew, and would lose its type
-        yield from own_leaves(blob, blob, tensor_role(value), value, first_names)
+        yield from own_leaves(blob, blob, tensor_role(value), value, main)
     elif kind is Kind.MODULE:
-        yield from module_leaves(blob, value, first_names)
+        yield from module_leaves(blob, value, main, states)
     elif kind is Kind.OPTIMIZER:
-        yield from optimizer_leaves(blob, value, names, first_names)
+        yield from optimizer_leaves(blob, value, names, main, first_names[OPTIM_GROUP])
     elif kind is Kind.STATEFUL:
         yield from stateful_leaves(blob, value, group_of(value))
     else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -18,9 +18,11 @@ import torch
 
 from torchrelay.checkpoint.disk.many_tensors import AT_ONCE, memories_at
 from torchrelay.checkpoint.disk.shard_entries import Form
+from torchrelay.checkpoint.state.admission import all_torch_memory, unwritable
 from torchrelay.checkpoint.state.plain_tensors import PlainTensors
 from torchrelay.checkpoint.storage import Memory
 from torchrelay.errors import RelayError
+from torchrelay.records import dataclass
 
 T = TypeVar("T")
 
@@ -86,23 +88,32 @@ def planned(plan: Callable[[InPlace], T], in_place: InPlace) -> tuple[T, InPlace
 
 
 def fitting(objects: Mapping[str, Any], names: Sequence[str], forms: Sequence[Form]) -> InPlace:
-    """Of these stored leaves, each the only one of a blob of its name, those that its object fits."""
+    """Of these stored leaves, each the only one of a blob of its name, those that its object fits.
+
+    Left out are tensors that begin at the same place in memory.
+    """
     live = list(objects.values()) if list(objects) == names else [objects[name] for name in names]
-    twice = _twice(live)
     plain, found = PlainTensors(), dict[str, torch.Tensor]()
     for at in range(0, len(live), AT_ONCE):
         part = slice(at, at + AT_ONCE)
-        if not twice and plain.take(live[part], forms[part]):
+        if plain.take(live[part], forms[part]):
             found.update(zip(names[part], live[part], strict=True))
             continue
         for name, one, form in zip(names[part], live[part], forms[part], strict=True):
-            if id(one) not in twice and plain.take([one], [form]):
+            if plain.take([one], [form]):
                 found[name] = one
+    if shared := _shared(found):
+        alone = [(name, form) for name, form in zip(names, forms, strict=True) if name not in shared]
+        return fitting(objects, [name for name, _ in alone], [form for _, form in alone])
+    if not all_torch_memory(plain.storages) and unwritable(found.items()):
+        return NOTHING
     return InPlace(found, plain)
 
 
-def _twice(live: Sequence[Any]) -> set[int]:
-    """The ids of what is there more than once."""
-    if len(set(map(id, live))) == len(live):
+def _shared(found: Mapping[str, torch.Tensor]) -> set[str]:
+    """The names of tensors that begin where another one does; empty ones begin nowhere."""
+    places = list(map(torch.Tensor.data_ptr, found.values()))
+    if len(set(places)) == len(places):
         return set()
-    return {one for one, count in Counter(map(id, live)).items() if count > 1}
+    count = Counter(places)
+    return {name for name, place in zip(found, places, strict=True) if place and count[place] > 1}

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torchrelay.checkpoint.state.subclasses import is_wrapper
 from torchrelay.errors import BlobError
 from torchrelay.jobs.blobs import is_stateful
+from torchrelay.jobs.containers import is_container
 
 
 class Kind(Enum):
@@ -26,11 +27,12 @@ class Kind(Enum):
     OPTIMIZER = "optimizer"
     TENSOR = "tensor"
     STATEFUL = "stateful object"
+    CONTAINER = "container"
     VALUE = "value"
 
 
 _TENSORS = (torch.Tensor, nn.Parameter)
-RECREATABLE = (Kind.TENSOR, Kind.VALUE)
+RECREATABLE = (Kind.TENSOR, Kind.CONTAINER, Kind.VALUE)
 """What a load can make anew; everything else needs an object to load into."""
 
 
@@ -44,18 +46,36 @@ def kind_of(value: Any) -> Kind:
         return Kind.OPTIMIZER if has_stock_state(value) else Kind.STATEFUL
     if isinstance(value, torch.Tensor):
         return Kind.TENSOR
-    return Kind.STATEFUL if is_stateful(value) else Kind.VALUE
+    if is_stateful(value):
+        return Kind.STATEFUL
+    return Kind.CONTAINER if is_container(value) else Kind.VALUE
 
 
 def has_stock_state(optimizer: Optimizer) -> bool:
     """Whether `.state` and `.param_groups` are all there is to an optimizer.
 
-    False where a class or a hook has its own idea of the state dict: that one is then asked.
+    False where a class or a hook has its own idea of the state dict: that one is then asked. Of torch's
+    ZeroRedundancyOptimizer the state is that of its local part, which a rank has of its own.
     """
-    stock = type(optimizer).state_dict is Optimizer.state_dict
-    stock_load = type(optimizer).load_state_dict is Optimizer.load_state_dict
+    base = Optimizer if (local := local_part(optimizer)) is optimizer else _zero_redundancy(optimizer)
+    stock = type(optimizer).state_dict is base.state_dict
+    stock_load = type(optimizer).load_state_dict is base.load_state_dict
     hooked = any(getattr(optimizer, name, None) for name in _OPTIMIZER_HOOKS)
-    return stock and stock_load and not hooked
+    return stock and stock_load and not hooked and (local is optimizer or has_stock_state(local))
+
+
+def local_part(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that has the state: of a ZeroRedundancyOptimizer that of this rank, else itself."""
+    inner = None if _zero_redundancy(optimizer) is Optimizer else getattr(optimizer, "optim", None)
+    return inner if isinstance(inner, Optimizer) else optimizer
+
+
+def _zero_redundancy(optimizer: Optimizer) -> type[Optimizer]:
+    """The class of torch's that this is one of; Optimizer where it is none. Imports nothing."""
+    for base in type(optimizer).__mro__:
+        if base.__name__ == "ZeroRedundancyOptimizer" and base.__module__.startswith("torch.distributed."):
+            return base
+    return Optimizer
 
 
 def is_recreatable(value: Any) -> bool:

@@ -7,14 +7,14 @@ need, without the content). Names are never split: what a blob's tree looked lik
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchrelay.checkpoint.disk.dtypes import logical_dtype
-from torchrelay.checkpoint.disk.immutable import immutable
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.state.dtensors import is_sharded, sharding_of
+from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,8 @@ class Role(str, Enum):
 
     Only PARAMETER and OPTIMIZER tensors are alike on replicas by construction, so only they are split
     between them. STATE is the tree of an object with `state_dict`, SUBCLASS what a tensor is whose content
-    are inner tensors (see `subclasses`); VALUE any other value.
+    are inner tensors (see `subclasses`); VALUE any other value. RNG and GRADIENT belong
+    to the position and to no blob of the user's (`manifest.OF_POSITION`).
     """
 
     PARAMETER = "parameter"
@@ -42,6 +43,7 @@ class Role(str, Enum):
     STATE = "state"
     SUBCLASS = "subclass"
     RNG = "rng"
+    GRADIENT = "gradient"
 
     @property
     def value(self) -> str:  # that of the base class takes six times as long
@@ -74,12 +76,13 @@ class Value:
 _COMPACT = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 
 
-@immutable(eq=False)
+@dataclass(frozen=True, eq=False)
 class Leaf:
     """One named tensor or value of a blob.
 
     `content` is a detached tensor that shares the memory of the user's, or a Value. A leaf with
-    `alias_of` is the same object as the leaf of that name and is stored only there.
+    `alias_of` is the same object as the leaf of that name and is stored only there. `frozen` says of a
+    parameter, or of a tensor that a user holds, that it has no gradient (see `frozen_of`).
     """
 
     name: str
@@ -88,15 +91,16 @@ class Leaf:
     group: str
     content: torch.Tensor | Value
     alias_of: str | None = None
+    frozen: bool | None = None
 
 
-@immutable()
+@dataclass(frozen=True)
 class LeafSpec:
     """What is known of a leaf without its content.
 
     `dtype` is torch's name (`bfloat16`, see `dtypes`), None for values; `shape` is () for values; `nbytes`
     the logical size, also where an alias stores nothing. Of a sharded tensor dtype, shape and bytes are
-    those of the whole, and `sharding` says who has which part.
+    those of the whole, and `sharding` says who has which part. `frozen` is None where that is not known.
     """
 
     name: str
@@ -109,9 +113,20 @@ class LeafSpec:
     nbytes: int
     alias_of: str | None = None
     sharding: Mesh | None = None
+    frozen: bool | None = None
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}" if self.kind == "tensor" else "value"
+
+
+def frozen_of(role: Role | None, tensor: torch.Tensor) -> bool | None:
+    """Whether a parameter or a tensor that a user holds has no gradient; None of buffers and other state.
+
+    What a program computed from others that have one will have none: it is no leaf of autograd.
+    """
+    if role is Role.PARAMETER or role is Role.TENSOR:
+        return not (tensor.requires_grad and tensor.is_leaf)
+    return None
 
 
 def spec_of(leaf: Leaf) -> LeafSpec:
@@ -128,4 +143,17 @@ def spec_of(leaf: Leaf) -> LeafSpec:
 def _spec(
     leaf: Leaf, kind: Literal["tensor", "value"], dtype: str | None, shape: tuple[int, ...], nbytes: int
 ) -> LeafSpec:
-    return LeafSpec(leaf.name, leaf.blob, leaf.role, leaf.group, kind, dtype, shape, nbytes, leaf.alias_of)
+    described = (kind, dtype, shape, nbytes, leaf.alias_of, None, leaf.frozen)
+    return LeafSpec(leaf.name, leaf.blob, leaf.role, leaf.group, *described)
+
+
+def learning(tensor: torch.Tensor, spec: LeafSpec, twin: torch.Tensor | None) -> torch.Tensor:
+    """A new tensor as a parameter, or as one that learns, as the one that was saved or a live one does."""
+    from torch import nn  # others read leaves without torch
+
+    able = tensor.is_floating_point() or tensor.is_complex()
+    usual = able and spec.role is Role.PARAMETER if twin is None else twin.requires_grad and twin.is_leaf
+    learns = usual if spec.frozen is None else able and not spec.frozen
+    if spec.role is Role.PARAMETER:
+        return nn.Parameter(tensor, requires_grad=learns)
+    return tensor.requires_grad_() if learns else tensor

@@ -1,29 +1,34 @@
 """Leaves of a module: its state dict under canonical names, roles by identity.
 
-Canonical names have no trace of wrappers: DistributedDataParallel's `module.` and the `_orig_mod.` of
-torch.compile are left out, at any depth, so that a wrapped and a bare module share checkpoints.
+Canonical names have no trace of torch's wrappers (DistributedDataParallel, DataParallel, torch.compile,
+activation checkpointing and offloading), at any depth and in any order, so that a wrapped and a bare
+module share checkpoints. They come from `module_names`, for modules and for optimizer state.
 Parameters and buffers that the state dict holds as they are can be loaded in place; what a hook or
 `get_extra_state` computed goes back through `load_state_dict`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import nn
 
-from torchrelay.checkpoint.disk.immutable import immutable
-from torchrelay.checkpoint.state.admission import admitted_in_place
-from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Role
+from torchrelay.checkpoint.disk.many_tensors import AT_ONCE
+from torchrelay.checkpoint.state.admission import admitted_in_place, all_plain_memory
+from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Role, frozen_of
+from torchrelay.checkpoint.state.module_names import Part, key_names, module_parts
 from torchrelay.checkpoint.state.stateful_leaves import entry_leaves, subclass_leaves
 from torchrelay.checkpoint.state.subclasses import is_wrapper
+from torchrelay.checkpoint.state.tensor_names import TensorNames
 from torchrelay.errors import BlobError
+from torchrelay.records import dataclass
 
 
-@immutable(eq=False)
+@dataclass(frozen=True, eq=False)
 class ModuleEntry:
     """One entry of a module's state dict: torch's `key` for it, and the leaf's `name`.
 
@@ -36,30 +41,77 @@ class ModuleEntry:
     role: Role | None
 
 
-def module_entries(blob: str, module: nn.Module, state: dict[str, Any]) -> list[ModuleEntry]:
-    """The entries of `state`, which is `module.state_dict(keep_vars=True)`, in its order."""
-    parts = parts_of(module)
-    roles = {id(one): Role.PARAMETER for part in parts for one in part._parameters.values()}
-    roles.update((id(one), Role.BUFFER) for part in parts for one in part._buffers.values())
+def module_entries(
+    blob: str, module: nn.Module, state: dict[str, Any], parts: Sequence[Part] | None = None
+) -> list[ModuleEntry]:
+    """The entries of `state`, which is `module.state_dict(keep_vars=True)`, in its order.
+
+    `parts` are those of `module_parts(module)`, where they are known.
+    """
+    parts = module_parts(module) if parts is None else parts
+    roles = {id(one): Role.PARAMETER for _, _, part in parts for one in part._parameters.values()}
+    roles.update((id(one), Role.BUFFER) for _, _, part in parts for one in part._buffers.values())
     roles.pop(id(None), None)  # a parameter or buffer that is registered without one
-    name_of = _naming(module, parts)
+    role_of, name_of = roles.get, key_names(parts)
+    if name_of is None:
+        return [ModuleEntry(key, f"{blob}.{key}", one, role_of(id(one))) for key, one in state.items()]
     return [
-        ModuleEntry(key, f"{blob}.{name_of(key)}", value, roles.get(id(value)))
-        for key, value in state.items()
+        ModuleEntry(key, f"{blob}.{name_of(key, one)}", one, role_of(id(one))) for key, one in state.items()
     ]
 
 
-def module_leaves(blob: str, module: nn.Module, first_names: dict[int, str]) -> Iterator[Leaf]:
-    """The leaves of a module; `first_names` maps ids of tensors to leaves and learns new ones."""
-    for entry in module_entries(blob, module, module.state_dict(keep_vars=True)):
-        if entry.role is None:
-            yield from entry_leaves(entry.value, entry.name, blob, MAIN_GROUP, Role.TENSOR)
-        else:
-            yield from own_leaves(entry.name, blob, entry.role, entry.value, first_names)
+class ModuleStates:
+    """State dicts and parts of modules, asked for once while the leaves of all blobs are listed or planned.
+
+    To ask runs hooks and methods of the user's, which may count their calls.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[int, dict[str, Any]] = {}
+        self._parts: dict[int, list[Part]] = {}
+
+    def parts(self, module: nn.Module) -> list[Part]:
+        """`module_parts(module)`."""
+        if (found := self._parts.get(id(module))) is None:
+            found = self._parts[id(module)] = module_parts(module)
+        return found
+
+    def of(self, module: nn.Module) -> dict[str, Any]:
+        """`module.state_dict(keep_vars=True)`."""
+        if (found := self._states.get(id(module))) is None:
+            found = self._states[id(module)] = module.state_dict(keep_vars=True)
+        return found
+
+    def entries(self, blob: str, module: nn.Module) -> list[ModuleEntry]:
+        """The entries of the state dict."""
+        return module_entries(blob, module, self.of(module), self.parts(module))
+
+
+def module_leaves(
+    blob: str, module: nn.Module, first_names: TensorNames, states: ModuleStates
+) -> Iterator[Leaf]:
+    """The leaves of a module; `first_names` are those of tensors that were listed before."""
+    entries = states.entries(blob, module)
+    for at in range(0, len(entries), AT_ONCE):
+        part = entries[at : at + AT_ONCE]
+        names, tensors = [one.name for one in part], [one.value for one in part]
+        roles = [one.role for one in part]
+        if None not in roles and all_plain_memory(tensors) and first_names.add_new(names, tensors):
+            contents = map(torch.Tensor.detach, tensors)
+            frozen = map(frozen_of, roles, tensors)
+            yield from map(
+                Leaf, names, repeat(blob), roles, repeat(MAIN_GROUP), contents, repeat(None), frozen
+            )
+            continue
+        for name, tensor, role in zip(names, tensors, roles, strict=True):
+            if role is None:
+                yield from entry_leaves(tensor, name, blob, MAIN_GROUP, Role.TENSOR)
+            else:
+                yield from own_leaves(name, blob, role, tensor, first_names)
 
 
 def own_leaves(
-    name: str, blob: str, role: Role, tensor: torch.Tensor, first_names: dict[int, str]
+    name: str, blob: str, role: Role, tensor: torch.Tensor, first_names: TensorNames
 ) -> Iterator[Leaf]:
     """The leaf of a tensor that outlives the listing: the first name owns it, others are aliases.
 
@@ -71,21 +123,47 @@ def own_leaves(
         )
         return
     content = admitted_in_place(tensor, name)
-    first = first_names.setdefault(id(tensor), name)
-    yield Leaf(name, blob, role, MAIN_GROUP, content, None if first == name else first)
+    alias_of = first_names.earlier(tensor, name)
+    yield Leaf(name, blob, role, MAIN_GROUP, content, alias_of, frozen_of(role, tensor))
 
 
-def named_parameters(blob: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def named_parameters(
+    blob: str, module: nn.Module, states: ModuleStates | None = None
+) -> list[tuple[str, torch.Tensor]]:
     """The parameters of a module with their leaf names; tied ones under each name.
 
+    A parameter that a user's hook or method gives out under another key has the name of that leaf.
     FSDP2 modules show their shards from here on, not what a forward pass gathered. Raises BlobError
     for FSDP1.
     """
-    parts = parts_of(module)
-    _show_shards(blob, parts)
-    name_of = _naming(module, parts)
-    for key, parameter in module.named_parameters(remove_duplicate=False):
-        yield f"{blob}.{name_of(key)}", parameter
+    states = states or ModuleStates()
+    parts = states.parts(module)
+    kinds = show_shards(blob, parts)
+    found: list[tuple[str, torch.Tensor]] = []
+    if any(map(_overrides_state, kinds)) or any(_has_own_hooks(part) for _, _, part in parts):
+        entries = states.entries(blob, module)
+        found += [(one.name, one.value) for one in entries if one.role is Role.PARAMETER]
+    found += [
+        (f"{blob}.{path}{name}", parameter)
+        for path, _, part in parts
+        for name, parameter in part._parameters.items()
+        if parameter is not None
+    ]
+    return found
+
+
+def _has_own_hooks(part: nn.Module) -> bool:
+    """Whether hooks that are not torch's have a say in the keys of a part's state."""
+    if not part._state_dict_hooks and not part._state_dict_pre_hooks:
+        return False
+    hooks = (*part._state_dict_hooks.values(), *part._state_dict_pre_hooks.values())
+    return not all(str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
+
+
+@lru_cache(maxsize=256)
+def _overrides_state(kind: type[nn.Module]) -> bool:
+    methods = (kind.state_dict, kind._save_to_state_dict)
+    return not all(str(method.__module__).startswith("torch.") for method in methods)
 
 
 def parts_of(module: nn.Module) -> list[nn.Module]:
@@ -103,61 +181,26 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
-def _show_shards(blob: str, parts: Sequence[nn.Module]) -> None:
-    for part in parts:
+def show_shards(blob: str, parts: Sequence[Part]) -> set[Any]:
+    """Let FSDP2 modules show their shards, not what a forward pass gathered; the classes of all parts.
+
+    Raises BlobError for FSDP1.
+    """
+    kinds: set[Any] = {type(part) for _, _, part in parts}
+    names = frozenset[str]().union(*map(_class_names, kinds))
+    if "FullyShardedDataParallel" in names:
+        raise BlobError(
+            f"blob {blob!r} is wrapped by FullyShardedDataParallel (FSDP1), whose flat parameters are no "
+            "tensors of the module: register torchrelay.fsdp_state(module, optimizer) instead of both, "
+            "or use fully_shard (FSDP2)"
+        )
+    for _, _, part in parts if "FSDPModule" in names else ():
         kind: Any = type(part)
-        kinds = _class_names(kind)
-        if "FullyShardedDataParallel" in kinds:
-            raise BlobError(
-                f"blob {blob!r} is wrapped by FullyShardedDataParallel (FSDP1), whose flat parameters are no "
-                "tensors of the module: register torchrelay.fsdp_state(module, optimizer) instead of both, "
-                "or use fully_shard (FSDP2)"
-            )
-        if "FSDPModule" in kinds:
+        if "FSDPModule" in _class_names(kind):
             part.reshard()  # type: ignore[operator]
+    return kinds
 
 
 @lru_cache(maxsize=256)
 def _class_names(kind: type) -> frozenset[str]:
     return frozenset(one.__name__ for one in kind.__mro__)
-
-
-def _naming(module: nn.Module, parts: Sequence[nn.Module]) -> Callable[[str], str]:
-    """From a state dict key to the canonical name; without a wrapper inside they are the same."""
-    wrapped = any(map(_wrapped_child, parts))
-    return partial(canonical_name, module) if wrapped else str
-
-
-def canonical_name(module: nn.Module, key: str) -> str:
-    """The state dict key without the parts that wrappers add; keys that hooks made up stay as they are."""
-    parts, kept = key.split("."), []
-    current: nn.Module | None = module
-    for part in parts:
-        if current is None or part != _wrapped_child(current):
-            kept.append(part)
-        current = None if current is None else current._modules.get(part)
-    return ".".join(kept)
-
-
-def submodule(module: nn.Module, path: str) -> nn.Module | None:
-    """The part of a module that a canonical name means, whatever wraps what; None where there is none."""
-    current: nn.Module | None = module
-    for part in path.split("."):
-        while current is not None and (wrapped := _wrapped_child(current)) is not None:
-            current = current._modules[wrapped]
-        current = None if current is None else current._modules.get(part)
-    return current
-
-
-def _wrapped_child(module: nn.Module) -> str | None:
-    """The name of the one child of a wrapper; None for other modules."""
-    kind: Any = type(module)
-    return _wrapped_child_of(kind)
-
-
-@lru_cache(maxsize=256)
-def _wrapped_child_of(kind: type) -> str | None:
-    if issubclass(kind, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        return "module"
-    # The class of compiled modules is private, and importing it loads the compiler.
-    return "_orig_mod" if kind.__name__ == "OptimizedModule" else None

@@ -1,17 +1,28 @@
-"""Leaves back into a module: in place, and through `load_state_dict` where the module asks for it."""
+"""Leaves back into a module: in place, and through `load_state_dict` where the module asks for it.
+
+Some tensors are made by the load, because there is no memory to read into: what lies on the meta device,
+and buffers that the module had not made yet, or of another shape, when it was built. The module gets them
+once everything is read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
-from torchrelay.checkpoint.state.module_leaves import module_entries, parts_of
-from torchrelay.checkpoint.state.restoring import Draft
-
-_FSDP = "torch.distributed.fsdp._fully_shard."
-"""Where FSDP2's hooks are from: one before `state_dict` and loads that reshards, one after loads."""
+from torchrelay.checkpoint.disk.dtypes import by_name, torch_dtype
+from torchrelay.checkpoint.state.container_leaves import container_tensors
+from torchrelay.checkpoint.state.kinds import Kind, kind_of
+from torchrelay.checkpoint.state.leaf import LeafSpec, Role
+from torchrelay.checkpoint.state.load_hooks import draft_with_hooks, has_load_code
+from torchrelay.checkpoint.state.module_leaves import ModuleEntry, named_parameters, parts_of
+from torchrelay.checkpoint.state.module_names import Part
+from torchrelay.checkpoint.state.restoring import Draft, dtype_name, form, outside_inference_mode
 
 
 def draft_module(draft: Draft, blob: str, module: nn.Module) -> None:
@@ -21,28 +32,218 @@ def draft_module(draft: Draft, blob: str, module: nn.Module) -> None:
     state, entries that a hook computed, load hooks and overridden load methods. It is given the
     module's own tensors for all that was read in place, and copies nothing then. FSDP2 (`fully_shard`)
     has hooks that look at no entry: they are called by themselves, for to "copy" a DTensor onto itself
-    takes torch a millisecond, and the first time on a mesh fifty.
+    takes torch a millisecond, and the first time on a mesh fifty. Where stored names or shapes are others,
+    load hooks are asked first what they make of them.
     """
-    state = module.state_dict(keep_vars=True)
+    state = draft.states.of(module)
     computed: dict[str, Callable[[], Any]] = {}
-    for entry in module_entries(blob, module, state):
-        if (spec := draft.take(entry.name)) is None:
+    made = _Made(module, draft.states.parts(module))
+    entries = draft.states.entries(blob, module)
+    load_code = has_load_code(parts_of(module))
+    if load_code and _differs(draft, blob, made, entries) and draft_with_hooks(draft, blob, module, entries):
+        return
+    absent: list[ModuleEntry] = []
+    for entry in entries:
+        if (spec := draft.find(entry.name)) is None:
+            absent.append(entry)
             continue
         if entry.role is not None:
-            draft.into(blob, spec, entry.value)
+            live = made.in_place_of(entry, spec)
+            if live is not entry.value and live.shape != entry.value.shape:
+                draft.reshaped.append(f"{spec.name} is {form(entry.value)} here, {spec} in the checkpoint")
+            draft.into(blob, spec, live)
         elif spec.kind == "value":
             tree = draft.tree(spec)
             computed[entry.key] = lambda tree=tree: tree(None)  # type: ignore[misc]
         else:
             computed[entry.key] = draft.fresh(spec).memory
-    draft.note_rest(blob)
-    if computed or has_load_code(module):
-        draft.steps.append((blob, lambda: _load(module, state, computed)))
+    _note_differences(draft, blob, made, entries, absent)
+    if made:
+        draft.steps.append((blob, made.install))
+    if computed or load_code:
+        draft.steps.append((blob, lambda: _load(module, None if made else state, computed)))
     else:
         draft.steps.append((blob, lambda: _tell_fsdp(module)))
 
 
-def _load(module: nn.Module, state: dict[str, Any], computed: dict[str, Callable[[], Any]]) -> None:
+def _differs(draft: Draft, blob: str, made: _Made, entries: list[ModuleEntry]) -> bool:
+    """Whether what is stored has other names or shapes than a module, buffers that can be made aside."""
+    found = {entry.name: draft.known(entry.name) for entry in entries}
+    if any(spec is None and name not in draft.kept for name, spec in found.items()):
+        return True
+    for entry in entries:
+        spec = found[entry.name] if entry.role is Role.PARAMETER else None
+        if spec is not None and spec.kind == "tensor" and spec.shape != tuple(entry.value.shape):
+            return True
+    known = {spec.name for spec in found.values() if spec is not None}
+    inner = tuple(f"{spec.name}." for spec in draft.stored(blob) if spec.kind == "value")
+    return any(
+        spec.name not in known
+        and not (inner and spec.name.startswith(inner))
+        and made.owner_of(spec, *_split(spec.name[len(blob) + 1 :])) is None
+        for spec in draft.stored(blob)
+    )
+
+
+def _split(name: str) -> tuple[str, str]:
+    path, _, last = name.rpartition(".")
+    return path, last
+
+
+def _note_differences(
+    draft: Draft, blob: str, made: _Made, entries: list[ModuleEntry], absent: list[ModuleEntry]
+) -> None:
+    """Say what only one side has; `absent` are the entries that are not stored."""
+    for entry in absent:
+        draft.lacks(entry.name, made.stands_for(entry.value) if entry.role else None)
+    for spec in draft.rest(blob):
+        path, name = _split(spec.name[len(blob) + 1 :])
+        if (owner := made.owner_of(spec, path, name)) is not None:
+            draft.take(spec.name)
+            draft.late[spec.name] = partial(_add_buffer, draft, spec, owner, name, made.device())
+    draft.note_rest(blob)
+    for name in made.still_empty(entries):
+        draft.findings.refused.append(
+            f"{blob}.{name} is on the meta device and no checkpoint has it (persistent=False): give it its "
+            "values first"
+        )
+
+
+class _Made:
+    """Tensors that a load makes for a module, and puts into it when their content is read.
+
+    They are parameters where those on the meta device were, and tied where those were tied. They lie where
+    the module's other tensors lie, on the CPU if there is no other.
+    """
+
+    def __init__(self, module: nn.Module, parts: Sequence[Part]) -> None:
+        self._module = module
+        self._named = parts
+        self._instead: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._parts: dict[str, nn.Module] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._instead)
+
+    def in_place_of(self, entry: ModuleEntry, spec: LeafSpec) -> torch.Tensor:
+        """The tensor to read into for an own tensor of the module: that one, if it can be."""
+        live: torch.Tensor = entry.value
+        if type(live) not in (torch.Tensor, nn.Parameter) or spec.kind != "tensor":
+            return live
+        reshaped = (
+            entry.role is Role.BUFFER
+            and spec.dtype == dtype_name(live.dtype)
+            and spec.sharding is None
+            and spec.shape != live.shape
+        )
+        if not live.is_meta and not reshaped:
+            return live
+        if id(live) not in self._instead:
+            device = self.device() if live.is_meta else live.device
+            with outside_inference_mode():
+                if reshaped:
+                    fresh = torch.empty(spec.shape, dtype=live.dtype, device=device)
+                else:
+                    fresh = torch.empty_like(live.detach(), device=device)
+            self._instead[id(live)] = (live, fresh)
+        return self._instead[id(live)][1]
+
+    def owner_of(self, spec: LeafSpec, path: str, name: str) -> nn.Module | None:
+        """The part that a stored buffer can be made for: it has this name as None, or has it not at all."""
+        if spec.role is not Role.BUFFER or spec.kind != "tensor" or spec.sharding is not None:
+            return None
+        if self._parts is None:
+            # A wrapper and what it wraps have one name; the inner one comes later and is meant.
+            self._parts = {path.removesuffix("."): part for path, _, part in self._named}
+        owner = self._parts.get(path)
+        if owner is None or (
+            owner._buffers[name] is not None if name in owner._buffers else hasattr(owner, name)
+        ):
+            return None
+        return owner
+
+    def still_empty(self, entries: list[ModuleEntry]) -> list[str]:
+        """The names of tensors on the meta device that are in no state dict."""
+        listed = {id(entry.value) for entry in entries}
+        return [
+            f"{path}{name}"
+            for path, _, part in (self._named if self._instead else ())
+            for name, one in (*part._parameters.items(), *part._buffers.items())
+            if one is not None and one.is_meta and id(one) not in listed
+        ]
+
+    def stands_for(self, live: torch.Tensor) -> torch.Tensor:
+        """What is read instead of a tensor of the module; that tensor itself where nothing else is."""
+        return self._instead[id(live)][1] if id(live) in self._instead else live
+
+    def install(self) -> None:
+        """Put all of them into the module."""
+        for part in parts_of(self._module):
+            tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+            for own in tables:
+                for name, live in own.items():
+                    if live is not None and live.is_meta and id(live) in self._instead:
+                        own[name] = self._alike(live)
+        for live, fresh in self._instead.values():
+            if not live.is_meta:
+                with torch.inference_mode() if live.is_inference() else nullcontext():
+                    live.set_(fresh)  # type: ignore[call-overload]
+
+    def _alike(self, live: torch.Tensor) -> torch.Tensor:
+        fresh = self._instead[id(live)][1]
+        if isinstance(live, nn.Parameter) and not isinstance(fresh, nn.Parameter):
+            fresh = nn.Parameter(fresh, requires_grad=live.requires_grad)
+            fresh.__dict__.update(live.__dict__)
+            self._instead[id(live)] = (live, fresh)
+        return fresh
+
+    def device(self) -> torch.device:
+        """Where the module's other tensors lie."""
+        for part in parts_of(self._module):
+            for one in (*part._parameters.values(), *part._buffers.values()):
+                if one is not None and not one.is_meta:
+                    return one.device
+        return torch.device("cpu")
+
+
+def _add_buffer(draft: Draft, spec: LeafSpec, owner: nn.Module, name: str, device: torch.device) -> None:
+    """Plan to read a leaf into a new buffer of a module; it is the one that the leaf is an alias of."""
+    if (buffer := draft.live(spec)) is None:
+        with outside_inference_mode():
+            buffer = torch.empty(spec.shape, dtype=torch_dtype(by_name(spec.dtype or "")), device=device)
+        draft.into(spec.blob, spec, buffer)
+    draft.steps.append((spec.blob, lambda: owner.register_buffer(name, buffer)))
+
+
+def restore_requires_grad(objects: Mapping[str, Any], specs: Mapping[str, LeafSpec]) -> list[str]:
+    """Make parameters and registered tensors learn, or not, as when they were saved; gives their names.
+
+    For a run that is resumed. A load into another model leaves this to the program.
+    """
+    changed: list[str] = []
+    for blob, value in objects.items():
+        for name, tensor in _with_gradients(blob, value):
+            spec = specs.get(name)
+            if spec is None or spec.frozen is None or tensor.requires_grad != spec.frozen:
+                continue
+            if spec.frozen or tensor.is_floating_point() or tensor.is_complex():
+                tensor.requires_grad_(not spec.frozen)
+                changed.append(name)
+    return changed
+
+
+def _with_gradients(blob: str, value: Any) -> Iterable[tuple[str, torch.Tensor]]:
+    """The tensors that a program may train, by the names of their leaves."""
+    if isinstance(value, nn.Module):
+        return named_parameters(blob, value)
+    found = [(blob, value)] if isinstance(value, torch.Tensor) else []
+    if kind_of(value) is Kind.CONTAINER:
+        found = list(container_tensors(blob, value))
+    return [(name, one) for name, one in found if one.is_leaf]
+
+
+def _load(module: nn.Module, listed: dict[str, Any] | None, computed: dict[str, Callable[[], Any]]) -> None:
+    state = module.state_dict(keep_vars=True) if listed is None else listed
     for key, build in computed.items():
         state[key] = build()
     module.load_state_dict(state)
@@ -53,22 +254,3 @@ def _tell_fsdp(module: nn.Module) -> None:
     for part in parts_of(module):
         for hook in list(part._load_state_dict_post_hooks.values()):
             hook(part, None)
-
-
-def has_load_code(module: nn.Module) -> bool:
-    """Whether `load_state_dict` does more for a module than to copy tensors and to tell FSDP2."""
-    return any(_hooked(part) or _overrides(type(part)) for part in parts_of(module))
-
-
-def _hooked(module: nn.Module) -> bool:
-    hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
-    return not all(str(getattr(hook, "__module__", None)).startswith(_FSDP) for hook in hooks)
-
-
-def _overrides(kind: type[nn.Module]) -> bool:
-    own = (
-        kind.load_state_dict is not nn.Module.load_state_dict,
-        kind._load_from_state_dict is not nn.Module._load_from_state_dict,
-    )
-    # torch's own overrides only convert old formats of their layers.
-    return any(own) and not kind.__module__.startswith("torch.")

@@ -10,33 +10,71 @@ optimizer.shared                         state that belongs to no parameter, whe
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from torchrelay.checkpoint.disk.many_tensors import AT_ONCE
+from torchrelay.checkpoint.state.admission import admitted, all_plain_memory
+from torchrelay.checkpoint.state.kinds import local_part
 from torchrelay.checkpoint.state.leaf import OPTIM_GROUP, Leaf, Role, Value
 from torchrelay.checkpoint.state.module_leaves import own_leaves
 from torchrelay.checkpoint.state.stateful_leaves import entry_leaves, tree_leaves
+from torchrelay.checkpoint.state.subclasses import check_made, is_wrapper
+from torchrelay.checkpoint.state.tensor_names import TensorNames
 from torchrelay.errors import BlobError
 
 PARAMS = "params"
 
 
 def optimizer_leaves(
-    blob: str, optimizer: Optimizer, names: Mapping[int, str], first_names: dict[int, str]
+    blob: str,
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    parameter_names: TensorNames,
+    state_names: TensorNames,
 ) -> Iterator[Leaf]:
-    """The leaves of an optimizer; `names` are the leaf names of all parameters, by id."""
+    """The leaves of an optimizer; `names` are the leaf names of all parameters, by id.
+
+    Entries that are one tensor (an `lr` of all groups, a step counter) are stored once: the others are
+    aliases. `parameter_names` and `state_names` are the first names of tensors that were listed before.
+    """
     for name, parameter in orphans(blob, optimizer):
         if names[id(parameter)] == name:
-            yield from own_leaves(name, blob, Role.PARAMETER, parameter, first_names)
+            yield from own_leaves(name, blob, Role.PARAMETER, parameter, parameter_names)
     for index, group in enumerate(optimizer.param_groups):
-        yield from _group_leaves(group_prefix(blob, index), blob, group, names)
-    for parameter in parameters(optimizer):
-        state = optimizer.state.get(parameter, {})
-        prefix = f"{state_prefix(blob)}{names[id(parameter)]}."
-        yield from _entries(prefix, blob, state, parameter)
-    yield from _shared_leaves(blob, optimizer)
+        prefix = group_prefix(blob, index)
+        members = [names[id(parameter)] for parameter in group[PARAMS]]
+        yield Leaf(f"{prefix}{PARAMS}", blob, Role.VALUE, OPTIM_GROUP, Value(members))
+        options = {key: value for key, value in group.items() if key != PARAMS}
+        yield from _entries(prefix, blob, options, state_names)
+    prefix = state_prefix(blob)
+    local = local_part(optimizer)
+    states = [(one, state) for one in parameters(optimizer) if (state := local.state.get(one))]
+    for at in range(0, len(states), AT_ONCE):
+        part = states[at : at + AT_ONCE]
+        prefixes = [f"{prefix}{names[id(parameter)]}." for parameter, _ in part]
+        keys = [f"{first}{key}" for first, (_, state) in zip(prefixes, part, strict=True) for key in state]
+        values = [value for _, state in part for value in state.values()]
+        texts = all(type(key) is str for _, state in part for key in state)
+        if texts and all_plain_memory(values) and state_names.add_new(keys, values):
+            contents = map(torch.Tensor.detach, values)
+            yield from map(Leaf, keys, repeat(blob), repeat(Role.OPTIMIZER), repeat(OPTIM_GROUP), contents)
+            continue
+        for first, (parameter, state) in zip(prefixes, part, strict=True):
+            for key, value in state.items():
+                if (
+                    isinstance(value, torch.Tensor)
+                    and is_wrapper(value)
+                    and type(value) is not type(parameter)
+                ):
+                    check_made(local, parameter, key, value, f"{first}{key}")
+            yield from _entries(first, blob, state, state_names, wrappers=True)
+    yield from _shared_leaves(blob, optimizer, state_names)
 
 
 def parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
@@ -72,30 +110,37 @@ def shared_name(blob: str) -> str:
     return f"{blob}.shared"
 
 
-def _group_leaves(prefix: str, blob: str, group: dict[str, Any], names: Mapping[int, str]) -> Iterator[Leaf]:
-    members = [names[id(parameter)] for parameter in group[PARAMS]]
-    yield Leaf(f"{prefix}{PARAMS}", blob, Role.VALUE, OPTIM_GROUP, Value(members))
-    yield from _entries(prefix, blob, {key: value for key, value in group.items() if key != PARAMS})
-
-
 def _entries(
-    prefix: str, blob: str, entries: Mapping[Any, Any], owner: torch.Tensor | None = None
+    prefix: str, blob: str, entries: Mapping[Any, Any], state_names: TensorNames, *, wrappers: bool = False
 ) -> Iterator[Leaf]:
     for key, value in entries.items():
         if not isinstance(key, str):
             raise BlobError(f"{prefix}{key!r} of blob {blob!r}: only text can be a key of optimizer state")
-        yield from entry_leaves(value, f"{prefix}{key}", blob, OPTIM_GROUP, Role.OPTIMIZER, owner)
+        name = f"{prefix}{key}"
+        if type(value) is torch.Tensor:  # most entries
+            content, earlier = admitted(value, name), state_names.earlier(value, name)
+            yield Leaf(name, blob, Role.OPTIMIZER, OPTIM_GROUP, content, earlier)
+        else:
+            found = entry_leaves(value, name, blob, OPTIM_GROUP, Role.OPTIMIZER, wrappers=wrappers)
+            yield from map(partial(_shared, state_names), found)
 
 
-def _shared_leaves(blob: str, optimizer: Optimizer) -> list[Leaf]:
+def _shared(state_names: TensorNames, leaf: Leaf) -> Leaf:
+    """The leaf, an alias where its tensor was listed before."""
+    content = leaf.content
+    earlier = None if isinstance(content, Value) else state_names.earlier(content, leaf.name)
+    return replace(leaf, alias_of=earlier) if earlier is not None else leaf
+
+
+def _shared_leaves(blob: str, optimizer: Optimizer, state_names: TensorNames) -> Iterator[Leaf]:
     known = {id(parameter) for parameter in parameters(optimizer)}
-    shared = {key: value for key, value in optimizer.state.items() if id(key) not in known}
+    shared = {key: value for key, value in local_part(optimizer).state.items() if id(key) not in known}
     for key in shared:
         if isinstance(key, torch.Tensor):
             raise BlobError(
                 f"blob {blob!r} has state of a parameter ({list(key.shape)}) that is in none of its groups:"
                 " delete that state, or add the parameter back with add_param_group"
             )
-    if not shared:
-        return []
-    return tree_leaves(shared, shared_name(blob), blob, OPTIM_GROUP, tensor_role=Role.OPTIMIZER)
+    if shared:
+        found = tree_leaves(shared, shared_name(blob), blob, OPTIM_GROUP, tensor_role=Role.OPTIMIZER)
+        yield from map(partial(_shared, state_names), found)

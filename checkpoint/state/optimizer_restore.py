@@ -14,16 +14,22 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from torchrelay.checkpoint.disk.dtypes import by_name, torch_dtype
+from torchrelay.checkpoint.state.container_leaves import container_tensors
 from torchrelay.checkpoint.state.dtensors import is_sharded
-from torchrelay.checkpoint.state.leaf import LeafSpec, Role
+from torchrelay.checkpoint.state.kinds import local_part
+from torchrelay.checkpoint.state.leaf import LeafSpec, Role, learning
 from torchrelay.checkpoint.state.optimizer_leaves import (
     PARAMS,
     group_prefix,
     groups_prefix,
+    parameters,
     shared_name,
     state_prefix,
 )
-from torchrelay.checkpoint.state.restoring import Draft, same_form
+from torchrelay.checkpoint.state.restoring import Draft, outside_inference_mode, same_form
+from torchrelay.checkpoint.state.subclasses import description, is_wrapper, made_state
+from torchrelay.errors import BlobError
 
 Builder = Callable[[torch.device | None], Any]
 """Gives an entry once everything is read; new tensors go to the device."""
@@ -35,10 +41,11 @@ def draft_optimizer(draft: Draft, blob: str, optimizer: Optimizer) -> None:
     if not groups:
         _note_absent(draft, blob)
         return
-    members = _members(draft, blob, optimizer, groups)
+    added = _added_groups(draft, optimizer, groups)
+    members = _members(draft, blob, optimizer, groups, added)
     if members is None:
         return
-    _Load(draft, blob, optimizer, members).plan()
+    _Load(draft, blob, optimizer, members, added).plan()
 
 
 def _stored_groups(draft: Draft, blob: str) -> list[list[str]]:
@@ -54,28 +61,78 @@ def _note_absent(draft: Draft, blob: str) -> None:
     if draft.stored(blob):
         draft.unlike(f"{blob} is an optimizer here, and something else in the checkpoint")
     elif not any(name.startswith(group_prefix(blob, 0)) for name in draft.kept):
-        draft.findings.missing.append(blob)
+        draft.lacks(blob)
+
+
+def _added_groups(draft: Draft, optimizer: Optimizer, groups: list[list[str]]) -> list[list[torch.Tensor]]:
+    """The parameters of stored groups that the program added while it trained; the load adds them again.
+
+    They are known by their names, or lie in containers. None are where one is neither, or is in a group here.
+    """
+    mine = {id(one) for group in optimizer.param_groups for one in group[PARAMS]}
+
+    def found(name: str) -> torch.Tensor | None:
+        return _in_container(draft, name) if (known := draft.parameter(name)) is None else known
+
+    added = [list(map(found, names)) for names in groups[len(optimizer.param_groups) :]]
+    known = [[one for one in group if one is not None and id(one) not in mine] for group in added]
+    return known if list(map(len, known)) == list(map(len, added)) else []
+
+
+def _in_container(draft: Draft, name: str) -> torch.Tensor | None:
+    """The tensor of this name in a container, which the load fills; None where no container has one.
+
+    It is the live one where that has the stored form, else a new one.
+    """
+    spec = draft.specs.get(name)
+    if spec is None or spec.blob not in draft.containers or spec.kind != "tensor" or spec.sharding:
+        return None
+    if (found := draft.live(spec)) is None:
+        found = dict(container_tensors(spec.blob, draft.containers[spec.blob])).get(name)
+        if found is None or not found.is_leaf or not same_form(spec, found):
+            with outside_inference_mode():
+                found = learning(
+                    torch.empty(spec.shape, dtype=torch_dtype(by_name(spec.dtype or ""))), spec, None
+                )
+        draft.into(spec.blob, spec, found)
+    return found
+
+
+def _lies_in_container(draft: Draft, name: str) -> bool:
+    spec = draft.specs.get(name)
+    return spec is not None and spec.blob in draft.containers and spec.kind == "tensor"
 
 
 def _members(
-    draft: Draft, blob: str, optimizer: Optimizer, groups: list[list[str]]
+    draft: Draft,
+    blob: str,
+    optimizer: Optimizer,
+    groups: list[list[str]],
+    added: list[list[torch.Tensor]],
 ) -> dict[str, torch.Tensor] | None:
-    """Stored parameter name to live parameter; None, noted, where the groups differ."""
-    live = [group[PARAMS] for group in optimizer.param_groups]
+    """Stored parameter name to live parameter; None, noted, where the groups differ.
+
+    The names are as they were stored, also where the parameter has another one today.
+    """
+    live = [*(group[PARAMS] for group in optimizer.param_groups), *added]
     here, there = [len(group) for group in live], [len(group) for group in groups]
     if here != there:
         draft.unlike(f"{blob} has groups of {here} parameters here, of {there} in the checkpoint")
         return None
     members: dict[str, torch.Tensor] = {}
-    for index, (parameters, names) in enumerate(zip(live, groups, strict=True)):
-        stored = set(names)
-        for place, parameter in enumerate(parameters):
-            orphan = f"{blob}.param.{index}.{place}"
-            name = draft.names.get(id(parameter), orphan)
-            name = names[place] if name == orphan else name
-            if name not in stored:
-                draft.unlike(f"{name} is in group {index} of {blob} here, and not in the checkpoint")
-            members[name] = parameter
+    for index, (live_ones, names) in enumerate(zip(live, groups, strict=True)):
+        stored = dict.fromkeys(names)
+        for place, parameter in enumerate(live_ones):
+            known = draft.names.get(id(parameter), orphan := f"{blob}.param.{index}.{place}")
+            held = names[place] == orphan and orphan in draft.specs  # no blob had it when it was saved
+            name = names[place] if known == orphan or held else draft.called(parameter, stored)
+            if name is None and draft.parameter(known) is None and _lies_in_container(draft, names[place]):
+                name = names[place]  # it came into the container, or got another place in it, since the start
+            if name is None:
+                draft.unlike(text := f"{blob} has {known} in group {index} here, and not in the checkpoint")
+                draft.findings.members[text] = known
+            members[name or known] = parameter
+            stored.pop(name or known, None)
     return members
 
 
@@ -86,12 +143,21 @@ class _Load:
     """The plan for one optimizer whose parameters are matched."""
 
     def __init__(
-        self, draft: Draft, blob: str, optimizer: Optimizer, members: dict[str, torch.Tensor]
+        self,
+        draft: Draft,
+        blob: str,
+        optimizer: Optimizer,
+        members: dict[str, torch.Tensor],
+        added: list[list[torch.Tensor]],
     ) -> None:
         self.draft = draft
         self.blob = blob
         self.optimizer = optimizer
+        self.local = local_part(optimizer)
         self.members = members
+        self.added = added
+        self._made: dict[int, Mapping[str, Any]] = {}
+        self._builders: dict[str, Builder] = {}
 
     def plan(self) -> None:
         self._contents()
@@ -106,10 +172,16 @@ class _Load:
         """Parameters that the checkpoint holds with the optimizer, and the shapes of the others."""
         for name, parameter in self.members.items():
             spec = self.draft.specs.get(name)
-            if spec is not None and spec.blob == self.blob:
+            moved = self.draft.names.get(id(parameter)) != name and _lies_in_container(self.draft, name)
+            if spec is not None and moved:
+                self.draft.into(spec.blob, spec, parameter)  # the container is given it
+            elif spec is not None and spec.blob == self.blob:
                 self.draft.take(name)
                 self.draft.into(self.blob, spec, parameter)
-            elif spec is not None and spec.role is not Role.SUBCLASS and not same_form(spec, parameter):
+                twice = self.draft.specs.get(self.draft.names.get(id(parameter), name))
+                if twice is not None and twice is not spec:  # a container that did not hold it had a copy
+                    self.draft.into(twice.blob, twice, parameter)
+            elif spec is not None and spec.role is not Role.SUBCLASS and not self.draft.fits(spec, parameter):
                 self.draft.unlike(
                     f"{name} in {self.blob} is {list(parameter.shape)} here, {spec} in the checkpoint"
                 )
@@ -132,7 +204,7 @@ class _Load:
         for spec in self._beginning(groups_prefix(self.blob)):
             index, _, key = spec.name[len(groups_prefix(self.blob)) :].partition(".")
             keyed.setdefault(index, []).append((key, spec))
-        live = self.optimizer.param_groups
+        live = [*self.optimizer.param_groups, *({} for _ in self.added)]
         self._check_kind({key for found in keyed.values() for key, _ in found})
         return [self._entries(keyed.get(str(n), ()), group, trees) for n, group in enumerate(live)]
 
@@ -162,7 +234,7 @@ class _Load:
             rest = spec.name[len(prefix) :]
             if (owner := self._owner(rest)) is not None:
                 keyed.setdefault(owner, []).append((rest[len(owner) + 1 :], spec))
-        live = self.optimizer.state
+        live = {} if self.draft.rehearsed else self.local.state  # a new one has none
         return {
             owner: self._entries(found, live.get(self.members[owner], {}), trees, self.members[owner])
             for owner, found in keyed.items()
@@ -186,30 +258,54 @@ class _Load:
         trees: Mapping[str, Builder],
         owner: torch.Tensor | None = None,
     ) -> dict[str, Builder]:
-        return {key: self._entry(spec, live.get(key), trees, owner) for key, spec in found}
+        return {key: self._entry(key, spec, live.get(key), trees, owner) for key, spec in found}
+
+    def _model(self, spec: LeafSpec, key: str, owner: torch.Tensor | None) -> torch.Tensor | None:
+        """The tensor that a wrapper subclass is made like: its parameter, or what a first step makes."""
+        if owner is None:
+            return None
+        if is_wrapper(owner) and description(owner, spec.name) == self.draft.json(spec):
+            return owner
+        if id(owner) not in self._made:
+            try:
+                self._made[id(owner)] = made_state(self.local, owner)
+            except BlobError as error:
+                self._made[id(owner)] = {}
+                self.draft.unlike(f"{spec.name} cannot be made: {error}")
+        made = self._made[id(owner)].get(key)
+        return made if isinstance(made, torch.Tensor) else None
 
     def _entry(
-        self, spec: LeafSpec, live: Any, trees: Mapping[str, Builder], owner: torch.Tensor | None
+        self, key: str, spec: LeafSpec, live: Any, trees: Mapping[str, Builder], owner: torch.Tensor | None
     ) -> Builder:
         self.draft.take(spec.name)
-        subclass = spec.role is Role.SUBCLASS
-        if spec.kind == "value" and not subclass:
+        if spec.kind == "value" and spec.role is not Role.SUBCLASS:
             return trees[spec.name]
+        source = spec.alias_of or spec.name
+        if source in self._builders:
+            return self._builders[source]  # what was one tensor is one tensor again
+        builder = self._builders[source] = self._tensor(key, spec, live, owner)
+        return builder
+
+    def _tensor(self, key: str, spec: LeafSpec, live: Any, owner: torch.Tensor | None) -> Builder:
+        subclass = spec.role is Role.SUBCLASS
         if isinstance(live, torch.Tensor) and (subclass or same_form(spec, live)):
             self.draft.into(self.blob, spec, live)
             return lambda device: live
         if subclass:
-            return self.draft.alike(spec, owner)
+            return self.draft.alike(spec, self._model(spec, key, owner))
         if owner is not None and is_sharded(owner) and _of_its_parts(spec, owner):
             made = self.draft.fresh_like(spec, owner)
             return lambda device: made
         read = self.draft.fresh(spec)
         home = live.device if isinstance(live, torch.Tensor) else None
-        return lambda device: read.memory().to(home or device or "cpu")
+        return lambda device: read.on(home or device)
 
     def _install(
         self, groups: list[dict[str, Builder]], state: dict[str, dict[str, Builder]], shared: Builder
     ) -> None:
+        for added in self.added:
+            self.optimizer.add_param_group({PARAMS: added})
         for group, entries in zip(self.optimizer.param_groups, groups, strict=True):
             group.update({key: build(None) for key, build in entries.items()})
         devices = {
@@ -218,15 +314,18 @@ class _Load:
             for parameter in group[PARAMS]
         }
         self._install_state(state, devices)
-        self.optimizer.state.update(shared(None))
+        self.local.state.update(shared(None))
 
     def _install_state(
         self, state: dict[str, dict[str, Builder]], step_devices: Mapping[int, torch.device]
     ) -> None:
-        before = dict(self.optimizer.state)
-        self.optimizer.state.clear()
+        before = dict(self.local.state)
+        self.local.state.clear()
+        stepped = {id(one) for one in parameters(self.local)}  # not those of other ranks
         for name, entries in state.items():
             parameter = self.members[name]
+            if id(parameter) not in stepped:
+                continue
             step_device = step_devices[id(parameter)]
             built = {
                 key: build(step_device if key == "step" else parameter.device)
@@ -235,10 +334,10 @@ class _Load:
             kept = before.get(parameter, {})
             kept.clear()
             kept.update(built)
-            self.optimizer.state[parameter] = kept
+            self.local.state[parameter] = kept
         for name, parameter in self.members.items():
             if name not in state and parameter in before and self._stays(name):
-                self.optimizer.state[parameter] = before[parameter]
+                self.local.state[parameter] = before[parameter]
 
     def _stays(self, name: str) -> bool:
         """Whether the state of a parameter is among what keeps its content."""

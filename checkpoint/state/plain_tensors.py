@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import islice
 from operator import attrgetter
 from typing import Any
@@ -11,9 +11,16 @@ from typing import Any
 import torch
 
 from torchrelay.checkpoint.disk.dtypes import is_storable, logical_name
-from torchrelay.checkpoint.disk.many_tensors import AT_ONCE, all_in_order, all_strided, memories_at
+from torchrelay.checkpoint.disk.many_tensors import (
+    AT_ONCE,
+    all_in_memory,
+    all_in_order,
+    all_strided,
+    memories_at,
+)
 from torchrelay.checkpoint.disk.shard_entries import Form, form_of
 from torchrelay.checkpoint.storage import Memory
+from torchrelay.records import dataclass
 
 
 @dataclass
@@ -37,6 +44,8 @@ class PlainTensors:
             return False
         found = list(map(form_of, map(logical_name, types), map(attrgetter("shape"), some)))
         if forms not in (None, found) or not all_in_order(some, any(kind.is_complex for kind in set(types))):
+            return False
+        if not all_in_memory(some):
             return False
         self.forms += found
         self.storages += map(torch.Tensor.untyped_storage, some)

@@ -11,45 +11,55 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
 
 from torchrelay.checkpoint.disk.canonical import Json
-from torchrelay.checkpoint.state.flatten import parameter_names
+from torchrelay.checkpoint.disk.manifest import OF_POSITION
+from torchrelay.checkpoint.state.admission import not_initialised
+from torchrelay.checkpoint.state.container_restore import ContainerLoad, draft_container, regrouped
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
-from torchrelay.checkpoint.state.leaf import LeafSpec, Role
+from torchrelay.checkpoint.state.leaf import LeafSpec
 from torchrelay.checkpoint.state.module_restore import draft_module
+from torchrelay.checkpoint.state.optimizer_leaves import parameters
 from torchrelay.checkpoint.state.optimizer_restore import draft_optimizer
-from torchrelay.checkpoint.state.restoring import Draft, Read
+from torchrelay.checkpoint.state.restoring import Draft, Read, outside_inference_mode
 from torchrelay.checkpoint.state.stateful_restore import draft_new, draft_stateful, draft_tensor, draft_value
 from torchrelay.errors import PartiallyLoadedError, RelayError
 
-__all__ = ["Read", "Restoration", "restoration"]
+__all__ = ["Read", "Restoration", "drafted", "restoration"]
 
 
 class Restoration:
     """A load that fits: what to read, and what to do when all of it is read.
 
     Reads into live memory change user objects, so a failure from the first read on leaves them partly
-    loaded. `created` holds, after `finish`, the values and new tensors by blob name; `missing` and
-    `unexpected` are the leaves that `strict=False` has skipped.
+    loaded. `created` holds, after `finish`, the values, containers and new tensors by blob name; `missing`
+    and `unexpected` are the leaves that `strict=False` has skipped, `replaced` the given values, and the
+    containers of another type, in whose place something else is created.
     """
 
-    def __init__(self, draft: Draft, builders: Mapping[str, Callable[[], Any]]) -> None:
+    def __init__(
+        self, draft: Draft, builders: Mapping[str, Callable[[], Any]], replaced: Collection[str] = ()
+    ) -> None:
         self.reads: tuple[Read, ...] = tuple(draft.reads)
         self.missing: tuple[str, ...] = tuple(draft.findings.missing)
         self.unexpected: tuple[str, ...] = tuple(draft.findings.unexpected)
         self.created: dict[str, object] = {}
+        self.replaced: tuple[str, ...] = tuple(replaced)
         self._steps = draft.steps
         self._builders = builders
 
     def finish(self) -> dict[str, object]:
         """Install what was read, and give back what belongs into the workspace.
 
-        These are all JSON values, and tensors for which no object was given. Raises
+        These are all values, containers among them, and tensors for which no object was given. Raises
         PartiallyLoadedError when a `load_state_dict` of the user's refuses its state.
         """
-        with torch.no_grad():
+        with outside_inference_mode(), torch.no_grad():
             for blob, step in self._steps:
                 _run(blob, step)
+            self._steps.clear()  # they refer to what made them
             self.created = {blob: build() for blob, build in self._builders.items()}
         return self.created
 
@@ -61,37 +71,102 @@ def restoration(
     *,
     strict: bool = True,
     kept: Collection[str] = (),
+    offered: Collection[str] = (),
+    untouched: Collection[str] = (),
+    may_lack: Collection[str] = (),
     why_absent: Callable[[str], str] = lambda name: "",
     in_place: Mapping[str, torch.Tensor] | None = None,
+    late_buffers: bool = False,
+    same_content: Callable[[str, str], bool] | None = None,
+    exclude: str | None = "exclude",
+    within: str = "",
+    cast: Callable[[str], torch.dtype | None] | None = None,
 ) -> Restoration:
     """Plan to load the stored leaves `specs`, with the content `values` of values, into `objects`.
 
-    Modules, optimizers and tensors are loaded in place. Stored blobs without an object are created, if
-    they are tensors or values; so leave out of `specs` what is not wanted, and out of `objects` tensors
-    that may be replaced. Leaves named in `kept` stay as the program made them; `why_absent` says why the
-    checkpoint lacks a leaf, where that is known. Objects in `in_place` are taken care of (see there).
+    Modules, optimizers, tensors and containers are loaded in place. Stored blobs without an object are
+    created, if they are tensors or values; so leave out of `specs` what is not wanted, and out of `objects`
+    tensors that may be replaced. Leaves named in `kept` stay as the program made them, and so do the objects
+    in `untouched`, which only name parameters; leaves in `offered` may have no object, and of the blobs
+    `may_lack` the checkpoint may lack leaves, which stay too. `why_absent` says why the checkpoint lacks a
+    leaf, where that is known. Objects in `in_place` are taken care of (see there). Buffers that a module has
+    not made yet are made where everything else fits; without `strict` only if `late_buffers` says so.
+    `same_content` says whether two stored tensors of one form have the same bytes: only such may go into one
+    live tensor.
+    `exclude` is the caller's argument that leaves out leaves, and `within` what the names of its `rename` are
+    relative to, for messages. `cast` says to which floating-point type a leaf may be converted.
     Raises BlobError with a list of all leaves that are missing, unexpected (neither with
     `strict=False`) or of another form, and DamagedError for malformed values. No object has changed
     then, nor after success: that begins with the reads.
     """
-    stored = {name: spec for name, spec in specs.items() if spec.role is not Role.RNG}
+    stored = {name: spec for name, spec in specs.items() if spec.role not in OF_POSITION}
+    stored, values, partial = regrouped(objects, stored, values)
     settled = in_place or {}
     alone = bool(stored) or len(settled) < len(objects)
-    names = parameter_names(objects) if alone else {}
-    draft = Draft(stored, values, names, kept, settled if alone else {})
-    builders = {}
-    for blob, value in objects.items() if alone else ():
-        if blob not in settled and (builder := _draft_blob(draft, blob, value)) is not None:
+    draft = Draft(stored, values, objects if alone else {}, kept, settled if alone else {}, offered, may_lack)
+    if cast is not None:
+        draft.cast = cast
+    load = ContainerLoad(objects)
+    given = [blob for blob in objects if not (blob in settled or blob in untouched)] if alone else []
+    builders = drafted(draft, {blob: objects[blob] for blob in given}, objects, load, partial)
+    draft.conclude(same_content, strict=strict, late_buffers=strict or late_buffers)
+    draft.findings.check(
+        stored,
+        strict=strict,
+        kept=kept,
+        why_absent=why_absent,
+        exclude=exclude,
+        within=within,
+        converts=cast is not None,
+    )
+    fixed = [blob for blob in given if blob in builders and kind_of(objects[blob]) is Kind.VALUE]
+    return Restoration(draft, builders, [*load.replaced, *fixed])
+
+
+def drafted(
+    draft: Draft,
+    given: Mapping[str, Any],
+    objects: Mapping[str, Any],
+    load: ContainerLoad,
+    partial: Collection[str],
+) -> dict[str, Callable[[], Any]]:
+    """Draft the loads into `given`, which are among `objects`, and of stored blobs without an object."""
+    builders: dict[str, Callable[[], Any]] = {}
+    containers = {blob for blob, value in given.items() if kind_of(value) is Kind.CONTAINER}
+    # Modules first, as their load hooks may tell optimizers what parameters were called.
+    modules_first = sorted(given, key=lambda blob: not isinstance(given[blob], nn.Module))
+    for blob in modules_first:
+        if blob in containers:
+            continue
+        if (builder := _draft_blob(draft, blob, given[blob])) is not None:
             builders[blob] = builder
+    for blob in [blob for blob in given if blob in containers]:  # they may hold tensors of the others
+        made = draft_container(draft, blob, given[blob], load, partial=blob in partial)
+        if made is not None:
+            builders[blob] = made
     for blob in draft.blobs:
         if blob not in objects and (builder := draft_new(draft, blob)) is not None:
             builders[blob] = builder
-    draft.findings.check(stored, strict=strict, kept=kept, why_absent=why_absent)
-    return Restoration(draft, builders)
+    return builders
 
 
 def _draft_blob(draft: Draft, blob: str, value: Any) -> Callable[[], Any] | None:
     kind = kind_of(value)
+    if kind is Kind.MODULE:
+        lazy = [name for name, one in draft.states.of(value).items() if is_lazy(one)]
+        if lazy:
+            draft.refuse(blob, not_initialised(f"{blob}.{lazy[0]}"))
+            return None
+    if isinstance(value, torch.optim.Optimizer):
+        empty = [one for one in parameters(value) if is_lazy(one) or one.is_meta]
+        if empty:
+            where = "not initialised yet" if is_lazy(empty[0]) else "on the meta device"
+            draft.refuse(
+                blob,
+                f"{blob} is an optimizer of parameters {where}: give the model its memory first (load it, "
+                "model.to_empty(device=...), or a forward pass), and build the optimizer after that",
+            )
+            return None
     if kind is Kind.VALUE:
         return draft_value(draft, blob, value)
     _DRAFTERS[kind](draft, blob, value)

@@ -6,20 +6,27 @@ adds its share (`module_restore`, `optimizer_restore`, `stateful_restore`).
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import nn
 
 from torchrelay.checkpoint.disk.canonical import Json
-from torchrelay.checkpoint.disk.dtypes import by_name, torch_dtype
+from torchrelay.checkpoint.disk.dtypes import as_copied, by_name, torch_dtype
 from torchrelay.checkpoint.disk.values import decode
 from torchrelay.checkpoint.disk.windows import Target
+from torchrelay.checkpoint.state.admission import admitted_in_place, all_torch_memory, unwritable
 from torchrelay.checkpoint.state.dtensors import empty_like, is_sharded, memory_of_shard, target_of
-from torchrelay.checkpoint.state.leaf import LeafSpec, Role
+from torchrelay.checkpoint.state.findings import Findings
+from torchrelay.checkpoint.state.flatten import parameter_names
+from torchrelay.checkpoint.state.kinds import Kind, kind_of
+from torchrelay.checkpoint.state.leaf import LeafSpec, Role, learning
+from torchrelay.checkpoint.state.module_leaves import ModuleStates, named_parameters
+from torchrelay.checkpoint.state.module_names import current_names, spellings
 from torchrelay.checkpoint.state.subclasses import (
     description,
     inner_tensors,
@@ -28,11 +35,8 @@ from torchrelay.checkpoint.state.subclasses import (
     rebuilder,
     told,
 )
+from torchrelay.checkpoint.state.tensor_names import TensorNames
 from torchrelay.errors import BlobError, DamagedError
-
-_NEAREST_FOR = 20
-"""Missing leaves for which the nearest stored names are looked up; the search is quadratic."""
-
 
 Maker = Callable[[torch.device | None], torch.Tensor]
 """Gives a tensor once everything is read; plain ones go to the device."""
@@ -41,123 +45,196 @@ Maker = Callable[[torch.device | None], torch.Tensor]
 class Read:
     """One tensor to be read: the stored leaf `leaf`, into `memory()`.
 
-    `destination` is memory of a live object, written in place; None means that `memory()` is fresh.
-    With a `target` the memory takes only these boxes of the leaf, without it the whole.
+    `live` is a tensor of an object, `destination` the same where its own memory can be written in place;
+    else `memory()` is fresh, and is copied into `live` by the restoration if it was asked for. With a
+    `target` the memory takes only these boxes of the leaf, without it the whole.
     """
 
     def __init__(
         self,
         leaf: str,
         spec: LeafSpec,
-        destination: torch.Tensor | None = None,
+        live: torch.Tensor | None = None,
         target: Target | None = None,
     ) -> None:
         self.leaf = leaf
         self.spec = spec
-        self.destination = destination
+        self.live = live
+        as_stored = live is not None and spec.dtype == dtype_name(live.dtype)
+        self.destination = _own_memory(live) if live is not None and as_stored else None
         self.target = target
+        self._placed: dict[str, torch.Tensor] | None = None
 
     def memory(self) -> torch.Tensor:
         """The contiguous CPU tensor to fill; fresh memory is allocated at the first call."""
         if self.destination is not None:
             return self.destination
         if not hasattr(self, "_fresh"):
-            element = by_name(self.spec.dtype or "")
-            shape = self.spec.shape if self.target is None else self.target.shape
-            self._fresh = torch.empty(shape, dtype=torch_dtype(element), device="cpu")
+            self._fresh = self.fresh()
         return self._fresh
 
+    def fresh(self) -> torch.Tensor:
+        """New memory of the size that is to be filled."""
+        shape = self.spec.shape if self.target is None else self.target.shape
+        with outside_inference_mode():
+            return torch.empty(shape, dtype=self.dtype, device="cpu")
 
-@dataclass
-class Findings:
-    """Everything in which the given objects and the checkpoint differ."""
+    @property
+    def dtype(self) -> torch.dtype:
+        """The element type as it is stored; a live tensor may have another one."""
+        return torch_dtype(by_name(self.spec.dtype or ""))
 
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    unlike: list[str] = field(default_factory=list)
+    def settle(self) -> None:
+        """Copy memory that was asked for, and is not the live tensor's own, into that."""
+        if self.live is not None and hasattr(self, "_fresh"):
+            put(self.live, self._fresh)
 
-    def check(
-        self,
-        stored: Mapping[str, LeafSpec],
-        *,
-        strict: bool,
-        kept: Collection[str] = (),
-        why_absent: Callable[[str], str] = lambda name: "",
-    ) -> None:
-        """Raise one BlobError that lists all differences; without `strict` only the unlike ones count."""
-        lines = [f"differs: {text}" for text in self.unlike]
-        reasons: dict[str, str] = {}
-        if strict:
-            missing = [name for name in self.missing if name not in kept]
-            near = missing[:_NEAREST_FOR]
-            reasons = {
-                name: f" (the save left it out: {why})" for name in missing if (why := why_absent(name))
-            }
-            hints = {**{name: _nearest(name, stored) for name in near if name not in reasons}, **reasons}
-            lines += [f"not in the checkpoint: {name}{hints.get(name, '')}" for name in missing]
-            lines += [f"only in the checkpoint: {name}" for name in self.unexpected]
-        if lines:
-            raise BlobError(
-                "the checkpoint does not fit the given objects; nothing was changed:\n  "
-                + "\n  ".join(lines)
-                + "\nBuild the objects as they were when it was saved, or load only blobs that fit, "
-                "with open_checkpoint or ctx.load_blobs"
-                + (" (their strict=False skips leaves that only one side has)" if not self.unlike else "")
-                + ("; a run resumes with the include and exclude of the save" if reasons else "")
-            )
+    def on(self, device: torch.device | None) -> torch.Tensor:
+        """The memory, once all of it is read, on a device: for each device one tensor, whoever asks."""
+        where = str(device or "cpu")
+        self._placed = {} if self._placed is None else self._placed
+        if where not in self._placed:
+            self._placed[where] = self.memory().to(where)
+        return self._placed[where]
 
 
 class Draft:
     """A restoration in the making. Adding to it changes no object of the user's.
 
-    Into the tensors `in_place` leaves of their names are read by others.
+    Into the tensors `in_place` leaves of their names are read by others. What is `offered` may be taken by
+    an object, and need not be. `late` has plans for stored buffers that a module has not made yet,
+    `reshaped` describes those that it has in another shape; both are differences if there are any others.
+    `names` are those of the parameters of the given objects, by id. Of the blobs `may_lack` leaves may be
+    absent; `states` are those of modules that were asked before.
     """
+
+    rehearsed = False
+    """Whether objects are to be taken as a later start makes them, without state of optimizers."""
 
     def __init__(
         self,
         specs: Mapping[str, LeafSpec],
         values: Mapping[str, Json],
-        names: Mapping[int, str],
+        objects: Mapping[str, Any],
         kept: Collection[str] = (),
         in_place: Mapping[str, torch.Tensor] | None = None,
+        offered: Collection[str] = (),
+        may_lack: Collection[str] = (),
+        states: ModuleStates | None = None,
     ) -> None:
         settled = in_place or {}
+        self._offered = frozenset(offered)
+        self._may_lack = tuple(f"{blob}." for blob in may_lack)  # no blob's name begins another's
         self.specs = specs
         self.values = values
-        self.names = names
         self.kept = frozenset(kept)
+        self.cast: Callable[[str], torch.dtype | None] = lambda name: None
+        """To which floating-point type a leaf may be converted."""
+        self.states = states or ModuleStates()
+        self.names = parameter_names(objects, self.states)
+        self._modules = {blob: one for blob, one in objects.items() if isinstance(one, nn.Module)}
+        self._tensors = {blob: one for blob, one in objects.items() if isinstance(one, torch.Tensor)}
+        self.containers = {blob: one for blob, one in objects.items() if kind_of(one) is Kind.CONTAINER}
         self.findings = Findings()
         self.reads: list[Read] = []
+        self.reshaped: list[str] = []
+        self.late: dict[str, Callable[[], None]] = {}
+        self.destinations: list[tuple[str, torch.Tensor]] = []
         self.steps: list[tuple[str, Callable[[], None]]] = []
         self._by_blob: dict[str, list[LeafSpec]] = {}
         self._taken: set[str] = set()
-        self._sources: dict[int, str] = {id(live): source for source, live in settled.items()}
-        self._read_into: set[int] = set(self._sources)
+        self._read_into = TensorNames()
+        self._absent: list[tuple[str, torch.Tensor | None]] = []
+        self._twofold: list[tuple[str, str]] = []
+        self._renamed: dict[str, LeafSpec] | None = None
+        self._parameters: dict[str, torch.Tensor] | None = None
+        self._spellings: dict[int, set[str]] | None = None
+        self._called: dict[int, str] = {}
         self._fresh: dict[str, Read] = {}
         self._live: dict[str, torch.Tensor] = dict(settled)
+        if not self._read_into.add_new(list(settled), list(settled.values())):
+            for source, live in settled.items():
+                self._read_into.earlier(live, source)
         for spec in specs.values():
             self._by_blob.setdefault(spec.blob, []).append(spec)
 
     @property
     def blobs(self) -> tuple[str, ...]:
-        """Names of the stored blobs, in order."""
-        return tuple(self._by_blob)
+        """Names of the stored blobs, in order; not of those that are only offered."""
+        if not self._offered:
+            return tuple(self._by_blob)
+        return tuple(
+            blob
+            for blob, specs in self._by_blob.items()
+            if any(one.name not in self._offered for one in specs)
+        )
 
     def stored(self, blob: str) -> list[LeafSpec]:
         """The stored leaves of a blob."""
         return self._by_blob.get(blob, [])
 
-    def take(self, name: str) -> LeafSpec | None:
-        """The stored leaf of this name, now accounted for; None if there is none.
-
-        That is noted as missing, unless the leaf is one of those that keep their content.
-        """
-        if (spec := self.specs.get(name)) is None:
-            if name not in self.kept:
-                self.findings.missing.append(name)
-            return None
-        self._taken.add(name)
+    def take(self, name: str, live: torch.Tensor | None = None) -> LeafSpec | None:
+        """The stored leaf of this name, now accounted for; None, noted as missing, if there is none."""
+        if (spec := self.find(name)) is None:
+            self.lacks(name, live)
         return spec
+
+    def find(self, name: str) -> LeafSpec | None:
+        """The stored leaf of this name, or with this name in an older version, now accounted for."""
+        if (spec := self.known(name)) is not None:
+            self._taken.add(spec.name)
+        return spec
+
+    def known(self, name: str) -> LeafSpec | None:
+        """The same, and not accounted for."""
+        spec = self.specs.get(name)
+        if spec is None and name not in self.kept:
+            spec = self._renamed_specs().get(name)
+        return spec
+
+    def renamed(self, live: torch.Tensor, stored: str) -> None:
+        """Note that load code of a module reads a leaf of another name into its tensor."""
+        self._called[id(live)] = stored
+
+    def lacks(self, name: str, live: torch.Tensor | None = None) -> None:
+        """Note a leaf as missing.
+
+        It is not if it is one of those that keep their content, or if the tensor `live`, which it would be
+        read into, turns out to be read by another name.
+        """
+        if name not in self.kept and not f"{name}.".startswith(self._may_lack):
+            self._absent.append((name, live))
+
+    def called(self, parameter: torch.Tensor, stored: Collection[str]) -> str | None:
+        """Which of these stored names is one that a parameter has or once had; None where none is."""
+        name = self.names.get(id(parameter))
+        if name in stored:
+            return name
+        if self._called.get(id(parameter)) in stored:
+            return self._called[id(parameter)]
+        if self._spellings is None:
+            self._spellings = {}
+            for blob, module in self._modules.items():
+                for number, names in spellings(module).items():
+                    self._spellings.setdefault(number, set()).update(f"{blob}.{one}" for one in names)
+        own = {*self._spellings.get(id(parameter), ()), *([name] if name else [])}
+        return next((one for one in stored if one in own or not own.isdisjoint(current_names(one))), None)
+
+    def parameter(self, name: str) -> torch.Tensor | None:
+        """The parameter of a given module, or the registered one, that is called so; None where none is."""
+        if self._parameters is None:
+            found = (named_parameters(blob, module) for blob, module in self._modules.items())
+            self._parameters = {**self._tensors, **{name: one for named in found for name, one in named}}
+        return self._parameters.get(name)
+
+    def _renamed_specs(self) -> Mapping[str, LeafSpec]:
+        """Stored leaves by what they are called today, where an older version named them otherwise."""
+        if self._renamed is None:
+            self._renamed = {}
+            for spec in self.specs.values():
+                for name in current_names(spec.name):
+                    self._renamed.setdefault(name, spec)
+        return self._renamed
 
     def rest(self, blob: str) -> list[LeafSpec]:
         """The stored leaves of a blob that nobody has taken."""
@@ -165,11 +242,16 @@ class Draft:
 
     def note_rest(self, blob: str) -> None:
         """Note what nobody has taken as unexpected."""
-        self.findings.unexpected += [spec.name for spec in self.rest(blob)]
+        self.findings.unexpected += [spec.name for spec in self.rest(blob) if spec.name not in self._offered]
 
     def unlike(self, text: str) -> None:
         """Note a difference that no option skips."""
         self.findings.unlike.append(text)
+
+    def refuse(self, blob: str, why: str) -> None:
+        """Note that nothing can be loaded into an object."""
+        self.findings.refused.append(why)
+        self._taken.update(spec.name for spec in self.stored(blob))
 
     def into(self, blob: str, spec: LeafSpec, live: torch.Tensor) -> None:
         """Read a leaf into a live tensor, in place; a tensor of several names is read once.
@@ -180,21 +262,59 @@ class Draft:
         if spec.role is Role.SUBCLASS or is_wrapper(live):
             self._parts(spec, live, lambda inner, part: self.into(blob, inner, part))
             return
+        try:
+            content = admitted_in_place(live, spec.name)
+        except BlobError as error:
+            self.findings.refused.append(str(error))
+            return
         if not self._fits(spec, live):
             return
-        known = self._sources.setdefault(id(live), source)
-        if known != source:
-            self.unlike(f"{spec.name} and {known} are one tensor here and two in the checkpoint")
-        elif id(live) not in self._read_into:
-            self._read_into.add(id(live))
-            self._live.setdefault(source, live)
+        known = self._read_into.earlier(live, source)
+        self._live.setdefault(source, live)
+        if known is None:
             sharded = is_sharded(live)
-            local = plain(memory_of_shard(live) if sharded else live)
+            local = plain(memory_of_shard(live)) if sharded else content
+            self.destinations.append((spec.name, local))
             target = target_of(live, spec.name) if sharded else None
-            read = Read(source, spec, _own_memory(local), target)
+            read = Read(source, spec, local, target)
             self.reads.append(read)
             if read.destination is None:
-                self.steps.append((blob, lambda: _copy(local, read)))
+                self.steps.append((blob, read.settle))
+        elif known != source and (source, known) not in self._twofold:
+            self._twofold.append((source, known))
+
+    def conclude(
+        self, same_content: Callable[[str, str], bool] | None, *, strict: bool, late_buffers: bool
+    ) -> None:
+        """Decide what could not be decided while leaves were still coming.
+
+        A tensor that two stored leaves are for can be loaded if they have the same bytes: that is what
+        `same_content` says of two of them. A leaf that is not stored is not missing where its tensor is
+        read by another name. Buffers that a module has not made yet are planned where nothing else differs.
+        """
+        for source, known in self._twofold:
+            if same_content is None or not same_content(source, known):
+                self.unlike(
+                    f"{source} and {known} are one tensor here and two in the checkpoint, which differ: "
+                    f"leave out one of them, exclude=[{source!r}]"
+                )
+        missing = [name for name, live in self._absent if live is None or not self._is_read(live)]
+        self.findings.missing[:0] = missing
+        if self.findings.differ(strict=strict, kept=self.kept):
+            self.findings.unlike += self.reshaped
+        late = {name: plan for name, plan in self.late.items() if name not in self._offered}
+        if late_buffers and not self.findings.differ(strict=strict, kept=self.kept):
+            for plan in late.values():
+                plan()
+        else:
+            self.findings.unexpected += late
+        if not all_torch_memory([memory.untyped_storage() for _, memory in self.destinations]):
+            self.findings.refused += unwritable(self.destinations)
+
+    def _is_read(self, live: torch.Tensor) -> bool:
+        if is_wrapper(live):
+            return all(self._is_read(part) for part in inner_tensors(live, "").values())
+        return self._read_into.of(live) is not None
 
     def _parts(
         self, spec: LeafSpec, live: torch.Tensor, add: Callable[[LeafSpec, torch.Tensor], None]
@@ -212,7 +332,7 @@ class Draft:
             )
             return False
         for name, part in inner_tensors(live, spec.name).items():
-            if (inner := self.take(f"{spec.name}.{name}")) is not None:
+            if (inner := self.take(f"{spec.name}.{name}", part)) is not None:
                 add(inner, part)
         return True
 
@@ -222,15 +342,16 @@ class Draft:
         A wrapper subclass needs a `model` of its description; its parts are made like the model's.
         """
         if spec.role is Role.SUBCLASS:
-            return self._wrapper_alike(spec, model)
+            return self.wrapper_alike(spec, model)
         if model is not None and is_sharded(model):
             as_saved = None if tuple(model.shape) == spec.shape else spec.sharding
             made = self.fresh_like(replace(spec, sharding=as_saved), model)
             return lambda device: made
         read = self.fresh(spec)
-        return lambda device: read.memory().to(device or "cpu")
+        return read.on
 
-    def _wrapper_alike(self, spec: LeafSpec, model: torch.Tensor | None) -> Maker:
+    def wrapper_alike(self, spec: LeafSpec, model: torch.Tensor | None) -> Maker:
+        """The same for a wrapper subclass; noted where the model is none of its description."""
         if model is None or not is_wrapper(model):
             self.unlike(
                 f"{spec.name} is {told(self._value(spec))} in the checkpoint, and there is no such tensor "
@@ -258,9 +379,21 @@ class Draft:
         self.into(spec.blob, spec, found)
         return found
 
+    def models(
+        self, blob: str, value: Any, ask: Callable[[], Mapping[str, torch.Tensor]]
+    ) -> Mapping[str, torch.Tensor]:
+        """The tensors of an object's state now, as `ask` finds them; asked for only where it matters."""
+        special = any(spec.sharding or spec.role is Role.SUBCLASS for spec in self.stored(blob))
+        return ask() if special else {}
+
     def live(self, spec: LeafSpec) -> torch.Tensor | None:
         """The live tensor that a leaf, or the leaf it is an alias of, is read into."""
         return self._live.get(_source(spec))
+
+    @property
+    def live_tensors(self) -> Collection[torch.Tensor]:
+        """The live tensors that leaves are read into."""
+        return self._live.values()
 
     def tree(
         self, spec: LeafSpec, models: Mapping[str, torch.Tensor] | None = None
@@ -284,23 +417,55 @@ class Draft:
             if inner.name not in made:
                 made[inner.name] = self.alike(inner, (models or {}).get(inner.name))
 
+        def build(device: torch.device | None) -> Any:
+            found: dict[Json, torch.Tensor] = {}
+
+            def tensor(name: Json) -> torch.Tensor:
+                spec = self.specs[str(name)]
+                if (live := self.live(spec)) is not None:
+                    return live  # what was one tensor with an entry is so again
+                if name not in found:
+                    found[name] = learning(made[str(name)](device), spec, None)
+                return found[name]
+
+            return decode(json, tensor=tensor)
+
         decode(json, tensor=refer)
-        return lambda device: decode(json, tensor=lambda name: made[name](device))
+        return build
 
     def value(self, spec: LeafSpec) -> Any:
         """A stored value without tensors in it."""
         return decode(self._value(spec))
+
+    def json(self, spec: LeafSpec) -> Json:
+        """The typed form of a stored value."""
+        return self._value(spec)
 
     def _value(self, spec: LeafSpec) -> Json:
         if _source(spec) not in self.values:
             raise DamagedError(f"the checkpoint describes value {spec.name!r} and does not hold it")
         return self.values[_source(spec)]
 
+    def fits(self, spec: LeafSpec, live: torch.Tensor) -> bool:
+        """Whether a leaf can be read into a tensor, converted where `cast` has that type for it."""
+        if same_form(spec, live):
+            return True
+        number = spec.kind == "tensor" and torch_dtype(by_name(spec.dtype or "")).is_floating_point
+        if not number or not live.is_floating_point() or spec.shape != live.shape:
+            return False
+        self.findings.types[spec.name] = live.dtype
+        return self.cast(spec.name) == live.dtype
+
     def _fits(self, spec: LeafSpec, live: torch.Tensor) -> bool:
-        if not same_form(spec, live):
+        if not self.fits(spec, live):
             self.unlike(f"{spec.name} is {form(live)} here, {spec} in the checkpoint")
             return False
         return True
+
+
+def outside_inference_mode() -> AbstractContextManager[object]:
+    """What a load makes is trained afterwards, also where the load itself is called in inference mode."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def same_form(spec: LeafSpec, live: torch.Tensor) -> bool:
@@ -329,10 +494,7 @@ def _own_memory(plain: torch.Tensor) -> torch.Tensor | None:
     return plain if direct else None
 
 
-def _copy(live: torch.Tensor, read: Read) -> None:
-    live.copy_(read.memory())
-
-
-def _nearest(name: str, stored: Mapping[str, LeafSpec]) -> str:
-    near = difflib.get_close_matches(name, stored, n=2)
-    return f" (there is {', '.join(near)})" if near else ""
+def put(live: torch.Tensor, content: torch.Tensor) -> None:
+    """Copy into a live tensor, also into one that was made in inference mode."""
+    with torch.inference_mode() if live.is_inference() else nullcontext():
+        as_copied(live).copy_(as_copied(content))

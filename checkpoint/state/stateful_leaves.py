@@ -1,13 +1,18 @@
 """Leaves of trees: what `state_dict()` returns, and other values with or without tensors in them.
 
 The tree is one value leaf in which references stand for tensors; these are leaves of their own, named
-by their path. A name is made from the path for people to read and never taken apart again.
+by their path. So are numpy arrays and lists of numbers above 1 MiB, as tensors of role `value`.
+A name is made from the path for people to read and never taken apart again.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +20,13 @@ import torch
 from torchrelay.checkpoint.disk.values import encode, is_scalar
 from torchrelay.checkpoint.state.admission import admitted
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Role, Value
-from torchrelay.checkpoint.state.subclasses import description, inner_tensors, is_wrapper
+from torchrelay.checkpoint.state.subclasses import (
+    description,
+    inner_tensors,
+    is_wrapper,
+    made_by_an_optimizer,
+    told,
+)
 from torchrelay.errors import BlobError
 
 _INDEX = re.compile(r"\[(-?\w+)\]")
@@ -26,10 +37,44 @@ def stateful_leaves(blob: str, value: Any, group: str = MAIN_GROUP) -> list[Leaf
     try:
         state = value.state_dict()
     except Exception as error:
+        remedy = "; build it with overlap_with_ddp=False, else its state cannot be saved"
         raise BlobError(
             f"state_dict() of blob {blob!r} ({type(value).__name__}) raised {type(error).__name__}: {error}"
+            + (remedy if getattr(value, "_overlap_with_ddp", False) else "")
         ) from error
-    return tree_leaves(state, blob, blob, group, role=Role.STATE)
+    leaves = tree_leaves(state, blob, blob, group, role=Role.STATE)
+    _check_wrappers(blob, value, {one.name: one.content for one in leaves if one.role is Role.SUBCLASS})
+    return leaves
+
+
+def _check_wrappers(blob: str, value: Any, found: Mapping[str, Any]) -> None:
+    """Refuse, by BlobError, wrapper subclasses that came into a state late and that no load could build.
+
+    Those that the object had when it was first listed a later start has too.
+    """
+    texts = {name: json.dumps(described.json, sort_keys=True) for name, described in found.items()}
+    known, first = _first_wrappers.get(id(value), (None, set(texts.values())))
+    if known is None or known() is not value:
+        with suppress(TypeError):  # an object without weak references
+            _first_wrappers[id(value)] = (weakref.ref(value, _forget(id(value))), set(texts.values()))
+        return
+    for name, text in texts.items():
+        inner = any(name.startswith(f"{other}.") for other in texts)
+        if text in first or inner or hasattr(value, "state_dict_to_load_into"):
+            continue
+        if made_by_an_optimizer(found[name].json) is None:
+            raise BlobError(
+                f"{name} is {told(found[name].json)}, which a load could not build before the first step: "
+                f"give {blob!r} a method state_dict_to_load_into() that returns a state dict with it"
+            )
+        first.add(text)
+
+
+_first_wrappers: dict[int, tuple[weakref.ref[Any], set[str]]] = {}
+
+
+def _forget(number: int) -> Callable[[object], None]:
+    return lambda _: (_first_wrappers.pop(number, None), None)[1]
 
 
 def subclass_leaves(
@@ -43,6 +88,26 @@ def subclass_leaves(
     yield Leaf(name, blob, Role.SUBCLASS, group, Value(description(tensor, name)))
     for inner, part in inner_tensors(tensor, name).items():
         yield from leaves(f"{name}.{inner}", part)
+
+
+def nested_leaves(
+    name: str,
+    blob: str,
+    group: str,
+    tensor: torch.Tensor,
+    path: str,
+    leaf_of: Callable[[str, torch.Tensor, str], Leaf],
+) -> Iterable[Leaf]:
+    """The leaf that `leaf_of` makes of a tensor; of a wrapper what it is, and the like of each inner one."""
+    if not is_wrapper(tensor):
+        return [leaf_of(name, tensor, path)]
+    return subclass_leaves(
+        name,
+        blob,
+        group,
+        tensor,
+        lambda n, inner: nested_leaves(n, blob, group, inner, f"{path}: {n}", leaf_of),
+    )
 
 
 def tree_leaves(
@@ -61,20 +126,26 @@ def tree_leaves(
     known: dict[int, str] = {}
     taken = {name}
 
+    def leaf_of(leaf_name: str, tensor: torch.Tensor, path: str) -> Leaf:
+        return Leaf(leaf_name, blob, tensor_role, group, admitted(tensor, path))
+
+    def listed(tensor: torch.Tensor, leaf_name: str, path: str) -> Iterable[Leaf]:
+        if role is Role.STATE:
+            return nested_leaves(leaf_name, blob, group, tensor, path, leaf_of)
+        return [leaf_of(leaf_name, tensor, path)]
+
     def refer(path: str, tensor: torch.Tensor) -> str:
         if id(tensor) not in known:
-            leaf_name = known[id(tensor)] = _named(tensor, path, taken)
-            tensors.update((leaf.name, leaf) for leaf in _tensor_leaves(tensor, leaf_name, path))
+            leaf_name = known[id(tensor)] = unused_name(tensor, path, taken, name)
+            tensors.update((leaf.name, leaf) for leaf in listed(tensor, leaf_name, path))
         return known[id(tensor)]
 
-    def _tensor_leaves(tensor: torch.Tensor, leaf_name: str, path: str) -> Iterable[Leaf]:
-        if role is Role.STATE and is_wrapper(tensor):
-            return subclass_leaves(
-                leaf_name, blob, group, tensor, lambda n, inner: _tensor_leaves(inner, n, f"{path}: {n}")
-            )
-        return [Leaf(leaf_name, blob, tensor_role, group, admitted(tensor, path))]
+    def keep(path: str, memory: torch.Tensor) -> str:
+        leaf_name = refer(path, memory)
+        tensors[leaf_name] = replace(tensors[leaf_name], role=Role.VALUE)
+        return leaf_name
 
-    tree = Leaf(name, blob, role, group, Value(encode(value, name, tensor=refer)))
+    tree = Leaf(name, blob, role, group, Value(encode(value, name, tensor=refer, memory=keep)))
     return [tree, *tensors.values()]
 
 
@@ -86,45 +157,47 @@ def tree_tensors(value: Any, name: str) -> dict[str, torch.Tensor]:
 
     def refer(path: str, tensor: torch.Tensor) -> str:
         if id(tensor) not in known:
-            known[id(tensor)] = _named(tensor, path, taken)
+            known[id(tensor)] = unused_name(tensor, path, taken, name)
             found[known[id(tensor)]] = tensor
         return known[id(tensor)]
 
-    encode(value, name, tensor=refer)
+    encode(value, name, tensor=refer, memory=refer)
     return found
 
 
 def entry_leaves(
-    value: Any, name: str, blob: str, group: str, tensor_role: Role, like: torch.Tensor | None = None
+    value: Any, name: str, blob: str, group: str, tensor_role: Role, *, wrappers: bool = False
 ) -> list[Leaf]:
     """One entry of a mapping: a tensor is a leaf as it is, anything else a tree.
 
-    A wrapper subclass is stored where `like`, which every later start has too, is of the same class.
+    With `wrappers` a wrapper subclass is stored: the caller knows that a load can make one like it.
     """
-    if isinstance(value, torch.Tensor):
-        if like is not None and is_wrapper(value) and type(value) is type(like):
-            parts = inner_tensors(like, name)
-            return list(
-                subclass_leaves(
-                    name,
-                    blob,
-                    group,
-                    value,
-                    lambda n, inner: entry_leaves(
-                        inner, n, blob, group, tensor_role, parts.get(n.removeprefix(f"{name}."))
-                    ),
-                )
-            )
+    if not isinstance(value, torch.Tensor):
+        return tree_leaves(value, name, blob, group, tensor_role=tensor_role)
+    if not (wrappers and is_wrapper(value)):
         return [Leaf(name, blob, tensor_role, group, admitted(value, name))]
-    return tree_leaves(value, name, blob, group, tensor_role=tensor_role)
+
+    def inner_leaves(inner: str, part: torch.Tensor) -> list[Leaf]:
+        return entry_leaves(part, inner, blob, group, tensor_role, wrappers=True)
+
+    return list(subclass_leaves(name, blob, group, value, inner_leaves))
 
 
-def _named(tensor: torch.Tensor, path: str, taken: set[str]) -> str:
+def dotted(path: str) -> str:
+    """The name of a leaf at a path: `history[3].loss` is `history.3.loss`."""
+    return _INDEX.sub(r".\1", path) if "[" in path else path
+
+
+def unused_name(tensor: torch.Tensor, path: str, taken: set[str], root: str) -> str:
     """A name for a tensor and, below it, the inner ones of a wrapper; all of them are `taken` then.
 
-    It is that of the path, or has a number where two paths read alike ({"a.b": x, "a": {"b": y}}).
+    It is that of the path, or has a number where two paths read alike ({"a.b": x, "a": {"b": y}}). It always
+    lies below the `root` of the tree, as loads of that tree look for it there.
     """
-    name = candidate = _INDEX.sub(r".\1", path)
+    name = dotted(path)
+    if not name.startswith(f"{root}."):
+        name = f"{root}.{name.removeprefix(root) or 'value'}"
+    candidate = name
     number = 2
     while not taken.isdisjoint(names := _with_inner(tensor, candidate)):
         candidate, number = f"{name}~{number}", number + 1

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
-from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec, Role
+from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec, Role, learning
 from torchrelay.checkpoint.state.restoring import Draft
 from torchrelay.checkpoint.state.stateful_leaves import tree_tensors
+from torchrelay.checkpoint.state.subclasses import made_by_an_optimizer
 
 Builder = Callable[[], Any]
 
@@ -24,21 +25,44 @@ def draft_stateful(draft: Draft, blob: str, value: Any) -> None:
     """
     spec = _root(draft, blob, value, (Role.STATE,))
     if spec is not None:
-        tree = draft.tree(spec, _models(draft, blob, value))
+        tree = draft.tree(spec, draft.models(blob, value, lambda: _shown(draft, blob, value)))
         draft.steps.append((blob, lambda: value.load_state_dict(tree(None))))
         draft.note_rest(blob)
 
 
-def _models(draft: Draft, blob: str, value: Any) -> dict[str, torch.Tensor]:
-    """The tensors of the object's state by their names; the object is asked only where it matters.
+def restore_learning_rates(objects: Mapping[str, Any], loaded: Container[str]) -> None:
+    """Give optimizers that are no blob the learning rates that their loaded schedulers set last.
+
+    Schedulers go on from the rates of their optimizer. That is not loaded where it is registered in part,
+    as the local part of a ZeroRedundancyOptimizer is, or not at all.
+    """
+    known = {id(one) for one in objects.values()}
+    for blob, value in objects.items():
+        if blob not in loaded or not isinstance(value, LRScheduler) or id(value.optimizer) in known:
+            continue
+        for group, rate in zip(value.optimizer.param_groups, getattr(value, "_last_lr", ()), strict=False):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].copy_(torch.as_tensor(rate))
+            else:
+                group["lr"] = float(rate)
+
+
+def _shown(draft: Draft, blob: str, value: Any) -> dict[str, torch.Tensor]:
+    """The tensors of the object's state by their names.
 
     An object whose `state_dict` leaves out what it does not have yet (the state of an optimizer before
-    its first step) shows it by a method `state_dict_to_load_into`.
+    its first step) shows it by a method `state_dict_to_load_into`; else live optimizers are asked what
+    their first step makes.
     """
-    if not any(spec.sharding or spec.role is Role.SUBCLASS for spec in draft.stored(blob)):
-        return {}
     ask = getattr(value, "state_dict_to_load_into", value.state_dict)
-    return tree_tensors(ask(), blob)
+    found = tree_tensors(ask(), blob)
+    wrappers = [spec for spec in draft.stored(blob) if spec.role is Role.SUBCLASS]
+    for spec in wrappers:
+        inner = any(spec.name.startswith(f"{other.name}.") for other in wrappers)
+        if spec.name not in found and not inner:
+            model = made_by_an_optimizer(draft.json(spec))
+            found.update({} if model is None else {spec.name: model})
+    return found
 
 
 def draft_tensor(draft: Draft, blob: str, value: torch.Tensor) -> None:
@@ -77,12 +101,7 @@ def _builder(draft: Draft, blob: str, spec: LeafSpec) -> Builder:
     if (live := draft.live(spec)) is not None:
         return lambda: live
     read = draft.fresh(spec)
-    return lambda: _parameter(read.memory()) if spec.role is Role.PARAMETER else read.memory()
-
-
-def _parameter(tensor: torch.Tensor) -> nn.Parameter:
-    """A parameter that learns if its type can: one of integers or truths never has a gradient."""
-    return nn.Parameter(tensor, requires_grad=tensor.is_floating_point() or tensor.is_complex())
+    return lambda: learning(read.memory(), spec, None)
 
 
 def _root(draft: Draft, blob: str, value: Any, roles: tuple[Role, ...]) -> LeafSpec | None:

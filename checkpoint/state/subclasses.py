@@ -9,11 +9,15 @@ live tensor of the same description, whose class alone builds anything. No class
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.state.dtensors import is_sharded
@@ -125,3 +129,86 @@ def _parts(value: Any, what: str, levels: int) -> Iterator[str]:
             f"{what} holds a {type(value).__module__}.{type(value).__qualname__}, which has no text"
             " to compare by: let __tensor_flatten__ give numbers, text, types, enums or containers of these"
         )
+
+
+def made_state(optimizer: Optimizer, parameter: torch.Tensor) -> Mapping[str, Any]:
+    """The state that the first step of an optimizer makes for a parameter, found with a copy of both.
+
+    Neither the optimizer, its parameters nor the random streams of torch change. Raises BlobError where
+    such a step is not possible.
+    """
+    group = next(one for one in optimizer.param_groups if any(p is parameter for p in one["params"]))
+    kind: Any = type(optimizer)
+    try:
+        like = torch.zeros_like(parameter.detach()).requires_grad_()
+        like.grad = torch.zeros_like(parameter.detach())
+        trial: Any = object.__new__(kind)
+        trial.__dict__.update({key: one for key, one in vars(optimizer).items() if key != "step"})
+        trial.__dict__.update((key, OrderedDict()) for key in vars(optimizer) if key.endswith("_hooks"))
+        trial.param_groups, trial.state = [{**group, "params": [like]}], defaultdict(dict)
+        step = kind.step
+        while getattr(step, "hooked", False):  # hooks, ours too, would take it for a step of the training
+            step = step.__wrapped__
+        devices = [] if like.is_cpu else [like.device.index or 0]
+        with torch.random.fork_rng(devices, device_type="cuda" if like.is_cpu else like.device.type):
+            step(trial)
+    except Exception as error:
+        raise BlobError(
+            f"a step of a copy of {kind.__name__} raised {type(error).__name__}: {error}"
+        ) from error
+    return dict(trial.state.get(like, {}))
+
+
+def check_made(
+    optimizer: Optimizer, parameter: torch.Tensor, key: str, found: torch.Tensor, name: str
+) -> None:
+    """Refuse, by BlobError, a wrapper in the state of a parameter that a resumed run could not make again."""
+    known = _checked.setdefault(optimizer, {})
+    wanted = description(found, name)
+    if known.get((id(parameter), key)) == wanted:
+        return
+    try:
+        made = made_state(optimizer, parameter).get(key)
+        why = "a step of a copy of the optimizer makes none"
+    except BlobError as error:
+        made, why = None, str(error)
+    if not (isinstance(made, torch.Tensor) and is_wrapper(made) and description(made, name) == wanted):
+        raise BlobError(
+            f"{name} is a {_class(found)}, which a load could not build before the first step: {why}; "
+            f"{_ADVICE}"
+        )
+    known[id(parameter), key] = wanted
+
+
+_checked: weakref.WeakKeyDictionary[Optimizer, dict[tuple[int, str], dict[str, Json]]] = (
+    weakref.WeakKeyDictionary()
+)
+_ADVICE = (
+    "register, in place of the optimizer, an object with its state_dict and load_state_dict, and with a "
+    "method state_dict_to_load_into() that returns a state dict with such tensors before the first step"
+)
+
+
+def made_by_an_optimizer(described: Json) -> torch.Tensor | None:
+    """A wrapper of this description that the first step of a live optimizer makes; None if none does.
+
+    An object with `load_state_dict` may stand for an optimizer that is registered nowhere.
+    """
+    if not isinstance(described, dict):
+        return None
+    for optimizer in [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]:
+        seen: set[Any] = set()
+        for parameter in [one for group in optimizer.param_groups for one in group["params"]]:
+            form = (parameter.shape, parameter.dtype, parameter.device)
+            if list(parameter.shape) != described.get("shape") or form in seen:
+                continue
+            seen.add(form)
+            try:
+                made = made_state(optimizer, parameter).values()
+                found = [one for one in made if isinstance(one, torch.Tensor) and is_wrapper(one)]
+                alike = [one for one in found if description(one, "state") == described]
+            except BlobError:
+                continue
+            if alike:
+                return alike[0]
+    return None

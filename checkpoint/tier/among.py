@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.disk.manifest import Manifest, ShardRow
@@ -15,6 +14,7 @@ from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.tier.parts import Part
 from torchrelay.checkpoint.tier.sending import Sending
 from torchrelay.errors import DamagedError, StorageError
+from torchrelay.records import dataclass
 
 
 class LostPartError(DamagedError):

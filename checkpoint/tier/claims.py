@@ -8,7 +8,6 @@ have more, the one counts that has held the far log last: two such logs are two 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from torchrelay.checkpoint.log.job_file import same_job
@@ -16,6 +15,7 @@ from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.tier import histories
 from torchrelay.checkpoint.tier.notes import Notes, read_notes
 from torchrelay.checkpoint.tier.tier_storage import TierStorage
+from torchrelay.records import dataclass
 
 Json = Any
 

@@ -7,7 +7,6 @@ of its place, so that afterwards every rank reads each file near or far; rank 0 
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -28,7 +27,7 @@ from torchrelay.checkpoint.tier.part_sender import PartSender
 from torchrelay.checkpoint.tier.places import Places, guessed, seen
 from torchrelay.checkpoint.tier.tier_ledger import TierLedger, let_go
 from torchrelay.errors import DamagedError, StorageError
-from torchrelay.jobs.peers import Peers, decide, together
+from torchrelay.jobs.peers import Peers, decide, together, warn
 
 Json = Any
 TURN_SECS = 0.5
@@ -135,7 +134,7 @@ class HostsLedger(TierLedger):
 
     def _warn_given_up(self, peers: Peers, other: claims.Claim) -> None:
         if peers.rank == 0 and other.rank != 0:  # what rank 0's place had is told when it adopts the far log
-            warnings.warn(
+            warn(
                 f"the near log of rank {other.rank} is of an older history: what it had near only (epoch "
                 f"{', '.join(other.alone)}) is given up",
                 stacklevel=3,
@@ -251,7 +250,7 @@ class HostsLedger(TierLedger):
 
     def _warn_failures(self, failures: list[str]) -> None:
         for failure in failures:
-            warnings.warn(failure, stacklevel=3)
+            warn(failure, stacklevel=3)
 
     # At boundaries
 
@@ -318,7 +317,7 @@ class HostsLedger(TierLedger):
 
     # Proving
 
-    def prove(self, peers: Peers, epoch: int) -> Target:
+    def prove(self, peers: Peers, epoch: int, *, whole: bool = True) -> Target:
         """As `Ledger`; StorageError for what only several hosts have, outside of a run."""
         self._know(peers)
         outside = self.places.many and self.holding is None
@@ -327,7 +326,7 @@ class HostsLedger(TierLedger):
                 f"epoch {epoch} is in the near directories of several hosts only, and none of them has all "
                 "of it: start the run, which sends it first, and load it then"
             )
-        return super().prove(peers, epoch)
+        return super().prove(peers, epoch, whole=whole)
 
     def _is_near_only(self, epoch: int) -> bool:
         entry, far = self.view().find(epoch), open_log(self.storage.far, self.job_name)
@@ -369,4 +368,4 @@ class HostsLedger(TierLedger):
     def _warn_far(self, peers: Peers, entry: Entry, reason: str) -> None:
         if peers.rank == 0:
             text = f"epoch {entry.position} is damaged near ({reason}): it is read from"
-            warnings.warn(f"{text} {self.storage.far.url}", stacklevel=3)
+            warn(f"{text} {self.storage.far.url}", stacklevel=3)

@@ -6,17 +6,18 @@ It is a note, not a proof: lost or damaged, files are sent again and every epoch
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
-from torchrelay.checkpoint.disk.sealed import LIMIT_BYTES, seal, unseal
+from torchrelay.checkpoint.disk.sealed import seal, sealed_bytes, unseal
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.job_file import read_job
 from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.tier.options import NOTES as PATH
 from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
 
 Json = Any
-PATH = "tier.json"
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Notes:
 def read_notes(near: Storage) -> Notes | None:
     """None where the directory is no near place, or where its note cannot be trusted."""
     try:
-        told = unseal("tier", near.read_range(PATH, 0, LIMIT_BYTES + 1), PATH)
+        told = unseal("tier", sealed_bytes(near, PATH), PATH)
         holder = told["holder"]
         return Notes(
             str(told["far"]),

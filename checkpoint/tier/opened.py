@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NoReturn
 
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.storage_places import storage_of
-from torchrelay.checkpoint.tier.notes import PATH, read_notes
+from torchrelay.checkpoint.tier.notes import read_notes
 from torchrelay.checkpoint.tier.tier_storage import TierStorage
 from torchrelay.errors import UsageError
 
@@ -23,12 +24,11 @@ def opened(directory: Path) -> LocalStorage:
     )
 
 
-def refuse_near(storage: Storage) -> None:
+def refuse_near(storage: Storage) -> NoReturn:
     """Refuse to write to a near directory as if it were the whole place of checkpoints (UsageError)."""
-    if storage.stat(PATH) is not None:
-        notes = read_notes(storage)
-        far = notes.far if notes is not None else "the far place"
-        raise UsageError(
-            f"{storage.url} is the near directory of {far}: give that as the place of the checkpoints, and "
-            "tier=Tier(near=...) with this one"
-        )
+    notes = read_notes(storage)
+    far = notes.far if notes is not None else "the far place"
+    raise UsageError(
+        f"{storage.url} is the near directory of {far}: give that as the place of the checkpoints, and "
+        "tier=Tier(near=...) with this one"
+    )

@@ -9,6 +9,9 @@ from pathlib import Path
 from torchrelay.errors import UsageError
 from torchrelay.jobs.directories import local_directory
 
+NOTES = "tier.json"
+"""The file of a near directory that says what it is near to."""
+
 
 @dataclass(frozen=True)
 class Tier:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 
 from torchrelay.checkpoint.disk.paths import try_directory
-from torchrelay.checkpoint.disk.sealed import LIMIT_BYTES, seal, unseal
+from torchrelay.checkpoint.disk.sealed import seal, sealed_bytes, unseal
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import DamagedError, RelayError
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def write_part(far: Storage, path: str, part: Part) -> None:
 def read_part(far: Storage, path: str) -> Part | None:
     """What was told; None where nothing was yet. Raises StorageError."""
     try:
-        data = far.read_range(path, 0, LIMIT_BYTES + 1)
+        data = sealed_bytes(far, path)
         told: Mapping[str, object] = unseal("sent", data, path)
     except (FileNotFoundError, DamagedError):  # half of it, where a store does not replace in one step
         return None

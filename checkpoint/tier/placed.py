@@ -9,9 +9,7 @@ from torchrelay.checkpoint.ledger import Ledger
 from torchrelay.checkpoint.log.keeping import Keeping
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.storage_places import storage_of
-from torchrelay.checkpoint.tier.hosts_ledger import HostsLedger
 from torchrelay.checkpoint.tier.options import Tier, check_tier
-from torchrelay.checkpoint.tier.tier_storage import TierStorage
 
 
 def placed(
@@ -24,5 +22,8 @@ def placed(
     place = storage_of(prefix, "the checkpoint prefix", single_writer)
     if check_tier(tier) is None or tier is None:
         return place, Ledger(place, takeover_secs)
+    from torchrelay.checkpoint.tier.hosts_ledger import HostsLedger
+    from torchrelay.checkpoint.tier.tier_storage import TierStorage
+
     storage = TierStorage(tier.directory, place)
     return storage, HostsLedger(storage, tier, keeping, takeover_secs)

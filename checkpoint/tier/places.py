@@ -11,13 +11,13 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from torchrelay.checkpoint.disk.canonical import sha256
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import RelayError, StorageError, UsageError
 from torchrelay.jobs.peers import Peers, together
+from torchrelay.records import dataclass
 
 SEEN_WITHIN_SECS = 10.0
 _BOOT = Path("/proc/sys/kernel/random/boot_id")

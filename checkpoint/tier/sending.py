@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.disk.canonical import sha256
@@ -27,10 +26,10 @@ from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.reading.proof import Outcome, prove
 from torchrelay.checkpoint.storage import Storage, WriteHandle
 from torchrelay.errors import DamagedError, StorageError
+from torchrelay.records import dataclass
 
 WINDOW = 8 << 20
 """Bytes that a sending thread holds at most."""
-_STATS_LIMIT = 1 << 20
 _ALONE = ReadOptions(threads=1)
 
 
@@ -191,7 +190,7 @@ class Sending:
         """Times are no part of the epoch."""
         with suppress(OSError):
             path = stats_path(try_name)
-            self.far.replace(path, self.near.read_range(path, 0, _STATS_LIMIT))
+            self.far.replace(path, self.near.read_range(path, 0, self.near.stat(path) or 0))
 
     def _lies_there(self, path: str, nbytes: int, digest: str) -> bool:
         """Whether the file was sent before; what else lies there was cut off, and goes."""

@@ -7,7 +7,6 @@ it adopts what the far one says. Only rank 0 touches either, and here all ranks 
 from __future__ import annotations
 
 import time
-import warnings
 from typing import Any
 
 from torchrelay.checkpoint.exclusion import check_exclusion
@@ -30,7 +29,7 @@ from torchrelay.checkpoint.tier.options import Tier
 from torchrelay.checkpoint.tier.replicator import Replicator
 from torchrelay.checkpoint.tier.tier_storage import TierStorage
 from torchrelay.errors import FencedError, RelayError, SaveFailedError
-from torchrelay.jobs.peers import Peers, together
+from torchrelay.jobs.peers import Peers, together, warn
 
 TURN_SECS = 2.0
 """How long is waited until the processes ask each other whether one of them has to leave."""
@@ -127,7 +126,11 @@ class TierLedger(Ledger):
 
     def _take_one(self, storage: Any) -> LogWriter:
         return LogWriter.take(
-            storage, self.job_name, patience_secs=self.takeover_secs, when_fenced=self.when_fenced
+            storage,
+            self.job_name,
+            launch=self.launch,
+            patience_secs=self.takeover_secs,
+            when_fenced=self.when_fenced,
         )
 
     def _reconcile(self, writer: LogWriter, far_writer: LogWriter, *, untouched: bool) -> None:
@@ -142,7 +145,7 @@ class TierLedger(Ledger):
         lost = [str(entry.position) for entry in near.line() if entry.try_name not in there]
         writer.change("rewind", adopt)
         if lost:
-            warnings.warn(
+            warn(
                 f"{self.storage.far.url} went on without {self.storage.url}: the run follows it, and what "
                 f"was saved near only (epoch {', '.join(lost)}) is given up",
                 stacklevel=2,
@@ -239,7 +242,7 @@ class TierLedger(Ledger):
             return
         if pending := self.replicator.pending:
             told = ", ".join(str(entry.position) for entry in pending)
-            warnings.warn(
+            warn(
                 f"epoch {told} is in {self.storage.url} only: the next start with this directory sends it to "
                 f"{self.storage.far.url}",
                 stacklevel=3,
@@ -248,7 +251,7 @@ class TierLedger(Ledger):
 
     def _tell_failures(self) -> None:
         for failure in self.replicator.take_failures() if self.replicator is not None else ():
-            warnings.warn(failure, stacklevel=2)
+            warn(failure, stacklevel=2)
 
     def take_replicated(self) -> list[Position]:
         """What came to the far place since the last time. Rank 0 only; others get nothing."""
@@ -289,7 +292,7 @@ class TierLedger(Ledger):
         if second.outcome is Outcome.PROVED:
             if peers.rank == 0:
                 text = f"epoch {entry.position} is damaged near ({proof.reason}): it is read from"
-                warnings.warn(f"{text} {self.storage.far.url}", stacklevel=2)
+                warn(f"{text} {self.storage.far.url}", stacklevel=2)
             return second
         self.storage.prefer_near(entry.tries)
         return second if second.outcome is Outcome.UNKNOWN else proof
@@ -302,4 +305,4 @@ def let_go(writer: LogWriter) -> None:
     except FencedError:
         pass  # it is another's by now
     except (RelayError, OSError) as error:
-        warnings.warn(f"the log of {writer.storage.url} was not released: {error}", stacklevel=2)
+        warn(f"the log of {writer.storage.url} was not released: {error}", stacklevel=2)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchrelay.jobs.config.forms import At, Form, Json, described
 from torchrelay.jobs.config.path_forms import local_path
 from torchrelay.jobs.yaml_scalars import short
+from torchrelay.records import dataclass
 
 _NAME = r"[^\W\d]\w*"
 _MODULE = re.compile(rf"(?P<module>{_NAME}(?:\.{_NAME})*):(?P<name>{_NAME})")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -24,6 +23,7 @@ from torchrelay.jobs.config.section_forms import Section
 from torchrelay.jobs.config.tracking import Tracked, leaves
 from torchrelay.jobs.config.tree import Missing, find, value_at
 from torchrelay.jobs.yaml_text import Where
+from torchrelay.records import dataclass
 
 DEFAULT = "default"
 T = TypeVar("T")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torchrelay.jobs.config.class_path import ClassAt, ClassPath
@@ -12,6 +11,7 @@ from torchrelay.jobs.config.key import free, key
 from torchrelay.jobs.config.path_forms import PathAt
 from torchrelay.jobs.config.section_forms import Section
 from torchrelay.jobs.config.tracking import Tracked
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)

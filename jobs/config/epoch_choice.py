@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from torchrelay.jobs.config.forms import EXPRESSION, At, Form, Json
+from torchrelay.records import dataclass
 
 Kind = Literal["latest", "best", "all", "numbers"]
 _RANGE = re.compile(r"(0|[1-9][0-9]{0,5})\.\.(0|[1-9][0-9]{0,5})?")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torchrelay.jobs.config.schema_lookup import form_at, key_at
 from torchrelay.jobs.config.tree import Missing, Tree, find, value_at
 from torchrelay.jobs.yaml_scalars import NotOne, plain
 from torchrelay.jobs.yaml_text import LIMIT_BYTES, LIMIT_DEPTH, LIMIT_VALUES, Place, Where
+from torchrelay.records import dataclass
 
 LIMIT_CHAIN = 50
 _WORKSPACE: Where = ("workspace",)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torchrelay.jobs.config.tree import Tree
 from torchrelay.jobs.durations import seconds_in
 from torchrelay.jobs.yaml_scalars import short
 from torchrelay.jobs.yaml_text import Where
+from torchrelay.records import dataclass
 
 Json = dict[str, Any]
 WRONG: Any = object()

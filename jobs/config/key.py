@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from torchrelay.jobs.config.forms import Form
+from torchrelay.records import dataclass
 
 _METADATA = "torchrelay"
 _FREE = "free"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from torchrelay.jobs.config.forms import Form
@@ -13,6 +13,7 @@ from torchrelay.jobs.config.schema_lookup import form_at, form_below
 from torchrelay.jobs.config.section_forms import Named, Section
 from torchrelay.jobs.config.tree import Missing, Tree, find, value_at
 from torchrelay.jobs.yaml_text import Findings, Place, Where, read_findings
+from torchrelay.records import dataclass
 
 _WORKSPACE = "{workspace}"
 

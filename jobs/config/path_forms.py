@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import unicodedata
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchrelay.jobs.config.forms import At, Form, Json
 from torchrelay.jobs.yaml_scalars import short
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True)

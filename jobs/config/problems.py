@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.yaml_text import Place
+from torchrelay.records import dataclass
 
 _WIDTH = 100
 """Columns of a source line that are shown; of longer ones the part around the place."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torchrelay.jobs.config.problems import ConfigProblem, Origin, Source
 from torchrelay.jobs.config.tree import Tree
@@ -14,6 +14,7 @@ from torchrelay.jobs.yaml_text import (
     Problem,
     read_findings,
 )
+from torchrelay.records import dataclass
 
 _TRIES = 4
 

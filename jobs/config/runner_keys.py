@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torchrelay.jobs.config.class_path import ClassAt, ClassPath
@@ -13,6 +12,7 @@ from torchrelay.jobs.config.gpus import GpuNumbers
 from torchrelay.jobs.config.key import key
 from torchrelay.jobs.config.path_forms import PathAt
 from torchrelay.jobs.config.section_forms import Section
+from torchrelay.records import dataclass
 
 TRAIN, LOCAL_TRAIN, CLUSTER_TRAIN = "train", "local_cluster_train", "cluster_train"
 INFER_CLASSES = ("infer", "single_infer")
@@ -42,13 +42,18 @@ class KeepBest:
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStopping:
-    """Stop when a metric has not become better for some epochs."""
+    """Stop when a metric has not become better for some measurements."""
 
     metric: str = key(
         Text("the name of a metric"), "the metric, such as `val/auc`", required=True, identity=False
     )
     mode: str = key(OneOf(("min", "max")), "whether less or more is better", required=True, identity=False)
-    patience: int = key(Whole(1), "so many epochs without a better value", required=True, identity=False)
+    patience: int = key(
+        Whole(1),
+        "so many measurements without a better value; an epoch that does not log it has none",
+        required=True,
+        identity=False,
+    )
     min_delta: float = key(Number(least=0), "what counts as better", default=0, identity=False)
 
 
@@ -78,6 +83,17 @@ class CheckpointKeys:
     max_failed_saves: int | None = key(Whole(0), "so many saves may fail in a row", identity=False)
     compare_every: int | None = key(
         Whole(1), "all bytes of the replicas are compared every so many epochs; 10 if missing", identity=False
+    )
+    rename: Mapping[str, str] | None = key(
+        TextMap(), "beginnings of names in older epochs, and what a resume finds them as", identity=False
+    )
+    resume_exclude: tuple[str, ...] | None = key(
+        ListOf(Text("a pattern"), lone=True),
+        "leaves like these stay as the program made them where a resume finds that they do not fit",
+        identity=False,
+    )
+    resume_strict: bool = key(
+        Truth(), "refuse to resume where blobs are new or gone", default=False, identity=False
     )
     near: str | None = key(
         PathAt(), "save below this quick local directory, and send it on behind the training", identity=False

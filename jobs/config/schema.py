@@ -7,7 +7,6 @@ the table in docs/configuration.md and the identity of a run are made from these
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from torchrelay.jobs.config.data_keys import Dataset, HyperParameters, Phase
 from torchrelay.jobs.config.forms import ListOf, RunName, Text, TextMap, Truth, Whole
@@ -15,6 +14,7 @@ from torchrelay.jobs.config.key import key
 from torchrelay.jobs.config.path_forms import PathAt
 from torchrelay.jobs.config.runner_keys import Runner
 from torchrelay.jobs.config.section_forms import Named, Section
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torchrelay.jobs.config.forms import WRONG, At, Form, Json
 from torchrelay.jobs.config.key import KeySpec, SectionSpec, section_spec
 from torchrelay.jobs.config.nearest import hint, nearest
 from torchrelay.jobs.config.tracking import Tracked
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torchrelay.jobs.config.problems import Origin, dotted
 from torchrelay.jobs.yaml_text import Where
+from torchrelay.records import dataclass
 
 _DIGITS = re.compile(r"0|[1-9][0-9]{0,8}")
 

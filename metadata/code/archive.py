@@ -13,13 +13,13 @@ import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from torchrelay.errors import DamagedError, StorageError
 from torchrelay.metadata.code.manifest import MOST_BYTES, Manifest, decode
 from torchrelay.metadata.files import replace_file
 from torchrelay.metadata.zip_members import ZipMembers, open_zip
+from torchrelay.records import dataclass
 
 _MANIFEST = "manifest.json"
 _FIXED = (1980, 1, 1, 0, 0, 0)

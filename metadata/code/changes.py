@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+
+from torchrelay.records import dataclass
 
 _SHOWN = 8
 _LARGEST_TEXT = 4 << 20

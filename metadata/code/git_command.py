@@ -19,8 +19,10 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
+
+from torchrelay.records import dataclass
 
 PATIENCE_SECS = 10.0
 LIMIT_BYTES = 64 << 20

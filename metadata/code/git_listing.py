@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from torchrelay.metadata.code.git_command import Repository, repository
+from torchrelay.records import dataclass
 
 _SUBMODULE = "160000"
 _DEEPEST = 10

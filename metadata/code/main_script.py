@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import sysconfig
 import tempfile
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from torchrelay.metadata.code.sources import Root
+from torchrelay.records import dataclass
 
 _OWN = [
     Path(__file__).resolve().parents[2] / room

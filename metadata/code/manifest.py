@@ -11,10 +11,10 @@ import json
 import posixpath
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torchrelay.errors import DamagedError, FormatError
+from torchrelay.records import dataclass
 
 FORMAT = 1
 MOST_FILES = 50_000

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from torchrelay.metadata.code.git_command import Repository, repository
+from torchrelay.records import dataclass
 
 DIFF_BYTES = 1 << 20
 _OWN = "--ignore-submodules=dirty"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import posixpath
 import stat
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from torchrelay.metadata.code.git_command import Repository
@@ -18,6 +18,7 @@ from torchrelay.metadata.code.git_listing import listed
 from torchrelay.metadata.code.source_names import LARGEST_UNKNOWN_BYTES, is_junk, is_made, is_source
 from torchrelay.metadata.code.sources import Root, Sources
 from torchrelay.metadata.code.walking import Walk, is_run, patterns
+from torchrelay.records import dataclass
 
 _OF_A_RUN = ("checkpoints", "code", "lineage", "logs")
 

@@ -6,7 +6,6 @@ import hashlib
 import os
 import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torchrelay.metadata.code.provenance import Provenance, provenance_of
 from torchrelay.metadata.code.selection import select
 from torchrelay.metadata.code.sources import Root, Sources
 from torchrelay.metadata.zip_members import LIMIT_NAME
+from torchrelay.records import dataclass
 
 _NAMED = 5
 GONE = ""

@@ -74,7 +74,7 @@ def is_run(names: set[str]) -> bool:
     """Whether a directory with these names in it is a run's, or holds checkpoints."""
     if {"run.json", "checkpoints"} <= names:
         return True
-    return {"job.json", "log"} <= names and not names.isdisjoint(("data", "writer.json"))
+    return "log" in names and len(names & {"job.json", "data", "writer.json"}) > 1
 
 
 def patterns(lines: Sequence[str]) -> GitIgnoreSpec:

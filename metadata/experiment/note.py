@@ -11,12 +11,13 @@ amended               earlier code ids that `amend` took the place of
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, field, fields
 from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import DamagedError
 from torchrelay.metadata.files import read_json, write_json
+from torchrelay.records import dataclass
 
 FILE = "program.json"
 FORMAT = {"major": 1, "minor": 0, "features": []}

@@ -6,7 +6,7 @@ import secrets
 import string
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torchrelay.errors import DamagedError, RelayError, StorageError, UsageError
 from torchrelay.metadata.experiment.note import Note, read_note, write_note
 from torchrelay.metadata.files import sync_directory
 from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.records import dataclass
 
 ASIDE = ".retrained"
 """Where earlier contents of runs that were trained again lie."""

@@ -16,7 +16,6 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from typing import Any
 from torchrelay.errors import StorageError
 from torchrelay.metadata.files import open_regular, read_json, sync_directory, write_json, write_new
 from torchrelay.metadata.lineage.record import FORMAT, StageRecord
+from torchrelay.records import dataclass
 
 FOLDER = "lineage"
 STAGE = "stage.json"

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from typing import Any
 
 from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
 
 FORMAT = {"major": 1, "minor": 0, "features": []}
 _ALIAS = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import DamagedError, UsageError
 from torchrelay.metadata.files import read_json
 from torchrelay.metadata.lineage.capture import FOLDER, STAGE
+from torchrelay.records import dataclass
 
 _CAPTURED = re.compile(r"captured\.([0-9]{1,9})\.json")
 _DEPTH = 64

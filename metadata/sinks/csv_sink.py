@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import field
 from pathlib import Path
 
 from torchrelay.errors import StorageError
 from torchrelay.metadata.sinks.lines_file import append_text, foreign, read_whole_lines, replace_lines
 from torchrelay.metadata.sinks.sink import TrackedRun
+from torchrelay.metadata.sinks.step_lines import StepLines
+from torchrelay.records import dataclass
 
 FILE = "metrics.csv"
 _OWN = ("epoch", "step")
+_OF_STEPS = ("step", "epoch", "metric", "value")
 
 
 @dataclass
@@ -35,10 +38,12 @@ class CsvSink:
         self.path = None if path is None else Path(path).absolute()
         self._names: list[str] = []
         self._last: int | None = None
+        self._steps: StepLines | None = None
 
     def open(self, run: TrackedRun, attempt: int) -> None:
         """Find the file, and leave out what a crash tore off."""
         self.path = self.path or run.trackers / FILE
+        self._steps = StepLines(self.path, ",".join(_OF_STEPS), _step_of)
         if foreign(self.path, ",".join(_OWN)):
             raise StorageError(
                 f"{self.path} is no table of metrics by epoch and step: give a file of its own"
@@ -57,8 +62,19 @@ class CsvSink:
         table.rows[epoch] = (step, cells)
         self._write(table)
 
+    def log_steps(self, rows: Sequence[tuple[int, int, Mapping[str, float]]]) -> None:
+        """Append points within an epoch to `metrics.steps.csv`, a row per step and metric."""
+        if self._steps is not None:
+            cells = [(at, one, name, value) for one, at, values in rows for name, value in values.items()]
+            lines = [
+                _text([str(at), str(one), name, repr(float(value))])[:-1] for at, one, name, value in cells
+            ]
+            self._steps.append(lines, ",".join(_OF_STEPS))
+
     def rewind(self, epoch: int, step: int) -> None:
-        """Drop the rows of later epochs; columns stay."""
+        """Drop the rows of later epochs, and the points of later steps; columns stay."""
+        if self._steps is not None:
+            self._steps.rewind(step)
         if self._last is not None and self._last > epoch:
             table = self._read()
             table.rows = {one: row for one, row in table.rows.items() if one <= epoch}
@@ -94,6 +110,11 @@ class CsvSink:
         if self.path is None:
             raise ValueError("the sink was not opened")
         return self.path
+
+
+def _step_of(line: str) -> int | None:
+    step = line.partition(",")[0]
+    return int(step) if step.isdecimal() else None
 
 
 def _cells(epoch: int, step: int, cells: Mapping[str, str], names: Iterable[str]) -> list[str]:

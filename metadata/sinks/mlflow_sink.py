@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from torchrelay.metadata.sinks.sink import TrackedRun, axis
+from torchrelay.metadata.sinks.sink import OF_STEPS, TrackedRun, axis
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric, Run
@@ -64,6 +64,18 @@ class MlflowSink:
         now, at = int(time.time() * 1000), axis(epoch, step)
         values = {**metrics, "epoch": float(epoch)}
         self._log(self._run_id, [(_known_name(name), value, now, at) for name, value in values.items()])
+
+    def log_steps(self, rows: Sequence[tuple[int, int, Mapping[str, float]]]) -> None:
+        """Log points within an epoch as curves of their own, `train/loss_step`."""
+        now = int(time.time() * 1000)
+        self._log(
+            self._run_id,
+            [
+                (_known_name(f"{name}{OF_STEPS}"), value, now, step)
+                for _, step, values in rows
+                for name, value in values.items()
+            ],
+        )
 
     def rewind(self, epoch: int, step: int) -> None:
         """Where anything lies beyond the point, go on in a copy of the run that ends there."""

@@ -31,6 +31,9 @@ class TrackedRun:
 class MetricSink(Protocol):
     """Takes the reduced metrics of a run, an epoch at a time; called on rank 0, from one thread of its own.
 
+    A sink that also has a method `log_steps(rows)` gets points within an epoch, `(epoch, step, metrics)` by
+    ascending steps of the whole run; a `rewind` takes back those of later steps.
+
     What a sink raises is a warning and never ends the run; after three failures in a row it is left
     alone for the rest of the attempt, and so it is at once when a call takes longer than two minutes.
     """
@@ -46,6 +49,10 @@ class MetricSink(Protocol):
 
     def close(self) -> None:
         """The attempt is over, however it ended; called at most once, not after a crash."""
+
+
+OF_STEPS = "_step"
+"""Behind the name of a metric whose points within epochs are a curve of their own."""
 
 
 def axis(epoch: int, step: int) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchrelay.metadata.sinks.sink import TrackedRun, axis
+from torchrelay.metadata.sinks.sink import OF_STEPS, TrackedRun, axis
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -33,6 +33,14 @@ class TensorBoardSink:
         writer = self._writer or self._new(None)
         for name, value in {**metrics, "epoch": float(epoch)}.items():
             writer.add_scalar(name, value, axis(epoch, step))
+        writer.flush()
+
+    def log_steps(self, rows: Sequence[tuple[int, int, Mapping[str, float]]]) -> None:
+        """Write points within an epoch as curves of their own, `train/loss_step`."""
+        writer = self._writer or self._new(None)
+        for _, step, values in rows:
+            for name, value in values.items():
+                writer.add_scalar(f"{name}{OF_STEPS}", value, step)
         writer.flush()
 
     def rewind(self, epoch: int, step: int) -> None:

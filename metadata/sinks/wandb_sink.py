@@ -8,13 +8,13 @@ finds one run per run of ours. Those that were sent stay in W&B, in the same gro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.metadata.sinks.jsonl_sink import JsonlSink
-from torchrelay.metadata.sinks.sink import TrackedRun, axis
+from torchrelay.metadata.sinks.sink import OF_STEPS, TrackedRun, axis
 
 if TYPE_CHECKING:
     import wandb
@@ -57,6 +57,13 @@ class WandbSink:
         self._history.log(epoch, step, metrics)
         run.log({**metrics, "epoch": epoch}, step=axis(epoch, step))
 
+    def log_steps(self, rows: Sequence[tuple[int, int, Mapping[str, float]]]) -> None:
+        """Remember, then log, as curves of their own, `train/loss_step`."""
+        run = self._run or self._start()
+        self._history.log_steps(rows)
+        for _, step, values in rows:
+            run.log(_of_steps(values), step=step)
+
     def rewind(self, epoch: int, step: int) -> None:
         """Begin a W&B run of what stays."""
         self._history.rewind(epoch, step)
@@ -75,9 +82,12 @@ class WandbSink:
         self._put_aside()
         settings = wandb.Settings(mode="offline", silent=True, console="off")
         self._run = wandb.init(dir=str(self._root), settings=settings, reinit="create_new", **self._begin)
+        points = [(row["step"], 0, _of_steps(_numbers(row))) for row in self._history.step_rows()]
         for row in self._history.rows():
-            values = {name: float(value) for name, value in row["metrics"].items()}
-            self._run.log({**values, "epoch": row["epoch"]}, step=axis(row["epoch"], row["step"]))
+            values = {**_numbers(row), "epoch": row["epoch"]}
+            points.append((axis(row["epoch"], row["step"]), 1, values))
+        for step, _, values in sorted(points, key=lambda one: one[:2]):
+            self._run.log(values, step=step)
         return self._run
 
     def _put_aside(self) -> None:
@@ -88,3 +98,11 @@ class WandbSink:
                 aside.mkdir(exist_ok=True)
                 with suppress(OSError):
                     old.rename(aside / old.name)
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: float(value) for name, value in row["metrics"].items()}
+
+
+def _of_steps(values: Mapping[str, float]) -> dict[str, float]:
+    return {f"{name}{OF_STEPS}": value for name, value in values.items()}

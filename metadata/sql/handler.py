@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -130,15 +131,21 @@ class SqlHandler:
         """The job whose log lies at the prefix; None where none was begun, or on a store."""
         if "://" in self._prefix:
             return None
-        path = Path(self._prefix) / "job.json"
-        found = read_json(path)
-        if found is None:
-            return None
-        job = found.get("job")
-        uuid = job.get("uuid") if isinstance(job, dict) else None
-        if not isinstance(uuid, str):  # from scratch would be a wrong conclusion
-            raise DamagedError(f"{path} names no job: restore it from a copy, or choose another directory")
-        return uuid
+        records = sorted(Path(self._prefix).glob("log/[0-9]*.json"), reverse=True)
+        for path, said, key in [
+            (Path(self._prefix) / "job.json", "job", "uuid"),
+            *((path, "record", "job") for path in records),  # each repeats it
+        ]:
+            with suppress(DamagedError):
+                found = (read_json(path) or {}).get(said)
+                if isinstance(found, dict) and isinstance(found.get(key), str):
+                    return str(found[key])
+        if records:  # from scratch would be a wrong conclusion
+            raise DamagedError(
+                f"{self._prefix} names no job, nor does any record of its log: restore job.json from a "
+                "copy, or choose another directory"
+            )
+        return None
 
     def _run_tells_of(self, uuid: str | None) -> int | None:
         notes = [] if uuid is None else notes_of_file(self._notes_file(), Holder(uuid, "", 0), self._prefix)

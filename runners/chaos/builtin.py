@@ -6,11 +6,12 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from torchrelay.checkpoint.exclusion import SingleWriter
 from torchrelay.errors import StorageError, UsageError
+from torchrelay.records import dataclass
 from torchrelay.runners.chaos import damage, images, power, schedule
 from torchrelay.runners.chaos.fault import fault_of
 from torchrelay.runners.chaos.forks import Order

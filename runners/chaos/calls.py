@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+
+from torchrelay.records import dataclass
 
 CHANGING = ("create", "write", "sync", "link", "rename", "unlink", "mkdir", "rmdir", "truncate", "close")
 """Sorts of calls that change something, or bring a change on its way."""

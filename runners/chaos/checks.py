@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import torchrelay
-from torchrelay.checkpoint.log.job_file import PATH as JOB_FILE
+from torchrelay.checkpoint.log.job_file import has_job, holds_job
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.reader import Checkpoint
@@ -75,8 +75,8 @@ def _where(run: str) -> str | Storage:
 def _begun(run: str) -> bool:
     where = _where(run)
     if isinstance(where, str):
-        return (Path(run) / "checkpoints" / JOB_FILE).exists()
-    return where.stat(JOB_FILE) is not None
+        return has_job(Path(run) / "checkpoints")
+    return holds_job(where)
 
 
 def _tensors(run: str, entry: Entry) -> dict[str, torch.Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from torchrelay.checkpoint.local_storage import LocalStorage
@@ -13,6 +12,7 @@ from torchrelay.checkpoint.log.record import slot_path
 from torchrelay.checkpoint.log.tail import STRIDE
 from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.errors import RelayError, UsageError
+from torchrelay.records import dataclass
 from torchrelay.runners.chaos.command_runs import Done
 from torchrelay.runners.chaos.fault import Fault
 from torchrelay.runners.chaos.tally import Verdict

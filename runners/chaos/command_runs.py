@@ -13,10 +13,10 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
 from torchrelay.runners.chaos.calls import Call, read_calls
 from torchrelay.runners.chaos.fault import Fault
 from torchrelay.runners.chaos.library import library

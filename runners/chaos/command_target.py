@@ -7,10 +7,10 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
 from torchrelay.runners.chaos import damage, images, schedule
 from torchrelay.runners.chaos.builtin import Wish
 from torchrelay.runners.chaos.calls import CHANGING, read_calls

@@ -8,9 +8,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
+from torchrelay.records import dataclass
 from torchrelay.runners.chaos.forks import Order
 from torchrelay.runners.chaos.pool import Worker
 from torchrelay.runners.chaos.strikes import LIMIT_SECS, judge_left

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import re
-from dataclasses import dataclass
 
 from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
 
 ERRNOS = ("ENOSPC", "EIO", "EACCES", "EROFS", "ESTALE", "EINTR", "EMFILE", "EDQUOT")
 STORE_ERRNOS = ("EIO", "EBUSY", "ETIMEDOUT", "ECONNRESET", "EACCES", "ENOSPC")

@@ -7,13 +7,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torchrelay
 from torchrelay.errors import StorageError
+from torchrelay.records import dataclass
 from torchrelay.runners.chaos.library import library
 
 KILLED = -9

@@ -7,10 +7,10 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from torchrelay.errors import StorageError
+from torchrelay.records import dataclass
 
 _COMMAND_SECS = 60.0
 

@@ -23,6 +23,7 @@ from contextlib import suppress
 from typing import Any
 
 from torchrelay.metadata.capture import surroundings
+from torchrelay.records import make_initializers
 from torchrelay.runners.chaos.functions import function_of
 
 
@@ -43,6 +44,7 @@ def main() -> None:
             _answer(answers, raised=type(error).__name__, text=str(error), trace=traceback.format_exc())
             continue
         if order.get("modules"):
+            make_initializers()
             surroundings()  # it remembers what it found, and so do the children
             gc.collect()
             gc.freeze()  # what was imported is never looked through again, so its pages stay shared

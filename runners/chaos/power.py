@@ -12,10 +12,10 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from torchrelay.errors import StorageError
+from torchrelay.records import dataclass
 from torchrelay.runners.chaos import images
 from torchrelay.runners.chaos.calls import CHANGING
 from torchrelay.runners.chaos.fault import Fault

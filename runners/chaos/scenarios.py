@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import StorageError, UsageError
+from torchrelay.records import dataclass
 from torchrelay.runners.chaos.calls import Call, read_calls
 from torchrelay.runners.chaos.fault import Fault
 from torchrelay.runners.chaos.forks import Nursery, Order

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torchrelay.checkpoint.remote.retrying import refusal
 from torchrelay.checkpoint.remote.urls import shown
 from torchrelay.checkpoint.storage_places import joined
 from torchrelay.errors import RelayError, StorageError, UsageError
+from torchrelay.records import dataclass
 from torchrelay.runners.chaos.calls import Call, read_calls
 from torchrelay.runners.chaos.fault import Fault
 from torchrelay.runners.chaos.forks import Nursery, Order

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 from torchrelay.checkpoint.remote.urls import shown
+from torchrelay.records import dataclass
 from torchrelay.runners.chaos.fault import Fault
 from torchrelay.runners.chaos.forks import Ended
 from torchrelay.runners.chaos.pool import Worker

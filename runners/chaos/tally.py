@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from typing import Any
+
+from torchrelay.records import dataclass
 
 COLUMNS = ("kind", "tried", "survived", "lost", "undetected", "failed", "seconds")
 

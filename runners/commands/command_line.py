@@ -19,7 +19,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torchrelay
-from torchrelay.errors import RelayError, StorageError, UsageError
+from torchrelay.errors import RelayError, StorageError, UsageError, exit_code_of
 from torchrelay.jobs.collector import undisturbed
 from torchrelay.jobs.directories import IMPOSSIBLE
 from torchrelay.runners.commands.command_line_arguments import Add, Run
@@ -29,7 +29,6 @@ from torchrelay.runners.commands.command_line_parser import Parser
 if TYPE_CHECKING:
     Verbs = argparse._SubParsersAction[Parser]
 
-_INTERRUPTED = 130  # what a shell calls a process that Ctrl-C ended
 _DESCRIPTION = "Look at the runs and checkpoints of torchrelay, copy them out and in, put them in order."
 _CODES = (
     "exit codes: 0 done, 1 what was looked for was found (chaos, find-bad, status --check, verify --replay) "
@@ -110,8 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(error)
     except OSError as error:
         return _refuse(_of_system(error))
-    except KeyboardInterrupt:
-        return _INTERRUPTED
+    except KeyboardInterrupt as error:
+        return exit_code_of(error)
     finally:
         output.close()
 

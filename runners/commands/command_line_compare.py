@@ -54,7 +54,7 @@ def _facts(place: Place) -> Facts:
         raise UsageError(
             f"{place.where} holds checkpoints but no run (run.json): torchrelay diff compares epochs"
         )
-    identity, status = run.identity() or {}, run.status()
+    identity, status = run.known_identity(), run.known_status()
     facts = {name: identity[name] for name in _IDENTITY if name in identity}
     facts |= {name: status[name] for name in _STATUS if name in status}
     facts |= _epochs(place)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torchrelay.checkpoint.log.live import Entry
+from torchrelay.records import dataclass
 from torchrelay.runners.commands.selector import Selected
 
 
@@ -41,7 +41,7 @@ def resume_before(selected: Selected, earlier: Sequence[Entry]) -> Resume:
     usable = {one.key for one in selected.view.candidates()}
     able = [one for one in earlier if one.key in usable]
     run = selected.place.run
-    words = ((run.identity() if run else None) or {}).get("command")
+    words = (run.known_identity() if run else {}).get("command")
     known = isinstance(words, list) and words and all(isinstance(one, str) for one in words)
     command = shlex.join(words) if known and words else "the run's command with"
     return Resume(able[-1] if able else None, command)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from torchrelay.checkpoint.disk import manifest_disk
@@ -22,6 +22,7 @@ from torchrelay.metadata.file_handler import FILE_NAME
 from torchrelay.metadata.files import read_json
 from torchrelay.metadata.handler import Holder
 from torchrelay.metadata.notes import EPOCH, Note, notes_of_file, report_notes, times_of
+from torchrelay.records import dataclass
 from torchrelay.runners.commands.command_line_place import Place
 
 

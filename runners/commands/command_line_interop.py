@@ -28,6 +28,10 @@ def add_export(add: Add) -> None:
         "-o", "--output", metavar="PATH", required=True, help="what to write, a path or URL; must be new"
     )
     add_blobs(parser)
+    parser.add_argument(
+        "--nodes", "--node", metavar="NODE", dest="nodes",
+        help="whose value to take of tensors that differ between nodes, such as trainer_0",
+    )  # fmt: skip
     parser.add_argument("--prefix", metavar="TEXT", default="", help="take this off names, such as model.")
     parser.add_argument("--dtype", metavar="TYPE", help="convert floating-point tensors, such as bfloat16")
     parser.add_argument(
@@ -63,6 +67,7 @@ def export(chosen: argparse.Namespace, output: Output) -> int:
     done = export_checkpoint(
         source.path, chosen.output, source.epoch, to=chosen.to, blobs=chosen.blobs, prefix=chosen.prefix,
         dtype=_dtype(chosen.dtype), shard_bytes=chosen.shard_bytes, overwrite=chosen.overwrite,
+        nodes=chosen.nodes,
     )  # fmt: skip
     if output.json:
         output.value(
@@ -72,10 +77,17 @@ def export(chosen: argparse.Namespace, output: Output) -> int:
                 "values": done.values,
                 "bytes": done.bytes,
                 "left_out": list(done.left_out),
+                "nodes": dict(done.nodes),
             }
         )
         return 0
     output.line(f"{done.tensors} tensors ({human_bytes(done.bytes)}), {done.values} values in {done.path}")
+    if done.nodes:
+        more = ", ..." if len(done.nodes) > _NAMED else ""
+        output.notice(
+            f"of {chosen.nodes}: {', '.join(list(done.nodes)[:_NAMED])}{more} ({len(done.nodes)} in all), "
+            "which differ between nodes"
+        )
     if done.left_out:
         more = ", ..." if len(done.left_out) > _NAMED else ""
         output.notice(f"left out: {', '.join(done.left_out[:_NAMED])}{more} ({len(done.left_out)} in all)")

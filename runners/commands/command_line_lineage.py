@@ -39,7 +39,7 @@ def lineage(chosen: argparse.Namespace, output: Output) -> int:
             _show(stage, output)
         return 0
     stages = stages_of(run.path)
-    identity = run.identity() or {}
+    identity = run.known_identity(output.notice)
     if output.json:
         output.value({"run": identity, "stages": [_json(stage) for stage in stages]})
         return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torchrelay.checkpoint.disk.manifest_glance import Glance, glance_or_notes
@@ -13,6 +12,7 @@ from torchrelay.checkpoint.log.live import Entry, Key
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.tier.notes import Notes, read_notes
 from torchrelay.jobs.collector import undisturbed
+from torchrelay.records import dataclass
 from torchrelay.runners.commands.command_line_arguments import Add, add_place
 from torchrelay.runners.commands.command_line_entries import (
     current_keys,
@@ -24,6 +24,7 @@ from torchrelay.runners.commands.command_line_entries import (
 from torchrelay.runners.commands.command_line_output import Output, finite, human_bytes
 from torchrelay.runners.commands.command_line_place import locate, runs_below
 from torchrelay.runners.commands.command_line_runs import list_runs
+from torchrelay.runners.standing import Standing, standing
 
 _COLUMNS = ("epoch", "branch", "world", "bytes", "state", "metrics", "try")
 
@@ -78,12 +79,15 @@ def ls(chosen: argparse.Namespace, output: Output) -> int:
         lines = _lines(place.storage, view)
     for notice in view.notices:
         output.notice(notice)
+    stands = None if place.run is None else standing(place.run.path)
     if output.json:
-        output.value(_json(view, lines))
+        output.value(_json(view, lines, stands))
     elif lines:
         output.table(_COLUMNS, [line.cells() for line in lines], spare=("try", "world"))
     else:
         output.line(f"no epoch is committed in {chosen.path}")
+    if stands is not None and not stands.over and stands.word != "created" and not output.json:
+        output.notice(f"{chosen.path} stands: {stands}")
     return 0
 
 
@@ -120,8 +124,10 @@ def _seen(storage: Storage, entry: Entry) -> Glance | None:
         return None
 
 
-def _json(view: LogView, lines: list[EpochLine]) -> dict[str, Any]:
+def _json(view: LogView, lines: list[EpochLine], stands: Standing | None) -> dict[str, Any]:
     return {
+        "stands": None if stands is None else stands.word,
+        "why": "" if stands is None else stands.why,
         "job": view.job_name,
         "uuid": view.job_uuid,
         "branch": view.current.id,

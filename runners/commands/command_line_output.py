@@ -26,8 +26,9 @@ _ANY_WIDTH = 1 << 20
 _STYLES = {
     "proved": "green",
     "damaged": "bold red",
-    "RUNNING": "green",
-    "FAILED": "bold red",
+    "running": "green",
+    "failed": "bold red",
+    "interrupted": "red",
     "unreadable": "yellow",
     "unknown": "yellow",
     "quarantined": "red",

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from torchrelay.checkpoint.exclusion import Distrusted, SingleWriter
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.job_file import PATH as JOB_FILE
+from torchrelay.checkpoint.log.job_file import has_job
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.reading.lookup import nearest_directory
 from torchrelay.checkpoint.reading.opening import Best, best_of_run, place_of
@@ -19,6 +18,7 @@ from torchrelay.checkpoint.tier.opened import opened
 from torchrelay.errors import UsageError
 from torchrelay.jobs.directories import is_directory
 from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.records import dataclass
 from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.stored_runs.run_names import for_a_glance, for_a_look, travels
 from torchrelay.runners.stored_runs.run_url import is_remote
@@ -59,9 +59,9 @@ def locate(text: str, *, whole: bool = False, single_writer: SingleWriter = None
 def _locate_here(text: str) -> Place:
     path = existing_directory(text.removeprefix(FILE))
     run, checkpoints = RunDirectory(path), path / "checkpoints"
-    if (path / _RUN_FILE).is_file() or (checkpoints / JOB_FILE).is_file():
+    if (path / _RUN_FILE).is_file() or has_job(checkpoints):
         return Place(text, run, LocalStorage(checkpoints), best_of_run(path))
-    if (path / JOB_FILE).is_file():
+    if has_job(path):
         return Place(text, None, opened(path))
     raise UsageError(f"{text} is no run and holds no checkpoints{_below(text)}")
 
@@ -111,7 +111,7 @@ def runs_below(text: str) -> list[Path]:
     if is_remote(text):
         return [run.path for run in stored_runs_below(text)]
     path = Path(text.removeprefix(FILE))
-    if (path / _RUN_FILE).exists() or (path / JOB_FILE).exists():
+    if (path / _RUN_FILE).exists() or has_job(path):
         return []
     return sorted(one.parent for one in path.glob(f"*/{_RUN_FILE}"))
 

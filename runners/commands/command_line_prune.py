@@ -22,7 +22,7 @@ _COLUMNS = ("epoch", "branch", "goes", "bytes", "try")
 def add_prune(add: Add) -> None:
     """Define `prune`."""
     parser = add(
-        "prune", "delete the epochs that no rule keeps; tagged and pinned ones always stay", run_prune
+        "prune", "delete the epochs that no rule keeps, or those named; marked ones always stay", run_prune
     )
     add_place(parser)
     parser.add_argument("--keep-last", type=whole_number(1), metavar="N", help="the newest N epochs")
@@ -45,6 +45,10 @@ def add_prune(add: Add) -> None:
         metavar="N",
         help="of what is kept only the newest N keep their optimizer: older ones load, but resume no more",
     )
+    parser.add_argument(
+        "--epoch", type=whole_number(0), metavar="N", action="append", default=[],
+        help="only this epoch goes, and nothing else; may be given again",
+    )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="only say what would go")
     add_single_writer(parser)
 
@@ -52,10 +56,14 @@ def add_prune(add: Add) -> None:
 def run_prune(chosen: argparse.Namespace, output: Output) -> int:
     """Tell what goes, and delete it unless that was only asked; 4 where a job writes there."""
     keeping = Keeping(chosen.keep_last, chosen.keep_every, chosen.keep_optimizer_last, chosen.keep_best)
-    if keeping == KEEP_ALL:
+    if keeping != KEEP_ALL and chosen.epoch:
+        raise UsageError("--epoch says what goes, the other rules say what stays: give one of them")
+    if chosen.epoch:
+        keeping = Keeping(without=tuple(sorted(set(chosen.epoch))))
+    elif keeping == KEEP_ALL:
         raise UsageError(
             "prune needs to know what to keep: --keep-last N, --keep-best METRIC:MODE, --keep-every N, or "
-            "--keep-optimizer-last N; --dry-run shows what would go"
+            "--keep-optimizer-last N; or what goes: --epoch N; --dry-run shows what would go"
         )
     place = without_epoch(chosen.path, "prune has rules of its own", chosen.single_writer)
     if chosen.dry_run:

@@ -8,9 +8,9 @@ from typing import Any
 from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.disk.manifest import Manifest
 from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.log.record import slot_path
 from torchrelay.checkpoint.repair.inventory import Finding
 from torchrelay.errors import DamagedError
-from torchrelay.metadata.files import write_json
 from torchrelay.metadata.run_directory import FORMAT, RunDirectory
 from torchrelay.runners.commands.command_line_place import Place
 
@@ -43,7 +43,7 @@ def write_notes(place: Place, view: LogView | None, notes: tuple[Finding, ...]) 
             manifest = manifest_disk.read(place.storage, newest)
     paths = {one.path for one in notes}
     if "../run.json" in paths:
-        write_json(place.run.path / "run.json", _identity(place.run, view, manifest))
+        place.run.write_identity(_identity(place.run, view, manifest))
     if "../status.json" in paths:
         epoch = None if newest is None else newest.position.epoch
         place.run.write_status("STOPPED", epoch=epoch, generation=view.generation, reason=REASON)
@@ -56,7 +56,7 @@ def _identity(run: RunDirectory, view: LogView, manifest: Manifest | None) -> di
         "format": FORMAT,
         "uuid": known or view.job_uuid,
         "job": view.job_name or run.name,
-        "created": round((run.path / "checkpoints" / "job.json").stat().st_mtime, 3),
+        "created": round((run.path / "checkpoints" / slot_path(0)).stat().st_mtime, 3),
         "best": None,
         "world_size": None if manifest is None else len(manifest.world.nodes),
         "command": [],

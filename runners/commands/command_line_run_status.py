@@ -10,10 +10,10 @@ from typing import Any
 from torchrelay.errors import RelayError, UsageError
 from torchrelay.metadata.experiment.note import read_note
 from torchrelay.metadata.experiment.results import newest_result
-from torchrelay.metadata.experiment.standing import standing
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.commands.command_line_place import Place, locate
+from torchrelay.runners.standing import standing
 from torchrelay.runners.stored_runs.run_url import is_remote
 
 

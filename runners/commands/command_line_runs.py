@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchrelay.checkpoint.reading.opening import best_of_run
 from torchrelay.errors import RelayError
 from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.records import dataclass
 from torchrelay.runners.commands.command_line_output import Output, finite, human_number, printable
 from torchrelay.runners.commands.command_line_times import time_text
 from torchrelay.runners.commands.run_notes import best_of
+from torchrelay.runners.standing import NOT_BEGUN, Standing, standing
 
 _COLUMNS = ("run", "job", "state", "epoch", "best", "updated")
 
@@ -29,6 +30,7 @@ class RunLine:
     best: tuple[float, int] | None = None
     updated: float | None = None
     problem: str | None = None
+    stands: Standing = NOT_BEGUN
 
     def cells(self) -> tuple[str, ...]:
         """As a row of the table."""
@@ -38,7 +40,7 @@ class RunLine:
         return (
             self.name,
             self.job or "?",
-            "unreadable" if self.problem else self.state or "not begun",
+            "unreadable" if self.problem else self.stands.shown,
             "-" if self.epoch is None else str(self.epoch),
             best,
             "-" if self.updated is None else time_text(self.updated),
@@ -49,7 +51,9 @@ class RunLine:
         return {
             "run": self.name,
             "job": self.job,
-            "state": self.state,
+            "state": self.stands.state(self.state),
+            "stands": self.stands.word,
+            "why": self.stands.why,
             "epoch": self.epoch,
             "metric": self.metric,
             "best": None if self.best is None else finite(self.best[0]),
@@ -94,6 +98,7 @@ def _line(path: Path) -> RunLine:
             None if best is None else best[0],
             None if best is None else best_of(lines, best),
             updated if type(updated) in (int, float) else None,
+            stands=standing(path),
         )
     except RelayError as error:
         return RunLine(run.name, problem=str(error))

@@ -11,10 +11,12 @@ from torchrelay.runners.commands.command_line_arguments import Add, add_run, who
 from torchrelay.runners.commands.command_line_output import Output, human_number
 from torchrelay.runners.commands.command_line_place import locate_run
 from torchrelay.runners.commands.command_line_times import time_text
+from torchrelay.runners.standing import standing
 
 _TIMES = ("created", "updated", "time")
 _FIRST = ("time", "kind", "generation")
-_INTERNAL = frozenset({"attempts"})  # places by which starts without progress are counted; told by --json
+_INTERNAL = frozenset({"attempts", "boot_id", "pid_namespace", "pid_start"})
+"""By which starts without progress are counted, and a process is known again; `--json` has them."""
 
 
 def add_show(add: Add) -> None:
@@ -29,13 +31,20 @@ def add_show(add: Add) -> None:
 def show(chosen: argparse.Namespace, output: Output) -> int:
     """Print `run.json`, `status.json` and the last events."""
     run = locate_run(chosen.path, whole=False)
-    identity, status = run.identity() or {}, run.status()
+    identity, status = run.known_identity(output.notice), run.known_status(output.notice)
     events = list(deque(run.events(), maxlen=chosen.events)) if chosen.events else []
+    stands = standing(run.path)
     if output.json:
-        output.value({"run": identity, "status": status, "events": events})
+        output.value(
+            {
+                "run": identity, "stands": stands.word, "why": stands.why, "status": status,
+                "events": events,
+            }
+        )  # fmt: skip
         return 0
     _show_fields(output, "run", identity)
-    _show_fields(output, "status", {name: value for name, value in status.items() if name not in _INTERNAL})
+    shown = {name: value for name, value in status.items() if name not in _INTERNAL}
+    _show_fields(output, "status", {"stands": str(stands), **shown} if shown else {})
     output.line(f"events ({len(events)})")
     for event in events:
         output.line(f"  {_event(event)}")
@@ -43,7 +52,7 @@ def show(chosen: argparse.Namespace, output: Output) -> int:
 
 
 def _show_fields(output: Output, title: str, fields: Mapping[str, Any]) -> None:
-    output.line(title if fields else f"{title} (not written yet)")
+    output.line(title if fields else f"{title} (not known)")
     width = max(map(len, fields), default=0)
     for name, value in fields.items():
         output.line(f"  {name.ljust(width)}  {_text(name, value)}")

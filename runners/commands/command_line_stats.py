@@ -21,7 +21,6 @@ from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.commands.command_line_place import Place, locate
 from torchrelay.runners.commands.selector import find_entry, parse_selector
 
-_LIMIT_BYTES = 64 << 20
 _SHOWN = 20
 Actions = list[tuple[NodeTimes, ...]]
 
@@ -55,8 +54,9 @@ def stats(chosen: argparse.Namespace, output: Output) -> int:
 
 def _noted(storage: Storage, entry: Entry) -> tuple[NodeTimes, ...]:
     """What the save of an epoch noted; nothing proves it, and what cannot be read says nothing."""
+    path = stats_path(entry.try_name)
     try:
-        return node_times(read_note(storage.read_range(stats_path(entry.try_name), 0, _LIMIT_BYTES)))
+        return node_times(read_note(storage.read_range(path, 0, storage.stat(path) or 0)))
     except (OSError, ValueError):
         return ()
 

@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torchrelay.runners.commands.command_line_arguments import Add, add_run
 from torchrelay.runners.commands.command_line_output import Output, human_number
 from torchrelay.runners.commands.command_line_place import existing_directory
 from torchrelay.runners.pace import duration, per_second
+from torchrelay.runners.standing import standing
 from torchrelay.runners.stored_runs.run_names import for_a_glance
 from torchrelay.runners.stored_runs.run_url import is_remote
 
@@ -66,7 +68,11 @@ def _place(text: str) -> Callable[[], list[Path]]:
 
 
 def _looks(places: Sequence[Callable[[], list[Path]]]) -> list[RunLook]:
-    return [look_at(run) for place in places for run in place()]
+    found = []
+    for run in (run for place in places for run in place()):
+        look, stands = look_at(run), standing(run)
+        found.append(replace(look, state=stands.state(look.state), stands=stands.word, why=stands.why))
+    return found
 
 
 def _print(looks: Sequence[RunLook], output: Output, paths: Sequence[str]) -> None:
@@ -102,10 +108,14 @@ def _all_notes(looks: Sequence[RunLook]) -> list[str]:
 
 
 def _cells(look: RunLook) -> tuple[str, ...]:
-    silent = "" if look.silent_secs is None else f" (silent {duration(look.silent_secs)})"
+    state = look.why if look.stands == "silent" else look.stands
+    if look.unreadable and look.stands == "interrupted":
+        state = "unreadable"
+    elif look.stands == "running" and look.silent_secs is not None:
+        state += f" (silent {duration(look.silent_secs)})"
     return (
         look.name,
-        look.state + silent,
+        state,
         _of(look.epoch, look.last_epoch),
         _of(look.step, look.steps) if look.step else "",
         "" if look.per_sec is None else per_second(look.per_sec, look.unit),
@@ -129,7 +139,8 @@ def _notes(look: RunLook) -> list[str]:
     """One line with what needs more room than a cell."""
     warned = f"{look.warnings} warnings, the last: {look.last_warning}" if look.warnings else ""
     slowest = _slowest(look)
-    notes = [_values(look.metrics), slowest, _quiet(look), look.doing, look.unreadable, warned]
+    why = look.why if look.stands == "interrupted" and look.why != look.unreadable else ""
+    notes = [why, _values(look.metrics), slowest, _quiet(look), look.doing, look.unreadable, warned]
     found = " | ".join(note for note in notes if note)
     return [f"{look.name}: {found}"] if found else []
 
@@ -143,7 +154,7 @@ def _slowest(look: RunLook) -> str:
 
 def _quiet(look: RunLook) -> str:
     """The ranks that have said nothing while another did: frozen, lost, or on a host that is away."""
-    if look.state != "RUNNING" or not look.ranks:
+    if look.stands != "running" or not look.ranks:
         return ""
     newest = min(look.ranks.values())
     quiet = sorted(rank for rank, secs in look.ranks.items() if secs - newest > _QUIET_SECS)

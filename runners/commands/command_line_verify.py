@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torchrelay.checkpoint.exclusion import check_exclusion
@@ -16,6 +15,7 @@ from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.reading.proof import Level, Outcome, Proof, prove
 from torchrelay.errors import NoProvableEpochError, StorageError
+from torchrelay.records import dataclass
 from torchrelay.runners.commands.command_line_arguments import Add, add_epoch, add_single_writer
 from torchrelay.runners.commands.command_line_entries import current_keys, entry_json, states_of
 from torchrelay.runners.commands.command_line_output import Output
@@ -183,7 +183,8 @@ def _say(
         return
     for name in retired:
         output.line(f"{name}  retired  (not deleted completely yet)", "retired")
-    damaged = ", the log is damaged" if view.notices else ""
+    damaged = ", the log is damaged" if not view.certain else ", torchrelay ckpt repair mends the rest"
+    damaged = damaged if view.notices else ""
     output.line(f"{proved} of {len(verdicts)} epoch{'s' * (len(verdicts) != 1)} proved{damaged}")
 
 

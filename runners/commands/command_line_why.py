@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from itertools import chain
 
 from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.log.history import History, read_history
 from torchrelay.checkpoint.position import Position
-from torchrelay.checkpoint.repair.history import History, read_history
 from torchrelay.checkpoint.repair.why import Account, Start, explain, newest_and_chosen, start_now
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.runners.commands.command_line_arguments import Add, add_epoch
@@ -102,6 +102,7 @@ def _json(
         "start": {
             "epoch": None if start.chosen is None else start.chosen.position.epoch,
             "step": None if start.chosen is None else start.chosen.position.step,
+            "over": start.over,
             "says": start.sentence,
             "exit_code": start.exit_code,
         },

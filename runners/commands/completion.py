@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from shlex import quote
 
 from torchrelay.checkpoint.reading.epoch_choice import WORDS
+from torchrelay.records import dataclass
 
 SELECTORS = (*WORDS, "epoch=", "tag=")
 """What may follow `RUN@`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,12 @@ from torchrelay.errors import RelayError
 from torchrelay.metadata.capture import captures, code_id_of
 from torchrelay.metadata.experiment.note import Note, read_note
 from torchrelay.metadata.experiment.results import newest_result
-from torchrelay.metadata.experiment.standing import standing
 from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.records import dataclass
 from torchrelay.runners.commands.command_line_output import finite, human_number
 from torchrelay.runners.commands.run_library import experiment_of, shown
 from torchrelay.runners.commands.run_notes import best_of
+from torchrelay.runners.standing import standing
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,8 @@ def _read(path: Path, experiment: str) -> LibraryLine:
     run, note, stands = RunDirectory(path), read_note(path), standing(path)
     best = best_of_run(path)
     code_id, config_id = _ids(path, note)
-    created = (run.identity() or {}).get("created")
+    problems: list[str] = []
+    created = run.known_identity(problems.append).get("created")
     return LibraryLine(
         path.name,
         path,
@@ -102,6 +103,7 @@ def _read(path: Path, experiment: str) -> LibraryLine:
         config_id,
         () if note is None else tuple(one.get("code_id") for one in note.amended),
         created if type(created) in (int, float) else None,
+        problem=problems[0] if problems else None,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torchrelay.metadata.capture import captures, code_id_of, config_texts
 from torchrelay.metadata.code.archive import Archive, open_archive
 from torchrelay.metadata.code.changes import Changes, FileDiff, changes, file_diffs
 from torchrelay.metadata.code.snapshot import of_manifest
+from torchrelay.records import dataclass
 from torchrelay.runners.commands.run_library import find_run
 
 _COMPARED = ("argv", "python", "torch", "world", "packages", "config_id", "overrides", "platform")

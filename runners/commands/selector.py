@@ -9,7 +9,6 @@ the log says, and its files may be damaged.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from torchrelay.checkpoint.counting_storage import CountingStorage
@@ -21,6 +20,7 @@ from torchrelay.checkpoint.reading.epoch_choice import Wanted, named_entry, want
 from torchrelay.checkpoint.remote.urls import is_url, shown
 from torchrelay.errors import UnknownEpochError, UsageError
 from torchrelay.jobs.collector import undisturbed
+from torchrelay.records import dataclass
 from torchrelay.runners.commands.command_line_place import Place, locate
 
 _TAG = "@tag="

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from torchrelay.jobs.config.reading import load_config
 from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
 from torchrelay.jobs.peers import Peers, Solo
 from torchrelay.metadata.experiment.run_store import RunStore
+from torchrelay.records import dataclass
 from torchrelay.runners.distributed.launch_env import read_launch_env
 from torchrelay.runners.experiment.origin import RUNS, Origin
 from torchrelay.runners.experiment.request import Request

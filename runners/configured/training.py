@@ -14,7 +14,6 @@ from torchrelay.jobs.config.runner_keys import LOCAL_TRAIN
 from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
 from torchrelay.jobs.peers import Peers, decide
 from torchrelay.metadata.experiment.note import Note
-from torchrelay.metadata.experiment.standing import standing
 from torchrelay.runners.configured.scene import ConfiguredScene, processes
 from torchrelay.runners.distributed.launch_env import read_launch_env
 from torchrelay.runners.experiment.choosing_runs import Chosen, Start, choose_to_train
@@ -26,6 +25,7 @@ from torchrelay.runners.experiment.training_verb import check_alike
 from torchrelay.runners.lifecycle.growing import partitions_there
 from torchrelay.runners.lifecycle.profiles import run_config
 from torchrelay.runners.lifecycle.selection import phases_of
+from torchrelay.runners.standing import standing
 
 
 def train(scene: ConfiguredScene) -> int:

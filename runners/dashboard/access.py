@@ -5,12 +5,12 @@ from __future__ import annotations
 import hmac
 import ipaddress
 from collections.abc import Mapping
-from dataclasses import dataclass
 from email.message import Message
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs
 
 from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
 
 Headers = Mapping[str, str] | Message
 COOKIE = "torchrelay"

@@ -6,11 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
-from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.log_reader import open_log
-from torchrelay.checkpoint.storage_places import storage_of
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.report.committed import not_alive
 from torchrelay.runners.report.course import course_of, moment_of
 from torchrelay.runners.report.facts import RunFacts
 from torchrelay.runners.report.gather import best_of
@@ -23,6 +19,7 @@ from torchrelay.runners.report.parts import scrolling, section, table
 from torchrelay.runners.report.scales import Scale, scale_of
 from torchrelay.runners.report.starts import points_of
 from torchrelay.runners.report.wording import count, moment
+from torchrelay.runners.standing import standing
 
 _WIDTH, _HEIGHT = 120, 28
 
@@ -33,15 +30,13 @@ def glance(run: RunDirectory) -> RunFacts:
     identity = troubles.tried(run.identity, None) or {}
     status: dict[str, Any] = troubles.tried(run.status, {})
     epoch, state, job = status.get("epoch"), status.get("state"), identity.get("job")
-    storage = storage_of(run.checkpoints, "the checkpoints")
-    alive = not_alive(troubles.tried(lambda: open_log(storage), LogView())) if state == "RUNNING" else ""
     return RunFacts(
         name=run.name,
         path=str(run.where),
         job=job if isinstance(job, str) else None,
         state=state if isinstance(state, str) else None,
         epoch=epoch if type(epoch) is int else None,
-        alive=alive,
+        stands=standing(run.path),
         updated=moment_of({"time": status.get("updated")}),
         best=best_of(identity.get("best")),
         identity=identity,
@@ -53,7 +48,7 @@ def glance(run: RunDirectory) -> RunFacts:
 def index_page(root: str, runs: Sequence[RunFacts], tag: str) -> str:
     """The list as a page, what wrote last on top."""
     ordered = sorted(runs, key=lambda run: (-(run.updated or 0.0), run.name))
-    going = sum(run.state == "RUNNING" and not run.alive for run in runs)
+    going = sum(run.stands.word == "running" for run in runs)
     title = f"{count(len(runs), 'run')}, {going} running" if going else count(len(runs), "run")
     rows = [_row(run) for run in ordered]
     body: Child = el("p", "A run appears here when its directory holds run.json.", class_="quiet")

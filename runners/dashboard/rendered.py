@@ -8,7 +8,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from torchrelay.records import dataclass
 
 _MOST_PAGES = 64
 _PAUSE_SECS = 1.0

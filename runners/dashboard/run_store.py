@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchrelay.checkpoint.log.job_file import PATH as JOB_FILE
+from torchrelay.checkpoint.log.job_file import has_job
 from torchrelay.errors import RelayError, UsageError
 from torchrelay.metadata.run_directory import RunDirectory
 
@@ -54,7 +54,7 @@ class RunStore:
 
 def is_run(path: Path) -> bool:
     """Whether a directory is one of a run. One whose notes are links is none: they may lead to any file."""
-    begun = (path / "run.json").is_file() or (path / "checkpoints" / JOB_FILE).is_file()
+    begun = (path / "run.json").is_file() or has_job(path / "checkpoints")
     return begun and not any(one.is_symlink() for one in _notes(RunDirectory(path)))
 
 
@@ -88,6 +88,6 @@ def _watched(run: RunDirectory) -> Iterator[Path]:
 def _notes(run: RunDirectory) -> Iterator[Path]:
     for name in _FILES:
         yield run.path / name
-    for kind in ("metrics", "events"):
+    for kind in ("metrics", "steps", "events"):
         for _, path in run.generations(kind):
             yield path

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+
+from torchrelay.records import dataclass
 
 _MOST_TRACEBACK = 64 << 10
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
+
+from torchrelay.records import dataclass
 
 T = TypeVar("T")
 

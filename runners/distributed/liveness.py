@@ -7,8 +7,9 @@ not run the process at all: stopped, in a freezer, or traced.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+
+from torchrelay.records import dataclass
 
 _STATES = {
     "T": "stopped by a signal",

@@ -6,7 +6,6 @@ Only groups made here are destroyed here; a default group that the user made sta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -14,11 +13,14 @@ import torch
 import torch.distributed as dist
 
 from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
 from torchrelay.runners.distributed.group_wire import GroupWire
 from torchrelay.runners.distributed.launch_env import LaunchEnv
+from torchrelay.runners.distributed.loop_watch import LoopWatch
 from torchrelay.runners.distributed.store import StoreClient
 
 DEFAULT_TIMEOUT_SECS = 1800.0
+_MOST_FLAGS = 8  # all agreements are alike, also those of ranks that are out of step
 
 
 def choose_device(env: LaunchEnv, wanted: str | torch.device | None = None) -> torch.device:
@@ -52,13 +54,43 @@ class FlagsOnTheWay:
     """An agreement that was posted; `wait` may be called once or more."""
 
     flags: torch.Tensor
+    count: int
     work: Any = None
+    watch: LoopWatch | None = None
 
     def wait(self) -> tuple[int, ...]:
         """Block until all processes have posted; return the maximum of every flag."""
-        if self.work is not None:
+        if self.watch is not None:
+            self.watch.wait(self.work)
+        elif self.work is not None:
             self.work.wait()
-        return tuple(int(flag) for flag in self.flags)
+        return tuple(int(flag) for flag in self.flags[: self.count])
+
+
+class Flags:
+    """Agreements of some ranks over a gloo group that nothing else uses; a single rank has none."""
+
+    def __init__(self, group: Any = None, watch: LoopWatch | None = None) -> None:
+        self._group, self._watch = group, watch
+        self.posted = 0
+        """Agreements that this rank has taken part in."""
+
+    def agree_flags(self, flags: Sequence[int]) -> FlagsOnTheWay:
+        """Post small numbers, at most 8, and return at once; the maximum over the ranks comes by `wait`.
+
+        The ranks post in the same order, and never wait behind the training's collectives.
+        """
+        values = torch.tensor([*flags, *[0] * (_MOST_FLAGS - len(flags))], dtype=torch.int64)
+        if self._group is None:
+            return FlagsOnTheWay(values, len(flags))
+        self.posted += 1
+        work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return FlagsOnTheWay(values, len(flags), work, self._watch)
+
+    def catch_up(self, posted: int) -> None:
+        """Take part in what other ranks have posted and this one has not, so that all are in step again."""
+        for _ in range(posted - self.posted):
+            self.agree_flags(()).wait()
 
 
 class ProcessGroups:
@@ -71,11 +103,13 @@ class ProcessGroups:
         device: torch.device,
         backend: str,
         timeout_secs: float,
+        watch: LoopWatch | None,
     ) -> None:
-        self._env = env
+        self._env, self._watch = env, watch
         self._timeout = timedelta(seconds=timeout_secs)
         self._made: list[Any] = []
         self._placed: dict[tuple[int, ...], Any] = {}
+        self._flags_of: dict[tuple[int, ...], Flags] = {}
         self._wire: GroupWire | None = None
         self.owns_default = not dist.is_initialized()
         if self.owns_default:
@@ -83,20 +117,27 @@ class ProcessGroups:
         else:
             self._check_default()
         self.default = dist.group.WORLD
-        self._flags = self._new_group(None, "gloo") if env.world_size > 1 else None
+        self.flags = self.flags_of(range(env.world_size))
+        """Agreements of all ranks."""
 
-    def agree_flags(self, flags: Sequence[int]) -> FlagsOnTheWay:
-        """Post small numbers and return at once; the maximum over all ranks comes by `wait`.
+    def flags_of(self, ranks: Sequence[int]) -> Flags:
+        """Return the agreements of some ranks; all ranks of the job call this, in the same order."""
+        members = tuple(sorted(ranks))
+        if members not in self._flags_of:
+            group = self._new_group(list(members), "gloo") if len(members) > 1 else None
+            self._flags_of[members] = Flags(group, self._watch)
+        return self._flags_of[members]
 
-        All ranks post in the same order. Runs on a group of its own, never behind the training's
-        collectives.
-        """
-        values = torch.tensor(list(flags), dtype=torch.int64)
-        if self._flags is None:
-            return FlagsOnTheWay(values)
-        return FlagsOnTheWay(
-            values, dist.all_reduce(values, dist.ReduceOp.MAX, group=self._flags, async_op=True)
-        )
+    def posted(self) -> dict[str, int]:
+        """How many agreements this rank has posted, by the ranks that agree."""
+        return {",".join(map(str, members)): flags.posted for members, flags in self._flags_of.items()}
+
+    def catch_up(self, posted: Sequence[dict[str, int]]) -> None:
+        """Bring this rank's agreements to where those of the others are, of whom `posted` tells."""
+        for members, flags in list(self._flags_of.items()):
+            if self._env.rank in members:
+                key = ",".join(map(str, members))
+                flags.catch_up(max(posted[rank].get(key, 0) for rank in members))
 
     def of_ranks(self, ranks: Sequence[int]) -> Any:
         """Return the group of some ranks, made at the first time; all ranks of the job call this.
@@ -119,6 +160,13 @@ class ProcessGroups:
             self._wire = GroupWire(self._new_group(None, "gloo"), self._env.rank)
         return self._wire
 
+    def collectives(self) -> int:
+        """How many collectives this rank has begun in the group of all ranks; 0 where torch does not say."""
+        try:
+            return int(self.default._get_sequence_number_for_group())  # type: ignore[union-attr]
+        except (AttributeError, RuntimeError):
+            return 0
+
     def destroy(self) -> None:
         """Destroy what was made here, once. Live DDP objects are harmless afterwards."""
         if not dist.is_initialized():  # the user destroyed them
@@ -130,6 +178,7 @@ class ProcessGroups:
                 dist.destroy_process_group(group)
         self._made.clear()
         self._placed.clear()
+        self._flags_of.clear()
         self._wire = None
 
     def _init_default(self, store: StoreClient | None, device: torch.device, backend: str) -> None:

@@ -10,8 +10,9 @@ import os
 import select
 import socket
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import json
 import secrets
-from dataclasses import dataclass
+import time
 
 from torchrelay.errors import DeadlineError
+from torchrelay.records import dataclass
 from torchrelay.runners.distributed.store import Deadline, StoreClient
 
 
@@ -93,7 +94,7 @@ def _follow(store: StoreClient, rank: int, size: int, token: str, deadline: Dead
         roll = Roll.decode(store.get(["roll"])[0])
         if not roll.has(rank, size, token):
             store.put(_hello(rank), token.encode())  # again: one of an earlier attempt may have replaced it
-            _pause(store)
+            time.sleep(0.05)
             continue
         store.put(_ack(roll.nonce, rank), b"")
         if store.wait([_holds(roll.nonce)]):
@@ -102,11 +103,6 @@ def _follow(store: StoreClient, rank: int, size: int, token: str, deadline: Dead
         f"rank {rank} waited {deadline.secs:g} s for rank 0 to gather all {size} ranks; "
         "rank 0 or another rank did not start"
     )
-
-
-def _pause(store: StoreClient) -> None:
-    """Let a moment pass before an old roll is read again."""
-    store.wait(["never"], 0.05)
 
 
 def _hello(rank: int) -> str:

@@ -1,16 +1,18 @@
 """The small shared memory of a job's processes: a client of the TCPStore that the launcher has.
 
-A blocking call holds its client, so every user takes its own connection by `clone()`. No wait in
-the store is longer than `POLL_SECS`; deadlines are kept by the callers' own monotonic clocks.
+A blocking call holds its client, so every user takes its own connection by `clone()`. No caller waits
+longer than `POLL_SECS` at a time; deadlines are kept by the callers' own monotonic clocks.
 Values are bytes of any length: longer ones than the store takes at once lie in parts.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from torchrelay.errors import DeadlineError, PeerError
 from torchrelay.runners.distributed.launch_env import LaunchEnv
 
 POLL_SECS = 1.0
+_LONG = timedelta(days=1)
 
 Store = Any
 """A torch store; torch's annotations do not export its class."""
@@ -39,6 +42,7 @@ class StoreClient:
         self._where = where
         self._parts: dict[str, int] = {}
         """How many parts what this client put in parts has."""
+        self._waiter: _Waiter | None = None
 
     def clone(self, prefix: str = "") -> StoreClient:
         """Open another connection, for another thread; `prefix` narrows what it sees."""
@@ -99,13 +103,12 @@ class StoreClient:
 
     def wait(self, keys: Sequence[str], secs: float = POLL_SECS) -> bool:
         """Wait at most `secs`, never above one poll, until all keys exist; return whether they do."""
-        limit = max(0.01, min(secs, POLL_SECS))
+        if self.has(*keys):
+            return True
+        if self._waiter is None or not self._waiter.is_for(keys):
+            self._waiter = _Waiter(self.clone()._store)
         with self._guarded():
-            try:
-                self._store.wait(list(keys), timedelta(seconds=limit))
-            except dist.DistStoreError:  # the wait timed out
-                return False
-        return True
+            return self._waiter.wait(keys, max(0.01, min(secs, POLL_SECS)))
 
     def _whole(self, key: str, head: bytes) -> bytes:
         if head[:1] == _WHOLE:
@@ -120,6 +123,44 @@ class StoreClient:
         except (dist.DistNetworkError, dist.DistStoreError, ConnectionError) as error:
             reason = str(error).split("\n", 1)[0]
             raise PeerError(f"the store at {self._where} does not answer any more: {reason}") from error
+
+
+class _Waiter:
+    """Waits for keys in a thread and over a connection of its own, as long as it takes.
+
+    Torch writes two lines for every wait that runs out, so none does: callers look at this one instead.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._answers: SimpleQueue[Exception | None] = SimpleQueue()
+        self._keys: list[str] | None = None
+
+    def is_for(self, keys: Sequence[str]) -> bool:
+        """Whether it is free, or waits for these very keys."""
+        return self._keys in (None, list(keys))
+
+    def wait(self, keys: Sequence[str], secs: float) -> bool:
+        """Whether the keys exist within `secs`; raises what the store raised."""
+        if self._keys is None:
+            self._keys = list(keys)
+            threading.Thread(target=self._answer, args=(self._keys,), daemon=True).start()
+        try:
+            error = self._answers.get(timeout=secs)
+        except Empty:
+            return False
+        self._keys = None
+        if error is not None:
+            raise error
+        return True
+
+    def _answer(self, keys: list[str]) -> None:
+        try:
+            self._store.wait(keys, _LONG)
+        except Exception as error:
+            self._answers.put(error)
+        else:
+            self._answers.put(None)
 
 
 class Deadline:

@@ -34,7 +34,8 @@ class StorePeers:
     Reports shorten the way and decide nothing: rank 0's clock alone says who is late, and where a report
     is missing then, rank 0 reads the posts themselves. `hosts` may be set between two rounds, the same on
     all ranks. `name_of(rank)` says who a rank is in messages; `failure()` returns what the watcher knows
-    about a failed rank, so that nobody waits for it; `ask(ranks)` what late ranks say that they are doing.
+    about a failed rank, so that nobody waits for it; `ask(ranks)` what late ranks say that they are doing;
+    `waiting()` is called once a second while others are waited for.
     """
 
     most_posts = 512
@@ -54,7 +55,9 @@ class StorePeers:
         self.name_of = name_of
         self.failure = failure
         self.ask: Callable[[Sequence[int]], dict[int, str]] | None = None
+        self.waiting: Callable[[], object] = lambda: None
         self.hosts: Hosts | None = None
+        self.launch = ""
         self._flat = Hosts.one(size)
         self._store = store
         self._deadline_secs = deadline_secs
@@ -104,6 +107,7 @@ class StorePeers:
         )
         line.hosts = self.hosts
         line.ask = self.ask
+        line.launch = self.launch
         return line
 
     def leave(self) -> None:
@@ -140,6 +144,7 @@ class StorePeers:
         own = [self._key(rank) for rank in hosts.around(0)]
         reports = [self._reported(leader) for leader in hosts.leaders[1:]]
         while not self._store.wait(own + reports, deadline.left):
+            self.waiting()
             self._stop_for_failure()
             self._stop_for_leavers(topic)
             if deadline.over:
@@ -156,6 +161,7 @@ class StorePeers:
     def _await(self, keys: Sequence[str], topic: str, secs: float, patience: Deadline) -> bool:
         """Wait until the keys exist (True) or rank 0 has answered."""
         while not self._store.wait(keys, patience.left):
+            self.waiting()
             if self._store.has(self._answer()):
                 return False
             self._stop_for_failure()

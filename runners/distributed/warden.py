@@ -19,10 +19,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import BinaryIO
 
+from torchrelay.records import dataclass
 from torchrelay.runners.distributed.failure import Failure
 from torchrelay.runners.distributed.lines import Lines, Message, connect_to
 from torchrelay.runners.distributed.liveness import Stillness, Ticks, pulse_of

@@ -15,21 +15,20 @@ A rank that leaves cleanly says so first; one that ends without a word has faile
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from torchrelay.errors import PeerError, StorageError, UsageError
+from torchrelay.records import dataclass
 from torchrelay.runners.distributed.failure import Failure
 from torchrelay.runners.distributed.processes import LifeLines, ProcessId
 from torchrelay.runners.distributed.roll_call import ranks_text
 from torchrelay.runners.distributed.store import Deadline, StoreClient
 from torchrelay.runners.distributed.warden_line import WardenLine
-from torchrelay.runners.last_words import note_failure, say_last_words, tell_stderr_within
+from torchrelay.runners.last_words import end_process, note_failure, tell_stderr_within
 from torchrelay.runners.launch.told import tell_failure
 from torchrelay.runners.phase import phase, stack_of_main_thread
 
@@ -80,20 +79,6 @@ def patience_of(environ: Mapping[str, str]) -> Patience:
     return Patience(silence=secs)
 
 
-def end_process(code: int) -> None:
-    """Flush what was printed and end this process at once, wherever its threads are.
-
-    Of a run in a store what its files say is put up first, for at most four seconds.
-    """
-    say_last_words()
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):  # closed, or the reader is gone
-            continue
-    os._exit(code)
-
-
 @dataclass
 class _State:
     """What the threads share; `lock` guards the store client, and is held while the store is waited for."""
@@ -114,8 +99,8 @@ class Watcher:
 
     `processes` are those of all ranks in rank order; `parent` is the launcher's pid where its
     death must end this process too, `warden` the line to the host's warden; `hanging()` says
-    which call of this process hangs, if one does. `end` is called from a thread
-    to end the process.
+    which call of this process hangs, if one does, `astray()` which rank will not come to where this one
+    is. `end` is called from a thread to end the process.
     """
 
     def __init__(
@@ -127,6 +112,7 @@ class Watcher:
         parent: int | None = None,
         warden: WardenLine | None = None,
         hanging: Callable[[], str | None] = lambda: None,
+        astray: Callable[[], str | None] = lambda: None,
         patience: Patience | None = None,
         end: Callable[[int], None] = end_process,
     ) -> None:
@@ -140,7 +126,7 @@ class Watcher:
         self._state = _State(heard=time.monotonic())
         self._lines = LifeLines(self._neighbours() | ({_PARENT: parent} if parent else {}))
         self._warden = warden
-        self._hanging = hanging
+        self._hanging, self._astray = hanging, astray
         self._threads = [
             threading.Thread(target=target, name=f"torchrelay-{name}", daemon=True)
             for name, target in (("watcher", self._watch), ("guard", self._guard))
@@ -264,6 +250,10 @@ class Watcher:
             self._blame(dead, "ended without a word (killed, out of memory, or crashed)")
         elif self._state.told is not None:
             self._report(self._state.told)
+        elif (astray := self._astray()) is not None:
+            own = self._processes[self._rank]
+            text = f"UsageError: {astray}"
+            self._report(Failure(self._rank, own.host, "ctx.steps", text, UsageError.exit_code))
         with self._state.lock:
             self._answer()
 

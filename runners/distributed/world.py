@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import secrets
 import sys
 import traceback
 from collections.abc import Callable
@@ -17,8 +18,10 @@ from torchrelay.checkpoint.underway import hanging
 from torchrelay.errors import PeerError, RelayError, exit_code_of
 from torchrelay.jobs.peers import Peers, Solo
 from torchrelay.jobs.places import NodePlace
+from torchrelay.runners.distributed import current
 from torchrelay.runners.distributed.hosts import Hosts
 from torchrelay.runners.distributed.launch_env import LaunchEnv
+from torchrelay.runners.distributed.loop_watch import LoopWatch
 from torchrelay.runners.distributed.process_groups import ProcessGroups
 from torchrelay.runners.distributed.processes import ProcessId, by_group, own_process
 from torchrelay.runners.distributed.roll_call import agree_on_nonce, ranks_text
@@ -26,6 +29,7 @@ from torchrelay.runners.distributed.store import Deadline, StoreClient, connect
 from torchrelay.runners.distributed.store_peers import StorePeers
 from torchrelay.runners.distributed.warden_line import WardenLine, join_warden
 from torchrelay.runners.distributed.watcher import Patience, Watcher, patience_of
+from torchrelay.runners.loops import Loops
 from torchrelay.runners.placing import names_by_rank
 
 START_SECS = 300.0
@@ -46,6 +50,8 @@ class World:
         self.processes: tuple[ProcessId, ...] = (own_process(env.rank),)
         self.peers: Peers = Solo()
         self.watcher: Watcher | None = None
+        self.loops = Loops()
+        self._loop_watch: LoopWatch | None = None
         self._places = [asdict(_own_place(env, self.processes[0].host))]
         self._served: StoreClient | None = None
         self._store: StoreClient | None = None
@@ -56,13 +62,14 @@ class World:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         try:
-            self.groups = ProcessGroups(env, self._store, device, backend, timeout_secs)
+            self.groups = ProcessGroups(env, self._store, device, backend, timeout_secs, self._loop_watch)
         except Exception as error:
             self.blame("making the process groups", error)
             raise
+        self.loops.collectives = self.groups.collectives
         self._excepthook = _Excepthook(self.blame).install()
         atexit.register(self.close)
-        _current.append(self)
+        current.enter(self)
 
     def places(self, declared: tuple[str, ...]) -> tuple[NodePlace, ...]:
         """Return the places of all nodes when the job declares these names."""
@@ -109,7 +116,7 @@ class World:
             return
         self._closed = True
         atexit.unregister(self.close)
-        _current.remove(self)
+        current.leave(self)
         self._excepthook.remove()
         if self.watcher is None or self.watcher.failure is None:
             self.groups.destroy()
@@ -149,18 +156,30 @@ class World:
         peers = StorePeers(self._store.clone("peers"), self.env.rank, self.env.world_size)
         self._introduce(peers)
         parent = os.getppid() if self.env.elastic else None
+        watch = self._loop_watch = LoopWatch(
+            self._store,
+            self.env.rank,
+            self.env.world_size,
+            self.loops,
+            failure=lambda: self.watcher.failure_text() if self.watcher else None,
+            ask=lambda ranks: self.watcher.ask(ranks) if self.watcher else {},
+        )
         self.watcher = Watcher(
             self._store,
             self.env.rank,
             self.processes,
             parent=parent,
             hanging=hanging,
+            astray=watch.astray,
             warden=self._join_warden(patience := patience_of(os.environ)),
             patience=patience,
         ).start()
         peers.name_of = lambda rank: str(self.processes[rank])
         peers.failure = self.watcher.failure_text
         peers.ask = self.watcher.ask
+        peers.waiting = watch.show_waiting
+        if self.env.agent_store:  # the launcher's store outlives the attempts, and no other launch has it
+            peers.launch = self._served.put_once("tr/launch", secrets.token_hex(8).encode()).decode()
         peers.hosts = Hosts.of(by_group(self.processes).values())
         self.peers = peers
 
@@ -199,14 +218,6 @@ def _own_place(env: LaunchEnv, host: str) -> NodePlace:
     )
 
 
-_current: list[World] = []
-
-
-def current_world() -> World | None:
-    """Return the world that this process is in and has not closed; None when there is none."""
-    return _current[-1] if _current else None
-
-
 _SIGNS = ("connection closed by peer", "connection reset", "broken pipe", "timed out waiting", "nccl", "gloo")
 
 
@@ -236,7 +247,7 @@ def why_of(error: BaseException) -> str:
     Of an error that the end of another rank has caused (a broken connection, say) it is that end, then this.
     """
     reason = f"{type(error).__name__}: {error}".removesuffix(": ")
-    world = current_world()
+    world = current.current_world()
     first = world.watcher.failure if world is not None and world.watcher is not None else None
     chain = _chain(error)
     if (

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torchrelay.jobs.peers import Peers
+from torchrelay.records import dataclass
 from torchrelay.runners.ending.interruption import Interrupted
 from torchrelay.runners.ending.requests import NOT_ASKED, PREEMPT, Requests
 

@@ -1,24 +1,24 @@
 """Where one node is in the tasks of the running epoch, so that it can be left there and gone on from there.
 
 The state at a step is exact only where all of it is in the checkpoint. So a node can be continued between
-two tasks, in the first counted loop of a task (over a registered EpochLoader, or a sequence), and before a
-task that only evaluates, which then begins anew. Everything else is an obstacle with a reason.
+two tasks, and in the first counted loop of a task (over a registered EpochLoader, or a sequence), if that
+loop trains: an evaluation may have swapped weights. Everything else is an obstacle with a reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-from torchrelay.jobs.epoch_loader import EpochLoader
 from torchrelay.jobs.random_streams import RandomStreams
 from torchrelay.jobs.task import Task
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.runners.ending.place import Place
-from torchrelay.runners.reduction import Accumulator
 
 if TYPE_CHECKING:
+    from torchrelay.checkpoint.state.gradients import Gradients
+    from torchrelay.jobs.epoch_loader import EpochLoader
     from torchrelay.runners.reduction import MetricLog
 
 
@@ -31,44 +31,56 @@ _DRAWN = (
 class Loop:
     """One loop over a loader in the running task; `source` is what is left to take of it."""
 
-    def __init__(self, loader: Iterable[Any], *, counted: bool, taken: int = 0) -> None:
+    def __init__(
+        self, loader: Iterable[Any], *, counted: bool, evaluates: bool = False, taken: int = 0
+    ) -> None:
         self.loader = loader
         self.counted = counted
+        self.evaluates = evaluates
         self.taken = taken
         self.drawn = False
         """Whether its order may be another one when the task is called again."""
-        self.before = loader.state_dict() if isinstance(loader, EpochLoader) else None
 
     @property
     def source(self) -> Iterable[Any]:
         """The loader, without what was taken before a resume; an EpochLoader stands there by itself."""
-        own = isinstance(self.loader, EpochLoader) or not self.taken
+        own = _is_epoch_loader(self.loader) or not self.taken
         return self.loader if own else islice(self.loader, self.taken, None)
 
     @property
     def exhausted(self) -> bool:
         """Whether nothing is left to take, as far as that is known beforehand."""
-        if isinstance(self.loader, EpochLoader):
+        return self.ends_at(self.taken)
+
+    def ends_at(self, taken: int) -> bool:
+        """Whether nothing is left behind `taken` batches, the last of which was just taken or is next."""
+        if _is_epoch_loader(self.loader):
             return self.loader.steps_left == 0
-        return isinstance(self.loader, Sequence) and self.taken >= len(self.loader)
+        return isinstance(self.loader, Sequence) and taken >= len(self.loader)
 
 
 class Cursor:
     """Mutable; one per node and epoch. Tasks in threads of their own do not touch it."""
 
     def __init__(
-        self, log: MetricLog, resumed: Place | None = None, streams: RandomStreams | None = None
+        self,
+        log: MetricLog,
+        resumed: Place | None = None,
+        streams: RandomStreams | None = None,
+        gradients: Gradients | None = None,
     ) -> None:
         self._log = log
-        self._resumed, self._streams = resumed, streams
+        self._resumed, self._streams, self._gradients = resumed, streams, gradients
         self._done: list[str] = []
         self._task: Task | None = None
         self._loops: list[Loop] = []
-        self._at_begin: tuple[dict[str, Accumulator], RandomStreams] | None = None
+        self._streams_before: RandomStreams | None = None
         self._private: Workspace | None = None
         self._obstacle: str | None = None
         if resumed is not None:
             log.restore(resumed.metrics)
+            if resumed.task is None:
+                self.install_gradients()
 
     # Tasks
 
@@ -84,7 +96,7 @@ class Cursor:
         if task.concurrent or task.num_instances > 1:
             self._obstacle = f"{task.full_name!r} runs in threads, whose places nobody knows"
         self._task, self._loops = task, []
-        self._at_begin = self._log.snapshot(), streams
+        self._streams_before = streams
         if workspace.parent is not None and workspace.own_names():
             names = ", ".join(workspace.own_names())
             self._obstacle = f"{names} of earlier tasks would be lost: register it, or make it in init"
@@ -104,34 +116,31 @@ class Cursor:
         task = self._task.full_name if self._task is not None else None
         return counted and self._resumed is not None and task is not None and self._resumed.task == task
 
-    def enter(self, loader: Iterable[Any], *, counted: bool) -> Loop:
-        """A loop of the running task begins; the one that was left has its logs and random states again."""
+    def enter(self, loader: Iterable[Any], *, counted: bool, evaluates: bool = False) -> Loop:
+        """A loop of the running task begins; the one that was left has its logs and its states again."""
         resumed = self._resumed if self.comes_back(counted=counted) else None
-        loop = Loop(loader, counted=counted, taken=resumed.taken if resumed is not None else 0)
+        taken = resumed.taken if resumed is not None else 0
+        loop = Loop(loader, counted=counted, evaluates=evaluates, taken=taken)
         loop.drawn = counted and self._may_be_drawn(loader)
         if resumed is not None:
             self._log.restore(resumed.metrics)
             if self._streams is not None:
                 self._streams.restore()
+            self.install_gradients()
             self._resumed = Place(resumed.done)
         self._loops.append(loop)
         return loop
 
     def _may_be_drawn(self, loader: Iterable[Any]) -> bool:
         """Whether the task drew random numbers before its loop over a sequence, which may hang on them."""
-        if not isinstance(loader, Sequence) or isinstance(loader, range) or self._at_begin is None:
+        if not isinstance(loader, Sequence) or isinstance(loader, range) or self._streams_before is None:
             return False
-        return _moved(self._at_begin[1], RandomStreams.capture())
+        return _moved(self._streams_before, RandomStreams.capture())
 
     @property
     def everywhere(self) -> bool:
         """Whether the running task is one of all nodes, which may then agree on something in its loops."""
         return self._task is not None and self._task.node is None and self._task.on == "all"
-
-    @property
-    def costs_the_epoch(self) -> bool:
-        """Whether to stop in an evaluation now would lose the epoch: it belongs to a task that trained."""
-        return any(loop.counted for loop in self._loops)
 
     # Being left
 
@@ -140,25 +149,22 @@ class Cursor:
         if self._obstacle is not None or self._task is None or not self._loops:
             return self._obstacle
         counted, last = [loop for loop in self._loops if loop.counted], self._loops[-1]
-        if not counted:
-            return None
+        if last.evaluates:
+            return f"{self._task.full_name!r} was evaluating, maybe with other weights"
         if len(counted) > 1 or not last.counted:
             return f"{self._task.full_name!r} was beyond its first loop: give every loop a task of its own"
-        if isinstance(last.loader, EpochLoader):
+        if _is_epoch_loader(last.loader):
             return None if _holds(workspace, last.loader) else "its EpochLoader is not registered as a blob"
         if isinstance(last.loader, Sequence):
             return _DRAWN if last.drawn else None
         return f"a {type(last.loader).__name__} cannot be continued in its middle: use EpochLoader"
 
     def place(self, steps: int) -> Place:
-        """Where the node is, `steps` into the epoch. Loaders of an evaluation, which begins anew, go back."""
+        """Where the node is, `steps` into the epoch."""
         if self._waits and self._resumed is not None:
             return self._resumed
         counted = next((loop for loop in self._loops if loop.counted), None)
-        metrics: Mapping[str, Accumulator] = self._log.snapshot()
-        if counted is None and self._task is not None and self._at_begin is not None:
-            metrics = self._at_begin[0]
-            self._rewind()
+        metrics = self._log.snapshot()
         inside = self._task.full_name if counted is not None and self._task is not None else None
         return Place(
             tuple(self._done),
@@ -170,20 +176,24 @@ class Cursor:
 
     def streams_at(self) -> RandomStreams | None:
         """The random states to go on with, where these are not the present ones."""
-        if self._waits:
-            return self._streams
-        anew = self._task is not None and not any(loop.counted for loop in self._loops)
-        return self._at_begin[1] if anew and self._at_begin is not None else None
+        return self._streams if self._waits else None
+
+    def install_gradients(self) -> None:
+        """Put back the gradients of the position that the node goes on from, where that was not done."""
+        if self._gradients is not None:
+            self._gradients.install()
+            self._gradients = None
 
     @property
     def _waits(self) -> bool:
         """Whether the node has not come back to the loop that it was in."""
         return self._resumed is not None and self._resumed.task is not None
 
-    def _rewind(self) -> None:
-        for loop in reversed(self._loops):
-            if isinstance(loop.loader, EpochLoader) and loop.before is not None:
-                loop.loader.load_state_dict(loop.before)
+
+def _is_epoch_loader(loader: object) -> TypeGuard[EpochLoader]:
+    from torchrelay.jobs.epoch_loader import EpochLoader
+
+    return isinstance(loader, EpochLoader)
 
 
 def _moved(before: RandomStreams, now: RandomStreams) -> bool:

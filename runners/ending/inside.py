@@ -36,6 +36,7 @@ def why_not_at(life: Life, position: Position, obstacle: str | None) -> str | No
 def save_inside(life: Life, position: Position) -> None:
     """Save the state with the places of all nodes; all processes call this at one step. A failure warns."""
     session, state = life.session, life.state
+    state.points.end(state.epoch, state.total_steps)
     own: dict[str, Place] = {}
     for node in session.local_nodes:
         cursor = state.cursor_of(node.name)
@@ -44,6 +45,7 @@ def save_inside(life: Life, position: Position) -> None:
             own[node.name] = cursor.place(state.step_of(node.name))
             if streams is not None:
                 session.set_streams(node.name, streams)
+            cursor.install_gradients()
     told = together(
         session.peers, "places in the epoch", lambda: {name: place.json() for name, place in own.items()}
     )

@@ -10,19 +10,17 @@ a collective; sharded tensors, whose rest is elsewhere, are left out and named.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from torchrelay.checkpoint.blob_file_content import content_of
-from torchrelay.checkpoint.blob_file_writing import write_blob_file
 from torchrelay.checkpoint.members import members_of
 from torchrelay.checkpoint.selecting import select
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import Leaf, spec_of
 from torchrelay.errors import RelayError, TaskFailedError, UsageError
+from torchrelay.jobs.peers import warn
 from torchrelay.jobs.workspace import Origin, Workspace
 from torchrelay.runners.journal import SaveWarning
 
@@ -74,6 +72,9 @@ def _own_failure(error: BaseException) -> bool:
 
 def _write(life: Life, workspace: Workspace, path: Path, facts: dict[str, Any]) -> list[str]:
     """Write what is saved of a node; returns what had to be left out."""
+    from torchrelay.checkpoint.blob_file_content import content_of
+    from torchrelay.checkpoint.blob_file_writing import write_blob_file
+
     blobs = _saved(workspace)
     leaves = leaves_of(blobs)
     chosen = leaves if life.manager is None else select(leaves, blobs, life.manager.engine.selection)
@@ -104,4 +105,4 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _warn(text: str) -> None:
-    warnings.warn(text, SaveWarning, stacklevel=4)
+    warn(text, SaveWarning, stacklevel=4)

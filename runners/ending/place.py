@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from torchrelay.errors import DamagedError
+from torchrelay.records import dataclass
 from torchrelay.runners.reduction import Summary, joined_summaries
 
 Json = Any

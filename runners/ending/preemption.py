@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.position import Position
 from torchrelay.jobs.peers import decide
+from torchrelay.records import dataclass
 from torchrelay.runners.ending.inside import NOTHING_NEW, obstacle_here, save_inside, why_not_at
 from torchrelay.runners.result import RunResult
 
@@ -22,6 +24,7 @@ class _Outlook:
     reason: str
     position: Position
     why_not: str | None
+    elsewhere: bool
 
 
 def leave_for_now(life: Life, untried: Choice | None = None) -> RunResult:
@@ -46,6 +49,7 @@ def leave_for_now(life: Life, untried: Choice | None = None) -> RunResult:
         metrics=life.state.metrics,
         run_dir=life.run_directory.where if life.run_directory else None,
         committed=life.look.whole if goes_on else life.saver.newest_saved,
+        elsewhere=outlook.elsewhere,
     )
     lost = outlook.why_not if inside and outlook.why_not != NOTHING_NEW else None
     life.journal.preempted(result, saved, lost)
@@ -77,7 +81,16 @@ def _outlook(life: Life, *, inside: bool) -> _Outlook:
     known = [secs for secs in left if secs is not None]
     time_left = min(known) - 2 * max(took) if known else 0.0
     reason = next((one for one in reasons if one is not None), "another process")
-    return _Outlook(reason, position, _why_not(life, position, next(filter(None, why), None), time_left))
+    why_not = _why_not(life, position, next(filter(None, why), None), time_left)
+    return _Outlook(reason, position, why_not, _elsewhere(life, reasons))
+
+
+def _elsewhere(life: Life, reasons: Sequence[str | None]) -> bool:
+    """Whether SIGTERM came to other hosts alone: their agents leave, and the one of this host need not."""
+    hosts = [place.host_index for place in life.session.nodes]
+    asked = {host: reason for host, reason in zip(hosts, reasons, strict=False) if reason is not None}
+    here = life.session.local_nodes[0].host_index
+    return set(asked.values()) == {"SIGTERM"} and here not in asked
 
 
 def _why_not(life: Life, position: Position, obstacle: str | None, time_left: float) -> str | None:

@@ -6,12 +6,12 @@ optimizer before the loop, writes through `.data`) is not seen.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import Value
+from torchrelay.jobs.peers import warn
 from torchrelay.jobs.workspace import Origin, Workspace
 from torchrelay.runners.session_base import SessionBase
 from torchrelay.runners.steps import Agreeing
@@ -43,7 +43,7 @@ class PutBack:
         if len(self._session.local_nodes) == 1:
             self._load()
             return
-        warnings.warn(
+        warn(
             f"{', '.join(changed[:4])} of {node} changed before the loop that is continued, and so twice in "
             "this epoch: put that into a task of its own",
             stacklevel=2,

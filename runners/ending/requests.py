@@ -17,6 +17,8 @@ NOT_ASKED, TIME_IS_UP, ASKED, PREEMPT = range(4)
 
 GRACE_SECS = 30.0
 """What a launcher waits between SIGTERM and SIGKILL: torchrun's default, and Slurm's KillWait."""
+_PERSON_SECS = 600.0
+"""What a person who pressed Ctrl-C waits; whoever does not presses it again."""
 RESERVE_SECS = 10.0
 """What is left of the grace when work that cannot be continued in its middle is given up."""
 _LOOK_SECS = 1.0
@@ -51,10 +53,12 @@ class Requests:
         self._kill_at: float | None = None
         self._looked = -_LOOK_SECS
         self._stop = False
+        self.steps = False
+        """Whether epochs run in steps that end where that is asked for, so that the next one is near."""
 
     def preempt(self, name: str) -> None:
         """A signal of this name came: leave, within the grace from now on. Signal handlers call this."""
-        grace = self._notice_secs if name == "SIGUSR1" else GRACE_SECS
+        grace = {"SIGUSR1": self._notice_secs, "SIGINT": _PERSON_SECS}.get(name, GRACE_SECS)
         kill_at = self._clock() + grace
         if self._signal is None:
             self._signal, self._kill_at = name, kill_at

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.durations import seconds_in
+from torchrelay.records import dataclass
 
 SLURM_MARGIN_SECS = 30.0
 """Slurm's clock is coarse, and it sends SIGTERM at the end: better to be gone before."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 import time
 
 from torchrelay.errors import DirectoryInUseError, UsageError
-from torchrelay.metadata.capture import captures, surroundings, write_capture
+from torchrelay.metadata.capture import captures, command, surroundings, write_capture
 from torchrelay.metadata.code.manifest import SHORT
 from torchrelay.metadata.code.snapshot import Snapshot
 from torchrelay.metadata.experiment.run_store import ProgramRun, update_note
-from torchrelay.metadata.experiment.standing import standing
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.capturing import Capturing
 from torchrelay.runners.experiment.scene import BaseScene, say
+from torchrelay.runners.standing import standing
 
 _OF_THE_CONFIGURATION = ("config", "config_files", "config_id", "overrides")
 
@@ -56,5 +56,12 @@ def _record(run: ProgramRun, scene: BaseScene, snapshot: Snapshot) -> int:
     code = Capturing(RunDirectory(run.path), scene.origin.code_option, None).record_code(snapshot, say)
     attempt = before[-1]["number"] + 1 if before else 0
     same = {name: before[-1].get(name) for name in _OF_THE_CONFIGURATION} if before else {}
-    content = {**surroundings(), **same, "code": code, "amended": True, "message": scene.request.message}
+    content = {
+        **command(),
+        **surroundings(),
+        **same,
+        "code": code,
+        "amended": True,
+        "message": scene.request.message,
+    }
     return int(write_capture(run.path, attempt, content).name.split(".")[1])

@@ -8,12 +8,13 @@ test     the newest run of the very code and configuration; without one refused
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
 from torchrelay.errors import DirectoryInUseError, NotAllowedNowError, UsageError
 from torchrelay.metadata.experiment.note import Identity
-from torchrelay.metadata.experiment.standing import Standing
+from torchrelay.records import dataclass
+from torchrelay.runners.standing import Standing
 
 Action = Literal["new", "continue", "again", "over"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torchrelay.errors import DirectoryInUseError
 from torchrelay.metadata.experiment.note import Note
 from torchrelay.metadata.experiment.run_store import ProgramRun, RunStore, update_note
-from torchrelay.metadata.experiment.standing import standing
 from torchrelay.runners.experiment.choosing_runs import Chosen
+from torchrelay.runners.standing import standing
 
 _WORDS = {"new": "new", "again": "from the beginning", "continue": "goes on"}
 

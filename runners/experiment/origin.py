@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torchrelay.metadata.code.main_script import main_script
 from torchrelay.metadata.code.snapshot import Snapshot, take
 from torchrelay.metadata.code.sources import Root, Sources, sources_of
 from torchrelay.metadata.experiment.run_store import RunStore
+from torchrelay.records import dataclass
 from torchrelay.runners.stored_runs.run_url import refuse_remote
 
 RUNS = "TORCHRELAY_RUNS"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ from torchrelay.checkpoint.remote.urls import is_url
 from torchrelay.errors import UsageError
 from torchrelay.metadata.experiment.note import read_note
 from torchrelay.metadata.experiment.run_store import ProgramRun
+from torchrelay.records import dataclass
 from torchrelay.runners.commands.command_line_place import existing_directory, locate
 from torchrelay.runners.commands.selector import Selector, parse_selector
 from torchrelay.runners.experiment.archived import perform_archived

@@ -186,7 +186,7 @@ class Program(Samples):
 
     def _note_in_memory(self, ctx: Context) -> bool:
         """Asked after every epoch, when its metrics are reduced; never ends anything."""
-        self._history = [*self._history, (ctx.epoch, dict(ctx.metrics))]
+        self._history = [*self._history, (ctx.epoch, dict(ctx.measured))]
         return False
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
 from torchrelay.runners.commands.command_line_parser import Parser
 from torchrelay.runners.ending.time_limits import seconds_of
 from torchrelay.runners.serving.options import ServeOptions, add_serve_options

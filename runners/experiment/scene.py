@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TextIO
@@ -18,11 +17,12 @@ from torchrelay.metadata.code.changes import Changes, changes
 from torchrelay.metadata.code.snapshot import Snapshot, of_manifest
 from torchrelay.metadata.experiment.note import Identity
 from torchrelay.metadata.experiment.run_store import ProgramRun, RunStore
-from torchrelay.metadata.experiment.standing import standing
+from torchrelay.records import dataclass
 from torchrelay.runners.experiment.choosing_runs import Known
 from torchrelay.runners.experiment.origin import Origin, origin_of
 from torchrelay.runners.experiment.program import Program, made_program
 from torchrelay.runners.experiment.request import Request
+from torchrelay.runners.standing import standing
 
 
 class BaseScene:

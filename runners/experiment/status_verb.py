@@ -11,9 +11,9 @@ from torchrelay.errors import RelayError
 from torchrelay.metadata.code.manifest import SHORT
 from torchrelay.metadata.experiment.results import newest_result
 from torchrelay.metadata.experiment.run_store import ProgramRun
-from torchrelay.metadata.experiment.standing import standing
 from torchrelay.runners.experiment.choosing_runs import Start, choose_to_train
 from torchrelay.runners.experiment.scene import BaseScene, say
+from torchrelay.runners.standing import standing
 
 
 def status(scene: BaseScene) -> int:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from torchrelay.checkpoint.log.job_file import has_job
 from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.errors import NoProvableEpochError, NotAllowedNowError, UnknownEpochError, UsageError
 from torchrelay.metadata.code.manifest import SHORT
 from torchrelay.metadata.experiment.run_store import ProgramRun
-from torchrelay.metadata.experiment.standing import standing
+from torchrelay.records import dataclass
 from torchrelay.runners.experiment.choosing_runs import choose_to_use
 from torchrelay.runners.experiment.scene import BaseScene
+from torchrelay.runners.standing import standing
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def _what(scene: BaseScene, run: ProgramRun) -> str:
 def _newest(run: ProgramRun, wanted: str | None) -> tuple[int, int]:
     """The epoch that is meant, and its branch."""
     untrained = f"{run.id} has no trained epoch yet, it is {standing(run.path)}: train it first"
-    if wanted is None and not (run.path / "checkpoints" / "job.json").exists():
+    if wanted is None and not has_job(run.path / "checkpoints"):
         raise UsageError(untrained)
     number = int(wanted) if wanted is not None and wanted.isascii() and wanted.isdigit() else None
     try:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
 from torchrelay.runners.launch import kubernetes_names as names
 from torchrelay.runners.launch.request import LaunchRequest
 

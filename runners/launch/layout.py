@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
 
 _FORM = re.compile(r"(?:([1-9][0-9]{0,5})x)?([1-9][0-9]{0,5})")
 

@@ -10,10 +10,10 @@ import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from torchrelay.errors import StorageError
+from torchrelay.records import dataclass
 from torchrelay.runners.ending.time_limits import END_TIME
 from torchrelay.runners.launch import told
 from torchrelay.runners.launch.agent_words import GRACE_SECS

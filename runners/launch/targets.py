@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
 
+from torchrelay.records import dataclass
 from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.launch.request import LaunchFile, LaunchRequest
 

@@ -7,11 +7,11 @@ never does. What no run could note is told by the codes and signals of the ranks
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from signal import Signals
 from typing import Any
 
 from torchrelay.errors import NoProgressError, PeerError, PreemptedError
+from torchrelay.records import dataclass
 
 PREEMPTED, LOST, FAILED, INTERRUPTED = PreemptedError.exit_code, PeerError.exit_code, 1, 130
 TABLE = (0, 1, 2, 3, 4, 5, LOST, PREEMPTED, NoProgressError.exit_code, INTERRUPTED)

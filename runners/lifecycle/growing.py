@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from torchrelay.errors import NotAllowedNowError, RelayError, UsageError
 from torchrelay.jobs.epoch_loader import EpochLoader
 from torchrelay.jobs.peers import Peers, decide
 from torchrelay.jobs.stop_condition import Rule, StopAnswer
+from torchrelay.records import dataclass
 
 Partition = list[str]
 """Its name, then its files: paths relative to the workspace where they lie below it."""

@@ -9,7 +9,6 @@ the epoch is saved all the same.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torchrelay.checkpoint.interop.export import export_checkpoint
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
 from torchrelay.metadata.several_handlers import SeveralHandlers
+from torchrelay.records import dataclass
 from torchrelay.runners.lifecycle.selection import MODEL
 from torchrelay.runners.stored_runs.run_url import is_remote
 

@@ -14,7 +14,6 @@ import traceback
 import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from torchrelay.errors import UsageError
 from torchrelay.jobs.config.class_path import ClassPath
 from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
 from torchrelay.jobs.config.schema import Settings
+from torchrelay.records import dataclass
 from torchrelay.runners.lifecycle.order import STEPS
 from torchrelay.runners.lifecycle.selection import optimizer_path, phases_of, reader_path
 

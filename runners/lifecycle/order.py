@@ -5,9 +5,8 @@ setup (Instance) -> build (Network) -> start (Startup) -> loop (Runner) -> finis
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
 
 END = "end"
 """The status behind the last step."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.jobs.config.data_keys import Phase
+from torchrelay.records import dataclass
 from torchrelay.runners.lifecycle.scope import PhaseScope
 from torchrelay.runners.lifecycle.selection import LOADER, MODEL, OPTIMIZER, SCHEDULER
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,9 @@ from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
 from torchrelay.jobs.peers import Solo
 from torchrelay.metadata.experiment.run_store import RunStore
 from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.records import dataclass
+from torchrelay.runners.distributed.current import current_world
 from torchrelay.runners.distributed.launch_env import LaunchEnv, read_launch_env
-from torchrelay.runners.distributed.world import current_world
 from torchrelay.runners.leaving import code_of_result
 from torchrelay.runners.lifecycle.apart import apart
 from torchrelay.runners.lifecycle.context import StepContext

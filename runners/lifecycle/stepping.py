@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from torchrelay.errors import RelayError, TaskFailedError, exit_code_of
+from torchrelay.records import dataclass
 from torchrelay.runners.lifecycle import steps
 from torchrelay.runners.lifecycle.context import StepContext
 from torchrelay.runners.lifecycle.order import END, LAST_OF_START_UP, STEPS, StepName, after, step_named

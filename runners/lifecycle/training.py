@@ -67,7 +67,8 @@ def runner_options(runner: RunnerKeys, where: str) -> dict[str, Any]:
     if (checkpoint := runner.checkpoint) is not None:
         found |= {"include": checkpoint.include, "exclude": checkpoint.exclude}
         found |= {"asynchronous": checkpoint.asynchronous, "max_failed_saves": checkpoint.max_failed_saves}
-        found["compare_every"] = checkpoint.compare_every
+        found |= {"compare_every": checkpoint.compare_every, "rename": checkpoint.rename}
+        found |= {"resume_exclude": checkpoint.resume_exclude, "resume_strict": checkpoint.resume_strict}
         found["tier"] = _tier(checkpoint, runner.name, where)
     kept = {name: one for name, one in found.items() if one is not None or name == "best"}
     return kept | {"save_signal": None if signal == "none" else signal}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.class_path import ClassPath
@@ -19,6 +19,7 @@ from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
 from torchrelay.jobs.config.schema import Settings
 from torchrelay.jobs.config.tracking import Tracked
 from torchrelay.jobs.peers import Peers, decide
+from torchrelay.records import dataclass
 from torchrelay.runners.lifecycle.order import STEPS
 from torchrelay.runners.lifecycle.selection import phases_of, reader_path
 

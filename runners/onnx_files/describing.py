@@ -20,7 +20,7 @@ def run_facts(run: Path | None, epoch: str, metrics: Mapping[str, float]) -> dic
     if run is None:
         return found
     with suppress(RelayError):  # notes that cannot be read are left out
-        identity = RunDirectory(run).identity() or {}
+        identity = RunDirectory(run).known_identity()
         found["torchrelay.run"] = run.name
         found["torchrelay.run_id"] = str(identity.get("uuid", ""))
         codes = [code_id_of(one) for one in captures(run)]

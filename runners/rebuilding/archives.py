@@ -8,7 +8,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from torchrelay.metadata.code.archive import open_archive
 from torchrelay.metadata.code.extraction import unpack_source
 from torchrelay.metadata.code.loading import LoadedCode, load_code
 from torchrelay.metadata.code.manifest import is_plain
+from torchrelay.records import dataclass
 from torchrelay.runners.lifecycle.context import StepContext
 from torchrelay.runners.lifecycle.loading import Loader, load_classes
 from torchrelay.runners.lifecycle.steps import Network

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torchrelay.checkpoint.reader import Checkpoint, open_checkpoint
 from torchrelay.checkpoint.remote.urls import is_url
 from torchrelay.checkpoint.storage_places import FILE
 from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
 from torchrelay.runners.rebuilding.model_of_run import Made, rebuilt
 
 Where = str | os.PathLike[str]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torchrelay.errors import UsageError
 from torchrelay.jobs.config.config import Config
 from torchrelay.metadata.capture import capture_with_code
 from torchrelay.metadata.experiment.note import read_note
+from torchrelay.records import dataclass
 from torchrelay.runners.lifecycle.apart import apart
 from torchrelay.runners.lifecycle.selection import MODEL, phases_of
 from torchrelay.runners.rebuilding.archives import Archives, archives_of

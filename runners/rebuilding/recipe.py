@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
 from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
 
 Kind = Literal["function", "program", "phase"]
 _MAIN = "__main__"

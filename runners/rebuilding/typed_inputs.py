@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
 
 _TEXT = re.compile(r"(\w[\w.]*)=(\w+)\[([^\[\]]*)\]")
 _NAMED_SIZE = 3

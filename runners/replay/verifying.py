@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torchrelay.checkpoint.blob_files import load_blobs
 from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.checkpoint.reading.opening import place_of, read_log
 from torchrelay.errors import DamagedError, RelayError, UsageError
+from torchrelay.records import dataclass
 from torchrelay.runners.rebuilding.archives import Archives, archives_of
 from torchrelay.runners.rebuilding.recipe import Recipe
 from torchrelay.runners.replay.playing import as_it_was, device_of, play, same_bits, settings_now

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torchrelay.runners.commands.command_line_output import human_bytes
 from torchrelay.runners.report.facts import BlobBytes, EpochBytes, RunFacts
-from torchrelay.runners.report.markup import Markup, el
+from torchrelay.runners.report.markup import Markup, chart_card, el
 from torchrelay.runners.report.parts import legend, of_run, scrolling, section, table
 from torchrelay.runners.report.scales import Scale, ticks
 from torchrelay.runners.report.wording import count, share
@@ -72,15 +72,10 @@ def _blobs(epoch: EpochBytes) -> Markup:
     height = _ROW * len(blobs) + 8
     rows = [_blob(one, index * _ROW + 4, x) for index, one in enumerate(blobs)]
     label = f"Bytes by blob at epoch {epoch.epoch}"
-    return el(
-        "figure",
-        el(
-            "figcaption",
-            el("span", f"epoch {epoch.epoch}", class_="eyebrow"),
-            el("span", label, class_="finding"),
-        ),
+    return chart_card(
+        f"epoch {epoch.epoch}",
+        label,
         el("svg", rows, viewBox=f"0 0 {WIDTH} {height}", class_="chart", role="img", aria_label=label),
-        class_="card chartcard",
     )
 
 
@@ -115,13 +110,9 @@ def _epochs(epochs: Sequence[EpochBytes]) -> Markup:
     ]
     label = "Bytes by epoch, written and referenced"
     written, whole = sum(one[1] for one in totals), sum(one[2] for one in totals)
-    return el(
-        "figure",
-        el(
-            "figcaption",
-            el("span", f"{count(len(totals), 'epoch')} looked at", class_="eyebrow"),
-            el("span", f"Of {human_bytes(whole)}, {human_bytes(written)} were written", class_="finding"),
-        ),
+    return chart_card(
+        f"{count(len(totals), 'epoch')} looked at",
+        f"Of {human_bytes(whole)}, {human_bytes(written)} were written",
         el(
             "svg",
             _grid(y),
@@ -132,7 +123,6 @@ def _epochs(epochs: Sequence[EpochBytes]) -> Markup:
             role="img",
             aria_label=label,
         ),
-        class_="card chartcard",
     )
 
 

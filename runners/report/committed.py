@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import datetime
 from typing import Any
 
 from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.log.history import History, read_history
 from torchrelay.checkpoint.log.live import Entry, Key
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.record import Record
-from torchrelay.checkpoint.log.writer import Right, WriterIdentity, judge
 from torchrelay.checkpoint.position import Position
-from torchrelay.checkpoint.repair.history import History, read_history
 from torchrelay.checkpoint.repair.why import Start, explain, start_now
 from torchrelay.checkpoint.storage import Storage
+from torchrelay.records import dataclass
 from torchrelay.runners.report.facts import BranchNote, EpochRow, Event, Point, Save
 from torchrelay.runners.report.limits import Limits, Troubles
 
@@ -47,12 +47,6 @@ def committed_of(storage: Storage, troubles: Troubles) -> Committed:
     history = troubles.tried(lambda: read_history(storage, uuid, view.slot), History())
     start = troubles.tried(lambda: start_now(storage, view), None)
     return Committed(view, history, start)
-
-
-def not_alive(view: LogView) -> str:
-    """Why the writer of a log cannot be alive; empty where it may be."""
-    verdict = judge(view, WriterIdentity.here(view.job_name or ""), certain=True, live_here=())
-    return verdict.reason if verdict.right is Right.AT_ONCE and view.holder else ""
 
 
 def rewinds_of(history: History) -> dict[int, tuple[int, bool]]:

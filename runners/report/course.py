@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torchrelay.runners.report.facts import Course, Joint, Point
+from torchrelay.runners.report.facts import Course, Joint, Point, StepPoint
 
 Json = Any
 _NAMES = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -46,6 +46,16 @@ def point_of(generation: int, line: Mapping[str, Json]) -> Point | None:
     saved = line.get("saved")
     known = {name: value for name, value in values.items() if value is not None}
     return Point(epoch, generation, moment_of(line), saved if isinstance(saved, bool) else None, known)
+
+
+def steps_of(lines: Iterable[Mapping[str, Json]]) -> tuple[StepPoint, ...]:
+    """Lines of points within epochs, which have a step and metrics each."""
+    found = []
+    for line in lines:
+        values = {str(name): metric_value(value) for name, value in line["metrics"].items()}
+        known = {name: value for name, value in values.items() if value is not None}
+        found.append(StepPoint(line["step"], known))
+    return tuple(found)
 
 
 def course_of(

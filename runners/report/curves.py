@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 from torchrelay.runners.report.facts import Joint, Point, RunFacts
 from torchrelay.runners.report.line_chart import Mark, Series, line_chart
-from torchrelay.runners.report.markup import Markup, el
+from torchrelay.runners.report.markup import Markup, chart_card, el
 from torchrelay.runners.report.parts import legend, scrolling, section, table
 from torchrelay.runners.report.wording import count, number
 
 _MOST_CHARTS = 60
+_NOTHING_FINITE = el("p", "no finite value yet", class_="quiet")
 _TABLE_ROWS = 400
 _GONE_ON = {"resume": "went on from", "rewind": "went back to", "fallback": "fell back, after damage, to"}
 
@@ -19,13 +20,15 @@ _GONE_ON = {"resume": "went on from", "rewind": "went back to", "fallback": "fel
 def curves(runs: Sequence[RunFacts]) -> Markup:
     """All metrics of all runs."""
     names = metric_names(runs)
-    if not names:
+    if not names and not any(run.steps for run in runs):
         return section(
             "metrics",
             "No metric was logged yet",
             el("p", "Metrics appear after the first epoch.", class_="quiet"),
         )
     charts = [_figure(index, name, runs) for index, name in enumerate(names[:_MOST_CHARTS])]
+    by_step = sorted({name for run in runs for one in run.steps for name in one.metrics})
+    charts += [_step_figure(name, runs) for name in by_step[:_MOST_CHARTS]]
     more = len(names) - _MOST_CHARTS
     return section(
         "metrics",
@@ -95,22 +98,32 @@ def _figure(index: int, name: str, runs: Sequence[RunFacts]) -> Markup:
     linear = line_chart(label, series, marks)
     log = line_chart(label + ", logarithmic", series, marks, log=True) if values and min(values) > 0 else None
     switch = f"log-{index}"
-    return el(
-        "figure",
-        el(
-            "figcaption",
-            el("span", name.rpartition("/")[0] or "metric", class_="eyebrow"),
-            el("span", title, class_="finding"),
-        ),
+    return chart_card(
+        name.rpartition("/")[0] or "metric",
+        title,
         [
             el("input", type="checkbox", id=switch, class_="logswitch"),
             el("label", "log", for_=switch, class_="switch", title="logarithmic scale"),
         ]
         if log
         else None,
-        linear or el("p", "no finite value yet", class_="quiet"),
+        linear or _NOTHING_FINITE,
         log,
-        class_="card chartcard",
+    )
+
+
+def _step_figure(name: str, runs: Sequence[RunFacts]) -> Markup:
+    """A metric within epochs, over the steps of the runs."""
+    series = [
+        Series(run.name, at % 8 + 1, pairs)
+        for at, run in enumerate(runs)
+        if (pairs := tuple((one.step, one.metrics[name]) for one in run.steps if name in one.metrics))
+    ]
+    title = f"{name} by step"
+    return chart_card(
+        f"{name.rpartition('/')[0] or 'metric'}, by step",
+        title,
+        line_chart(f"{name} over steps", series, unit="step") or _NOTHING_FINITE,
     )
 
 

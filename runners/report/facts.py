@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
+
+from torchrelay.records import dataclass
+from torchrelay.runners.standing import NOT_BEGUN, Standing
 
 
 @dataclass(frozen=True)
@@ -15,6 +18,14 @@ class Point:
     generation: int
     time: float | None
     saved: bool | None
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class StepPoint:
+    """Metrics within an epoch, at a step of the whole run. Values may be nan or infinite."""
+
+    step: int
     metrics: Mapping[str, float]
 
 
@@ -188,8 +199,8 @@ class RunFacts:
     path: str
     job: str | None = None
     state: str | None = None
-    alive: str = ""
-    """Of a run that calls itself RUNNING: why it cannot be, or nothing."""
+    stands: Standing = NOT_BEGUN
+    """As all verbs say it; of a run that calls itself RUNNING it may be another word."""
     epoch: int | None = None
     created: float | None = None
     updated: float | None = None
@@ -200,6 +211,7 @@ class RunFacts:
     identity: Mapping[str, Any] = field(default_factory=dict)
     config: str | None = None
     course: Course = Course()
+    steps: tuple[StepPoint, ...] = ()
     attempts: tuple[Attempt, ...] = ()
     events: tuple[Event, ...] = ()
     epochs: tuple[EpochRow, ...] = ()

@@ -14,17 +14,17 @@ from torchrelay.runners.report.committed import (
     branches_of,
     committed_of,
     happened,
-    not_alive,
     rewinds_of,
     rows_of,
 )
-from torchrelay.runners.report.course import course_of, moment_of
+from torchrelay.runners.report.course import course_of, moment_of, steps_of
 from torchrelay.runners.report.facts import Point, RunFacts, Save, SavedEpoch, Upstream
 from torchrelay.runners.report.limits import Limits, Troubles, small_text
 from torchrelay.runners.report.norms import norms_of
 from torchrelay.runners.report.saves import saves_of_tries, saves_told
 from torchrelay.runners.report.sizes import manifests_of, sizes_of
 from torchrelay.runners.report.starts import attempts_of, events_of, points_of, told
+from torchrelay.runners.standing import standing
 
 Json = Any
 _UPSTREAMS = 32
@@ -40,7 +40,7 @@ def gather(run: RunDirectory, limits: Limits | None = None) -> RunFacts:
     committed = committed_of(storage, troubles)
     starts = points_of(run, troubles)
     course = course_of(starts, rewinds_of(committed.history))
-    alive = not_alive(committed.view) if status.get("state") == "RUNNING" else ""
+    stands = standing(run.path)
     manifests = manifests_of(storage, committed.view.line(), limits, troubles)
     saves = saves_of_tries(storage, committed.entries, limits, troubles)
     by_start = {(point.generation, point.epoch): point for _, points in starts for point in points}
@@ -50,7 +50,7 @@ def gather(run: RunDirectory, limits: Limits | None = None) -> RunFacts:
         path=str(run.where),
         job=_text(identity.get("job")) or committed.view.job_name,
         state=_text(status.get("state")),
-        alive=alive,
+        stands=stands,
         epoch=_whole(status.get("epoch")),
         created=moment_of({"time": identity.get("created")}),
         updated=moment_of({"time": status.get("updated")}),
@@ -61,7 +61,8 @@ def gather(run: RunDirectory, limits: Limits | None = None) -> RunFacts:
         identity=identity,
         config=small_text(run.path / "config" / "resolved.yaml"),
         course=course,
-        attempts=attempts_of(starts, events, saves_told(run, troubles), status, alive),
+        steps=steps_of(troubles.tried(run.steps, [])),
+        attempts=attempts_of(starts, events, saves_told(run, troubles), status, stands),
         events=told(events),
         epochs=rows_of(committed, saves, by_start, _current(course.points), limits),
         epochs_left_out=max(0, len(committed.entries) - limits.epoch_rows),

@@ -6,11 +6,12 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TypeVar
 
 from torchrelay.errors import RelayError
+from torchrelay.records import dataclass
 
 T = TypeVar("T")
 TEXT_LIMIT_BYTES = 256 << 10

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from torchrelay.records import dataclass
 from torchrelay.runners.report.markup import Markup, el
 from torchrelay.runners.report.scales import Scale, scale_of, ticks, whole_ticks
 from torchrelay.runners.report.wording import number
@@ -42,7 +42,12 @@ class Mark:
 
 
 def line_chart(
-    label: str, series: Sequence[Series], marks: Sequence[Mark] = (), *, log: bool = False
+    label: str,
+    series: Sequence[Series],
+    marks: Sequence[Mark] = (),
+    *,
+    log: bool = False,
+    unit: str = "epoch",
 ) -> Markup:
     """The chart; `label` is its name for those who do not see it. Empty markup where nothing is finite."""
     finite = [value for one in series for _, value in one.points if _plottable(value, log)]
@@ -56,13 +61,14 @@ def line_chart(
         _axes(x, y),
         [_mark(one, x, y) for one in marks if one.kind != "best"],
         [_line(one, x, y) for one in sorted(series, key=lambda one: not one.stale)],
-        [_missing(one, x) for one in series],
+        [_missing(one, x, unit) for one in series],
         [_mark(one, x, y) for one in marks if one.kind == "best"],
         viewBox=f"0 0 {WIDTH} {HEIGHT}",
         class_=f"chart {'log' if log else 'linear'}",
         role="img",
         aria_label=label,
         tabindex="0",
+        data_unit=unit,
         data_series=_hover_data(series),
         data_frame=json.dumps([x.low, x.high, x.start, x.end, y.low, y.high, y.start, y.end, int(log)]),
     )
@@ -121,13 +127,13 @@ def _line(series: Series, x: Scale, y: Scale) -> Markup:
     return el("g", drawn)
 
 
-def _missing(series: Series, x: Scale) -> list[Markup]:
+def _missing(series: Series, x: Scale, unit: str) -> list[Markup]:
     """A cross at the upper edge per value that no line can show, at most a hundred."""
     odd = [(epoch, value) for epoch, value in series.points if not math.isfinite(value)]
     return [
         el(
             "path",
-            el("title", f"{series.name}: {number(value)} at epoch {epoch}"),
+            el("title", f"{series.name}: {number(value)} at {unit} {epoch}"),
             d=f"M{x(epoch) - 3:.1f} {_TOP - 9}l6 6m0 -6l-6 6",
             class_=f"cross s{series.colour}",
         )

@@ -29,6 +29,12 @@ def el(tag: str, *children: Child, **attributes: Value) -> Markup:
     return Markup(f"{opened}{join(children)}</{tag}>")
 
 
+def chart_card(eyebrow: str, finding: str, *content: Child) -> Markup:
+    """A figure in a frame, under a line that says what it is of and one that says what it shows."""
+    spans = el("span", eyebrow, class_="eyebrow"), el("span", finding, class_="finding")
+    return el("figure", el("figcaption", *spans), *content, class_="card chartcard")
+
+
 def join(children: Child) -> Markup:
     """Children one behind the other; None is nothing."""
     if children is None:

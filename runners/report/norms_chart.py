@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torchrelay.runners.commands.command_line_output import human_bytes
 from torchrelay.runners.report.facts import LeafNorm, Norms, RunFacts
 from torchrelay.runners.report.line_chart import Series, line_chart
-from torchrelay.runners.report.markup import Child, Markup, el
+from torchrelay.runners.report.markup import Child, Markup, chart_card, el
 from torchrelay.runners.report.parts import legend, of_run, scrolling, section, table
 from torchrelay.runners.report.wording import count, number, share
 
@@ -72,26 +72,16 @@ def _run(said: Norms, name: str) -> list[Markup | None]:
     return [
         el(
             "div",
-            el(
-                "figure",
-                el(
-                    "figcaption",
-                    el("span", "norm of the weights", class_="eyebrow"),
-                    el("span", _largest(said.rows), class_="finding"),
-                ),
+            chart_card(
+                "norm of the weights",
+                _largest(said.rows),
                 line_chart(label, series),
                 legend([(f"line s{one.colour}", one.name) for one in series]),
-                class_="card chartcard",
             ),
-            el(
-                "figure",
-                el(
-                    "figcaption",
-                    el("span", "update by norm", class_="eyebrow"),
-                    el("span", "How far each layer moved, by epoch", class_="finding"),
-                ),
+            chart_card(
+                "update by norm",
+                "How far each layer moved, by epoch",
                 _heat(said.rows, leaves, name),
-                class_="card chartcard",
             ),
             class_="charts two",
         ),

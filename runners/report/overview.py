@@ -33,8 +33,8 @@ def headline(runs: Sequence[RunFacts]) -> str:
 
 def state_of(run: RunFacts) -> tuple[str, str]:
     """A word for people and the class of its colour. A run that cannot be alive is not called running."""
-    if run.state == "RUNNING" and run.alive:
-        return "ended without a word", "bad"
+    if run.state == "RUNNING" and run.stands.word != "running":
+        return run.stands.shown, "bad"
     if run.state is None:
         return ("has no status", "calm") if run.epochs or run.identity else ("is unreadable", "bad")
     return _WORDS.get(run.state, (run.state.lower(), "calm"))
@@ -72,19 +72,19 @@ def _card(run: RunFacts, colour: int) -> Markup:
 
 def _stand(run: RunFacts) -> Child:
     text = f" at epoch {run.epoch}" if run.epoch is not None else ""
-    if run.state == "RUNNING" and run.updated is not None and not run.alive:
+    if run.state == "RUNNING" and run.updated is not None and run.stands.word == "running":
         text += f", last word {moment(run.updated)}"
     return text
 
 
 def _facts(run: RunFacts) -> list[tuple[str, Child]]:
-    reason = run.alive if run.state == "RUNNING" else run.exit_reason
+    reason = run.stands.why if run.state == "RUNNING" else run.exit_reason
     exit_code = "" if run.exit_code is None else f" (exit {run.exit_code})"
     return [
         ("best", best_text(run)),
         ("job", run.job),
         (
-            "why it ended" if run.state != "RUNNING" or run.alive else "",
+            "why it ended" if run.state != "RUNNING" or run.stands.word == "interrupted" else "",
             f"{reason}{exit_code}" if reason else "",
         ),
         ("went on for", _went_on(run)),

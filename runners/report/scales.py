@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from torchrelay.records import dataclass
 
 _LARGEST, _SMALLEST = sys.float_info.max, 5e-324
 _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)

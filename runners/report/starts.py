@@ -12,6 +12,7 @@ from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.report.course import moment_of, point_of
 from torchrelay.runners.report.facts import Attempt, Event, Point, Save
 from torchrelay.runners.report.limits import Troubles, bounded
+from torchrelay.runners.standing import Standing
 
 Json = Any
 _ENDS = {"failure": "FAILED", "preempted": "PREEMPTED"}
@@ -40,7 +41,7 @@ def attempts_of(
     events: Sequence[Mapping[str, Json]],
     saves: Sequence[Save],
     status: Mapping[str, Json],
-    alive: str,
+    stands: Standing,
 ) -> tuple[Attempt, ...]:
     """Every start that left a time behind, in order, with the saves and loads that fall into it."""
     measured = dict(points)
@@ -53,7 +54,7 @@ def attempts_of(
         if (one := _attempt(generation, measured.get(generation, ()), told.get(generation, ()))) is not None
     ]
     if found:
-        found[-1] = _by_status(found[-1], status, alive)
+        found[-1] = _by_status(found[-1], status, stands)
     return tuple(_with_saves(found, saves))
 
 
@@ -90,15 +91,15 @@ def _attempt(
     )
 
 
-def _by_status(last: Attempt, status: Mapping[str, Json], alive: str) -> Attempt:
+def _by_status(last: Attempt, status: Mapping[str, Json], stands: Standing) -> Attempt:
     """The last start may be going on, or have ended in a way that only `status.json` tells."""
     if last.outcome != "DIED" or status.get("generation") != last.generation:
         return last
     updated = moment_of({"time": status.get("updated")})
     end = max(last.end, updated) if updated is not None else last.end
     state = str(status.get("state", "DIED"))
-    if state == "RUNNING" and alive:
-        return replace(last, end=end, reason=alive)
+    if state == "RUNNING" and stands.word == "interrupted":
+        return replace(last, end=end, reason=stands.why)
     return replace(last, end=end, outcome=state, reason=str(status.get("error", "")))
 
 

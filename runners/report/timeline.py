@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from torchrelay.records import dataclass
 from torchrelay.runners.report.facts import Attempt, RunFacts, Save
 from torchrelay.runners.report.markup import Markup, el
 from torchrelay.runners.report.parts import legend, of_run, scrolling, section, table

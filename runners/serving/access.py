@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
 from torchrelay.runners.dashboard.access import SHORTEST_TOKEN, Access, is_loopback
 from torchrelay.runners.serving.refusal import RefusedError
 

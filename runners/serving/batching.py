@@ -11,9 +11,10 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from torchrelay.records import dataclass
 from torchrelay.runners.serving.limits import Limits
 from torchrelay.runners.serving.served import Served
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torchrelay.errors import RelayError, UsageError
 from torchrelay.jobs.signature import Signature
 from torchrelay.metadata.capture import captures, code_id_of
 from torchrelay.metadata.files import read_json
+from torchrelay.records import dataclass
 from torchrelay.runners.rebuilding.named_functions import named
 from torchrelay.runners.serving.served import Served, ServingHandler
 from torchrelay.runners.serving.tensor_handler import TensorHandler, dtype_of

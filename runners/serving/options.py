@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
+from torchrelay.records import dataclass
 from torchrelay.runners.serving.limits import Limits
 
 PORT = 8331

@@ -11,13 +11,13 @@ is the handler's business.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from torchrelay.checkpoint.disk import canonical
 from torchrelay.errors import DamagedError
+from torchrelay.records import dataclass
 from torchrelay.runners.serving.limits import Limits
 from torchrelay.runners.serving.refusal import FaultyAnswerError, wrong
 from torchrelay.runners.serving.tensor_bodies import MEDIA_TYPE, body_of, tensors_of

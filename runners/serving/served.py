@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Protocol
 
 from torchrelay.jobs.signature import Signature
+from torchrelay.records import dataclass
 
 Say = Callable[[str], None]
 

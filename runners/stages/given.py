@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from torchrelay.checkpoint.reading.lookup import nearest
 from torchrelay.checkpoint.reading.patterns import pattern_list
 from torchrelay.errors import UsageError
+from torchrelay.jobs.stop_condition import free_name
 from torchrelay.metadata.lineage.record import check_alias
 
 
@@ -28,6 +31,8 @@ class Upstream:
 @dataclass(frozen=True)
 class InitFrom:
     """One warm start: leaves of an upstream into registered objects, once, when the run begins.
+
+    `upstream` is an alias of the runner's `upstream`, or itself a run, such as `runs/expert@best`.
 
     Without `into` all registered modules and tensors take what the upstream has under their names, with
     `include_optimizer` optimizers too, with `include_others` every other object with state (schedulers,
@@ -94,13 +99,26 @@ def given_of(upstream: Any, init_from: Any) -> Given:
     wishes = [init_from] if isinstance(init_from, str | InitFrom) else init_from
     if not isinstance(wishes, Sequence | None):
         raise UsageError(f"init_from is {init_from!r:.80}; give aliases of upstream=, or InitFrom objects")
-    starts = tuple(_init_from(one) for one in wishes or ())
-    for one in starts:
-        if one.upstream not in known:
-            raise UsageError(
-                f"init_from names no upstream: {one.upstream!r:.80}{nearest(one.upstream, known)}"
-            )
+    starts = tuple(_of_known(_init_from(one), known) for one in wishes or ())
     return Given(known, starts)
+
+
+def _of_known(start: InitFrom, known: dict[str, Upstream]) -> InitFrom:
+    """The warm start by its alias; a run that is named by its path becomes an upstream under its own name."""
+    text = start.upstream
+    if text in known:
+        return start
+    path = text.rpartition("@")[0] or text
+    if "/" not in path and not Path(path).is_dir():
+        raise UsageError(
+            f"init_from names no upstream: {text!r:.80}{nearest(text, known)}; give an alias of upstream=, "
+            "or the path of a run"
+        )
+    name = re.sub(r"[^A-Za-z0-9_-]", "_", Path(path).name).lstrip("_-")
+    same = (alias for alias, one in known.items() if os.fspath(one.run) == text)
+    alias = next(same, None) or free_name(check_alias(name), set(known))
+    known.setdefault(alias, Upstream(text))
+    return replace(start, upstream=alias)
 
 
 def _upstream(alias: str, one: Any) -> Upstream:

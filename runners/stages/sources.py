@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchrelay.checkpoint.disk.manifest import OF_POSITION
 from torchrelay.checkpoint.reader import Checkpoint, open_checkpoint
 from torchrelay.checkpoint.reading.patterns import choose
 from torchrelay.checkpoint.reading.stages import records_in
@@ -17,6 +17,7 @@ from torchrelay.jobs.peers import Peers, together
 from torchrelay.metadata.lineage.capture import Stage
 from torchrelay.metadata.lineage.record import StageRecord
 from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.records import dataclass
 from torchrelay.runners.commands.selector import parse_selector
 from torchrelay.runners.stages.given import Given, Upstream
 
@@ -82,7 +83,7 @@ def _opened(given: Given, alias: str, path: str, epoch: str) -> Source:
     one = given.upstream[alias]
     kept = _kept(checkpoint, alias, one)
     run = None if is_url(path) else RunDirectory(path)
-    identity = (run.identity() if run is not None else None) or {}
+    identity = run.known_identity() if run is not None else {}
     facts = checkpoint.facts
     record = StageRecord(
         asked=os.fspath(one.run),
@@ -115,7 +116,7 @@ def _check_alike(given: Given, peers: Peers) -> None:
 
 
 def _kept(checkpoint: Checkpoint, alias: str, one: Upstream) -> tuple[str, ...]:
-    """The tensors that are to be kept; random states never are."""
+    """The tensors that are to be kept; random states and gradients never are."""
     manifest = checkpoint.manifest
     try:
         chosen = choose(manifest, one.keep, "tensor", strict=True)
@@ -125,7 +126,9 @@ def _kept(checkpoint: Checkpoint, alias: str, one: Upstream) -> tuple[str, ...]:
         raise UsageError(
             f"upstream {alias!r}, keep: {own} is one node's own; only what all nodes share is kept"
         )
-    return tuple(name for name, _ in chosen if manifest.leaves[manifest.rows[name][0]].role != "rng")
+    return tuple(
+        name for name, _ in chosen if manifest.leaves[manifest.rows[name][0]].role not in OF_POSITION
+    )
 
 
 def _rows(checkpoint: Checkpoint, names: tuple[str, ...]) -> list[int]:

@@ -9,24 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torchrelay.checkpoint.disk.manifest import Manifest
-from torchrelay.checkpoint.frozen_tensors import Form, forms_by_blob, made_of
 from torchrelay.checkpoint.reading.stages import LINEAGE, UPSTREAM
 from torchrelay.jobs.peers import Peers, decide, together
-from torchrelay.metadata.lineage.capture import capture
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.stages.given import Given
-from torchrelay.runners.stages.sources import Source, open_sources
-from torchrelay.runners.stages.warming import WarmStart, fill_kept, warm
 
 if TYPE_CHECKING:
+    from torchrelay.checkpoint.frozen_tensors import Form
     from torchrelay.jobs.job import Job
     from torchrelay.runners.journal import Journal
     from torchrelay.runners.session_base import SessionBase
+    from torchrelay.runners.stages.sources import Source
+    from torchrelay.runners.stages.warming import WarmStart
 
-_Kept = Mapping[str, Mapping[str, Form]]
+_Kept: TypeAlias = "Mapping[str, Mapping[str, Form]]"
 
 
 class Stages:
@@ -42,12 +41,17 @@ class Stages:
 
     def look(self) -> None:
         """Choose and open the upstream epochs of a run that begins; nothing is changed, here or there."""
-        self._sources = open_sources(self.given, self._peers)
+        if self.given or self._peers.size > 1:  # whether all were given the same
+            from torchrelay.runners.stages.sources import open_sources
+
+            self._sources = open_sources(self.given, self._peers)
 
     def capture(self) -> None:
         """Write `lineage/`, by the process that holds the log."""
         run = self._run
         if run is not None and self._sources:
+            from torchrelay.metadata.lineage.capture import capture
+
             stages = [source.stage for source in self._sources.values()]
             decide(self._peers, "lineage", lambda: capture(run.path, stages))
 
@@ -56,6 +60,8 @@ class Stages:
         kept = self._kept() if resumed is None else _kept_in(resumed)
         if kept is None or (resumed is None and not self._sources):
             return
+        from torchrelay.checkpoint.frozen_tensors import made_of
+
         index: dict[str, Any] = {}
         for source in self._sources.values():
             index.update(source.index())
@@ -66,6 +72,8 @@ class Stages:
         """Take the weights, on every node; the upstream runs are let go of then."""
         if not self._sources:
             return
+        from torchrelay.runners.stages.warming import fill_kept, warm
+
         found: list[WarmStart] = []
 
         def take() -> None:
@@ -97,6 +105,8 @@ class Stages:
             )
 
     def _kept(self) -> _Kept:
+        from torchrelay.checkpoint.frozen_tensors import forms_by_blob
+
         return {
             f"{UPSTREAM}{alias}.{blob}": forms
             for alias, source in self._sources.items()
@@ -108,6 +118,8 @@ def _kept_in(manifest: Manifest) -> _Kept | None:
     """What an epoch keeps of stages; None where its run was built on none."""
     if LINEAGE not in {blob.name for blob in manifest.blobs}:
         return None
+    from torchrelay.checkpoint.frozen_tensors import forms_by_blob
+
     return forms_by_blob(manifest, [name for name in manifest.rows if name.startswith(UPSTREAM)])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -13,13 +12,15 @@ from torchrelay.checkpoint.reading.load_result import LoadResult
 from torchrelay.checkpoint.reading.lookup import nearest
 from torchrelay.checkpoint.reading.patterns import Below, pattern_list
 from torchrelay.checkpoint.reading.stages import UPSTREAM
+from torchrelay.checkpoint.state.container_leaves import container_tensors
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import spec_of
-from torchrelay.checkpoint.state.module_leaves import submodule
+from torchrelay.checkpoint.state.module_names import submodule
 from torchrelay.errors import BlobError, UsageError
 from torchrelay.jobs.names import dotted_prefixes
 from torchrelay.jobs.workspace import Workspace
+from torchrelay.records import dataclass
 from torchrelay.runners.stages.given import InitFrom
 from torchrelay.runners.stages.sources import Source
 
@@ -55,16 +56,18 @@ def warm(start: InitFrom, source: Source, workspace: Workspace) -> WarmStart:
             objects, strict=start.strict, rename=below, exclude=[*exclude, *misshapen]
         )
     except BlobError as error:
-        raise BlobError(f"init_from {source.name}: {error}{_REMEDY}") from None
+        raise BlobError(
+            f"init_from {source.name}: {error}; strict=False skips all that does not fit"
+        ) from None
     except UsageError as error:
         raise type(error)(f"init_from {source.name}: {error}") from None
+    if not result.loaded:
+        known = ", ".join([*result.missing, *misshapen][:3])
+        raise UsageError(
+            f"init_from {source.name}: no leaf of it goes with {known}, so nothing would be taken: say which "
+            f"names go together by rename= (there is {', '.join(result.unexpected[:3]) or 'nothing else'})"
+        )
     return _told(source, result, misshapen)
-
-
-_REMEDY = (
-    ". Of InitFrom, exclude= leaves out what is to stay as it is, and strict=False skips what does not fit "
-    "and tells it"
-)
 
 
 def fill_kept(source: Source, workspace: Workspace) -> None:
@@ -82,7 +85,7 @@ def _told(source: Source, result: LoadResult, misshapen: tuple[str, ...]) -> War
 
 def _objects(start: InitFrom, source: Source, workspace: Workspace) -> dict[str, Any]:
     registered = {
-        name: entry.value
+        name: entry.target
         for name, entry in workspace.entries().items()
         if entry.blob is not None and not name.startswith(UPSTREAM)
     }
@@ -105,6 +108,8 @@ def _is_wanted(start: InitFrom, value: Any) -> bool:
     kind = kind_of(value)
     if kind in (Kind.MODULE, Kind.TENSOR):
         return True
+    if kind is Kind.CONTAINER:
+        return start.include_others or next(container_tensors("", value), None) is not None
     if kind is Kind.OPTIMIZER:
         return start.include_optimizer
     return start.include_others and kind is Kind.STATEFUL
@@ -121,7 +126,7 @@ def _target(into: str, registered: Mapping[str, Any]) -> Any:
             if found is None:
                 parts = [f"{blob}.{name}" for name, _ in module.named_modules() if name]
                 raise UsageError(f"init_from: blob {blob!r} has no part {into!r}{nearest(into, parts)}")
-    if found is None or kind_of(found) not in (Kind.MODULE, Kind.TENSOR):
+    if found is None or kind_of(found) not in (Kind.MODULE, Kind.TENSOR, Kind.CONTAINER):
         raise UsageError(
             f"init_from: into={into!r} is no registered module or tensor, and no part of one"
             f"{nearest(into, registered)}"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.metadata.files import MAX_JSON_BYTES
+from torchrelay.records import dataclass
 from torchrelay.runners.stored_runs.run_files import Listed, RunFiles
 from torchrelay.runners.stored_runs.run_names import never_changes
 

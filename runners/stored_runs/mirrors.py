@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from torchrelay.checkpoint.log.job_file import PATH as JOB_FILE
+from torchrelay.checkpoint.log.record import slot_path
 from torchrelay.checkpoint.remote.retrying import Patience
 from torchrelay.errors import StorageError
 from torchrelay.metadata.run_directory import RunDirectory
@@ -56,7 +57,9 @@ class Mirror:
         """Whether a run lies there, or at a name below."""
         found = {one.name for one in self.files.entries(below) if not one.folder}
         checkpoints = f"{below}/{CHECKPOINTS}".lstrip("/")
-        return bool(found & set(_RUN_FILES)) or self.files.stat(f"{checkpoints}/{JOB_FILE}") is not None
+        return bool(found & set(_RUN_FILES)) or any(
+            self.files.stat(f"{checkpoints}/{name}") is not None for name in (JOB_FILE, slot_path(0))
+        )
 
     def run(self, below: str = "", wanted: Wanted = travels, not_older_secs: float = 0.0) -> RunDirectory:
         """The run at the URL, or below it, with the wanted files as they are now, or were so long ago."""

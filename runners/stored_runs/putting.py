@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+from torchrelay.records import dataclass
 from torchrelay.runners.stored_runs.joining import STATUS
 from torchrelay.runners.stored_runs.run_files import MOST_FILES, RunFiles
 from torchrelay.runners.stored_runs.run_names import DEEPEST, in_order, is_name, travels

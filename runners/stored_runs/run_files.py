@@ -6,7 +6,6 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
@@ -15,6 +14,7 @@ from torchrelay.checkpoint.exclusion import SingleWriter
 from torchrelay.checkpoint.object_storage import ObjectStorage
 from torchrelay.checkpoint.remote.urls import open_file_system, shown
 from torchrelay.errors import StorageError
+from torchrelay.records import dataclass
 from torchrelay.runners.stored_runs.run_names import DEEPEST, is_name
 
 _PIECE_BYTES = 4 << 20

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 from torchrelay.checkpoint.ledger import Ledger
 from torchrelay.checkpoint.ledger_words import Target
 from torchrelay.checkpoint.log.job_file import PATH as JOB_FILE
+from torchrelay.checkpoint.log.record import slot_path
 from torchrelay.checkpoint.remote.retrying import Patience
 from torchrelay.errors import FencedError, RelayError, StorageError
 from torchrelay.jobs.peers import decide, together
 from torchrelay.jobs.places import NodePlace
+from torchrelay.metadata.files import MAX_JSON_BYTES
 from torchrelay.metadata.note_text import read_note
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.last_words import forget_last_words, remember_last_words
@@ -41,7 +43,6 @@ FAILED_SECS, LAST_WORDS_SECS = 8.0, 4.0
 _OTHERS_SECS = 60.0
 _BEHIND = Patience(deadline_secs=15.0, longest_pause_secs=2.0)
 _NAMED = 4
-_IDENTITY_BYTES = 1 << 20
 BRINGING_SECS = 1800.0
 
 
@@ -109,9 +110,9 @@ class StoredRun:
         if here is None:
             return False
         if not known:  # lost before its first files were put, unless somebody has deleted the run
-            return files.stat(f"{CHECKPOINTS}/{JOB_FILE}") is None
+            return all(files.stat(f"{CHECKPOINTS}/{name}") is None for name in (JOB_FILE, slot_path(0)))
         try:
-            there = read_note(files.read_range("run.json", 0, _IDENTITY_BYTES))
+            there = read_note(files.read_range("run.json", 0, MAX_JSON_BYTES))
         except (StorageError, ValueError):
             return False  # what is wrong with it is said by whoever reads it
         return isinstance(there, dict) and there.get("uuid") != here["uuid"]
@@ -242,7 +243,7 @@ class StoredRun:
         if run is None or files is None or self._peers.rank != 0:
             return
         with suppress(RelayError):
-            if files.read_range("status.json", 0, 1 << 20) != _bytes_of(run.path / "status.json"):
+            if files.read_range("status.json", 0, MAX_JSON_BYTES) != _bytes_of(run.path / "status.json"):
                 self._put_apart(run.status().get("generation"))
 
     def finish_by_hand(self) -> None:

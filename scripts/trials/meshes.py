@@ -28,7 +28,8 @@ from torchrelay.checkpoint.planning.assignments import NodeClass
 from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_of
 from torchrelay.checkpoint.planning.plan import plan_classes
 from torchrelay.checkpoint.position import Position
-from torchrelay.checkpoint.reading.leaf_reader import LeafRead, LeafReader
+from torchrelay.checkpoint.reading.leaf_reader import LeafReader
+from torchrelay.checkpoint.reading.read_plan import LeafRead
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, spec_of
 from torchrelay.jobs.places import NodePlace
 

@@ -4,6 +4,7 @@
     ├─ UsageError (ValueError)     2   an argument, a name, a job or a config that cannot be
     │  ├─ BlobError (TypeError)    2   a blob that cannot be stored, named with the path inside it
     │  ├─ UnknownEpochError (LookupError)  2   an epoch that was asked for by number and is not there
+    │  ├─ MissingMetricError (KeyError)    2   a metric that no epoch has logged yet
     │  └─ NotAllowedNowError       2   a call at the wrong moment of a job's life
     ├─ NoProvableEpochError        3   commits exist, none of them can be proved
     ├─ DirectoryInUseError         4   another living job writes here
@@ -52,6 +53,17 @@ class BlobError(UsageError, TypeError):
 
 class UnknownEpochError(UsageError, LookupError):
     """An epoch was asked for explicitly and is not among the committed ones."""
+
+
+class MissingMetricError(UsageError, KeyError):
+    """A metric that no epoch of the run has logged yet; `name` is what it was asked for by."""
+
+    def __init__(self, message: str, name: str = "") -> None:
+        super().__init__(message)
+        self.name = name
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)  # KeyError shows a text in quotes
 
 
 class NotAllowedNowError(UsageError):
@@ -119,16 +131,47 @@ class DeadlineError(PeerError, TimeoutError):
 class TaskFailedError(RelayError):
     """A step of the user raised; `__cause__` is the user's exception where it is ours.
 
-    `details` is the user's part of the traceback as text; empty where another process failed.
+    `details` is the user's part of the traceback as text; empty where another process failed. What `train`
+    raises is also of the class of that exception, with its attributes: `except ValueError` catches it.
     """
 
     details = ""
+
+    def also_of_its_cause(self) -> TaskFailedError:
+        """Return an error that is also caught by the class of its cause; itself where that cannot be."""
+        cause = self.__cause__
+        if not isinstance(cause, Exception) or isinstance(self, type(cause)):
+            return self
+        if isinstance(cause, (StopIteration, StopAsyncIteration)):  # to callers they mean something else
+            return self
+        native = next(kind for kind in type(cause).__mro__ if kind.__module__ == "builtins")
+        names = {
+            "__module__": TaskFailedError.__module__,
+            "__init__": lambda self, *args: None,
+            "__str__": lambda self: str(self.args[0]),
+            "__reduce__": lambda self: (TaskFailedError, self.args),
+        }
+        try:
+            kind = type("TaskFailedError", (TaskFailedError, type(cause)), names)
+            both: TaskFailedError = native.__new__(kind, *self.args)
+        except TypeError:  # a class that cannot be combined, or that is made of more than a text
+            return self
+        both.args = self.args
+        both.__dict__.update({**cause.__dict__, **self.__dict__})
+        both.__cause__, both.__traceback__ = cause, self.__traceback__
+        return both
 
 
 class PreemptedError(RelayError):
     """The run stopped early as asked; the same command continues it."""
 
     exit_code = 75
+
+
+class LeftByInterrupt(KeyboardInterrupt):
+    """Ctrl-C, of a run that has saved its place at a step and left; run the same command again."""
+
+    exit_code = PreemptedError.exit_code
 
 
 class NoProgressError(RelayError):
@@ -139,6 +182,6 @@ class NoProgressError(RelayError):
 
 def exit_code_of(error: BaseException) -> int:
     """What a process that this error ends should end with; 130 after Ctrl-C, as in a shell."""
-    if isinstance(error, KeyboardInterrupt):
-        return 130
-    return error.exit_code if isinstance(error, RelayError) else 1
+    if isinstance(error, (RelayError, LeftByInterrupt)):
+        return error.exit_code
+    return 130 if isinstance(error, KeyboardInterrupt) else 1

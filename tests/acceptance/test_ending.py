@@ -134,12 +134,12 @@ def test_a_process_that_dies_in_the_tail_is_continued(tmp_path):
     assert again.stdout.split("\n")[2].startswith("RunResult(2, status='FINISHED'"), again
 
 
-def test_a_finished_run_says_so_and_runs_nothing(program, capsys):
-    """No setup either; the result tells the epoch, the stop reason and that it is committed."""
+def test_a_finished_run_says_so_and_is_only_set_up(program, capsys):
+    """Setup, as at every start, and nothing else; the result has epoch, stop reason and commit."""
     first = program()
     capsys.readouterr()
     result = program()
-    assert program.events == []
+    assert program.events == ["setup"]
     assert result == 3 and result.committed == 3 and result.stop == first.stop
     assert "finished at epoch 3 already" in capsys.readouterr().err
     assert RunDirectory(program.run).status()["state"] == "FINISHED"
@@ -160,7 +160,7 @@ def test_lowering_max_epochs_ends_at_once(program):
     program.epochs = 1
     assert program() == 2
     assert program.events == ["setup", "upload 2", *TAIL[1:]]
-    assert program() == 2 and program.events == []
+    assert program() == 2 and program.events == ["setup"]
 
 
 def test_must_refuses_an_empty_directory(program):

@@ -12,7 +12,8 @@ import torch
 from program_cases import Script, tree
 
 import torchrelay
-from torchrelay.metadata.experiment.standing import standing
+from torchrelay.checkpoint.log.writer import process_start
+from torchrelay.runners.standing import standing
 
 GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
 
@@ -275,7 +276,8 @@ def test_flm_7_a_running_run_is_not_amended_nor_trained_again(script: Script) ->
     status = json.loads((script.run / "status.json").read_text())
     other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        text = json.dumps(status | {"state": "RUNNING", "pid": other.pid, "updated": 9e9})
+        noted = {"state": "RUNNING", "updated": 9e9, "pid": other.pid, "pid_start": process_start(other.pid)}
+        text = json.dumps(status | noted)
         (script.run / "status.json").write_text(text)
         assert standing(script.run).word == "running"
         assert script("train", "--retrain").rc == 4

@@ -22,8 +22,8 @@ from torchrelay import open_checkpoint
 from torchrelay.lifecycle import ConfigResult, StepFailedError
 from torchrelay.metadata.experiment.results import results
 from torchrelay.metadata.experiment.run_store import RunStore
-from torchrelay.metadata.experiment.standing import standing
 from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.runners.standing import standing
 
 TWO = CONFIG.replace("phases: [a]", "phases: [a, b]").replace("mode: [train1]", "mode: [train1, infer1]")
 TERMINAL = """\

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_input import Trial, refused, remount, small_disk, tree
+from bad_input import Trial, noted, refused, remount, small_disk, tree
 from paired_sessions import Meeting, PairedPeers
 from ranks import on_ranks
 
@@ -136,9 +136,11 @@ def test_records_of_another_job_in_the_log(tmp_path: Path) -> None:
 
 
 def test_a_log_without_its_job(tmp_path: Path) -> None:
-    """A log whose job.json is gone is refused: nobody knows whose it is."""
+    """A log of which neither job.json nor any record can be read is refused: nobody knows whose it is."""
     Trial().train(tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "job.json").unlink()
+    for record in (tmp_path / "run" / "checkpoints" / "log").glob("0*.json"):
+        record.write_bytes(b"{}")
     refuse(tmp_path, tmp_path / "run", "job.json", "copy", kind=DamagedError, code=5)
 
 
@@ -177,10 +179,16 @@ def test_what_stands_in_the_place_of_our_files(tmp_path: Path) -> None:
     ["", "[]", "{}", "null", '{"format":3}', '{"format":{"major":1},"job":1,"uuid":"u"}', "[" * 10**5],
 )
 def test_an_identity_that_is_none(tmp_path: Path, content: str) -> None:
-    """A run.json that nobody wrote is refused with the file's name and what deleting it costs."""
+    """A run.json that nobody wrote hinders no start: the epochs tell the run's id, and it is said."""
     Trial().train(tmp_path / "run")
+    run = RunDirectory(tmp_path / "run")
+    before = run.identity()
     (tmp_path / "run" / "run.json").write_text(content)
-    refuse(tmp_path, tmp_path / "run", "run.json", "delete it", kind=DamagedError, code=5)
+    with noted() as said:
+        assert Trial(epochs=3).train(tmp_path / "run").committed == 3
+    after = run.identity()
+    assert before and after and (after["uuid"], after["job"]) == (before["uuid"], before["job"])
+    assert "run.json" in " ".join(said)
 
 
 def test_an_identity_of_another_version(tmp_path: Path) -> None:

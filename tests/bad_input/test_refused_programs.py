@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 from pathlib import Path
@@ -174,3 +175,22 @@ def test_saves_that_always_fail(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("torchrelay: SaveFailedError: 3 saves failed in a row")
     assert "config.fn" in done.stderr.splitlines()[-1]
+
+
+def test_options_that_the_program_has_parsed_are_the_program_s(monkeypatch):
+    """Beside a parser of its own `--resume` means what the program says; TORCHRELAY_ARGS reaches us."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--resume")
+    parser.add_argument("--time-limit", type=int)
+    words = ["--resume", "weights.pt", "--time-limit", "7"]
+    kept = parser.parse_args(words)
+    assert parse_options(words) == parse_options([])
+    assert parse_options([*words, "--max-attempts", "3"]).max_attempts == 3, "what it has not stays ours"
+    monkeypatch.setenv("TORCHRELAY_ARGS", "--resume must --resume-from-epoch 4")
+    options = parse_options(words)
+    assert (options.resume, options.epoch, options.time_limit_secs) == ("must", 4, None)
+    del kept
+    assert parse_options(["--resume", "never"]).resume == "never", "the command line comes last"
+    monkeypatch.setenv("TORCHRELAY_ARGS", "--resume perhaps")
+    with pytest.raises(UsageError, match="perhaps"):
+        parse_options([])

@@ -55,7 +55,7 @@ def test_missing_syncs_are_lost_in_power_cuts(target: BuiltIn) -> None:
         pytest.skip(reason)
     ready = without(target, "without_syncs")
     acknowledged = next(
-        one.number for one in ready.calls if one.path == "metadata.jsonl" and one.kind == "write"
+        one.number for one in ready.calls if one.path.endswith("manifest.json") and one.kind == "sync"
     )
     cuts = power.Cuts(ready, system, tuple(range(acknowledged + 10, acknowledged + 60, 10)))
     outcomes = target.pool.map(power.cut, [cuts])[0]

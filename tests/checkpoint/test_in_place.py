@@ -19,7 +19,7 @@ from torchrelay.checkpoint.disk.digest import BLOCK
 from torchrelay.checkpoint.disk.shard_entries import form_of
 from torchrelay.checkpoint.reading import loading as from_epochs
 from torchrelay.checkpoint.state.in_place import NOTHING, fitting
-from torchrelay.errors import RelayError
+from torchrelay.errors import BlobError, RelayError
 
 NAMES = ["a", "b", "c.x", "c.y", "d", "d-e", "f_2"]
 DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.complex128, torch.uint8]
@@ -145,6 +145,18 @@ def test_epochs_load_as_if_each_tensor_were_looked_at(data, atomic, strict, node
             return open_checkpoint(folder, 1).load(into, strict=strict, atomic=atomic)
 
         compare(make, load)
+
+
+@pytest.mark.parametrize("atomic", [True, False])
+def test_a_tensor_given_under_a_blob_s_name_and_a_leaf_s(atomic):
+    """Whether one of the two is read by columns or not: other bytes of both are refused by name."""
+    with tempfile.TemporaryDirectory() as folder, Writing(Path(folder)) as run:
+        run.save(1, [tensor("a", torch.zeros(())), tensor("c.x", torch.ones(())), value("v", 3)])
+        for names in (("a", "c.x"), ("c.x", "a")):
+            live = torch.full((), 5.0)
+            with pytest.raises(BlobError, match="one tensor here and two in the checkpoint"):
+                open_checkpoint(folder, 1).load(dict.fromkeys(names, live), strict=False, atomic=atomic)
+            assert live == 5
 
 
 @pytest.mark.parametrize("atomic", [True, False])

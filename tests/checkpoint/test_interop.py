@@ -127,12 +127,46 @@ def test_an_index_leads_to_every_tensor(run, tmp_path):
 
 def test_torch_load_reads_exports_with_ties(run, tmp_path):
     """The restricted unpickler reads our file, and tied names are one storage."""
-    export_checkpoint(run, tmp_path / "m.pt", to="torch")
+    export_checkpoint(run, tmp_path / "m.pt", to="torch", blobs=["model", "total"])
     found = torch.load(tmp_path / "m.pt", weights_only=True)
     assert found["total"] == 7
     assert found["model.small"].data_ptr() == found["model.tied"].data_ptr()
     assert torch.equal(found["model.wide"], WIDE)
-    assert "own" not in found
+
+
+def test_of_tied_names_the_one_that_the_module_has_first_is_written(tmp_path):
+    """The order of the alphabet does not matter: libraries look for the owner, and know the other by it."""
+    weight = torch.ones(4, 2)
+    tied = [parameter("lm.embed", weight), parameter("lm.a_head", weight, alias_of="lm.embed")]
+    with Writing(tmp_path / "run/checkpoints") as writing:
+        writing.save(1, tied)
+    export_checkpoint(tmp_path / "run", tmp_path / "hf", to="hf", prefix="lm.")
+    with safe_open(tmp_path / "hf/model.safetensors", "pt") as file:
+        assert (list(file.keys()), file.metadata()["a_head"]) == (["embed"], "embed")
+
+
+@pytest.mark.parametrize("blobs", [None, "own", ["model", "own"], "*"])
+def test_no_tensor_with_several_values_is_left_out(run, tmp_path, blobs):
+    """An export that would have to choose between nodes is refused with `nodes=`, which takes one's."""
+    with pytest.raises(
+        UsageError, match=r"'own' has a value of its own on each of 2 nodes.*nodes='trainer_0'"
+    ):
+        export_checkpoint(run, tmp_path / "m.pt", to="torch", blobs=blobs)
+    done = export_checkpoint(run, tmp_path / "m.pt", to="torch", blobs=blobs, nodes="trainer_1")
+    assert done.nodes == {"own": "trainer_1"}
+    assert torch.load(tmp_path / "m.pt", weights_only=True)["own"].tolist() == [1.0, 1.0]
+    with pytest.raises(UsageError, match="nodes='trainer_7': there is no such node"):
+        export_checkpoint(run, tmp_path / "n.pt", to="torch", blobs=blobs, nodes="trainer_7")
+
+
+def test_values_that_differ_between_nodes_are_named_as_left_out(tmp_path):
+    """Formats of tensors leave values out anyway: an export of all says which, and needs no node."""
+    nodes = [[parameter("model.w", SMALL), value("seen", rank)] for rank in range(2)]
+    with Writing(tmp_path / "run/checkpoints") as writing:
+        writing.save(1, nodes, 2, scopes={"seen": "rank"})
+    assert export_checkpoint(tmp_path / "run", tmp_path / "m.pt", to="torch").left_out == ("seen",)
+    done = export_checkpoint(tmp_path / "run", tmp_path / "n.pt", to="torch", nodes={"seen": "trainer_1"})
+    assert (done.left_out, done.nodes) == ((), {"seen": "trainer_1"})
 
 
 @pytest.mark.parametrize("form", ["torch", "dcp"])
@@ -238,7 +272,7 @@ def test_a_taken_name_is_never_replaced(run, tmp_path, form):
     with pytest.raises(UsageError, match="exists already"):
         export_checkpoint(run, taken, to=form)
     assert taken.read_text() == "precious"
-    export_checkpoint(run, taken, to=form, overwrite=True)
+    export_checkpoint(run, taken, to=form, overwrite=True, nodes="trainer_0")
     assert taken.stat().st_size > WIDE.nbytes
 
 
@@ -383,7 +417,7 @@ def test_a_full_disk_leaves_nothing(run, tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with pytest.raises(StorageError, match="No space left"):
-        export_checkpoint(run, tmp_path / "out", to="torch")
+        export_checkpoint(run, tmp_path / "out", to="torch", nodes="trainer_0")
     assert sorted(one.name for one in tmp_path.iterdir()) == ["run"]
 
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torchrelay.checkpoint.counting_storage import CountingStorage
 from torchrelay.checkpoint.disk.dtypes import memory_of
 from torchrelay.checkpoint.position import Position
-from torchrelay.checkpoint.reading.leaf_reader import LeafRead, LeafReader
+from torchrelay.checkpoint.reading.leaf_reader import LeafReader
+from torchrelay.checkpoint.reading.read_plan import LeafRead
 from torchrelay.errors import DamagedError, UsageError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.complex128, torch.bool, torch.uint8, torch.float64]

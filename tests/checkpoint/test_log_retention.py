@@ -34,6 +34,18 @@ def test_keep_last_keeps_the_newest():
     assert going(view_of(*map(entry, range(6))), keep_last(2)) == [0, 1, 2, 3]
 
 
+def test_places_inside_the_running_epoch_obey_keep_last():
+    """Of positions inside the running epoch the newest N stay, and a damaged one behind them is evidence."""
+    places = [entry(2, step=step) for step in range(1, 6)]
+    view = view_of(*map(entry, range(3)), *places)
+    gone = {one.try_name for one in to_retire(view, keep_last(9), inside=2)}
+    assert gone == {one.try_name for one in places[:3]}
+    assert not to_retire(view, keep_last(9), inside=5) and not to_retire(view, keep_last(9))
+    damaged = view_of(*map(entry, range(3)), *places[:4], replace(places[4], health=DAMAGED))
+    gone = {one.try_name for one in to_retire(damaged, keep_last(9), inside=1)}
+    assert gone == {one.try_name for one in places[:3]}
+
+
 def test_policies_compose():
     """What either policy wants stays."""
     assert going(view_of(*map(entry, range(7))), keep_last(1) | every_n_epochs(3)) == [1, 2, 4, 5]

@@ -45,7 +45,7 @@ def holder(tmp_path):
     process.stdout.close()
 
 
-ME = WriterIdentity("job", "gpu07", "boot-1", "pid:[1]", 40, "1000", "torchrun:abc", (1,))
+ME = WriterIdentity("job", "gpu07", "boot-1", "pid:[1]", 40, "1000", "torchrun:abc", (1,), "launch-1")
 
 
 def held_by(released=False, **changes):
@@ -64,10 +64,13 @@ def right(view, me=ME, *, certain=True, live=()):
         (LogView(), Right.AT_ONCE),
         (held_by(), Right.WATCH),
         (held_by(released=True), Right.AT_ONCE),
-        (held_by(restarts=(0,)), Right.AT_ONCE),
-        (held_by(restarts=(2,)), Right.WATCH),
-        (held_by(restarts=(0,), launcher_id="torchrun:other"), Right.WATCH),
-        (held_by(restarts=(0,), launcher_id=None), Right.WATCH),
+        (held_by(restarts=(0,)), Right.WATCH),
+        (held_by(restarts=(0,), boot_id="boot-2"), Right.AT_ONCE),
+        (held_by(restarts=(0,), boot_id="boot-2", launch="another"), Right.WATCH),
+        (held_by(restarts=(0,), boot_id="boot-2", launch=""), Right.WATCH),
+        (held_by(restarts=(2,), boot_id="boot-2"), Right.WATCH),
+        (held_by(restarts=(0,), boot_id="boot-2", launcher_id="torchrun:other"), Right.WATCH),
+        (held_by(restarts=(0,), boot_id="boot-2", launcher_id=None), Right.WATCH),
         (held_by(pid_start="1"), Right.AT_ONCE),
         (held_by(pid_start="1", boot_id="boot-2"), Right.WATCH),
         (held_by(pid_start="1", pid_namespace="pid:[2]"), Right.WATCH),
@@ -77,8 +80,17 @@ def right(view, me=ME, *, certain=True, live=()):
     ],
 )
 def test_the_rules(view, expected):
-    """Released, a higher restart count of the same launcher, or a gone process: at once; else watch."""
+    """At once: released, a gone process, or elsewhere a restart of the same launch. Else watch."""
     assert right(view) is expected
+
+
+def test_a_requeued_slurm_job_takes_over_and_a_second_step_of_it_does_not():
+    """Slurm ends a job before it starts it again; two steps of one job each count their own restarts."""
+    held = held_by(boot_id="boot-2", launcher_id="slurm:7", restarts=(0, 0))
+    requeued = replace(ME, launcher_id="slurm:7", restarts=(1, 0), launch="launch-2")
+    step = replace(ME, launcher_id="slurm:7", restarts=(0, 1), launch="launch-2")
+    assert right(held, requeued) is Right.AT_ONCE
+    assert right(held, step) is Right.WATCH
 
 
 def test_nothing_is_believed_behind_a_damaged_record():

@@ -215,6 +215,38 @@ def test_tags_and_pins_are_taken_over_by_the_writer():
     assert writer.tag("best", None).marks == ()
 
 
+@pytest.mark.parametrize("marks", [255, 256, 600])
+def test_any_number_of_marks_between_two_records_fences_nobody(marks):
+    """A healthy writer commits after hundreds of tags and unpins of guests, and keeps what they said."""
+    storage, writer = MemoryStorage(), None
+    writer = take(storage)
+    writer.commit(entry(0))
+    for index in range(marks):
+        append_as_guest(
+            storage, tag_draft(f"t{index % 7}", Key(0, Position(0))) if index % 2 else unpin_draft("x")
+        )
+        append_as_guest(storage, tag_draft(f"t{index % 7}", None))
+    append_as_guest(storage, tag_draft("kept", Key(0, Position(0))))
+    writer.commit(entry(1))
+    assert open_log(storage).epochs() == (0, 1)
+    assert [mark.name for mark in open_log(storage).state.marks] == ["kept"]
+
+
+def test_a_takeover_behind_marks_is_noticed_without_an_append():
+    """A writer that only looks meets the marks of guests, and the takeover behind them at the same look."""
+    storage = MemoryStorage()
+    writer = take(storage)
+    writer.commit(entry(0))
+    for index in range(5):
+        append_as_guest(storage, tag_draft(f"t{index}", Key(0, Position(0))))
+    writer.ask()
+    assert len(writer.view.state.marks) == 5
+    append_as_guest(storage, tag_draft("last", Key(0, Position(0))))
+    fence(storage, writer)
+    with pytest.raises(FencedError, match="gpu09"):
+        writer.ask()
+
+
 def test_a_guest_needs_an_epoch():
     """A guest cannot mark what is not there."""
     with pytest.raises(UnknownEpochError):
@@ -397,7 +429,8 @@ class LogWalk(RuleBasedStateMachine):
         )
         self.writer.commit(new)
         if new.position.boundary:
-            over = {one for one in self.line() if one.position.step and one.branch == self.current}
+            seen = {one for line in self.lines.values() for one in line}
+            over = {one for one in seen if one.position.step and one.position < new.position}
             self.lines = {
                 branch: [one for one in line if one not in over] for branch, line in self.lines.items()
             }

@@ -83,6 +83,18 @@ def test_the_frozen_manifest_says_where_every_element_lies():
     assert [node for _, node, *_ in where["stage.b"]] == ["trainer_3"]
 
 
+def test_a_frozen_manifest_says_who_owns_each_leaf():
+    """The owners of a leaf are the nodes of its layout; one that all own alike is for any nodes."""
+    manifest = Manifest.decode((GOLDEN / "manifest_owners_v1.json").read_bytes())
+    found = {
+        leaf.name: (sorted(manifest.owners_of(leaf)), manifest.is_shared(leaf)) for leaf in manifest.leaves
+    }
+    assert found["model.shared.weight"] == ([0, 1], True)
+    assert found["model.expert0.weight"] == found["average"] == ([0], False)
+    assert found["model.expert1.bias"] == ([1], False)
+    assert found["own"] == ([0, 1], False), "alike by place, and each node's own"
+
+
 def test_1000_blobs_on_10000_nodes_take_less_than_2_mb():
     """The size follows blobs + nodes, not their product."""
     nodes, blobs = 10_000, 1000

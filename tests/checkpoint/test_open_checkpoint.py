@@ -266,6 +266,47 @@ def test_values_of_one_node_are_addressed_by_its_name(run):
         ckpt.value("model")
     assert ckpt.load_values("t*") == {"total": 102}
     assert ckpt.load_values(["total", "trainer_1:mine"]) == {"total": 102, "mine": "trainer_1 of 2"}
+    assert ckpt.load_values(["total", "mine"], nodes="trainer_1") == {"total": 102, "mine": "trainer_1 of 2"}
+    with pytest.raises(
+        UsageError, match=r"'mine' has a value of its own on each of 2 nodes.*nodes='trainer_0'"
+    ):
+        ckpt.load_values()
+    for nodes in (["trainer_1"], [], 1):
+        with pytest.raises(UsageError, match="give the name of one node"):
+            ckpt.load_values(["total", "mine"], nodes=nodes)
+
+
+def test_of_several_values_one_is_taken_by_its_node_and_none_is_left_out(tmp_path):
+    """Buffers that differ between nodes: `nodes=` says whose, and what was taken is said."""
+    nodes = [
+        [parameter("ema.w", torch.ones(3)), buffer("ema.mean", torch.full((3,), float(rank)))]
+        for rank in (0, 1)
+    ]
+    with Writing(tmp_path / "checkpoints") as writing:
+        writing.save(1, nodes, 2, scopes={"ema.mean": "rank"})
+    ckpt = open_checkpoint(tmp_path)
+    ema = torch.nn.BatchNorm1d(3)
+    names = {"w": "weight", "mean": "running_mean"}
+    told = (
+        r"'ema\.mean' has a value of its own on each of 2 nodes: say whose to take, such as nodes='trainer_0'"
+    )
+    for pattern in ("ema.*", "ema", ["ema.w", "ema.mean"], "*"):
+        with pytest.raises(UsageError, match=told):
+            ckpt.load_tensors(pattern)
+        with pytest.warns(UserWarning, match=r"differs between nodes: ema\.mean of trainer_1$"):
+            found = ckpt.load_tensors(pattern, nodes="trainer_1")
+        assert (set(found), found["ema.mean"].tolist()) == ({"ema.w", "ema.mean"}, [1.0] * 3)
+    rename = {f"ema.{old}": f"ema.{new}" for old, new in names.items()}
+    with pytest.raises(UsageError, match=told):
+        ckpt.load({"ema": ema}, rename=rename, strict=False)
+    assert ema.running_mean.eq(0).all()
+    result = ckpt.load({"ema": ema}, rename=rename, strict=False, nodes={"ema": "trainer_1"})
+    assert ema.running_mean.eq(1).all()
+    assert result.nodes == {"ema.running_mean": "trainer_1"}
+    with pytest.raises(
+        UsageError, match="nodes='trainer_l': there is no such node; did you mean 'trainer_1'"
+    ):
+        ckpt.load_tensors("ema.*", nodes="trainer_l")
 
 
 def test_tensors_are_chosen_by_name_prefix_and_glob(run):

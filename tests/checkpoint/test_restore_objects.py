@@ -329,7 +329,7 @@ DAMAGES = {
     damage_kind: r"ema is a Tally \(stateful object\) here, a tensor in the checkpoint",
     damage_names: r"not in the checkpoint: model.wieght \(there is model.weight",
     damage_groups: r"optimizer has groups of \[2, 1\] parameters here, of \[2\]",
-    damage_member: r"model.extra.weight is in group 0 of optimizer here, and not in the checkpoint",
+    damage_member: r"optimizer has model.extra.weight in group 0 here, and not in the checkpoint",
     damage_missing: r"not in the checkpoint: emma \(there is ema",
     damage_homeless: r"tally is a stateful object in the checkpoint, and no object.*factory",
 }

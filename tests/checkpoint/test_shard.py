@@ -212,7 +212,7 @@ def test_many_small_reads_become_few(storage):
     header.read_many(ReadRequest(key, 0, len(b), memoryview(b)) for key, b in reversed(buffers.items()))
     written = {entry.key.name: entry.data for entry in entries}
     assert all(buffers[key] == written[key] for key in wanted if key != "large")
-    assert counting.reads - reads == 3
+    assert counting.reads - reads == 4
     assert counting.bytes_read - nbytes == sum(map(len, buffers.values()))
 
 
@@ -272,8 +272,17 @@ def test_headers_stay_below_their_limit(storage):
     assert sum(len(report.keys) for report in reports) == 300
     with pytest.raises(BlobError, match="large ones such as big"):
         write_shard(
-            storage, "", IDENTITY, [], values={"big": "x" * 60_000}, limits=ShardLimits(header_bytes=50_000)
+            storage, "", IDENTITY, [], values={"big": "x" * 60_000}, limits=ShardLimits(values_bytes=50_000)
         )
+
+
+def test_values_lengthen_the_first_header_alone(storage):
+    """Values above the limit of a header all lie in part 1; the entries are cut as they are without them."""
+    entries = [raw(f"n{i:03}", bytes(4)) for i in range(200)]
+    cut = ShardLimits(header_bytes=10_000)
+    reports = write_shard(storage, "", IDENTITY, entries, values={"big": "x" * 60_000}, limits=cut)
+    assert reports[0].header_bytes > 60_000 and len(reports[0].keys) == 1
+    assert len(reports) < 10 and max(report.header_bytes for report in reports[1:]) <= 10_000 + 4096
 
 
 def test_an_entry_above_the_limit_gets_its_own_part(storage):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.overrides import TorchFunctionMode
 
+import torchrelay
+from torchrelay import Job, JobRunner, LocalSession, max_epochs, open_checkpoint
 from torchrelay.checkpoint.blob_file import open_blob_file
 from torchrelay.checkpoint.blob_files import load_blobs, save_blobs
 from torchrelay.checkpoint.disk.boxes import Replicated, Sharded
@@ -138,3 +142,40 @@ def test_a_local_part_of_another_shape_is_refused():
     assert spec_of(leaf).shape == (4,)
     with pytest.raises(BlobError, match=r"the local part of 'x' has shape \[3\], .* it has \[4\]"):
         target_of(wrong, "x")
+
+
+@pytest.mark.parametrize("where", ["init", "setup", "epoch"])
+def test_a_model_is_sharded_where_a_resume_shards_it_too(tmp_path: Path, where: str) -> None:
+    """Not in `init`, which a resume skips: it would train on with whole tensors."""
+
+    def start(epochs: int) -> nn.Module:
+        torchrelay.seed(0)
+        model = nn.Linear(4, 4)
+        job = Job("sharded", blobs={"model": model})
+
+        def shard() -> None:
+            if not isinstance(model, FSDPModule):
+                fully_shard(model)
+
+        def epoch() -> None:
+            if where == "epoch":
+                shard()
+            with torch.no_grad():
+                model.weight.add_(1)
+
+        job.epoch(epoch)
+        if where != "epoch":
+            getattr(job, where)(shard)
+        job.stop_when(max_epochs(epochs))
+        with LocalSession() as session:
+            JobRunner(job, tmp_path / "run", best=None).train(session)
+        return model
+
+    if where == "init":
+        with pytest.raises(BlobError, match=r"model.weight, model.bias of trainer_0 .* in init.*@job.setup"):
+            start(1)
+        return
+    start(1)
+    resumed = start(2)
+    assert isinstance(resumed, FSDPModule)
+    assert open_checkpoint(tmp_path / "run").epoch == 2

@@ -3,6 +3,10 @@
 import dataclasses
 import enum
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -162,6 +166,25 @@ def test_state_of_another_class_than_its_parameter_is_refused():
         BlobError, match=r"o\.state\.o\.param\.0\.0\.momentum_buffer is a .*TwoTensor, which a load"
     ):
         leaves_of({"o": optimizer})
+
+
+def eight_bit(directory, epochs):
+    program = Path(__file__).parents[1] / "programs/eight_bit.py"
+    arguments = [sys.executable, str(program), str(directory), str(epochs)]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=240, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    return dict(map(json.loads, done.stdout.splitlines()))
+
+
+def test_state_of_eight_bits_resumes_or_is_refused_with_advice_that_works(tmp_path):
+    """Wrappers that only the optimizer makes come back in another process, or the save says what would."""
+    first = eight_bit(tmp_path / "run", 2)
+    assert "optimizer.state.model.weight.m is a __main__.State8, which a load could not" in first["closed"]
+    assert "state_dict_to_load_into()" in first["closed"]
+    resumed, whole = eight_bit(tmp_path / "run", 4), eight_bit(tmp_path / "whole", 4)
+    for how in ("optimizer", "around", "showing", "advised"):
+        (steps, found), (all_steps, wanted) = json.loads(resumed[how]), json.loads(whole[how])
+        assert (steps, all_steps, found) == (2, 4, wanted), how
 
 
 class Holder:

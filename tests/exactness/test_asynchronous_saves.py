@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tear_job import Trainee, torn, train
+from tear_job import SparseWriters, Trainee, committed, torn, train
 from torchrun import REPOSITORY, torchrun
 
 from torchrelay import open_checkpoint
@@ -61,6 +61,31 @@ def test_with_the_gate_no_epoch_is_torn(tmp_path: Path, monkeypatch: pytest.Monk
     truth = train(tmp_path / "run", 3, asynchronous=True, verify_staging=verify, after_step=held.after_step)
     assert held.copies >= 6
     assert {epoch: torn(tmp_path / "run", epoch, truth[epoch]) for epoch in truth} == {1: [], 2: [], 3: []}
+
+
+def test_rows_that_an_embedding_normalises_in_forward_are_those_of_the_boundary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`max_norm` writes the weight in forward: it is copied at the boundary, and every epoch is saved."""
+    held = HeldUp(monkeypatch)
+    trainee = Trainee(3, sparse=SparseWriters(by_hand=False))
+    truth = train(tmp_path / "run", 3, trainee=trainee, asynchronous=True, after_step=held.after_step)
+    assert held.copies >= 6
+    assert open_checkpoint(tmp_path / "run", epoch=0)["sparse.normed.weight"].shape == (4096, 32)
+    assert {epoch: torn(tmp_path / "run", epoch, truth[epoch]) for epoch in truth} == {1: [], 2: [], 3: []}
+
+
+def test_a_sparse_write_between_the_samples_fails_the_save_and_the_next_ones_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a parameter are written in forward: the save says so, and later saves copy it in time."""
+    held = HeldUp(monkeypatch)
+    trainee = Trainee(3, sparse=SparseWriters(by_hand=True))
+    with pytest.warns(UserWarning, match=r"'sparse\.cache' changed while being copied"):
+        truth = train(tmp_path / "run", 4, trainee=trainee, asynchronous=True, after_step=held.after_step)
+    kept = committed(tmp_path / "run", truth)
+    assert set(kept) >= {2, 3, 4}
+    assert [epoch for epoch in kept if torn(tmp_path / "run", epoch, truth[epoch])] == []
 
 
 def test_no_epoch_is_torn_at_natural_speed(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +71,20 @@ def test_damage_in_one_hosts_share_leads_all_to_an_older_epoch(told: Told, case:
     assert f"trainer_{case[-1]}.2.main.safetensors: block " in text
 
 
+def without_tensor(error: list[str]) -> list[str]:
+    """An error's class and text without the tensor that was being read, which is another one on each rank."""
+    return [error[0], re.sub(r" \(reading [^)]*\)", "", error[1])]
+
+
 @pytest.mark.parametrize("case", ["fail0", "fail1", "fail2"])
 def test_a_rank_that_cannot_read_ends_the_load_of_all_by_its_error(told: Told, case: str) -> None:
-    """The same class and words as without sharing, whether the rank reads for others or not."""
+    """The same class and words as without sharing, but for the tensor, whoever the rank reads for."""
     failing = int(case[-1])
-    like = told["failplain"][2]["error"]
+    like = without_tensor(told["failplain"][2]["error"])
     assert told[case][failing]["fired"] > 0 and told["failplain"][2]["fired"] > 0
-    assert told[case][failing]["error"] == like
+    assert without_tensor(told[case][failing]["error"]) == like
     for number, rank in enumerate(told[case]):
-        name, text = rank["error"]
+        name, text = without_tensor(rank["error"])
         prefix = f"rank {failing}: " if number != failing and failing > 0 else ""
         assert [name, text] == [like[0], prefix + like[1]]
 

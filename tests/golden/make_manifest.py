@@ -2,7 +2,8 @@
 
 It has all that a manifest can have: split, replicated, per-node and per-host leaves, an alias, two node
 classes, a value of every place, references to an earlier try of another world, two parts of a shard.
-Run it only for a new format version, under a new name: `python tests/golden/make_manifest.py > ...`.
+Run it only for a new format version, under a new name: `python tests/golden/make_manifest.py > ...`; with
+`frozen` it makes `manifest_frozen.json`, with `learning` `manifest_learning.json`.
 """
 
 from __future__ import annotations
@@ -79,5 +80,26 @@ def manifest() -> Manifest:
     )
 
 
+def frozen() -> Manifest:
+    """The same, where it is known which parameters have a gradient: `manifest_frozen.json`."""
+    made = manifest()
+    names = ("model.body", "model.tied")
+    leaves = [
+        leaf._replace(frozen=leaf.name in names) if leaf.role == "parameter" else leaf for leaf in made.leaves
+    ]
+    return replace(made, leaves=tuple(leaves))
+
+
+def learning() -> Manifest:
+    """The same, where its buffers are tensors and one of them has a gradient: `manifest_learning.json`."""
+    made = frozen()
+    leaves = [
+        leaf._replace(role="tensor", frozen=leaf.name != "model.mean") if leaf.role == "buffer" else leaf
+        for leaf in made.leaves
+    ]
+    return replace(made, leaves=tuple(leaves))
+
+
 if __name__ == "__main__":
-    sys.stdout.buffer.write(manifest().encode())
+    which = {"frozen": frozen, "learning": learning}.get(sys.argv[-1], manifest)
+    sys.stdout.buffer.write(which().encode())

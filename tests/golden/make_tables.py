@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import Counter, OrderedDict
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 
-from torchrelay.checkpoint.disk import boxes
+from torchrelay.checkpoint.disk import boxes, values
+from torchrelay.checkpoint.disk.dtypes import memory_of
 from torchrelay.checkpoint.disk.names import Box, Flat, Whole, format_key
 from torchrelay.checkpoint.disk.values import encode
 
@@ -52,6 +55,14 @@ VALUES: dict[str, Any] = {
     "torch.Size": torch.Size([2, 0]),
 }
 
+LARGE: dict[str, Any] = {
+    "array": numpy.arange(6, dtype="<f4").reshape(2, 3),
+    "array in bytes": numpy.array([["2020-02-29", "NaT"]], dtype="<M8[D]"),
+    "numbers": [1, -(2**63), 2**53],
+    "numbers in a tuple": (0.5, -0.0, float("inf")),
+}
+"""Values of which tensors are a part; as if they were larger than 1 MiB."""
+
 KEYS = [
     Whole("model.encoder.weight"),
     Whole("a%b@c\n\x7f\x85"),
@@ -89,10 +100,56 @@ def box_rows() -> list[dict[str, Any]]:
     return rows
 
 
+def large_rows() -> dict[str, Any]:
+    """The JSON of each large value, and the tensors of their own that it refers to."""
+    rows: dict[str, Any] = {}
+    limit, values.ARRAY_LIMIT = values.ARRAY_LIMIT, 0
+    try:
+        for name, value in LARGE.items():
+            tensors: dict[str, Any] = {}
+
+            def keep(path: str, tensor: torch.Tensor, tensors: dict[str, Any] = tensors) -> str:
+                data = bytes(memory_of(tensor.contiguous())).hex()
+                tensors[path] = [str(tensor.dtype), list(tensor.shape), data]
+                return path
+
+            rows[name] = {"value": encode(value, "x", memory=keep), "tensors": tensors}
+    finally:
+        values.ARRAY_LIMIT = limit
+    return rows
+
+
+def container_rows() -> dict[str, Any]:
+    """The JSON of containers and generators, which are made from fixed seeds."""
+    found = {
+        "deque": deque([1, (2,)], 3),
+        "deque without end": deque(),
+        "defaultdict": defaultdict(list, {"b": [1], 0: []}),
+        "defaultdict of the program's own": defaultdict(lambda: 0, a=1),
+        "dataclass": Point(1, Point(2.5)),
+        "torch.Generator": torch.Generator().manual_seed(1),
+        "numpy.Generator": numpy.random.Generator(numpy.random.Philox(1)),
+        "numpy.RandomState": numpy.random.RandomState(1),
+        "random.Random": random.Random(1),
+        "blob": {"model": object()},
+    }
+    return {name: encode(value, "x", blob=lambda path, value: path) for name, value in found.items()}
+
+
+@dataclass
+class Point:
+    """Something with fields."""
+
+    x: float
+    next: Point | None = None
+
+
 def tables() -> dict[str, Any]:
     """The content of each frozen file."""
     return {
         "values.json": {name: encode(value, name) for name, value in VALUES.items()},
+        "large_values.json": large_rows(),
+        "container_values.json": container_rows(),
         "keys.json": {format_key(key): [type(key).__name__, *vars(key).values()] for key in KEYS},
         "boxes.json": box_rows(),
     }

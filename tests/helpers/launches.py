@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torchrun import clean_environment
+from torchrun import clean_environment, interruptible
 from warm import CLIENT, PLACE, server
 
 import torchrelay
@@ -42,7 +42,7 @@ class Launch:
     def __init__(self, folder: Path, *words: str, env: Mapping[str, str] | None = None) -> None:
         self._said = folder / f"said.{len(list(folder.glob('said.*')))}"
         command = [sys.executable, "-c", _MAIN, str(warm_python(folder)), "launch", *words]
-        with self._said.open("w") as said:
+        with self._said.open("w") as said, interruptible():
             self.process = subprocess.Popen(
                 command, cwd=folder, env=warm_environment(folder) | dict(env or {}), stdout=said, stderr=said
             )

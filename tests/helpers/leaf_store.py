@@ -48,7 +48,8 @@ def save(objects: Mapping[str, Any]) -> Saved:
 
 
 def plan(saved: Saved, objects: Mapping[str, Any], **options: Any) -> Restoration:
-    return restoration(objects, saved.specs, saved.values, **options)
+    same = {"same_content": lambda one, other: saved.tensors[one] == saved.tensors[other], **options}
+    return restoration(objects, saved.specs, saved.values, **same)
 
 
 def load(saved: Saved, objects: Mapping[str, Any], **options: Any) -> dict[str, object]:

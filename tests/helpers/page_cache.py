@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -27,6 +28,18 @@ def drop_from_cache(path: Path) -> None:
         if not any(pages_in_cache(path)):
             return
         pause.wait(0.02)
+
+
+def until_cold(path: Path, done: Callable[[], bool]) -> bool:
+    """Whether `done` was true once, in 20 tries that each begin with nothing of the file in the cache.
+
+    One try proves nothing: being asked whether it has bytes, the kernel may begin to fetch them.
+    """
+    for _ in range(20):
+        drop_from_cache(path)
+        if done():
+            return True
+    return False
 
 
 def pages_in_cache(path: Path) -> list[bool]:

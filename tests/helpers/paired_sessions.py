@@ -30,6 +30,8 @@ class Meeting:
 class PairedPeers:
     """Peers over a Meeting; values really are JSON, and topics really are the same."""
 
+    launch = ""
+
     def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
         self.rank, self.size, self._meeting = rank, size, meeting
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from stage import Log, RecordingHandler, RecordingManager, Stage, raises, totals, warned
@@ -177,12 +178,12 @@ def r7_a_failed_load_ends_the_run(stage: Stage) -> None:
     assert JobRunner(stage.toy(), manager).train(stage.session()) == 4
     session = stage.session()
 
-    def attempt(epoch: int, kind: type[Exception], text: str, job: Job | None = None) -> None:
+    def attempt(epoch: int, kind: type[Exception], text: str, job: Job | None = None, **options: Any) -> None:
         job = job or stage.toy()
         epochs: list[int] = []
         job.epoch(lambda ctx: epochs.append(ctx.epoch))
         with raises(kind, text):
-            JobRunner(job, MultiNodeCheckpointManager(stage.root), epoch).train(stage.session())
+            JobRunner(job, MultiNodeCheckpointManager(stage.root, **options), epoch).train(stage.session())
         assert epochs == []
 
     attempt(7, UnknownEpochError, "there are: 0, 1, 2, 3, 4")
@@ -194,7 +195,7 @@ def r7_a_failed_load_ends_the_run(stage: Stage) -> None:
     attempt(2, DamagedError, "missing")
     other = stage.toy()
     other.blobs(extra=torch.ones(3))
-    attempt(3, Exception, "extra", other)
+    attempt(3, Exception, "extra", other, resume_strict=True)
     assert JobRunner(stage.toy(), MultiNodeCheckpointManager(stage.root), 3).train(stage.session()) == 4
 
 

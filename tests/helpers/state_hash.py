@@ -35,6 +35,8 @@ def _state(thing: Any, buffers: bool) -> Any:
     if isinstance(thing, torch.nn.Module):
         found = {f"parameter {name}": value for name, value in thing.named_parameters()}
         return found | ({f"buffer {name}": value for name, value in thing.named_buffers()} if buffers else {})
+    if isinstance(thing, dict):  # a registered group of objects
+        return {key: _state(value, buffers) for key, value in thing.items()}
     return thing.state_dict() if hasattr(thing, "state_dict") else thing
 
 

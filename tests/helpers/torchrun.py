@@ -54,13 +54,14 @@ class Job:
         max_restarts: int = 0,
         env: Mapping[str, str] | None = None,
         options: Sequence[str] = (),
+        rendezvous: Sequence[str] = ("--standalone",),
         warm: bool = False,
         warm_ranks: bool = False,
     ) -> None:
         self.cwd = cwd
         self._began = time.monotonic()
         self._out, self._err = cwd / "torchrun.out", cwd / "torchrun.err"
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        launcher = ["-m", "torch.distributed.run", *rendezvous, f"--nproc-per-node={ranks}"]
         launcher += [f"--max-restarts={max_restarts}", "--tee=3", *options]
         program = [str(script), *args]
         if warm or warm_ranks:

@@ -11,7 +11,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchrelay.jobs.data_parallel import bare_ddp_instances, data_parallel, drop, wraps
+from torchrelay.jobs.data_parallel import bare_ddp_instances, broadcast_buffers, data_parallel, drop
 
 STEPS, CUT = 6, 3
 
@@ -56,13 +56,34 @@ def resumed_equals_uninterrupted(wrap) -> bool:
     return digest(resumed) == digest(whole)
 
 
+class Normed(nn.Module):
+    """A module with buffers in a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x)
+
+
 def registry() -> dict:
-    ours, bare = nn.Linear(2, 2), nn.Linear(2, 2)
+    ours, bare, silent = Normed(), Normed(), Normed()
     wrapper, bare_wrapper = data_parallel(ours), DistributedDataParallel(bare)
+    kept_alone = data_parallel(silent, broadcast_buffers=False)
+    averaging = copy.deepcopy(wrapper)
+    for one in (wrapper, bare_wrapper, kept_alone):
+        one(torch.ones(2, 2)).sum().backward()
+    copied = copy.deepcopy(wrapper)
+    sent = {id(buffer) for buffer in broadcast_buffers()}
     found = {
-        "wraps_ours": wraps(ours) is wrapper,
-        "wraps_bare": wraps(bare) is bare_wrapper,
-        "wraps_none": wraps(nn.Linear(2, 2)) is None,
+        "not_sent_by_what_never_ran": not {id(buffer) for buffer in averaging.buffers()} & sent,
+        "not_sent_by_a_copy_of_what_ran": not {id(buffer) for buffer in copied.buffers()} & sent,
+        "sent_by_ours": {id(buffer) for buffer in ours.buffers()} <= sent,
+        "sent_by_bare": {id(buffer) for buffer in bare.buffers()} <= sent,
+        "sent_of_parts": {id(buffer) for buffer in ours.norm.buffers()} <= sent,
+        "not_sent": not {id(buffer) for module in (silent, Normed()) for buffer in module.buffers()} & sent,
+        "alive": wrapper is not kept_alone,
         "bare": [w is bare_wrapper for w in bare_ddp_instances()] == [True],
     }
     drop()

@@ -37,22 +37,15 @@ def test_blobs_keep_their_order_scope_and_policy():
     assert len(blobs) == 4
 
 
-def test_a_dict_with_objects_is_a_group_and_a_plain_dict_a_value():
-    """Tensors, objects and factories inside a dict get dotted names; JSON stays one value."""
-    blobs, weight, ema = BlobRegistry(), torch.zeros(1), Stateful()
-    blobs(
-        state={"weight": weight, "inner": {"ema": ema, "decay": 0.9}, "step": 0},
-        config={"lr": 0.1, "sizes": [1, 2], "nested": {"a": 1}},
-        empty={},
-    )
-    assert {b.name: b.source for b in blobs} == {
-        "state.weight": weight,
-        "state.inner.ema": ema,
-        "state.inner.decay": 0.9,
-        "state.step": 0,
-        "config": {"lr": 0.1, "sizes": [1, 2], "nested": {"a": 1}},
-        "empty": {},
-    }
+def test_a_container_is_one_blob_and_objects_inside_it_are_others():
+    """Objects with state and factories get dotted names; the very container holds everything else."""
+    blobs, ema = BlobRegistry(), Stateful()
+    state = {"weight": torch.zeros(1), "inner": {"ema": ema, "decay": 0.9}, "pair": [ema, 1], 3: 0}
+    config = {"lr": 0.1, "sizes": [1, 2], "nested": {"a": 1}}
+    blobs(state={**state, "pair": [1]}, config=config, empty=[])
+    assert blobs.names == ("state.inner.ema", "state", "config", "empty")
+    assert blobs["state.inner.ema"].source is ema
+    assert blobs["config"].source is config
 
 
 def test_functions_are_factories_and_things_with_state_are_not():
@@ -77,7 +70,9 @@ def test_functions_are_factories_and_things_with_state_are_not():
         ({"a": 1}, {"a": 2}, "two blobs with the name 'a'"),
         ({"a": 1}, {"a.b": 2}, "dotted prefix"),
         ({}, {"a:b": 1}, "addresses"),
-        ({}, {"a": {"b": torch.zeros(1), 3: 1}}, "the key 3 is no str"),
+        ({"a.b": 1}, {"a": {"c": torch.zeros(1)}}, "dotted prefix"),
+        ({}, {"a": (torch.zeros(1), 3)}, "'a' is a tuple that holds tensors"),
+        ({}, {"a": frozenset({torch.zeros(1)})}, "'a' is a frozenset that holds tensors"),
         ({}, {"model": torch.nn.Linear}, "is the class Linear"),
     ],
 )

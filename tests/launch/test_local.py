@@ -130,12 +130,12 @@ def test_logs_that_were_removed_make_no_lost_rank_of_a_failing_program(tmp_path:
     assert code == 3 and "starting again" not in said, said
 
 
-def test_ctrl_c_ends_with_130_and_a_time_limit_with_75(tmp_path: Path) -> None:
-    """SIGINT interrupts the ranks; a limit that ends a program before it has a run is no failure."""
+def test_ctrl_c_and_a_time_limit_end_with_75(tmp_path: Path) -> None:
+    """SIGINT preempts the ranks; a limit that ends a program before it has a run is no failure."""
     with Launch(tmp_path, "-j", "1", "--", str(JOB), "run", "slow") as launch:
         wait_for(tmp_path / "run.here")
         os.kill(launch.process.pid, signal.SIGINT)
-        assert launch.wait() == 130, launch.said
+        assert launch.wait() == 75, launch.said
     (tmp_path / "waits.py").write_text("import time\nprint('waits', flush=True)\ntime.sleep(600)\n")
     code, said = launched(tmp_path, "-j", "1", "--time-limit", "3", "--", "waits.py")
     assert code == 75 and "the time limit" in said, said

@@ -479,6 +479,8 @@ def test_index_needs_a_database(tmp_path: Path, url: str, monkeypatch, capsys: p
     train(tmp_path / "good", url, 1)
     train(tmp_path / "bad", url, 1)
     (tmp_path / "bad/checkpoints/job.json").write_bytes(b"{}")
+    for record in (tmp_path / "bad/checkpoints/log").glob("0*.json"):
+        record.write_bytes(b"{}")
     (tmp_path / "runs.db").unlink()
     assert main(["index", str(tmp_path / "good")]) == 2
     assert "TORCHRELAY_DATABASE" in capsys.readouterr().err

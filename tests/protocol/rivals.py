@@ -44,12 +44,28 @@ def _told(path: str) -> bool:
     return path == "job.json" or path.startswith(("log/0", "log/base"))
 
 
-def writer(who: int, commits: int, *, retires: bool = False, releases: bool = True) -> Programme:
-    """Takes over at whatever moment it runs, commits what follows, maybe retires, maybe releases."""
+def writer(
+    who: int,
+    commits: int,
+    *,
+    retires: bool = False,
+    releases: bool = True,
+    launched: tuple[str, int] | None = None,
+    watches: bool = False,
+) -> Programme:
+    """Takes over at whatever moment it runs, commits what follows, maybe retires, maybe releases.
+
+    `launched`: by which launch, and after how many restarts; all launches have one id. One that `watches`
+    sees whoever holds the log as alive, unless that has released it.
+    """
+    identity = replace(ME, host=f"host{who}", boot_id=f"boot{who}")
+    if launched is not None:
+        launch, restarts = launched
+        identity = replace(identity, launcher_id="torchrun:100", launch=launch, restarts=(restarts,))
 
     def run(storage: Asking) -> None:
-        identity = replace(ME, host=f"host{who}", boot_id=f"boot{who}")
-        log = LogWriter.take(storage, "job", identity, patience_secs=0.0)
+        storage.holder_lives = watches
+        log = LogWriter.take(storage, "job", identity, patience_secs=0.02 if watches else 0.0)
         storage.tell("taken", log.generation)
         for _ in range(commits):
             newest = log.view.newest()
@@ -62,6 +78,18 @@ def writer(who: int, commits: int, *, retires: bool = False, releases: bool = Tr
         if releases:
             log.release()
             storage.tell("released", log.view.slot)
+
+    return run
+
+
+def marks(number: int, count: int) -> Programme:
+    """Moves one tag between the first epochs, so often that slots are thinned between two of a writer."""
+
+    def run(storage: Asking) -> None:
+        for index in range(count):
+            target = FIRST if index % 2 else Key(0, Position(1))
+            view = append_as_guest(storage, tag_draft(f"best{number}", target), "job")
+            storage.tell("tagged", view.slot, f"best{number}")
 
     return run
 
@@ -131,7 +159,8 @@ class Rules:
         payload = self._record(data, slot).payload if data is not None else {}
         found = str(payload)
         if data is None and self.thins:
-            found = str(open_log(WeakDisk.of({"log": None, **files}), "job").entries)
+            view = open_log(WeakDisk.of({"log": None, **files}), "job")
+            found = str((view.entries, view.marks))
         if not found or not all(name in found for name in names):
             return f"{kind} {names} was acknowledged in slot {slot}, where there is {found}"
         return ""

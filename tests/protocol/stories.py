@@ -81,7 +81,7 @@ def still(first: int = 1) -> Iterator[None]:
             on(patch.object(module, "datetime", _Still))
         on(patch.object(log_writer, "Beat", _Beat))
         on(patch.object(log_writer, "_LIVE", weakref.WeakValueDictionary()))
-        here = staticmethod(lambda job: replace(ME, job=job))
+        here = staticmethod(lambda job, *, launch="": replace(ME, job=job, launch=launch))
         on(patch.object(WriterIdentity, "here", here))
         yield
 

@@ -82,7 +82,7 @@ class Known:
         whole = [key for key in line if key.position.boundary]
         last = whole if keep is None else whole[:keep]
         beyond = [key for key in line if not whole or key.position > whole[0].position]
-        return {*last, *beyond, *line[:1], *self.marks.values()}
+        return {*last, *beyond[:keep], *line[:1], *self.marks.values()}
 
 
 @dataclass
@@ -322,9 +322,7 @@ class Walk:
         """The positions in the middle that a whole epoch completes go, unless they are marked."""
         marked = set(self.known.marks.values())
         over = {
-            one
-            for one in self.known.numbers
-            if one.branch == key.branch and not one.position.boundary and one.position < key.position
+            one for one in self.known.numbers if not one.position.boundary and one.position < key.position
         }
         self._forget(over - marked)
 

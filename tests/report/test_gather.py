@@ -16,6 +16,7 @@ from report_runs import train
 
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.log.writer import process_here
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.report.course import course_of
 from torchrelay.runners.report.facts import Point
@@ -203,10 +204,11 @@ def test_a_link_in_the_configuration_is_not_followed(story: RunDirectory, tmp_pa
 
 
 def test_a_run_whose_process_is_gone_is_not_called_running(story: RunDirectory) -> None:
-    """A status that says RUNNING does not count where the log's holder has let go of it."""
-    story.write_status("RUNNING", epoch=5, generation=10**6)
+    """A status that says RUNNING does not count where its process is gone."""
+    gone = {**process_here(), "pid": 2**22 - 1}
+    story.write_status("RUNNING", epoch=5, generation=10**6, **gone)
     facts = gather(story, Limits(norm_bytes=0))
-    assert "released" in facts.alive
+    assert (facts.stands.word, facts.stands.why) == ("interrupted", f"killed: process {gone['pid']} is gone")
 
 
 def test_gathering_and_drawing_need_no_torch(story: RunDirectory) -> None:

@@ -15,10 +15,9 @@ from program_cases import Script
 
 from torchrelay.jobs.config.problems import ConfigError
 from torchrelay.jobs.config.reading import load_config
-from torchrelay.metadata.capture import surroundings
+from torchrelay.metadata.capture import command
 from torchrelay.metadata.experiment.note import Identity, Note
 from torchrelay.metadata.experiment.run_store import RunStore
-from torchrelay.metadata.experiment.standing import Standing, standing
 from torchrelay.metadata.lineage.capture import Stage, capture
 from torchrelay.metadata.lineage.record import StageRecord
 from torchrelay.metadata.lineage.tree import stages_of
@@ -28,6 +27,7 @@ from torchrelay.runners.ending.requests import Requests
 from torchrelay.runners.ending.signals import nothing_follows, signals_ask
 from torchrelay.runners.experiment.choosing_runs import Chosen, Known, Start, choose_to_train
 from torchrelay.runners.experiment.making_runs import made_run
+from torchrelay.runners.standing import Standing, standing
 
 RUN = {"format": {"major": 1, "minor": 0, "features": []}, "job": "j", "uuid": "u", "created": 1.0}
 NOTE = {"program": "p", "origin": "o", "code_id": "a" * 64, "config_id": None, "created": 1.0}
@@ -97,7 +97,7 @@ def test_pipes_links_and_huge_files_of_an_upstream_are_left_out_by_name(tmp_path
 def test_passwords_in_the_command_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a start was typed with is kept as run.json keeps it: without passwords of URLs."""
     monkeypatch.setattr(sys, "argv", ["train.py", "--sql", "postgresql://me:hunter2@db/x"])
-    assert surroundings()["argv"] == ["train.py", "--sql", "postgresql://me:***@db/x"]
+    assert command()["argv"] == ["train.py", "--sql", "postgresql://me:***@db/x"]
 
 
 def test_a_run_that_others_began_meanwhile_is_not_moved_aside(

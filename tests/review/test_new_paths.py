@@ -31,8 +31,9 @@ from torchrelay.checkpoint.blob_file import open_blob_file
 from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.disk.side_by_side import EACH, each
 from torchrelay.checkpoint.load_into import FileSource
-from torchrelay.checkpoint.replicas import ReplicaCheck
+from torchrelay.checkpoint.replicas import BroadcastBuffers
 from torchrelay.checkpoint.spec_exchange import SpecExchange
+from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.errors import DamagedError, PeerError, SaveFailedError, UnknownEpochError
 from torchrelay.jobs.collector import undisturbed
@@ -226,32 +227,32 @@ def test_a_child_forked_while_copies_are_made_does_not_wait_for_them() -> None:
         copies.release()
 
 
-def test_a_module_in_the_memory_of_another_is_asked_for_its_own_wrapper(
+def test_a_module_in_the_memory_of_another_is_asked_for_its_own_buffers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """That DDP kept the buffers of a module alike says nothing of the next one with the same id."""
-    wrappers: list[Any] = []
-    monkeypatch.setattr("torchrelay.checkpoint.replicas.wraps", lambda module: wrappers[-1])
-    check = ReplicaCheck()
+    sent: list[torch.Tensor] = []
+    monkeypatch.setattr("torchrelay.checkpoint.replicas.broadcast_buffers", lambda: sent)
+    asked = BroadcastBuffers()
     for _ in range(1000):
         module = nn.BatchNorm1d(2)
-        wrappers.append(Broadcasting())
-        assert check._ddp_broadcasts(module)
-        wrappers.append(None)
-        assert check._ddp_broadcasts(module), "asked again"
+        sent[:] = module.buffers()
+        assert asked.among(node_of(module)) == {f"bn.{name}" for name, _ in module.named_buffers()}
+        sent.clear()
+        assert asked.among(node_of(module)), "asked again"
         number = id(module)
         del module
         module = nn.BatchNorm1d(2)
         if id(module) == number:
-            assert not check._ddp_broadcasts(module)
+            assert not asked.among(node_of(module))
             return
     pytest.fail("the memory was not given out again")
 
 
-class Broadcasting:
-    """What is asked of DDP."""
-
-    broadcast_buffers = True
+def node_of(module: nn.Module) -> NodeState:
+    """A node whose only blob is a module."""
+    leaves = {leaf.name: leaf for leaf in leaves_of({"bn": module})}
+    return NodeState(NodePlace("trainer_0", 0, 1), leaves, (), {}, {"bn": module})
 
 
 def test_a_file_that_was_replaced_is_not_read_with_the_values_of_the_old_one(tmp_path: Path) -> None:

@@ -30,7 +30,6 @@ from torchrelay.checkpoint import save as saving
 from torchrelay.checkpoint.asynchronous import background, standby
 from torchrelay.checkpoint.asynchronous.background import Background
 from torchrelay.checkpoint.asynchronous.copying import Copier
-from torchrelay.checkpoint.planning import repeated
 from torchrelay.errors import SaveFailedError, StorageError, UsageError
 from torchrelay.jobs import turns
 from torchrelay.jobs.group import TaskGroup
@@ -107,25 +106,6 @@ def test_the_handler_is_told_on_the_main_thread_in_order(tmp_path: Path) -> None
     assert handler.threads == {threading.main_thread()}
     phases = [set(detail) for what, detail in handler.told if what == "report"]
     assert phases == [{"plan", "stage", "hash", "write", "fsync", "commit"}] * 4
-
-
-@pytest.mark.parametrize("resumed", [False, True])
-def test_a_state_that_stays_is_planned_before_the_first_epoch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumed: bool
-) -> None:
-    """No boundary of a run plans anything, the first one neither, new or resumed."""
-    if resumed:
-        assert JobRunner(small_job(2), tmp_path / "run").train() == 2
-    epochs, planned, plan = [0], [], repeated.plan_classes
-
-    def noted(*classes: Any, **options: Any) -> Any:
-        planned.append(epochs[-1])
-        return plan(*classes, **options)
-
-    monkeypatch.setattr(repeated, "plan_classes", noted)
-    runner = JobRunner(small_job(4, epochs.append), tmp_path / "run", save_initial=False, asynchronous=True)
-    assert runner.train() == 4
-    assert planned == [0]
 
 
 def test_a_save_goes_on_when_the_boundary_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,7 +167,7 @@ def test_why_tells_what_a_run_fell_back_from(tmp_path: Path, capsys: pytest.Capt
     assert code == 0
     assert "epoch 3 (branch 0)  quarantined: found damaged: data/" in out and "the header is" in out
     assert "abandoned after damage: branch 1 began at epoch 2" in out
-    assert "a start now would resume from epoch 4 of branch 1" in out
+    assert "the run was over at epoch 4 of branch 1: a start now would resume nowhere" in out
 
 
 def test_a_run_goes_on_after_its_newest_epoch_was_quarantined(

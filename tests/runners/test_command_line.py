@@ -7,6 +7,7 @@ import os
 import pty
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -277,15 +278,31 @@ def test_mistakes_are_one_line(
     assert words.format(run=run, tmp=tmp) in found[2]
 
 
-@pytest.mark.parametrize("name", ["job.json", "log/00000000000000000000.json"])
-def test_damage_is_one_line(run: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_damage_is_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Where the log as a whole cannot be trusted the verbs end with 5 and name the file."""
-    checkpoints = run / "checkpoints"
-    for file in checkpoints.glob(name if name == "job.json" else "log/[0-9]*.json"):
+    for file in (run / "checkpoints").glob("log/[0-9]*.json"):
         file.write_bytes(b"{}")
     code, out, err = told(capsys, "ls", run)
     assert (code, out, err.count("\n")) == (5, "", 1)
-    assert name in err
+    assert "log/00000000000000000000.json" in err
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, lambda path: path.write_bytes(b"{}")])
+def test_a_damaged_job_file_is_named_and_hinders_nobody(
+    run: Path, capsys: pytest.CaptureFixture[str], harm: Callable[[Path], object]
+) -> None:
+    """Without job.json the verbs do their work by the log; verify ends with 5; repair writes it again."""
+    path = run / "checkpoints" / "job.json"
+    whole = path.read_bytes()
+    harm(path)
+    for verb, code in (("ls", 0), ("verify", 5), ("du", 0), ("why", 0)):
+        found = told(capsys, "ckpt", verb, run)
+        assert found[0] == code and found[2].count("job.json") == 1, verb
+        assert "the next start or torchrelay ckpt repair writes it again" in found[2]
+        assert not path.exists() or path.read_bytes() == b"{}"
+    assert told(capsys, "ckpt", "repair", run)[0] == 0
+    assert path.read_bytes() == whole
+    assert told(capsys, "ckpt", "verify", run)[::2] == (0, "")
 
 
 @pytest.mark.parametrize("verb", ["ls", "verify"])

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from torchrelay import Job, JobRunner, UploadTaskGroupBuilder, max_epochs
+import torchrelay
+from torchrelay import EpochLoader, Job, JobRunner, UploadTaskGroupBuilder, max_epochs
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.deletions import Deletions
 from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.position import Position
 from torchrelay.errors import StorageError
 from torchrelay.jobs.group import TaskGroup
 
@@ -173,3 +177,58 @@ def test_waiting_is_bounded() -> None:
     assert not deletions.wait(0.01)
     go_on.set()
     assert deletions.wait(60)
+
+
+def inside(
+    run: Path, epochs: int, saved: Collection[int], dies_at: int = 0, **options: Any
+) -> list[list[str]]:
+    """Train epochs of ten steps, saving at some of them; the live positions at each step, and at the end."""
+    seen: list[list[str]] = []
+    loader = EpochLoader(torch.zeros(40, 2), batch_size=4)
+    count = torch.zeros((), dtype=torch.int64)
+    made = Job("inside", blobs={"w": torch.zeros(1000), "loader": loader, "count": count})
+
+    def look() -> None:
+        view = open_log(LocalStorage(run / "checkpoints"))
+        seen.append([f"{one.branch}:{one.position}" for one in view.entries if one.position != Position(0)])
+
+    @made.epoch
+    def work(ctx: Any) -> None:
+        for _ in ctx.steps(loader):
+            count.add_(1)
+            ctx["w"].add_(1)
+            if int(count) in saved:
+                signal.raise_signal(signal.SIGUSR2)
+            if int(count) == dies_at:
+                raise RuntimeError("cut")
+            look()
+
+    made.stop_when(max_epochs(epochs))
+    torchrelay.seed(0)
+    try:
+        JobRunner(made, run, code=False, **options).train()
+    except RuntimeError:
+        look()
+    else:
+        look()
+    return seen
+
+
+def test_places_of_an_abandoned_branch_go_when_a_later_epoch_is_saved(tmp_path: Path) -> None:
+    """A position inside an epoch on which a new branch stands is deleted, and so is the damaged one."""
+    assert inside(tmp_path, 4, (13, 16), dies_at=18)[-1] == ["0:1", "0:1+3", "0:1+6"]
+    (newest,) = (tmp_path / "checkpoints/data").glob("e00000001s000006-*")
+    for file in newest.glob("*.safetensors"):
+        os.truncate(file, 100)
+    with pytest.warns(UserWarning, match="damaged"):
+        assert inside(tmp_path, 4, ())[-1] == ["0:1", "1:2", "1:3", "1:4"]
+    assert tries(tmp_path) == [f"e{epoch:08d}" for epoch in range(5)]
+
+
+def test_places_of_one_epoch_obey_keep_last(tmp_path: Path) -> None:
+    """However often a save is asked for inside an epoch, the newest `keep_last` positions stay."""
+    seen = inside(tmp_path / "two", 2, range(11, 20), keep_last=2)
+    assert max(sum("+" in one for one in at) for at in seen) == 2
+    assert seen[-2] == ["0:1", "0:1+8", "0:1+9"] and seen[-1] == ["0:1", "0:2"]
+    assert sum("+" in one for one in inside(tmp_path / "all", 2, range(11, 20))[-2]) == 9
+    assert tries(tmp_path / "all") == ["e00000000", "e00000001", "e00000002"], "with the last epoch all go"

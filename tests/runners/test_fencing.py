@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from s3_server import BUCKET, needs_s3, s3_server
-from torchrun import Job, children_of, clean_environment
+from torchrun import Job, children_of, clean_environment, script_file
 
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.storage_places import storage_of
@@ -27,6 +27,50 @@ from torchrelay.runners.run_state import RunState
 PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
 ENDS_WITHIN_SECS = 15.0
 WAIT_SECS = 60.0
+
+
+TWICE = """
+import os, sys, time
+import torch, torchrelay
+from torchrelay import Job, JobRunner, max_epochs
+torchrelay.init(seed=0)
+weights = torch.zeros(4)
+job = Job("twice", blobs=dict(weights=weights))
+@job.epoch
+def train(ctx):
+    print("TRAINS", flush=True)
+    while ctx.epoch == 2 and not os.path.exists(sys.argv[2]):
+        time.sleep(0.02)
+job.stop_when(max_epochs(2))
+JobRunner(job, sys.argv[1]).main()
+"""
+
+
+@pytest.mark.ranks
+def test_a_second_launch_with_the_same_id_is_refused_while_the_first_lives(tmp_path: Path) -> None:
+    """Two torchruns with one --rdzv-id: the second and its restart end with exit code 4."""
+
+    def launch(name: str, restarts: int) -> Job:
+        folder = tmp_path / name
+        folder.mkdir()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        at = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=100", "--nnodes=1"]
+        script = script_file(TWICE, folder)
+        run, go = str(tmp_path / "run"), str(tmp_path / "go")
+        return Job(script, run, go, ranks=1, cwd=folder, max_restarts=restarts, rendezvous=at)
+
+    with launch("first", 0) as first:
+        first.wait_for("TRAINS", times=2)
+        with launch("second", 1) as second:
+            refused = second.wait()
+        (tmp_path / "go").touch()
+        finished = first.wait()
+    assert finished.rc == 0, finished
+    assert "TRAINS" not in refused.out, refused
+    assert (refused.out + refused.err).count("is in use by job 'twice'") >= 2, refused
+    assert "exitcode  : 4" in refused.err, refused
 
 
 @contextmanager

@@ -104,11 +104,11 @@ def test_ls_of_a_store_has_a_line_for_each_run(runs: Path, capsys: pytest.Captur
     code, out, err = told(capsys, "ls", runs)
     lines = [line.split() for line in out.splitlines()]
     assert (code, err) == (0, "") and lines[0] == ["run", "job", "state", "epoch", "best", "updated"]
-    assert lines[1][:7] == ["one", "looked-at", "FINISHED", "3", "val/acc=1", "(epoch", "2)"]
+    assert lines[1][:7] == ["one", "looked-at", "finished", "3", "val/acc=1", "(epoch", "2)"]
     (runs / "one/status.json").write_text("{")
     code, out, err = told(capsys, "ls", runs)
     assert code == 0 and err.startswith("torchrelay: one: ") and err.count("\n") == 1
-    assert "unreadable" in out.splitlines()[1] and "FINISHED" in out.splitlines()[2]
+    assert "unreadable" in out.splitlines()[1] and "finished" in out.splitlines()[2]
     found = as_json(capsys, "ls", runs)["runs"]
     assert [one["run"] for one in found] == ["one", "two"]
     assert (found[1]["best"], found[1]["best_epoch"], found[1]["epoch"]) == (1.0, 2, 2)
@@ -364,6 +364,9 @@ def test_bad_input_is_one_line(
     found = told(capsys, *verb, text)
     if (verb[-1], case) == ("why", "epoch"):  # it explains what never was
         assert found[0] == 0 and "never committed" in found[1]
+        return
+    if verb == ["show"] and case == "damaged":  # it shows what else is known
+        assert found[0] == 0 and "status.json is not the JSON that was written" in found[2]
         return
     assert found[0] == code and found[1] == "", found
     assert found[2].startswith("torchrelay: ") and found[2].count("\n") == 1

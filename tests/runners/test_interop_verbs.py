@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+from epochs import Writing, buffer, parameter
+from safetensors.torch import load_file
 from torchrun import clean_environment
 from warm import PLACE, server, warmed
+
+from torchrelay.errors import UsageError
+from torchrelay.runners.commands.command_line import main
 
 
 def test_help_needs_no_torch() -> None:
@@ -39,3 +47,19 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         )  # fmt: skip
         assert done.returncode == 2
         assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_node_is_named_where_tensors_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--nodes` takes one node's value and the line says of what; without it the export is refused."""
+    nodes = [[parameter("ema.w", torch.ones(3)), buffer("ema.mean", torch.ones(3) * rank)] for rank in (0, 1)]
+    with Writing(tmp_path / "run/checkpoints") as writing:
+        writing.save(1, nodes, 2, scopes={"ema.mean": "rank"})
+    words = ["export", f"{tmp_path}/run@1", "--to", "safetensors", "--blobs", "ema", "-o"]
+    assert main([*words, f"{tmp_path}/a"]) == UsageError.exit_code
+    assert "nodes='trainer_0'" in capsys.readouterr().err
+    assert main([*words, f"{tmp_path}/b", "--nodes", "trainer_1"]) == 0
+    shown = capsys.readouterr()
+    assert "2 tensors" in shown.out and "of trainer_1: ema.mean (1 in all)" in shown.err
+    assert load_file(tmp_path / "b")["ema.mean"].tolist() == [1.0, 1.0, 1.0]
+    assert main([*words, f"{tmp_path}/c", "--node", "trainer_0", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["nodes"] == {"ema.mean": "trainer_0"}

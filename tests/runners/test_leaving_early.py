@@ -141,7 +141,7 @@ def test_max_time_stops_the_run(program, monkeypatch):
     monkeypatch.setattr(RunState, "elapsed_secs", property(lambda state: measured(state) + passed[0]))
     result = program("step 1.1", lambda: passed.append(passed.pop() + 300.0), conditions=slow)
     assert (int(result), result.status, program.state) == (1, "STOPPED", "STOPPED")
-    assert program(conditions=slow).status == "STOPPED" and program.events == []
+    assert program(conditions=slow).status == "STOPPED" and program.events == ["setup"]
     assert program(conditions=[max_epochs(2), max_time(2000)]).status == "FINISHED"
 
 
@@ -194,6 +194,41 @@ def test_an_evaluation_behind_training_in_one_task_may_end_within_the_grace(tmp_
     job.stop_when(max_epochs(2))
     result = JobRunner(job, tmp_path / "run").train(LocalSession())
     assert (int(result), result.status, result.committed) == (1, "PREEMPTED", 1)
+
+
+@pytest.mark.parametrize("counted", [False, True], ids=["count=False", "no_grad"])
+@pytest.mark.parametrize("hurried", [False, True])
+def test_what_an_evaluation_swapped_in_is_never_saved(tmp_path, monkeypatch, counted, hurried):
+    """A stop waits for the loop's end, in which the weights come back; without time the epoch is given up."""
+    if hurried:
+        monkeypatch.setattr(asking, "RESERVE_SECS", 1000.0)
+    weight, average = torch.zeros(1), torch.full((1,), 100.0)
+
+    def train(stop: bool) -> RunResult:
+        job = Job("swapping", blobs={"weight": weight, "average": average})
+
+        @job.epoch
+        def learn(ctx: Context) -> None:
+            for _ in ctx.steps(range(2)):
+                weight.add_(1)
+
+        @job.epoch
+        def evaluate(ctx: Context) -> None:
+            weight.data, average.data = average.data, weight.data
+            with torch.no_grad():
+                for _ in ctx.steps(range(3), count=counted):
+                    if stop and ctx.epoch == 2:
+                        os.kill(os.getpid(), signal.SIGTERM)
+            weight.data, average.data = average.data, weight.data
+
+        job.stop_when(max_epochs(3))
+        return JobRunner(job, tmp_path / "run").train(LocalSession())
+
+    left = train(stop=True)
+    assert (left.status, left.committed) == ("PREEMPTED", 1 if hurried else 2)
+    weight, average = torch.zeros(1), torch.zeros(1)
+    assert train(stop=False) == 3
+    assert (weight.item(), average.item()) == (6.0, 100.0)
 
 
 def test_limits_that_the_program_has_today_hold_inside_of_an_epoch(program):
@@ -282,6 +317,19 @@ def test_signals_that_others_handle_are_left_alone():
         assert requests.level() == NOT_ASKED
     finally:
         signal.signal(signal.SIGUSR1, mine)
+
+
+def test_a_save_signal_that_is_ignored_asks_for_a_save_all_the_same():
+    """A process inherits what its parent ignores, such as one whose own training has ended."""
+    mine = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    try:
+        requests = Requests()
+        with signals_ask(requests, signal.SIGUSR2):
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert requests.save_wanted
+        assert signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR2, mine)
 
 
 def test_a_second_sigterm_ends_the_process_at_once(tmp_path):

@@ -22,6 +22,7 @@ from torchrelay.checkpoint.log.live import Key
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.chaos.pytest_plugin import Chaos
@@ -103,6 +104,11 @@ def test_the_rules_of_the_command_are_those_of_a_run(
     ("arguments", "code", "words"),
     [
         ((), 2, "needs to know what to keep"),
+        (("--epoch", "3"), 2, "epoch 3 is tagged or pinned"),
+        (("--epoch", "5"), 2, "epoch 5 stays: epoch 6 uses files of it"),
+        (("--epoch", "6"), 2, "epoch 6 is the newest that can be resumed from"),
+        (("--epoch", "7"), 2, "epoch 7 is not among the committed ones (0 to 6)"),
+        (("--epoch", "1", "--keep-last", "1"), 2, "give one of them"),
         (
             ("--keep-best", "val/ac:max"),
             2,
@@ -192,3 +198,13 @@ def test_killed_at_any_moment_it_is_repeated(run: Path, chaos: Chaos) -> None:
     tally = chaos.kill_at_every_boundary(pruned, pruned_again, prepare=copied, trials=TRIALS, seed=5)
     lost = [f"{one.name}: {one.reason}" for one in tally.outcomes if one.bad]
     assert not lost and tally.count("kill") == TRIALS, lost
+
+
+def test_named_epochs_go_and_nothing_else(run: Path, told: Told) -> None:
+    """`prune --epoch N` deletes just that epoch, and `open_checkpoint(...).epochs` lists what is left."""
+    code, foretold, _ = told("prune", run, "--epoch", "4", "--epoch", "1", "--dry-run")
+    assert code == 0 and tries(run) == list(range(7))
+    assert [line.split()[0] for line in foretold.splitlines()[1:-2]] == ["1", "4"]
+    assert told("prune", run, "--epoch", "4", "--epoch", "1")[0] == 0
+    assert tries(run) == whole(run) == [0, 2, 3, 5, 6]
+    assert open_checkpoint(run).epochs == (0, 2, 3, 5, 6)

@@ -53,8 +53,8 @@ def test_ranks_that_left_at_one_step_end_in_the_same_bits(told: Told, point: str
         left = [rank[point][number] for rank in told]
         assert {one["status"] for one in left} == {"PREEMPTED"}
         assert len({one["ticks"] for one in left}) == 1, "a rank went further than the other"
-        tick = POINTS[point][number][0]  # agreed on one step later; the last one of a loop is in the next
-        assert tick <= left[0]["ticks"] <= tick + 2
+        tick = POINTS[point][number][0]  # agreed on one step later; an evaluation goes to its end
+        assert tick <= left[0]["ticks"] <= tick + 6
     for rank in told:
         ended, whole = rank[point][-1], rank["whole"][-1]
         assert ended["status"] == "FINISHED"
@@ -114,13 +114,12 @@ def test_signals_to_the_launcher_and_its_ranks(folder: Path) -> None:
     assert status["step"] > second and f"begins after step {second}" in done.of_rank(0)
 
 
-def test_ctrl_c_is_one_line_of_each_rank(tmp_path: Path) -> None:
-    """SIGINT to torchrun, which tells the ranks: each says in a line that it was that, with no traceback."""
+def test_ctrl_c_preempts(tmp_path: Path) -> None:
+    """SIGINT to torchrun, which tells the ranks: a line says what comes, the place is saved, no traceback."""
     with interruptible():
-        done, _ = slow(tmp_path, lambda job: job.process.send_signal(signal.SIGINT))
-    said = "failed in group epoch: KeyboardInterrupt (Ctrl-C)"
-    told = [line.partition("torchrelay: ")[2][:8] for line in done.err.splitlines() if said in line]
-    assert sorted(told) == ["[rank 0]", "[rank 1]"], str(done)
+        done, status = slow(tmp_path, lambda job: job.process.send_signal(signal.SIGINT))
+    assert (status["state"], status["stop"], status["exit_code"]) == ("PREEMPTED", ["SIGINT"], 75), str(done)
+    assert status["step"] > 0 and done.err.count("Ctrl-C: saving") == 1, str(done)
     assert "first failure" not in done.err, f"so a traceback begins: {done}"
 
 

@@ -8,10 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paired_sessions import paired_sessions
 from ranks import on_ranks
+from torch.utils.data import DataLoader
 
 from torchrelay.errors import TaskFailedError, UsageError
 from torchrelay.jobs.epoch_loader import EpochLoader
 from torchrelay.jobs.task import Task
+from torchrelay.runners.ending.interruption import Interrupted
+from torchrelay.runners.ending.requests import GRACE_SECS, Requests
 from torchrelay.runners.local_session import LocalSession
 from torchrelay.runners.run_state import RunState
 
@@ -221,6 +224,39 @@ def test_a_sampler_is_told_the_epoch():
     assert sampler.epoch == 1
 
 
+def test_what_lies_deeper_in_a_loader_is_told_the_epoch():
+    """A DistributedSampler in a batch sampler, and IterableDatasets in each other, shuffle for the epoch."""
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __init__(self, dataset=None):
+            self.dataset, self.told = dataset, []
+
+        def set_epoch(self, epoch):
+            self.told.append(epoch)
+
+        def __iter__(self):
+            return iter(range(2))
+
+    sampler = torch.utils.data.DistributedSampler(range(4), 1, 0)
+    batches = torch.utils.data.BatchSampler(sampler, 2, drop_last=False)
+    inner = Stream()
+    loaders = [DataLoader(range(4), batch_sampler=batches), DataLoader(Stream(inner))]
+    session = epoch_of()
+    session.run_state.begin_epoch(3)
+    for loader in loaders:
+        session.run(lambda ctx, loader=loader: list(ctx.steps(loader)))
+    assert (sampler.epoch, loaders[1].dataset.told, inner.told) == (2, [2], [2])
+
+
+def test_persistent_workers_are_warned_of_once(caplog):
+    """Their random states are in no checkpoint, so a resume gives another order; said at the first loop."""
+    loader = DataLoader(range(4), num_workers=1, persistent_workers=True)
+    session = epoch_of()
+    for _ in range(2):
+        session.run(lambda ctx: list(ctx.steps(loader)))
+    assert sum("persistent_workers=True" in one.getMessage() for one in caplog.records) == 1
+
+
 def test_a_failure_inside_a_step_of_the_loop_is_the_task_s():
     """What the loop's body raises is named as any other failure."""
 
@@ -236,3 +272,88 @@ def test_agree_every_below_one_is_refused():
     """It counts steps."""
     with pytest.raises(UsageError, match="agree_every is 0"):
         RunState(agree_every=0)
+
+
+LOADERS = {
+    "an EpochLoader": lambda: EpochLoader(torch.arange(20), 2, seed=0),
+    "a sequence": lambda: list(range(10)),
+    "an iterator": lambda: iter(range(10)),
+}
+
+
+@pytest.mark.parametrize("made", LOADERS.values(), ids=LOADERS)
+def test_windows_end_after_so_many_batches_and_with_the_loader(made):
+    """10 batches in windows of 4: the 4th, the 8th and the last one close a window; else every batch does."""
+    session = epoch_of()
+    seen = session.run(lambda ctx: [ctx.step for _ in ctx.steps(made(), accumulate=4) if ctx.window_end])
+    assert seen.fetch() == [4, 8, 10]
+    session.run_state.begin_epoch(2)
+    seen = session.run(lambda ctx: [ctx.step for _ in ctx.steps(made()) if ctx.window_end])
+    assert seen.fetch() == list(range(1, 11))
+
+
+def test_a_limit_on_steps_closes_the_window():
+    """The limit of 6 steps is met exactly, and the program is told that no batch follows."""
+    session = epoch_of(RunState(limit_steps=6))
+    seen = session.run(lambda ctx: [ctx.step for _ in ctx.steps(range(10), accumulate=4) if ctx.window_end])
+    assert seen.fetch() == [4, 6]
+
+
+@pytest.mark.parametrize("made", LOADERS.values(), ids=LOADERS)
+def test_a_stop_waits_for_the_end_of_the_window(made):
+    """Asked for in the second of four batches, it ends the loop after the fourth, on one process or two."""
+
+    def work(ctx):
+        for _ in ctx.steps(made(), accumulate=4):
+            if ctx.rank == 0 and ctx.step == 2:
+                ctx.session.run_state.stop_at_next_step("enough")
+        return ctx.step
+
+    assert epoch_of().run(work).fetch() == 4
+    assert on_processes(2, work)[1] == [4, 4]
+
+
+def test_windows_and_agree_every_ask_at_ends_of_windows():
+    """With agree_every=3 and windows of 2 all are asked at the ends of windows, at least 3 steps apart."""
+
+    def work(ctx):
+        ctx.session.run_state = RunState(agree_every=3)
+        ctx.session.run_state.begin_epoch(1)
+        loader = EpochLoader(torch.arange(40), 2, seed=0).placed(ctx.rank, 2)
+        for _ in ctx.steps(loader, accumulate=2):
+            if ctx.rank == 0 and ctx.step == 3:
+                ctx.session.run_state.stop_at_next_step("enough")
+        return ctx.step
+
+    assert on_processes(2, work)[1] == [6, 6]
+
+
+@pytest.mark.parametrize(("secs_left", "ends"), [(60.0, 4), (3.0, 2)])
+def test_a_preemption_waits_for_the_window_where_there_is_time(secs_left, ends):
+    """Too little time for a save after the window: all leave at once, and the open window is saved."""
+    state = RunState()
+    now = [0.0]
+    state.requests = Requests(clock=lambda: now[0])
+    session = epoch_of(state)
+    reached = []
+
+    def work(ctx):
+        for _ in ctx.steps(range(10), accumulate=4):
+            reached.append(ctx.step)
+            if ctx.step == 2:
+                state.requests.preempt("SIGTERM")
+                now[0] = GRACE_SECS - secs_left if secs_left < GRACE_SECS else 0.0
+
+    with pytest.raises(Interrupted):
+        session.run(work)
+    assert reached[-1] == ends
+
+
+@pytest.mark.parametrize("given", [0, 1.5, True, "4"])
+def test_a_window_is_a_number_of_batches(given):
+    """Anything else is refused, and so is a window of steps that do not count."""
+    session = epoch_of()
+    with pytest.raises(UsageError, match="accumulate is"):
+        session.run(lambda ctx: list(ctx.steps(range(4), accumulate=given)))
+    with pytest.raises(UsageError, match="count=False"):
+        session.run(lambda ctx: list(ctx.steps(range(4), count=False, accumulate=2)))

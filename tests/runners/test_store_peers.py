@@ -10,6 +10,7 @@ from ranks import local_store, on_ranks, posted
 
 from torchrelay.errors import DeadlineError, PeerError, StorageError, TaskFailedError
 from torchrelay.jobs.peers import decide, together
+from torchrelay.runners.distributed.store import POLL_SECS
 from torchrelay.runners.distributed.store_peers import StorePeers
 
 
@@ -38,6 +39,24 @@ def test_values_come_in_rank_order_over_many_rounds(peers_of):
 
     expected = [[[rank, n] for rank in range(3)] for n in range(50)]
     assert on_ranks(3, work) == [(expected, False, False)] * 3
+
+
+def test_ranks_that_wait_for_seconds_print_nothing(peers_of, capfd):
+    """Others that wait three seconds for a rank at work make no line of torch appear, nor keep a thread."""
+    before = threading.active_count()
+
+    def work(rank):
+        peers = peers_of(rank, 2)
+        if rank == 0:
+            time.sleep(3 * POLL_SECS)
+        return peers.exchange("validated", rank)
+
+    assert on_ranks(2, work) == [[0, 1]] * 2
+    assert "".join(capfd.readouterr()) == ""
+    end = time.monotonic() + 10
+    while threading.active_count() > before:
+        assert time.monotonic() < end, [thread.name for thread in threading.enumerate()]
+        time.sleep(0.01)
 
 
 def test_long_values_travel_in_parts(peers_of):

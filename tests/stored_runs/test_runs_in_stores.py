@@ -58,6 +58,25 @@ def test_a_run_lies_at_its_url(url: str, hosts: Hosts) -> None:
     assert train(url, 2) == 2, "and the same command says that it is finished"
 
 
+def test_a_run_that_has_ended_is_loaded_on_another_host(url: str, hosts: Hosts) -> None:
+    """Its last epoch by train, its best one by `load_best`, on a host that has never seen the run."""
+    train(url, 3)
+    before = in_memory(url)
+    hosts.on("elsewhere")
+    job = job_of(3)
+    (model,) = (blob.source for blob in job.blobs if blob.name == "model")
+    runner = JobRunner(job, url, best=("train/loss", "min"), code=False)
+    assert runner.train(LocalSession()) == 3 and torch.equal(model.weight, weights(url, 3))
+    assert in_memory(url) == before
+    epoch = runner.load_best()
+    assert torch.equal(model.weight, weights(url, epoch))
+    hosts.on("a third")
+    job = job_of(3)
+    (model,) = (blob.source for blob in job.blobs if blob.name == "model")
+    assert JobRunner(job, url, best=("train/loss", "min"), code=False).load_best() == epoch
+    assert torch.equal(model.weight, weights(url, epoch))
+
+
 def test_going_on_on_another_host(url: str, hosts: Hosts, tmp_path: Path) -> None:
     """An empty workspace ends in the same bits as a run that nothing interrupted, with one curve."""
     train(tmp_path / "whole", 5)

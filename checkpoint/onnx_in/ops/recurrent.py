@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from torchrelay.checkpoint.onnx_in.call import Call
 from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
 
 Activation = Callable[[Tensor], Tensor]
 _DEFAULTS = {"LeakyRelu": (0.01, 0.0), "ThresholdedRelu": (1.0, 0.0), "HardSigmoid": (0.2, 0.5), "Elu": (1.0,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
 
 from torchrelay.checkpoint.onnx_in.call import Call
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True)

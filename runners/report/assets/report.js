@@ -53,7 +53,7 @@
     const line = document.createElementNS(SVG, "line");
     for (const [name, value] of Object.entries({ x1: x, x2: x, y1: top - 6, y2: bottom, class: "cursor" })) line.setAttribute(name, value);
     group.append(line);
-    const lines = [`epoch ${at}`];
+    const lines = [`${chart.dataset.unit} ${at}`];
     for (const [name, colour, , points] of filled) {
       const found = nearest(points, at);
       if (found[0] !== at) continue;

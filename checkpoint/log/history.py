@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
 from torchrelay.checkpoint.disk.names import TRY
 from torchrelay.checkpoint.disk.paths import position_of
-from torchrelay.checkpoint.disk.sealed import LIMIT_BYTES
+from torchrelay.checkpoint.disk.sealed import sealed_bytes
 from torchrelay.checkpoint.log.branches import branch_of, line_of
 from torchrelay.checkpoint.log.live import Key, State
 from torchrelay.checkpoint.log.record import Record, decode, slot_path
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import DamagedError
+from torchrelay.records import dataclass
 
 Json = Any
 
@@ -70,7 +70,7 @@ def read_history(storage: Storage, job: str, newest: int) -> History:
     slot = newest
     while slot >= 0:
         try:
-            data = storage.read_range(slot_path(slot), 0, LIMIT_BYTES + 1)
+            data = sealed_bytes(storage, slot_path(slot))
         except FileNotFoundError:
             break
         try:

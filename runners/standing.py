@@ -1,8 +1,9 @@
-"""How a run stands, in the words of the verbs.
+"""How a run stands: the one answer that `ls`, `show`, `runs ls`, `top`, `status` and the pages show.
 
 created       made, and no process has begun to train
 running       a process trains, as far as can be seen from here
-interrupted   it left, was stopped, or was killed; the same command goes on
+silent        it says that it runs, has left no sign of life for a while, and cannot be asked from here
+interrupted   it left, was stopped, or its process is gone; the same command resumes it
 failed        an error ended it; the same command goes on
 finished      its epochs are over
 tested        finished, and its newest epoch has a test result
@@ -13,20 +14,21 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from torchrelay.checkpoint.log.writer import is_gone, process_start
 from torchrelay.errors import RelayError
 from torchrelay.metadata.experiment.results import newest_result
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.metadata.run_look import look_at
+from torchrelay.records import dataclass
 
-Word = Literal["created", "running", "interrupted", "failed", "finished", "tested"]
+Word = Literal["created", "running", "silent", "interrupted", "failed", "finished", "tested"]
 STATES: tuple[Word, ...] = get_args(Word)
 OVER = ("finished", "tested")
-DEAD_AFTER_SECS = 60.0
-"""A process that runs leaves a sign every two seconds; one of another host is taken for dead after this."""
+SILENT_AFTER_SECS = 60.0
+"""A process that runs leaves a sign every two seconds; a slow shared file system may hold it back."""
 _BY_CTRL_C = 130
 
 
@@ -43,8 +45,20 @@ class Standing:
         """Whether its epochs are over."""
         return self.word in OVER
 
+    @property
+    def shown(self) -> str:
+        """The word for people; of a silent run the sentence that says so."""
+        return self.why if self.word == "silent" else self.word
+
+    def state(self, noted: Any) -> Any:
+        """What `status.json` has as the state, but never RUNNING of a run that is not known to run."""
+        return self.word.upper() if noted == "RUNNING" else noted
+
     def __str__(self) -> str:
-        return f"{self.word} ({self.why})" if self.why else self.word
+        return f"{self.shown} ({self.why})" if self.why and self.word != "silent" else self.shown
+
+
+NOT_BEGUN = Standing("created")
 
 
 def standing(run: Path) -> Standing:
@@ -63,8 +77,7 @@ def _word(run: Path, status: Mapping[str, Any], epoch: int | None) -> tuple[Word
     state, told = status.get("state"), status.get("stop")
     reasons = ", ".join(map(str, told)) if isinstance(told, list) else ""
     if state == "RUNNING":
-        why = _death(run, status)
-        return ("interrupted", why) if why else ("running", "")
+        return _going(run, status)
     if state == "FINISHED":
         return ("tested" if _is_tested(run, epoch) else "finished"), ""
     if state == "FAILED":
@@ -81,28 +94,20 @@ def _is_tested(run: Path, epoch: int | None) -> bool:
     return found is not None and found.get("epoch") == epoch
 
 
-def _death(run: Path, status: Mapping[str, Any]) -> str:
-    """Why a run that says it is running does not; empty where it does."""
-    pid, host = status.get("pid"), status.get("host")
-    if host == socket.gethostname() and type(pid) is int and not _lives(pid):
-        return f"killed: process {pid} is gone"
+def _going(run: Path, status: Mapping[str, Any]) -> tuple[Word, str]:
+    """Of a run that calls itself running: its process decides if it is of this system, else its files do."""
+    pid, gone = status.get("pid"), is_gone(status)
+    if gone is None and "boot_id" not in status:  # written before processes were noted whole
+        gone = status.get("host") == socket.gethostname() and type(pid) is int and not _lives(pid)
+    if gone:
+        return "interrupted", f"killed: process {pid} is gone"
     silent = look_at(run).silent_secs
-    if silent is not None and silent > DEAD_AFTER_SECS:
-        return f"killed, or its host lost: no sign of {host} for {silent:.0f} s"
-    return ""
+    if silent is not None and silent > SILENT_AFTER_SECS:
+        hours, minutes = divmod(int(silent) // 60, 60)
+        return "silent", f"no sign of life for {f'{hours} h ' if hours else ''}{minutes} min"
+    return "running", ""
 
 
 def _lives(pid: int) -> bool:
     """Whether another process of this number exists; in containers a dead one's number comes again soon."""
-    if pid in (os.getpid(), os.getppid()):
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return True
+    return pid not in (os.getpid(), os.getppid()) and process_start(pid) is not None

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torchrelay.checkpoint.disk import canonical
 from torchrelay.checkpoint.disk.fields import Fields
 from torchrelay.checkpoint.disk.manifest import Manifest
-from torchrelay.checkpoint.disk.manifest_disk import LIMIT_BYTES, decode
+from torchrelay.checkpoint.disk.manifest_disk import HINT_LIMIT_BYTES, decode
 from torchrelay.checkpoint.disk.names import TRY, parse_shard_file_name
 from torchrelay.checkpoint.disk.paths import DATA, manifest_path, try_directory
 from torchrelay.checkpoint.log import changes
+from torchrelay.checkpoint.log.history import History
 from torchrelay.checkpoint.log.live import Entry, Key, State
 from torchrelay.checkpoint.log.record import (
     LOG,
@@ -31,9 +32,9 @@ from torchrelay.checkpoint.log.record import (
     slot_path,
     whole_entries,
 )
-from torchrelay.checkpoint.repair.history import History
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import DamagedError, RelayError, StorageError
+from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,12 @@ class LostBase:
     ref: BaseRef
     reason: str
     data: bytes | None = None
+
+    @property
+    def notice(self) -> str:
+        """What people should know where it can be made again."""
+        said = "what it held is known, and the next start or torchrelay ckpt repair writes it again"
+        return f"{self.reason}; {said}"
 
 
 def lost_bases(storage: Storage, history: History) -> tuple[LostBase, ...]:
@@ -128,7 +135,7 @@ def _applied(state: State, record: Record) -> State:
 def _from_manifests(storage: Storage, record: Record) -> Iterator[Entry]:
     for name in filter(TRY.fullmatch, storage.list(DATA)):
         with suppress(StorageError, FileNotFoundError):
-            data = storage.read_range(manifest_path(name), 0, LIMIT_BYTES + 1)
+            data = storage.read_range(manifest_path(name), 0, HINT_LIMIT_BYTES)
             manifest: Manifest = decode(data, what=manifest_path(name))
             if manifest.job_uuid == record.job and manifest.tries[0] == name:
                 yield Entry(

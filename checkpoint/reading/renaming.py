@@ -1,0 +1,162 @@
+"""An epoch under other names than it was saved under: what a resume and a load with `rename` see of it.
+
+The name of a parameter occurs in the names of its optimizer state, and in the list of its parameter group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from torchrelay.checkpoint.disk.canonical import Json
+from torchrelay.checkpoint.disk.manifest import OF_POSITION, BlobRow, LeafRow, Manifest
+from torchrelay.checkpoint.disk.value_decoding import renamed_references
+from torchrelay.checkpoint.reading.leaf_reader import LeafReader
+from torchrelay.checkpoint.reading.load_result import blob_of
+from torchrelay.checkpoint.reading.patterns import Rename, renamed
+from torchrelay.checkpoint.reading.read_plan import LeafRead, ReadPlan
+from torchrelay.checkpoint.state.leaf import OPTIM_GROUP
+from torchrelay.checkpoint.state.optimizer_leaves import PARAMS, groups_prefix, state_prefix
+from torchrelay.checkpoint.wildcards import matches
+from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
+
+
+@dataclass(frozen=True)
+class Renaming:
+    """The leaves of an epoch under other names, those of today; `blobs` are registered now."""
+
+    manifest: Manifest
+    rename: Rename | None = None
+    blobs: frozenset[str] = frozenset()
+
+    @cached_property
+    def parameters(self) -> frozenset[str]:
+        """The names that optimizer state may be called after."""
+        return frozenset(leaf.name for leaf in self.manifest.leaves if leaf.role == "parameter")
+
+    def name(self, leaf: LeafRow) -> str:
+        """What a stored leaf is called today."""
+        if leaf.role == "gradient" and leaf.name != leaf.blob:
+            return f"{leaf.blob}.{renamed(leaf.name.removeprefix(f'{leaf.blob}.'), self.rename)}"
+        if leaf.role in OF_POSITION:
+            return leaf.name
+        if not isinstance(self.rename, Mapping):
+            return renamed(leaf.name, self.rename)
+        parameter, key = self.owner(leaf)
+        if parameter:
+            state = state_prefix(leaf.blob)
+            return f"{renamed(state, self.rename)}{renamed(parameter, self.rename)}{key}"
+        if leaf.name == leaf.blob:  # a rule for what lies below a blob is one for the blob
+            return renamed(f"{leaf.name}.", self.rename).removesuffix(".")
+        return renamed(leaf.name, self.rename)
+
+    def owner(self, leaf: LeafRow) -> tuple[str, str]:
+        """The parameter that a leaf of optimizer state belongs to, and the rest of its name; or nothing."""
+        state = state_prefix(leaf.blob)
+        if leaf.group != OPTIM_GROUP or not leaf.name.startswith(state):
+            return "", leaf.name
+        rest = leaf.name[len(state) :]
+        end = len(rest)
+        while (end := rest.rfind(".", 0, end)) > 0:
+            if rest[:end] in self.parameters:
+                return rest[:end], rest[end:]
+        return "", rest
+
+    @cached_property
+    def today(self) -> dict[str, str]:
+        """Stored names to new ones."""
+        return {old: name for name, old in self.stored.items()}
+
+    @cached_property
+    def stored(self) -> dict[str, str]:
+        """New names to stored ones; raises UsageError where two leaves would get one name."""
+        found: dict[str, str] = {}
+        for leaf in self.manifest.leaves:
+            name = self.name(leaf)
+            if not name or found.setdefault(name, leaf.name) != leaf.name:
+                both = f"{found[name]!r} and {leaf.name!r} both" if name else repr(leaf.name)
+                raise UsageError(f"rename={self.rename!r} makes {both} {name!r}: choose other names")
+        return found
+
+    @cached_property
+    def renamed_manifest(self) -> Manifest:
+        """The manifest as if the epoch had been saved under the names of today; keys in files stay."""
+        new = self.today
+        kinds = {blob.name: blob for blob in self.manifest.blobs}
+        leaves, blobs = [], dict[str, BlobRow]()
+        for leaf in self.manifest.leaves:
+            name = new[leaf.name]
+            blob = blob_of(name, self.blobs) or renamed(f"{leaf.blob}.", self.rename).removesuffix(".")
+            blobs.setdefault(
+                blob, kinds.get(leaf.blob, BlobRow(blob, "stateful", leaf.scope))._replace(name=blob)
+            )
+            alias = None if leaf.alias_of is None else new.get(leaf.alias_of, leaf.alias_of)
+            leaves.append(leaf._replace(name=name, blob=blob, alias_of=alias))
+        made = self.manifest.facts.made_by_init
+        facts = self.manifest.facts
+        if made is not None:
+            facts = replace(facts, made_by_init=tuple(new.get(name, name) for name in made))
+        return replace(self.manifest, leaves=tuple(leaves), blobs=tuple(blobs.values()), facts=facts)
+
+    def value(self, stored: str, json: Json) -> Json:
+        """A stored value with the names of today in it."""
+        if self.is_group(stored):
+            return self.group(json)
+        return renamed_references(json, self.today)
+
+    def is_group(self, stored: str) -> bool:
+        """Whether a leaf is the list of the parameters of an optimizer's group."""
+        leaf = self.manifest.leaves[self.manifest.rows[stored][0]]
+        head, _, last = stored.rpartition(".")
+        return leaf.group == OPTIM_GROUP and last == PARAMS and head.startswith(groups_prefix(leaf.blob))
+
+    def group(self, names: Sequence[str]) -> list[str]:
+        """Such a list with the names of today."""
+        return [renamed(name, self.rename) for name in names]
+
+    def excludes(self, leaf: LeafRow, patterns: Collection[str]) -> bool:
+        """Whether patterns, of the names of today, mean a leaf, or the parameter that it is state of."""
+        parameter, _ = self.owner(leaf)
+        names = [self.name(leaf), *([renamed(parameter, self.rename)] if parameter else [])]
+        return any(matches(name, pattern) for name in names for pattern in patterns)
+
+
+class RenamedReader(LeafReader):
+    """Reads an epoch by the names of today."""
+
+    def __init__(self, reader: LeafReader, renaming: Renaming) -> None:
+        self._stored = reader
+        self._renaming = renaming
+        self.manifest = renaming.renamed_manifest
+        self.options, self.shards = reader.options, reader.shards
+
+    def plan(self, reads: Iterable[LeafRead]) -> ReadPlan:
+        """See `LeafReader.plan`."""
+        old = self._renaming.stored
+        return self._stored.plan(replace(read, leaf=old.get(read.leaf, read.leaf)) for read in reads)
+
+    def value_json(self, leaf: str, node: str | None = None) -> Json:
+        """A value in its typed form, with the names of today in it."""
+        old = self._renaming.stored.get(leaf, leaf)
+        return self._renaming.value(old, self._stored.value_json(old, node))
+
+    def digest(self, leaf: str, node: str | None = None) -> str:
+        """See `LeafReader.digest`."""
+        return self._stored.digest(self._renaming.stored.get(leaf, leaf), node)
+
+
+def renamed_manifest(manifest: Manifest, rename: Mapping[str, str], blobs: Iterable[str]) -> Manifest:
+    """The manifest under the names of today; see `Renaming`."""
+    return Renaming(manifest, rename, frozenset(blobs)).renamed_manifest if rename else manifest
+
+
+def excluded_leaves(manifest: Manifest, patterns: Collection[str]) -> Callable[[str], bool]:
+    """Whether a leaf, stored or of an object, is among what patterns mean.
+
+    The state that an optimizer has of a parameter goes with the parameter.
+    """
+    renaming = Renaming(manifest)
+    stored = {leaf.name for leaf in manifest.leaves if renaming.excludes(leaf, patterns)}
+    return lambda name: name in stored or any(matches(name, pattern) for pattern in patterns)

@@ -1,0 +1,479 @@
+"""Leaves back into containers, in place.
+
+A load makes the stored tree, and then changes the live container to be like it: whatever the two have at the
+same place stays the object that it is, tensors of the same form included.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+from itertools import islice, zip_longest
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchrelay.checkpoint.disk.canonical import Json
+from torchrelay.checkpoint.disk.dtypes import by_name, torch_dtype
+from torchrelay.checkpoint.disk.value_decoding import decode, holds_only_tensors, references
+from torchrelay.checkpoint.disk.values import encode, tagged
+from torchrelay.checkpoint.state.admission import admitted_in_place
+from torchrelay.checkpoint.state.dtensors import is_sharded, memory_of_shard
+from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role, learning
+from torchrelay.checkpoint.state.restoring import Draft, same_form
+from torchrelay.checkpoint.state.subclasses import is_wrapper
+from torchrelay.errors import BlobError, DamagedError
+from torchrelay.jobs.blobs import is_factory, is_stateful
+from torchrelay.jobs.containers import (
+    MAPPINGS,
+    classes_of_fields,
+    found_inside,
+    is_container,
+    is_generator,
+    is_record,
+    record_fields,
+    registered_record,
+)
+from torchrelay.jobs.peers import warn
+from torchrelay.records import dataclass
+
+Builder = Callable[[], Any]
+_ABSENT: Any = object()
+
+
+@dataclass(eq=False)
+class _Record:
+    """An instance of a dataclass as it is stored."""
+
+    name: str
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    name: str
+
+
+@dataclass(frozen=True)
+class _Blob:
+    name: str
+
+
+def regrouped(
+    objects: Mapping[str, Any], specs: Mapping[str, LeafSpec], values: Mapping[str, Json]
+) -> tuple[dict[str, LeafSpec], dict[str, Json], set[str]]:
+    """Make stored leaves those that the objects need, where a dict was something else when it was saved.
+
+    Containers without a stored tree are given one that is made of the leaves with their names. Such leaves
+    are of earlier epochs, in which every entry of a dict was a blob, or were asked for alone. The third
+    result names these containers: whatever else they hold stays. A module takes the tensors of a dict that
+    holds nothing else, such as a state dict.
+    """
+    found, content, partial = dict(specs), dict(values), set()
+    for blob, live in objects.items():
+        if isinstance(live, nn.Module):
+            if blob in values and holds_only_tensors(values[blob]):
+                del found[blob]
+            continue
+        if type(live) is torch.Tensor or blob in specs or not is_container(live):
+            continue
+        mine = [
+            spec
+            for spec in specs.values()
+            if spec.name.startswith(f"{blob}.") and (spec.blob == blob or spec.blob not in objects)
+        ]
+        trees = {
+            spec.name: values[spec.name] for spec in mine if spec.role is Role.VALUE and spec.name in values
+        }
+        inner = {name for tree in trees.values() for name in references(tree)}
+        roots = {**trees, **{s.name: tagged("tensor", s.name) for s in mine if s.role in _TENSOR_ROLES}}
+        if not (roots := {name: root for name, root in roots.items() if name not in inner}):
+            continue
+        partial.add(blob)
+        for spec in mine:
+            if spec.name in trees:
+                del found[spec.name]
+            else:
+                found[spec.name] = replace(spec, blob=blob)
+        content[blob] = _nested(live, {name[len(blob) + 1 :]: root for name, root in roots.items()})
+        found[blob] = LeafSpec(blob, blob, Role.VALUE, MAIN_GROUP, "value", None, (), 0)
+    return found, content, partial
+
+
+_TENSOR_ROLES = (Role.TENSOR, Role.PARAMETER, Role.SUBCLASS)
+
+
+def _nested(live: Any, roots: Mapping[str, Json]) -> Json:
+    """A dict of what lies at these dotted paths; keys with dots are recognised by the live dict."""
+    below: dict[str, dict[str, Json]] = {}
+    pairs: dict[str, Json] = {}
+    for path, root in roots.items():
+        keys = [key for key in live if isinstance(key, str)] if _maps(live) else []
+        dicts = [key for key in keys if path.startswith(f"{key}.")]
+        if dicts and path not in keys:
+            below.setdefault(dicts[0], {})[path[len(dicts[0]) + 1 :]] = root
+        else:
+            pairs[path] = root
+    pairs.update({key: _nested(live[key], inner) for key, inner in below.items()})
+    return tagged("dict", [[key, item] for key, item in pairs.items()])
+
+
+def _maps(value: Any) -> bool:
+    return isinstance(value, MAPPINGS)
+
+
+class ContainerLoad:
+    """What the containers of one load have in common.
+
+    `objects` are the blobs of the load, `adopted` the live containers that were changed (by id), `made` the
+    new tensors by the leaf that owns them, `replaced` the blobs whose stored value is of another type.
+    """
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        self.objects = objects
+        self.adopted: set[int] = set()
+        self.made: dict[str, torch.Tensor] = {}
+        self.replaced: list[str] = []
+        self._extents: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        self._looked_at = 0
+
+    def shares_memory(self, draft: Draft, tensor: torch.Tensor) -> bool:
+        """Whether some byte of a tensor is one that another leaf is read into."""
+        for other in islice(draft.live_tensors, self._looked_at, None):
+            storage, first, last = _extent(other)
+            self._extents[storage].append((first, last))
+        self._looked_at = len(draft.live_tensors)
+        storage, begin, end = _extent(tensor)
+        return any(first < end and begin < last for first, last in self._extents.get(storage, ()))
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Storage, and the first and last byte there that a tensor may have."""
+    if is_wrapper(tensor):
+        return 0, 0, 0
+    memory = memory_of_shard(tensor) if is_sharded(tensor) else tensor
+    if memory.layout is not torch.strided or memory.numel() == 0:
+        return 0, 0, 0
+    last = sum(int(size - 1) * int(step) for size, step in zip(memory.shape, memory.stride(), strict=True))
+    begin = int(memory.storage_offset()) * memory.itemsize
+    return memory.untyped_storage().data_ptr(), begin, begin + (last + 1) * memory.itemsize
+
+
+def draft_container(
+    draft: Draft, blob: str, live: Any, load: ContainerLoad, *, partial: bool = False
+) -> Builder | None:
+    """Plan to change a container to what is stored; the builder gives the container, once all is read.
+
+    Where the stored value is of another type, the builder gives that one, for the workspace, and the blob is
+    among `load.replaced`. `partial`: what of a dict is not stored stays.
+    """
+    spec = draft.specs.get(blob)
+    if spec is None and not draft.stored(blob) and _holds_only_blobs(live):
+        return None
+    if (spec := draft.take(blob)) is None:
+        return None
+    if spec.role is not Role.VALUE:
+        draft.unlike(f"{blob} is a {type(live).__name__} here and {spec} in the checkpoint")
+        return None
+    json = draft.json(spec)
+    shown = decode(json, tensor=lambda name: _shown(draft, str(name)), blob=_Blob, record=_Record)
+    if not (_alike(live, shown) or (partial and _maps(live))):
+        load.replaced.append(blob)
+        live = _ABSENT
+    twins: dict[str, torch.Tensor] = {}
+    for name, twin in _twins(live, shown, {}, blob, root=True):
+        if twin is not None:
+            twins.setdefault(name, twin)
+    made = {
+        name: _maker(draft, load, blob, name, twins.get(name)) for name in dict.fromkeys(references(json))
+    }
+    draft.note_rest(blob)
+
+    def build() -> Any:
+        tensors: dict[str, torch.Tensor] = {}
+
+        def tensor(name: Json) -> torch.Tensor:
+            if name not in tensors:
+                tensors[str(name)] = made[str(name)]()
+            return tensors[str(name)]
+
+        new = decode(json, tensor=tensor, blob=_Blob, record=_Record)
+        return _Adoption(load, partial=partial).adopt(live, new, {}, root=True)
+
+    return build
+
+
+def _shown(draft: Draft, name: str) -> Any:
+    """What stands for a tensor in a plan; of an array or a list of numbers one like it, without content."""
+    spec = draft.specs.get(name)
+    if spec is None or spec.role is not Role.VALUE:
+        return _Tensor(name)
+    return torch.empty(spec.shape, dtype=torch_dtype(by_name(spec.dtype or "")))
+
+
+def _holds_only_blobs(live: Any) -> bool:
+    """Whether a container holds objects with state or factories, and nothing else."""
+    inside = list(found_inside(live, "", lambda _, found: not is_container(found)))
+    return bool(inside) and all(is_stateful(found) or is_factory(found) for _, found in inside)
+
+
+def _alike(live: Any, shown: Any) -> bool:
+    """Whether a live object can be changed to be like what is stored."""
+    if isinstance(shown, _Record):
+        return is_record(live)
+    if is_generator(shown):
+        return type(live) is type(shown) and _source_of(live) == _source_of(shown)
+    if isinstance(shown, torch.Tensor) or not is_container(live):
+        return False
+    if type(live) is not type(shown):
+        return False
+    return not hasattr(live, "dtype") or (
+        (live.dtype, live.shape) == (shown.dtype, shown.shape) and live.flags.writeable
+    )
+
+
+def _source_of(generator: Any) -> str:
+    """What a generator draws from: only one of the same can take its state."""
+    if isinstance(generator, torch.Generator):
+        return generator.device.type
+    return type(getattr(generator, "bit_generator", getattr(generator, "_bit_generator", None))).__name__
+
+
+def _twins(
+    live: Any, shown: Any, classes: Mapping[str, type], path: str, *, root: bool = False
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Every stored tensor with the live one at the same place, if there is any.
+
+    Raises BlobError for an instance of a dataclass that nothing here says how to make.
+    """
+    if isinstance(shown, _Tensor):
+        yield shown.name, live if isinstance(live, torch.Tensor) else None
+    elif isinstance(shown, _Record):
+        kind = _class_of(live, shown, classes, path, root=root)
+        of_fields = classes_of_fields(kind)
+        for name, item in shown.fields.items():
+            yield from _twins(getattr(live, name, None), item, of_fields.get(name, {}), f"{path}.{name}")
+    elif _maps(shown):
+        for key, item in shown.items():
+            yield from _twins(live.get(key) if _maps(live) else None, item, classes, f"{path}.{key}")
+    elif isinstance(shown, (list, tuple, deque, set, frozenset)):
+        ordered = isinstance(live, (list, tuple, deque)) and not isinstance(shown, (set, frozenset))
+        for index, (item, twin) in enumerate(zip_longest(shown, live if ordered else (), fillvalue=_ABSENT)):
+            if item is not _ABSENT:
+                yield from _twins(twin, item, classes, f"{path}[{index}]")
+
+
+def _class_of(
+    live: Any, shown: _Record, classes: Mapping[str, type], path: str, *, root: bool = False
+) -> type:
+    if is_record(live) and (root or type(live).__qualname__ == shown.name):
+        return type(live)
+    if (kind := classes.get(shown.name) or registered_record(shown.name)) is None:
+        raise BlobError(
+            f"{path} is an instance of the dataclass {shown.name} in the checkpoint, and nothing here says "
+            "how to make one: build the object as it was, or name that class in the annotation of the field"
+        )
+    return kind
+
+
+def _maker(
+    draft: Draft, load: ContainerLoad, blob: str, name: str, twin: torch.Tensor | None
+) -> Callable[[], torch.Tensor]:
+    """What gives a tensor of a container: the live one at its place, filled, or a new one."""
+    if name in draft.kept:
+        if twin is None:
+            draft.findings.refused.append(
+                f"{name} is left out, and {blob} has no tensor there that could stay: leave out all of it, "
+                f"exclude=[{blob!r}]"
+            )
+        return lambda: torch.empty(0) if twin is None else twin
+    spec = draft.take(name)
+    if spec is None or (spec.kind != "tensor" and spec.role is not Role.SUBCLASS):
+        raise DamagedError(f"value {blob!r} refers to tensor {name!r}, which the checkpoint lacks")
+    if (known := draft.live(spec)) is not None:
+        # One that was detached from a parameter of the same memory is so again.
+        shown = known.detach() if spec.role is Role.TENSOR and spec.frozen and known.requires_grad else known
+        return lambda: shown
+    if twin is not None and _fits(draft, load, spec, twin):
+        draft.into(blob, spec, twin)
+        return lambda: twin
+    odd = twin is not None and (is_sharded(twin) or is_wrapper(twin))
+    make = draft.alike(spec, twin if odd else None)
+    device = None if twin is None else twin.device
+
+    def new() -> torch.Tensor:
+        source = spec.alias_of or spec.name
+        if source not in load.made:
+            load.made[source] = learning(make(device), spec, twin)
+        return load.made[source]
+
+    return new
+
+
+def _fits(draft: Draft, load: ContainerLoad, spec: LeafSpec, twin: torch.Tensor) -> bool:
+    """Whether a leaf can be read into a live tensor, whose memory nothing else of the load has."""
+    if spec.role is Role.SUBCLASS or is_wrapper(twin):
+        return spec.role is Role.SUBCLASS and is_wrapper(twin)
+    if not same_form(spec, twin) or load.shares_memory(draft, twin):
+        return False
+    try:
+        admitted_in_place(twin, spec.name)
+    except BlobError:
+        return False
+    return True
+
+
+def change_container(live: Any, value: Any) -> Any:
+    """The live container or generator, changed to be like a value of its type."""
+    return _Adoption(ContainerLoad({}), partial=False).adopt(live, value, {}, root=True)
+
+
+class _Adoption:
+    """Changes live containers to be like stored values."""
+
+    def __init__(self, load: ContainerLoad, *, partial: bool) -> None:
+        self._objects = load.objects
+        self._adopted = load.adopted
+        self._partial = partial
+
+    def adopt(self, live: Any, new: Any, classes: Mapping[str, type], *, root: bool = False) -> Any:
+        """The live object, changed, where that is possible, else the new one."""
+        if isinstance(new, _Blob):
+            inside = live is not _ABSENT and (is_factory(live) or new.name not in self._objects)
+            return live if inside else self._objects.get(new.name)
+        if isinstance(new, _Record):
+            return self._record(live, new, classes, root=root)
+        if isinstance(new, tuple) and type(new) is tuple:
+            return self._tuple(live, new, classes)
+        if id(live) in self._adopted and _is_like(live, new):
+            return live  # it has two names, and was changed under the first
+        place = live if _alike(live, new) and id(live) not in self._adopted else None
+        if place is not None:
+            self._adopted.add(id(place))
+        if is_generator(new):
+            return new if place is None else _continue(place, new)
+        if _maps(new):
+            return self._mapping(live, new, place, classes)
+        if isinstance(new, (list, deque)):
+            return self._sequence(live, new, place, classes, root=root)
+        if isinstance(new, (set, frozenset)):
+            items = {self.adopt(_ABSENT, item, classes) for item in new}
+            if isinstance(new, frozenset) or place is None:
+                return type(new)(items)
+            place.clear()
+            place.update(items)
+            return place
+        if place is None:
+            return new
+        place[... if hasattr(new, "dtype") else slice(None)] = new  # an array of numpy or a bytearray
+        return place
+
+    def _mapping(self, live: Any, new: Any, place: Any, classes: Mapping[str, type]) -> Any:
+        before = live if _maps(live) else {}
+        items = {key: self.adopt(before.get(key, _ABSENT), item, classes) for key, item in new.items()}
+        if self._partial and _maps(live):
+            place, items = live, {**live, **items}
+        target = new if place is None else place
+        target.clear()
+        for key, item in items.items():  # update() of a Counter adds
+            target[key] = item
+        return target
+
+    def _sequence(self, live: Any, new: Any, place: Any, classes: Mapping[str, type], *, root: bool) -> Any:
+        before = live if isinstance(live, (list, tuple, deque)) else ()
+        pairs = list(zip_longest(new, before, fillvalue=_ABSENT))[: len(new)]
+        items = [self.adopt(twin, item, classes) for item, twin in pairs]
+        if isinstance(place, deque) and not root and place.maxlen != new.maxlen:
+            place = None
+        target = new if place is None else place
+        target.clear()
+        target.extend(items)
+        return target
+
+    def _tuple(self, live: Any, new: tuple[Any, ...], classes: Mapping[str, type]) -> tuple[Any, ...]:
+        before = live if type(live) is tuple else ()
+        pairs = list(zip_longest(new, before, fillvalue=_ABSENT))[: len(new)]
+        items = tuple(self.adopt(twin, item, classes) for item, twin in pairs)
+        same = len(before) == len(items) and all(
+            one is other for one, other in zip(before, items, strict=True)
+        )
+        return before if same else items
+
+    def _record(self, live: Any, new: _Record, classes: Mapping[str, type], *, root: bool) -> Any:
+        same = is_record(live) and (root or type(live).__qualname__ == new.name)
+        if same and id(live) in self._adopted and _is_like(live, new):
+            return live
+        kind = _class_of(live, new, classes, new.name, root=root)
+        of_fields = classes_of_fields(kind)
+        known = {*record_fields(live)} if same else {*kind.__dataclass_fields__}  # type: ignore[attr-defined]
+        gone = [name for name in new.fields if name not in known and name not in kind.__dataclass_fields__]  # type: ignore[attr-defined]
+        if gone:
+            warn(
+                f"{kind.__qualname__} has no {', '.join(gone)} any more: what the checkpoint has is left out",
+                stacklevel=2,
+            )
+        fields = {
+            name: self.adopt(getattr(live, name, _ABSENT) if same else _ABSENT, item, of_fields.get(name, {}))
+            for name, item in new.fields.items()
+            if name not in gone
+        }
+        frozen = kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+        in_place = same and not frozen and id(live) not in self._adopted
+        target = live if in_place else object.__new__(kind)
+        self._adopted.add(id(target))
+        for name, item in fields.items():
+            object.__setattr__(target, name, item) if frozen else setattr(target, name, item)
+        return target
+
+
+def _is_like(live: Any, new: Any) -> bool:
+    """Whether a container that was changed already is like a stored value that is to stand elsewhere."""
+    if isinstance(new, _Record):
+        fields = new.fields.items()
+        return is_record(live) and all(_is_like(getattr(live, name, _ABSENT), item) for name, item in fields)
+    if type(live) is not type(new):
+        return False
+    if _maps(new):
+        return [*live] == [*new] and all(_is_like(live[key], item) for key, item in new.items())
+    if isinstance(new, (list, tuple, deque)):
+        return len(live) == len(new) and all(map(_is_like, live, new))
+    if isinstance(new, torch.Tensor):
+        return live is new
+    if hasattr(new, "dtype") or is_generator(new):
+        return bool(encode(live, "") == encode(new, ""))
+    return bool(live == new or live is new)
+
+
+def _continue(live: Any, new: Any) -> Any:
+    """Make a generator continue where another one, which was made from what is stored, would."""
+    if isinstance(live, torch.Generator):
+        live.set_state(new.get_state())
+    elif hasattr(live, "setstate"):
+        live.setstate(new.getstate())
+    elif hasattr(live, "bit_generator"):
+        bits, stored = live.bit_generator, new.bit_generator
+        seeds = getattr(stored, "seed_seq", None)
+        if seeds is not None and getattr(bits, "seed_seq", None) is not None:
+            bits.__setstate__((stored.state, seeds))  # with the seeds that spawned ones come from
+        bits.state = stored.state
+    else:
+        live.set_state(new.get_state(legacy=False))
+    return live
+
+
+def check_changed(blobs: Collection[str], objects: Mapping[str, Any], ask: str) -> None:
+    """Refuse, by BlobError, objects that a load would leave as they are.
+
+    Args:
+        blobs: Those in whose place something else would be made: see `Restoration.replaced`.
+        objects: What was given to the load, by blob.
+        ask: A call that gives the stored value of a blob; `{0}` stands for the blob.
+    """
+    if blobs:
+        shown = ", ".join(f"{blob} ({type(objects[blob]).__name__})" for blob in blobs)
+        raise BlobError(
+            f"{shown} cannot be changed in place into the value of the checkpoint; nothing was changed: "
+            f"take the value from {ask.format(repr(next(iter(blobs))))}"
+        )

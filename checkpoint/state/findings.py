@@ -1,0 +1,154 @@
+"""Everything in which the given objects and a checkpoint differ, told at once, with what would let it pass.
+
+One remedy follows the differences, the likeliest: other names (`rename`), another element type (`dtype`),
+else what is to stay as it is (`exclude`).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import field
+
+import torch
+
+from torchrelay.checkpoint.selection import LEFT_OUT
+from torchrelay.checkpoint.state.leaf import LeafSpec
+from torchrelay.errors import BlobError
+from torchrelay.jobs.names import dotted_prefixes
+from torchrelay.records import dataclass
+
+_NEAREST_FOR = 20
+"""Missing leaves for which the nearest stored names are looked up; the search is quadratic."""
+
+
+@dataclass
+class Findings:
+    """What differs. Each text of `unlike` begins with the name of a leaf or blob."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    unlike: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    types: dict[str, torch.dtype] = field(default_factory=dict)
+    """Those of `unlike` that differ in the floating-point type alone, and the type that the object has."""
+    members: dict[str, str] = field(default_factory=dict)
+    """Texts of `unlike` about a parameter that a stored group of an optimizer lacks, and its name."""
+
+    def differ(self, *, strict: bool, kept: Collection[str]) -> bool:
+        """Whether `check` would raise."""
+        missing = strict and not all(name in kept for name in self.missing)
+        return bool(self.unlike or self.refused or missing or (strict and self.unexpected))
+
+    def check(
+        self,
+        stored: Mapping[str, LeafSpec],
+        *,
+        strict: bool,
+        kept: Collection[str] = (),
+        why_absent: Callable[[str], str] = lambda name: "",
+        exclude: str | None = "exclude",
+        within: str = "",
+        converts: bool = False,
+    ) -> None:
+        """Raise one BlobError that lists all differences; without `strict` only the unlike ones count.
+
+        `exclude` is what the argument is called by which leaves stay as they are; None where there is none.
+        The argument `rename` is of names `within` a blob or part. `converts`: there is an argument `dtype`.
+        """
+        lines = [f"cannot be loaded into: {text}" for text in self.refused]
+        lines += [f"differs: {text}" for text in self.unlike]
+        missing: list[str] = []
+        reasons: dict[str, str] = {}
+        if strict:
+            missing = [name for name in self.missing if name not in kept]
+            near = missing[:_NEAREST_FOR]
+            reasons = {name: f" ({why})" for name in missing if (why := why_absent(name))}
+            hints = {**{name: _nearest(name, stored) for name in near if name not in reasons}, **reasons}
+            lines += [f"not in the checkpoint: {name}{hints.get(name, '')}" for name in missing]
+            whose = {name: f" ({why})" for name in self.unexpected if (why := why_absent(name))}
+            lines += [f"only in the checkpoint: {name}{whose.get(name, '')}" for name in self.unexpected]
+            reasons.update(whose)
+        if not lines:
+            return
+        if len(lines) == len(self.refused):
+            raise BlobError("nothing was loaded or changed:\n  " + "\n  ".join(lines))
+        remedy = (
+            "A run resumes with the include and exclude of the save"
+            if any(LEFT_OUT in why for why in reasons.values())
+            else ""  # they say themselves what helps
+            if reasons
+            else self._remedy(missing, self.unexpected if strict else [], exclude, within, converts=converts)
+        )
+        raise BlobError(
+            "the checkpoint does not fit the given objects; nothing was changed:\n  "
+            + "\n  ".join(lines)
+            + (f"\n{remedy}" if remedy else "")
+        )
+
+    def _remedy(
+        self,
+        missing: Sequence[str],
+        unexpected: Sequence[str],
+        exclude: str | None,
+        within: str,
+        *,
+        converts: bool,
+    ) -> str:
+        if exclude is None:
+            return "Build the objects as they were when it was saved, or ask for other names"
+        named_otherwise = all(self.members.get(text) in missing for text in self.unlike)
+        if named_otherwise and (rename := renaming(missing, unexpected, within)):
+            return f"If these are the same leaves under other names: rename={rename!r}"
+        different = [text.split(" ", 1)[0] for text in self.unlike]
+        types = {self.types.get(name) for name in (*different, *missing, *unexpected)}
+        if converts and len(types) == 1 and (only := types.pop()) is not None:
+            return f"To convert them to the type that they have here: dtype={only}"
+        names = _covering([*different, *missing, *unexpected])
+        return f"To leave out what is to stay as the program made it: {exclude}={names!r}"
+
+
+def renaming(missing: Sequence[str], unexpected: Sequence[str], within: str = "") -> dict[str, str] | None:
+    """The one rule that turns the most stored names into missing ones, if that is half of them at least.
+
+    Names in it are relative to the blob or part `within`, where there is one.
+    """
+    wanted, most = set(missing), 0
+    best: dict[str, str] | None = None
+    for name in missing[:1]:
+        for old in unexpected[:_NEAREST_FOR]:
+            for here, there in _beginnings(name, old):
+                if within in (here, there):
+                    continue
+                hits = sum(_renamed(one, there, here) in wanted for one in unexpected)
+                if hits > most:
+                    best = {there.removeprefix(f"{within}."): here.removeprefix(f"{within}.")}
+                    most = hits
+    return best if 2 * most >= len(missing) else None
+
+
+def _beginnings(one: str, other: str) -> Iterator[tuple[str, str]]:
+    """What two names begin with, before ends that are alike, the longest end first; nothing without any."""
+    ones, others = one.split("."), other.split(".")
+    common = 0
+    while common < min(len(ones), len(others)) and ones[-1 - common] == others[-1 - common]:
+        common += 1
+    for alike in range(min(common, len(ones) - 1, len(others) - 1), 0, -1):
+        yield ".".join(ones[:-alike]), ".".join(others[:-alike])
+
+
+def _renamed(name: str, old: str, new: str) -> str:
+    return new + name[len(old) :] if name == old or name.startswith(f"{old}.") else name
+
+
+def _covering(names: Sequence[str]) -> list[str]:
+    """The names, or, of many, the parts below a blob that they lie in."""
+    found = list(dict.fromkeys(names))
+    if len(found) > 3:
+        found = list(dict.fromkeys(next(iter(dotted_prefixes(name)[1:2]), name) for name in found))
+    return found[:6]
+
+
+def _nearest(name: str, stored: Mapping[str, LeafSpec]) -> str:
+    near = difflib.get_close_matches(name, stored, n=2)
+    return f" (there is {', '.join(near)})" if near else ""

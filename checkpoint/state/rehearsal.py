@@ -1,0 +1,272 @@
+"""A restore that is planned for the sake of what it would refuse, before a new structure is saved.
+
+Leaves that were just listed are planned into the objects that they were listed of, these taken as a later
+start makes them: optimizers have no state, and of wrapper subclasses inside of an object with `state_dict`
+it has those that were there at its first save or load, or that it shows. Nothing is made, read or asked.
+What modules, tensors and optimizers consist of is compared with what this start had built when its `setup`
+ended, for the next one builds the same: a layer that came since would find no place there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from torchrelay.checkpoint.disk.canonical import Json
+from torchrelay.checkpoint.disk.manifest import OF_POSITION
+from torchrelay.checkpoint.state.container_leaves import container_tensors
+from torchrelay.checkpoint.state.container_restore import ContainerLoad
+from torchrelay.checkpoint.state.dtensors import is_sharded
+from torchrelay.checkpoint.state.findings import Findings
+from torchrelay.checkpoint.state.kinds import Kind, kind_of
+from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value
+from torchrelay.checkpoint.state.module_leaves import ModuleStates, show_shards
+from torchrelay.checkpoint.state.module_names import EXTRA_STATE, has_extra_state, module_parts
+from torchrelay.checkpoint.state.optimizer_leaves import PARAMS, orphans
+from torchrelay.checkpoint.state.restore import drafted
+from torchrelay.checkpoint.state.restoring import Draft, Maker, form
+from torchrelay.checkpoint.state.subclasses import is_wrapper, made_by_an_optimizer, told
+from torchrelay.checkpoint.state.tensor_names import TensorNames
+from torchrelay.errors import BlobError
+from torchrelay.records import dataclass
+
+
+@dataclass(frozen=True)
+class _Built:
+    """A tensor of a module, or a registered one; `alias_of` is the name of the tensor that it shares."""
+
+    is_buffer: bool
+    form: str
+    alias_of: str | None
+    is_sharded: bool = False
+
+
+class Start:
+    """What the modules, tensors and optimizers of a node consist of; holds none of them."""
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        self.tensors: dict[str, _Built] = {}
+        self.parts: set[str] = set()
+        """What the names of tensors in a module begin with."""
+        self.groups: dict[str, list[set[str]]] = {}
+        """The names of the parameters in each group of an optimizer."""
+        self.loose: set[tuple[str, int]] = set()
+        """The groups, by optimizer and number, with a parameter that no blob holds."""
+        first, names = TensorNames(), dict[int, str]()
+        for name, tensor, is_buffer in self._found(objects):
+            names.setdefault(id(tensor), name)
+            if is_lazy(tensor):
+                self.tensors[name] = _Built(is_buffer, "not initialised", None)
+                continue
+            built = f"{type(tensor).__qualname__} {form(tensor)}" if is_wrapper(tensor) else form(tensor)
+            alias = first.earlier(tensor, name)
+            self.tensors[name] = _Built(is_buffer, built, alias, is_sharded(tensor))
+        for blob, value in objects.items():
+            if kind_of(value) is Kind.OPTIMIZER:
+                own = {id(one): name for name, one in orphans(blob, value)}
+                groups = [[id(one) for one in group[PARAMS]] for group in value.param_groups]
+                self.groups[blob] = [{names.get(one, own[one]) for one in group} for group in groups]
+                held = names.keys() | (set() if names.keys() >= own.keys() else _in_containers(objects))
+                self.loose.update((blob, n) for n, group in enumerate(groups) if not held >= set(group))
+
+    def _found(self, objects: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor, bool]]:
+        for blob, value in objects.items():
+            kind = kind_of(value)
+            if kind is Kind.TENSOR:
+                yield blob, value, False
+            parts = module_parts(value) if kind is Kind.MODULE else []
+            show_shards(blob, parts)
+            for path, _, part in parts:
+                self.parts.add(f"{blob}.{path}")
+                if has_extra_state(part):
+                    self.tensors[f"{blob}.{path}{EXTRA_STATE}"] = _Built(False, "an extra state", None)
+                passing = part._non_persistent_buffers_set
+                for name, one in part._parameters.items():
+                    if one is not None:
+                        yield f"{blob}.{path}{name}", one, False
+                for name, buffer in part._buffers.items():
+                    if buffer is not None and name not in passing:
+                        yield f"{blob}.{path}{name}", buffer, True
+
+    def placed(self, now: Start) -> list[str]:
+        """The tensors that are sharded `now` and were not, or the other way round."""
+        before = self.tensors
+        return [
+            name
+            for name, built in now.tensors.items()
+            if name in before and built.is_sharded != before[name].is_sharded
+        ]
+
+    def differences(self, now: Start) -> Iterator[tuple[str, str]]:
+        """What a load of what is there `now` would refuse where objects are as they were: names and texts."""
+        for name, built in now.tensors.items():
+            before = self.tensors.get(name)
+            if before is None:
+                if not built.is_buffer or f"{name.rpartition('.')[0]}." not in self.parts:
+                    yield name, "came after the start"
+            elif before.is_buffer != built.is_buffer:
+                yield name, f"is {_sort(built)} now, and was {_sort(before)} at the start"
+            elif before.form != built.form and (not built.is_buffer or _element(before) != _element(built)):
+                yield name, f"is {built.form} now, and was {before.form} at the start"
+            elif before.alias_of != built.alias_of:
+                yield name, f"is {_whose(built)} now, and was {_whose(before)} at the start"
+        yield from ((name, "is gone since the start") for name in self.tensors if name not in now.tensors)
+        for blob, groups in self.groups.items():
+            kept = now.groups.get(blob, groups)[: len(groups)]
+            if kept != groups:
+                yield blob, "has other parameters in its groups than at the start"
+            for number in sorted(n for one, n in now.loose if one == blob and n >= len(groups)):
+                yield blob, f"has parameters in group {number}, added since the start, that no blob holds"
+
+
+def _in_containers(objects: Mapping[str, Any]) -> set[int]:
+    containers = {blob: value for blob, value in objects.items() if kind_of(value) is Kind.CONTAINER}
+    return {id(one) for blob, value in containers.items() for _, one in container_tensors(blob, value)}
+
+
+def _sort(built: _Built) -> str:
+    return "a buffer" if built.is_buffer else "a parameter"
+
+
+def _element(built: _Built) -> str:
+    return built.form.partition("[")[0]
+
+
+def _whose(built: _Built) -> str:
+    return "a tensor of its own" if built.alias_of is None else f"the same tensor as {built.alias_of}"
+
+
+def groups_of(objects: Mapping[str, Any]) -> list[list[int]]:
+    """Which parameters are in which group of which optimizer, by identity."""
+    optimizers = [one for one in objects.values() if isinstance(one, Optimizer)]
+    return [list(map(id, group[PARAMS])) for one in optimizers for group in one.param_groups]
+
+
+def rehearse(
+    objects: Mapping[str, Any],
+    leaves: Sequence[Leaf],
+    specs: Sequence[LeafSpec],
+    states: ModuleStates,
+    where: str,
+    *,
+    kept: Collection[str] = (),
+    shown: Collection[str] | None = None,
+    changed: Sequence[str] = (),
+) -> None:
+    """Plan to load `leaves`, as they were just listed, into these objects; raise BlobError for what cannot.
+
+    `objects` are those that are registered, as a later start makes them; `states` are those of modules that
+    the listing has asked, and `where` is the node, for people. `shown`: see `Rehearsal`. `changed` are
+    differences from how the program built them, which are refused as well. Nothing is read, made, or asked
+    of an object that a listing has asked.
+    """
+    stored = {spec.name: spec for spec in specs if spec.role not in OF_POSITION}
+    values = {leaf.name: leaf.content.json for leaf in leaves if isinstance(leaf.content, Value)}
+    asked = {blob for blob, value in objects.items() if kind_of(value) is Kind.STATEFUL}
+    listed = {
+        leaf.name: leaf.content
+        for leaf in leaves
+        if leaf.blob in asked and not isinstance(leaf.content, Value)
+    }
+    draft = Rehearsal(stored, values, objects, kept, listed, shown, states)
+    drafted(draft, objects, objects, ContainerLoad(objects), ())
+    draft.conclude(lambda one, other: True, strict=True, late_buffers=True)  # one memory has one content
+    draft.steps.clear()  # they refer to what made them
+    lines = [*_lines(draft.findings, kept), *changed]
+    refused = [
+        blob
+        for blob in dict.fromkeys([*objects, *draft.blobs])
+        if any(line == blob or line.startswith((f"{blob}.", f"{blob} ", f"{blob}:")) for line in lines)
+    ]
+    if lines:
+        more = f"\n  and {len(lines) - 8} more" if len(lines) > 8 else ""
+        text = "\n  ".join(lines[:8])
+        remedy = f"Build the object at every start as it is saved, or leave it out with exclude={refused!r}"
+        if changed:
+            remedy = (
+                "Make this change before training, where the job is built or in @job.setup. If every start "
+                "builds the object as the epoch that it resumes from has it, declare it with rebuilt=True"
+            )
+        raise BlobError(
+            f"blob {', '.join(map(repr, refused))} of {where}: a resume by the same program would refuse "
+            f"what is to be saved, so nothing is:\n  {text}{more}\n{remedy}"
+        )
+
+
+def _lines(findings: Findings, kept: Collection[str]) -> list[str]:
+    """A line for each difference, as a save says it."""
+    return [
+        *findings.refused,
+        *findings.unlike,
+        *(f"{name} would not be stored" for name in findings.missing if name not in kept),
+        *(f"{name} would have no place to be loaded into" for name in findings.unexpected),
+    ]
+
+
+class Rehearsal(Draft):
+    """A restoration of what was just listed, for the sake of what it would refuse. Makes no tensor.
+
+    `listed` are tensors of objects with `state_dict`, by leaf name: these objects are not asked again.
+    `shown` are wrapper subclasses that such objects have from their start, None where that is not known.
+    """
+
+    rehearsed = True
+
+    def __init__(
+        self,
+        specs: Mapping[str, LeafSpec],
+        values: Mapping[str, Json],
+        objects: Mapping[str, Any],
+        kept: Collection[str],
+        listed: Mapping[str, torch.Tensor],
+        shown: Collection[str] | None,
+        states: ModuleStates,
+    ) -> None:
+        super().__init__(specs, values, objects, kept, states=states)
+        self._listed = listed
+        self._shown = shown
+        self._shows: dict[str, bool] = {}
+        self._makes: dict[str, bool] = {}
+
+    def models(
+        self, blob: str, value: Any, ask: Callable[[], Mapping[str, torch.Tensor]]
+    ) -> Mapping[str, torch.Tensor]:
+        """Those that were listed."""
+        self._shows[blob] = callable(getattr(value, "state_dict_to_load_into", None))
+        return self._listed
+
+    def fresh_like(self, spec: LeafSpec, model: torch.Tensor) -> torch.Tensor:
+        """Nothing is read, so any tensor will do."""
+        return model
+
+    def wrapper_alike(self, spec: LeafSpec, model: torch.Tensor | None) -> Maker:
+        """Where there is no model, one that the object had from its start or shows will do."""
+        if model is not None:
+            return super().wrapper_alike(spec, model)
+        stored = self.json(spec)
+        self._take_inner(spec)
+        known = self._shown is None or spec.name in self._shown or self._shows.get(spec.blob)
+        if not known and not self._can_be_made(stored):
+            self.unlike(
+                f"{spec.name} is {told(stored)}, which came after the start: a load finds no such tensor in "
+                "the object that it could be made like; give its class a method state_dict_to_load_into() "
+                "that returns the state with such tensors in it"
+            )
+        return lambda device: torch.empty(0)
+
+    def _can_be_made(self, described: Json) -> bool:
+        """Whether some live optimizer makes such a tensor; each form is looked for once."""
+        form = repr(described)
+        if form not in self._makes:
+            self._makes[form] = made_by_an_optimizer(described) is not None
+        return self._makes[form]
+
+    def _take_inner(self, spec: LeafSpec) -> None:
+        stored = self.json(spec)
+        for name in stored.get("inner", ()) if isinstance(stored, dict) else ():
+            if (inner := self.take(f"{spec.name}.{name}")) is not None and inner.role is Role.SUBCLASS:
+                self._take_inner(inner)

@@ -1,0 +1,89 @@
+"""Which tensors are one: identity is memory, not the object that shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchrelay.checkpoint.state.dtensors import is_sharded, memory_of_shard
+
+Named = tuple[str, torch.Tensor]
+
+
+class TensorNames:
+    """The first name of each tensor. Two are one tensor where they are the same view of the same memory.
+
+    That is: storage, offset, shape, strides and element type are equal, whatever objects show them (`p.data`,
+    a detached tensor, two parameters that were given the same data). Of a DTensor its local part counts, and
+    its placements. Tensors in here stay alive, so that no other can get their memory meanwhile. An inner
+    tensor of a wrapper subclass has a name, the wrapper has none.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[object, Named] = {}
+        self._others: dict[object, list[Named]] = {}
+
+    def earlier(self, tensor: torch.Tensor, name: str) -> str | None:
+        """The name that this tensor has already; None where it is new, and called `name` from now on."""
+        place, named = _place_of(tensor), (name, tensor)
+        first = self._first.setdefault(place, named)
+        if first is named:
+            return None
+        if (known := self._among(place, tensor)) is None:
+            self._others.setdefault(place, []).append(named)
+        return known
+
+    def add_new(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> bool:
+        """Name many plain tensors at once, if all of them are new and have memory; else name none."""
+        places = list(map(torch.Tensor.data_ptr, tensors))
+        found: dict[object, Named] = dict(zip(places, zip(names, tensors, strict=True), strict=True))
+        if len(found) < len(places) or 0 in found or not self._first.keys().isdisjoint(found):
+            return False
+        self._first.update(found)
+        return True
+
+    def of(self, tensor: torch.Tensor) -> str | None:
+        """The name that this tensor has; None where it has none."""
+        return self._among(_place_of(tensor), tensor)
+
+    def _among(self, place: object, tensor: torch.Tensor) -> str | None:
+        """Views of other shapes may begin at the same place."""
+        first = self._first.get(place)
+        if first is None:
+            return None
+        return next((n for n, one in (first, *self._others.get(place, ())) if _is_same(one, tensor)), None)
+
+
+def _place_of(tensor: torch.Tensor) -> object:
+    """Where the memory begins; of what has none (empty, meta) which storage it is."""
+    kind = type(tensor)
+    plain = kind is torch.Tensor or kind is nn.Parameter or not is_sharded(tensor)
+    memory = tensor if plain else memory_of_shard(tensor)
+    try:
+        return memory.data_ptr() or (memory.untyped_storage()._cdata, memory.storage_offset())
+    except (RuntimeError, NotImplementedError):  # sparse, say: nothing but itself
+        return f"tensor {id(tensor)}"
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one is other:
+        return True
+    if is_sharded(one) or is_sharded(other):
+        both = is_sharded(one) and is_sharded(other)
+        return both and _shard_of(one) == _shard_of(other)
+    return _view_of(one) == _view_of(other)
+
+
+def _view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if tensor.layout is not torch.strided:
+        return (id(tensor),)
+    flipped = (tensor.is_conj(), tensor.is_neg())
+    return (tensor.device, tensor.dtype, tensor.shape, tensor.stride(), flipped)
+
+
+def _shard_of(tensor: Any) -> tuple[Any, ...]:
+    where = (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+    return (*where, _view_of(memory_of_shard(tensor)))

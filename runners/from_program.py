@@ -1,0 +1,288 @@
+"""What a resume takes from the program instead of the checkpoint, where a program builds it otherwise now.
+
+A state of a schedule holds its horizon (`T_max`, `total_steps`), and that of an optimizer its learning rate,
+so a resume follows the old ones. `from_program` names what shall follow the program: a schedule, by its blob,
+is stepped anew from its start to where the checkpoint stood; an entry of an optimizer's groups
+(`optimizer.lr`) becomes what the program gave it. Both only where the program differs from the one that
+saved, so that the option may stay, and a restart of the same program changes nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import field
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from torchrelay.errors import UsageError
+from torchrelay.jobs.blobs import Blob
+from torchrelay.jobs.peers import together
+from torchrelay.jobs.stop_condition import function_settings
+from torchrelay.records import dataclass
+from torchrelay.runners.session_base import SessionBase
+
+_MOVES = frozenset(
+    {
+        "last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "verbose",
+        "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter", "mode_worse",
+    }
+)  # fmt: skip
+"""What steps change in a schedule; all else in its state is how it was made."""
+_HORIZONS = {
+    "T_max": "the rate rises again behind step {}",
+    "total_steps": "a step behind step {} fails",
+    "total_iters": "the rate stays as it is behind step {}",
+}
+_CALLED = ("lr_lambdas", "_scale_fn_custom", "_scale_fn_ref")
+"""Where schedules of torch keep functions of the program."""
+_NOT_SHOWN = ("params", "param_names")
+
+
+@dataclass
+class _Node:
+    """The schedules and optimizers of one node as the program has built them."""
+
+    schedules: dict[str, Any] = field(default_factory=dict)
+    built: dict[str, Any] = field(default_factory=dict)
+    """By schedule its state."""
+    groups: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    """By optimizer the entries of its groups."""
+    optimizers: dict[str, Any] = field(default_factory=dict)
+
+
+class FromProgram:
+    """Notes what the program has built, before a load, and puts it in its place, after it."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        self._nodes: dict[str, _Node] = {}
+        self._before: Mapping[str, Any] | None = None
+        """What the loaded checkpoint remembers; None of a fresh start."""
+
+    def note(self, session: SessionBase) -> None:
+        """Look at what `setup` has left; raises UsageError for a name of which nothing can be taken."""
+
+        def look() -> None:
+            for place in session.local_nodes:
+                node = self._nodes[place.name] = _Node()
+                for name, entry in session.workspace(place.name).entries().items():
+                    if isinstance(entry.blob, Blob):
+                        _note(node, name, entry.value)
+                self._check(node)
+
+        together(session.peers, "from_program", look)
+
+    @property
+    def built(self) -> dict[str, list[Any]]:
+        """What the program gave the named entries of optimizers, and functions that schedules call, by name.
+
+        A checkpoint remembers it, of a rate that was not taken what it was when the saved one began.
+        """
+        node = next(iter(self._nodes.values()), _Node())
+        found: dict[str, Any] = {f"{name}.lr": _given(node, f"{name}.lr") for name in node.optimizers}
+        if self._before is not None:
+            found = {name: self._before.get(name) for name in found}
+        found |= {name: _given(node, name) for name in self._names}
+        return {name: given for name, given in found.items() if given}
+
+    def apply(
+        self, session: SessionBase, before: Mapping[str, Any], say: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """Change what was loaded; `before` is what `built` was when that was saved."""
+
+        def change() -> list[str]:
+            return [
+                text for place in session.local_nodes for text in self._apply(self._nodes[place.name], before)
+            ]
+
+        self._before = before
+        for text in dict.fromkeys(together(session.peers, "from_program", change)[0]):
+            say(text)
+
+    def _check(self, node: _Node) -> None:
+        for name in self._names:
+            blob, _, key = name.partition(".")
+            if name in node.schedules:
+                continue
+            optimizer = node.optimizers.get(blob)
+            if optimizer is None or not any(key in group for group in optimizer.param_groups):
+                there = [*node.schedules, *(f"{one}.lr" for one in node.optimizers)]
+                raise UsageError(
+                    f"from_program={name!r} names no schedule and no entry of an optimizer's groups; there "
+                    f"are {', '.join(there) or 'none'}"
+                )
+            for schedule, one in node.schedules.items():
+                if key == "lr" and _optimizer_of(one) is optimizer:
+                    raise UsageError(
+                        f"from_program={name!r}: {schedule} sets that rate at each step: give "
+                        f"from_program={schedule!r}, which begins with the program's rate"
+                    )
+
+    def _apply(self, node: _Node, before: Mapping[str, Any]) -> Iterator[str]:
+        for name in self._names:
+            if name not in node.schedules and before.get(name) != (wanted := _given(node, name)):
+                yield from _set_entries(node, name, wanted)
+        scheduled = [_optimizer_of(one) for one in node.schedules.values()]
+        for blob, optimizer in node.optimizers.items():
+            name = f"{blob}.lr"
+            was, now = before.get(name), _given(node, name)
+            if was not in (None, now) and name not in self._names and optimizer not in scheduled:
+                yield (
+                    f"{name} was {_short(was)} in the program and is {_short(now)}, but it stays as it was "
+                    f"saved: from_program={name!r} takes the program's"
+                )
+        for name, schedule in node.schedules.items():
+            saved, built = copy.deepcopy(schedule.state_dict()), node.built[name]
+            differences = list(_differences(built, saved))
+            if name in self._names and before.get(name, []) != _given(node, name):
+                differences.append("its function has changed")
+            if not differences:
+                continue
+            if name in self._names:
+                _rebuild(name, schedule, built, saved, node.groups.get(id(_optimizer_of(schedule)), []))
+                yield f"{name} follows the program from step {_position(saved)} on: {_told(differences)}"
+            elif type(schedule).__module__.startswith("torch."):
+                yield (
+                    f"{name} is as it was saved, not as the program makes it: {_told(differences)}"
+                    f"{_horizon(saved)}. from_program={name!r} takes the program's"
+                )
+
+
+def _note(node: _Node, name: str, value: Any) -> None:
+    if isinstance(value, LRScheduler):
+        node.schedules[name] = value
+        node.built[name] = copy.deepcopy(value.state_dict())
+        value = _optimizer_of(value)
+    elif hasattr(value, "param_groups"):
+        node.optimizers[name] = value
+    groups = getattr(value, "param_groups", None)
+    if isinstance(groups, list) and id(value) not in node.groups:
+        node.groups[id(value)] = [
+            {key: _copied(one) for key, one in group.items() if key not in _NOT_SHOWN} for group in groups
+        ]
+
+
+def _optimizer_of(schedule: Any) -> Any:
+    return getattr(schedule, "optimizer", None)
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def _given(node: _Node, name: str) -> list[Any]:
+    """Of an entry its value in each group; of a schedule what tells its functions, which no state holds."""
+    if name in node.schedules:
+        return [one for one in map(function_settings, _functions(node.schedules[name])) if one is not None]
+    blob, _, key = name.partition(".")
+    groups = node.groups.get(id(node.optimizers.get(blob)), [])
+    return [_plain(group.get(key)) for group in groups]
+
+
+def _functions(schedule: Any) -> Iterator[Any]:
+    """The functions that a schedule calls, those of schedules inside it too."""
+    for key, value in sorted(vars(schedule).items()):
+        for one in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(one, LRScheduler) and key == "_schedulers":
+                yield from _functions(one)
+            elif isinstance(one, (FunctionType, functools.partial)) and key in _CALLED:
+                yield one
+
+
+def _set_entries(node: _Node, name: str, wanted: list[Any]) -> Iterator[str]:
+    blob, _, key = name.partition(".")
+    optimizer = node.optimizers[blob]
+    groups = optimizer.param_groups[: len(wanted)]
+    saved = [_plain(group.get(key)) for group in groups]
+    if saved != wanted:
+        for group, built in zip(groups, node.groups[id(optimizer)], strict=False):
+            _set(group, key, built[key])
+        yield f"{name} is {_short(wanted)} as the program says, not {_short(saved)} as it was saved"
+
+
+def _set(group: dict[str, Any], key: str, value: Any) -> None:
+    if isinstance(group.get(key), torch.Tensor):  # others may hold it: it stays the same object
+        with torch.no_grad():
+            group[key].copy_(torch.as_tensor(value))
+    else:
+        group[key] = _copied(value)
+
+
+def _differences(built: Any, saved: Any, at: str = "") -> Iterator[str]:
+    """Where two states of a schedule differ in how it was made, in words."""
+    if isinstance(built, Mapping) and isinstance(saved, Mapping) and not isinstance(built, Counter):
+        for key in built:
+            if key not in _MOVES and key in saved:
+                yield from _differences(built[key], saved[key], f"{at}.{key}".lstrip("."))
+    elif isinstance(built, (list, tuple)) and isinstance(saved, (list, tuple)):
+        for index, (mine, other) in enumerate(zip(built, saved, strict=False)):
+            yield from _differences(mine, other, f"{at}[{index}]")
+    elif _plain(built) != _plain(saved) and not callable(built):
+        yield f"{at} was {_short(saved)} and is {_short(built)} in the program"
+
+
+def _told(differences: Sequence[str]) -> str:
+    return ", ".join(differences[:3]) + (", ..." if differences[3:] else "")
+
+
+def _short(value: Any) -> str:
+    value = _plain(value)
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    return f"{value:g}" if isinstance(value, float) else f"{value!s:.60}"
+
+
+def _horizon(saved: Mapping[str, Any]) -> str:
+    parts = [saved, *(one for one in saved.get("_schedulers", ()) if isinstance(one, Mapping))]
+    for part in parts:
+        for key, text in _HORIZONS.items():
+            if isinstance(part.get(key), int):
+                return f"; {text.format(part[key])}"
+    return ""
+
+
+def _position(saved: Mapping[str, Any]) -> int:
+    inner = saved.get("_schedulers") or [{}]
+    return int(saved.get("last_epoch", inner[0].get("last_epoch", 0)))
+
+
+def _rebuild(
+    name: str, schedule: Any, built: Mapping[str, Any], saved: Mapping[str, Any], groups: list[dict[str, Any]]
+) -> None:
+    """Step the program's schedule to where the saved one was; one that follows a metric keeps its place."""
+    if isinstance(schedule, ReduceLROnPlateau):
+        schedule.load_state_dict({**built, **{key: saved[key] for key in saved if key in _MOVES}})
+        return
+    optimizer = _optimizer_of(schedule)
+    start = copy.deepcopy(dict(built))
+    if isinstance(start.get("base_lrs"), list):  # groups that were added while it trained
+        start["base_lrs"] += saved["base_lrs"][len(start["base_lrs"]) :]
+    schedule.load_state_dict(start)
+    cycles = ("momentum", "betas") if getattr(schedule, "cycle_momentum", False) else ()
+    for group, entries in zip(optimizer.param_groups, groups, strict=False):
+        for key, value in entries.items():
+            if key == "lr" or key in cycles or key not in optimizer.defaults:
+                _set(group, key, value)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of steps before the optimizer's, which were taken long ago
+            for _ in range(_position(saved) - _position(built)):
+                schedule.step()
+    except ValueError as error:
+        raise UsageError(
+            f"from_program={name!r}: the program's schedule cannot be at step {_position(saved)}, where the "
+            f"run is: {error}"
+        ) from error

@@ -1,0 +1,95 @@
+"""Dataclasses that cost a start little: some hundred classes are declared before the first epoch.
+
+Python writes and compiles six methods for each, and freezes objects field by field. Here a class gets
+methods that need no compiling, and its `__init__` when the first object is made, without the freezing.
+Classes that users make keep Python's own: their signature is shown before there is an object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass as declared
+from dataclasses import fields
+from operator import attrgetter, ge, gt, le, lt
+from reprlib import recursive_repr
+from typing import TYPE_CHECKING, Any
+
+
+def _dataclass(
+    cls: Any = None, /, *, frozen: bool = False, eq: bool = True, order: bool = False, kw_only: bool = False
+) -> Any:
+    """As Python's, but that `frozen` gives a hash and binds the type checker alone."""
+    if cls is None:
+        return lambda cls: _dataclass(cls, frozen=frozen, eq=eq, order=order, kw_only=kw_only)
+    cls.__doc__ = cls.__doc__ or cls.__name__  # or Python would derive one from the signature
+    declared(init=False, repr=False, eq=False, kw_only=kw_only)(cls)
+
+    _declared.append(cls)
+
+    def first(self: Any, *args: Any, **kwargs: Any) -> None:
+        cls.__init__ = _initializer(cls)
+        cls.__init__(self, *args, **kwargs)
+
+    methods = {"__init__": first, "__repr__": _repr}
+    if eq:
+        methods |= _comparisons(cls, frozen=frozen, order=order)
+    for name, method in methods.items():
+        if vars(cls).get(name) is None:  # a class with an `__eq__` of its own has None as its hash
+            setattr(cls, name, method)
+    return cls
+
+
+if TYPE_CHECKING:
+    from dataclasses import dataclass
+else:
+    dataclass = _dataclass
+
+__all__ = ["dataclass", "make_initializers"]
+_declared: list[Any] = []
+
+
+def make_initializers() -> None:
+    """Make every `__init__` now: for a process whose forks would each make their own."""
+    for cls in _declared:
+        if vars(cls)["__init__"].__name__ == "first":
+            cls.__init__ = _initializer(cls)
+
+
+def _initializer(cls: Any) -> Callable[..., None]:
+    """Python's own `__init__` for these fields."""
+    alike: Any = type(cls)(cls.__name__, (cls,), {"__doc__": "-", "__qualname__": cls.__qualname__})
+    initializer: Callable[..., None] = declared(repr=False, eq=False)(alike).__init__
+    return initializer
+
+
+@recursive_repr()
+def _repr(self: Any) -> str:
+    shown = (f"{one.name}={getattr(self, one.name)!r}" for one in fields(self) if one.repr)
+    return f"{type(self).__qualname__}({', '.join(shown)})"
+
+
+def _comparisons(cls: type[Any], *, frozen: bool, order: bool) -> dict[str, Any]:
+    key = _values([one.name for one in fields(cls) if one.compare])
+    hashed = _values([one.name for one in fields(cls) if (one.compare if one.hash is None else one.hash)])
+
+    def equal(self: Any, other: object) -> Any:
+        return key(self) == key(other) if other.__class__ is self.__class__ else NotImplemented
+
+    def compared(operator: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def compare(self: Any, other: Any) -> Any:
+            return operator(key(self), key(other)) if other.__class__ is self.__class__ else NotImplemented
+
+        return compare
+
+    methods: dict[str, Any] = {"__eq__": equal, "__hash__": None}
+    if frozen:
+        methods["__hash__"] = lambda self: hash(hashed(self))
+    if order:
+        methods |= {f"__{one.__name__}__": compared(one) for one in (lt, le, gt, ge)}
+    return methods
+
+
+def _values(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:
+    if len(names) > 1:
+        return attrgetter(*names)
+    return lambda self: tuple(getattr(self, name) for name in names)
