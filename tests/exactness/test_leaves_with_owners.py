@@ -167,6 +167,15 @@ def test_a_callable_changes_the_objects_that_the_program_holds(
         assert told["seen"] == sha256_of(torch.full((2,), 13.0))
 
 
+def test_a_callable_that_raises_on_one_rank_ends_all_and_changes_nothing(
+    story: tuple[Path, dict[str, list[Told]]],
+) -> None:
+    """Three ranks resume a run of two: all end with the words of the one, and none hangs."""
+    copy = shutil.copytree(story[0] / "tally whole", story[0] / "tally raises on 3")
+    told = [one[0] for one in on_ranks(story[0], 3, [(copy, "tally", 5, {"reshard": "raises on rank 1"})])]
+    assert all("odd policy" in rank["error"] and rank["untouched"] == "True" for rank in told), told
+
+
 def test_a_callable_is_not_asked_about_tensors_in_containers(tmp_path: Path) -> None:
     """It is refused by the name of the blob, for a container, which holds more than it can be asked about."""
 

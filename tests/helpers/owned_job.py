@@ -14,6 +14,7 @@ from torch import nn
 
 import torchrelay
 from torchrelay import Context, Job, JobRunner, max_epochs
+from torchrelay.jobs.places import NodePlace
 from torchrelay.runners.session_base import SessionBase
 
 Blobs = dict[str, Any]
@@ -193,13 +194,20 @@ KINDS: dict[str, Callable[[int], Built]] = {
 }
 
 
+def raises_on_rank_1(values: dict[str, Any], place: NodePlace) -> Any:
+    """A policy that has an error on one rank alone."""
+    if place.rank == 1:
+        raise ValueError("odd policy")
+    return next(iter(values.values()))
+
+
 def run(session: SessionBase, run_dir: Path, kind: str, epochs: int, **how: Any) -> dict[str, str]:
     """Train to an epoch; a digest of each blob's state by its name, or of what was refused, as `error`."""
     scope, reshard = how.pop("scope", None), how.pop("reshard", None)
     torchrelay.seed(0)
     blobs, step = KINDS[kind](session.local_nodes[0].rank)
     job = Job("owned")
-    job.blobs.add(blobs, scope=scope, reshard=reshard)
+    job.blobs.add(blobs, scope=scope, reshard=raises_on_rank_1 if reshard == "raises on rank 1" else reshard)
     before = {name: sha256_of(_content(value)) for name, value in blobs.items()}
 
     @job.epoch
