@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -129,12 +130,17 @@ class _Waiter:
     """Waits for keys in a thread and over a connection of its own, as long as it takes.
 
     Torch writes two lines for every wait that runs out, so none does: callers look at this one instead.
+    The thread stays for the next wait, and ends when nobody holds its waiter any more.
     """
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self._asked: SimpleQueue[list[str] | None] = SimpleQueue()
         self._answers: SimpleQueue[Exception | None] = SimpleQueue()
         self._keys: list[str] | None = None
+        threading.Thread(
+            target=_answer, args=(store, self._asked, self._answers), name="torchrelay-store", daemon=True
+        ).start()
+        weakref.finalize(self, self._asked.put, None)
 
     def is_for(self, keys: Sequence[str]) -> bool:
         """Whether it is free, or waits for these very keys."""
@@ -144,7 +150,7 @@ class _Waiter:
         """Whether the keys exist within `secs`; raises what the store raised."""
         if self._keys is None:
             self._keys = list(keys)
-            threading.Thread(target=self._answer, args=(self._keys,), daemon=True).start()
+            self._asked.put(self._keys)
         try:
             error = self._answers.get(timeout=secs)
         except Empty:
@@ -154,13 +160,17 @@ class _Waiter:
             raise error
         return True
 
-    def _answer(self, keys: list[str]) -> None:
+
+def _answer(
+    store: Store, asked: SimpleQueue[list[str] | None], answers: SimpleQueue[Exception | None]
+) -> None:
+    while (keys := asked.get()) is not None:
         try:
-            self._store.wait(keys, _LONG)
+            store.wait(keys, _LONG)
         except Exception as error:
-            self._answers.put(error)
+            answers.put(error)
         else:
-            self._answers.put(None)
+            answers.put(None)
 
 
 class Deadline:
