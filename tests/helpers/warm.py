@@ -154,6 +154,8 @@ def preload(*also: str) -> None:
 
 
 if __name__ == "__main__":
+    # Programs hear of Ctrl-C, also where these tests run behind a shell's `&`, which has it ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     preload(*sys.argv[2:])
     wanted = _Served(socket.socket(fileno=int(sys.argv[1]))).run()
     if wanted is not None:
