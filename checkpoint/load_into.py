@@ -15,7 +15,13 @@ from torchrelay.checkpoint.blob_files import read_blobs
 from torchrelay.checkpoint.reading.casting import Cast, cast_of, checked_cast
 from torchrelay.checkpoint.reading.load_result import LoadResult, blob_of, checked_objects, of_objects
 from torchrelay.checkpoint.reading.lookup import nearest
-from torchrelay.checkpoint.reading.patterns import Rename, pattern_list, renamed, renamed_all
+from torchrelay.checkpoint.reading.patterns import (
+    Rename,
+    check_exclude_used,
+    pattern_list,
+    renamed,
+    renamed_all,
+)
 from torchrelay.checkpoint.reading.two_passes import Columns, Loading, Wanted
 from torchrelay.checkpoint.state.container_restore import check_changed
 from torchrelay.checkpoint.state.flatten import leaf_names
@@ -271,7 +277,10 @@ class FileSource:
             )
         kept: list[str] = []
         if exclude:
-            kept = [name for name in (*specs, *leaf_names(rest)) if _means(name, exclude)]
+            names = [*specs, *leaf_names(rest)]
+            if strict:
+                check_exclude_used([*renamed_all(self.file.specs, rename), *names], exclude)
+            kept = [name for name in names if _means(name, exclude)]
             specs = {name: spec for name, spec in specs.items() if not _means(name, exclude)}
         values = {new: self.file.values[old] for new, old in stored.items() if old in self.file.values}
 

@@ -28,3 +28,5 @@ if ! venv_is_filled; then
 fi
 PATH="$PWD/.venv/bin:$PATH"
 export PATH
+# torch asks the name service about each connection of its store: an answer that is lost costs 5 s otherwise.
+export RES_OPTIONS="${RES_OPTIONS:-timeout:1 attempts:5}"

@@ -6,6 +6,8 @@ import os
 
 # One thread, as in the launched programs whose results are compared with this process's, bit by bit.
 os.environ["OMP_NUM_THREADS"] = "1"
+# torch asks the name service about each connection of its store: an answer that is lost costs 5 s otherwise.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
 from collections.abc import Callable
 from typing import Any

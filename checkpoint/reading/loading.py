@@ -35,7 +35,7 @@ from torchrelay.checkpoint.reading.lookup import (
     node_of,
     whose,
 )
-from torchrelay.checkpoint.reading.patterns import Below, Chosen, Rename, renamed
+from torchrelay.checkpoint.reading.patterns import Below, Chosen, Rename, check_exclude_used, renamed
 from torchrelay.checkpoint.reading.read_plan import LeafRead
 from torchrelay.checkpoint.reading.renaming import Renaming
 from torchrelay.checkpoint.reading.two_passes import Columns, Loading, Wanted
@@ -136,11 +136,7 @@ def _plan(
     rest = in_place.rest(objects)
     found = _find(reader, rest, wish)
     _check_blobs(reader, rest, found, rename)
-    kept: list[str] = []
-    if wish.exclude:
-        renaming = Renaming(reader.manifest, rename)
-        left = {renaming.name(one) for one in reader.manifest.leaves if renaming.excludes(one, wish.exclude)}
-        kept = [*left, *(one for one in leaf_names(rest) if wish.leaves_out(one))]
+    kept = _excluded(reader.manifest, rest, wish) if wish.exclude else []
     check_kept(reader, entry, [one.stored for one in found.values()])
     json = {
         name: reader.value_json(one.stored, one.node)
@@ -180,6 +176,18 @@ def _plan(
     )
     check_changed(plan.replaced, objects, "ckpt.value({0})")
     return found, plan
+
+
+def _excluded(manifest: Manifest, objects: Mapping[str, Any], wish: _Wish) -> list[str]:
+    """The leaves that stay as they are; raises UsageError for a pattern that means none."""
+    renaming = Renaming(manifest, wish.rename)
+    left = {renaming.name(one) for one in manifest.leaves if renaming.excludes(one, wish.exclude)}
+    here = leaf_names(objects)
+    if wish.strict:
+        stored = map(renaming.name, manifest.leaves)
+        owners = (renamed(one, wish.rename) for one in renaming.parameters)  # whose state it may be
+        check_exclude_used([*stored, *owners, *here], wish.exclude)
+    return [*left, *(one for one in here if wish.leaves_out(one))]
 
 
 def load_tensors(

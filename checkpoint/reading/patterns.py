@@ -132,6 +132,17 @@ def check_prefix_used(names: Iterable[str], prefix: str) -> None:
         raise UsageError(f"no name begins with prefix={prefix!r}{nearest(prefix, known)}")
 
 
+def check_exclude_used(names: Iterable[str], patterns: Iterable[str]) -> None:
+    """Raise UsageError for a pattern of `exclude` that no name matches: what it was to keep would change."""
+    known = list(names)
+    for pattern in patterns:
+        if not any(matches(name, pattern) for name in known):
+            raise UsageError(
+                f"exclude={pattern!r} matches no leaf, neither of the checkpoint nor of the objects"
+                f"{nearest(pattern, known)}; strict=False lets such patterns pass"
+            )
+
+
 def renamed_all(names: Iterable[str], rename: Rename | None) -> dict[str, str]:
     """New name to old; raises UsageError where two would become one, or one would have no name."""
     if rename is None:

@@ -32,8 +32,15 @@ class Findings:
     refused: list[str] = field(default_factory=list)
     types: dict[str, torch.dtype] = field(default_factory=dict)
     """Those of `unlike` that differ in the floating-point type alone, and the type that the object has."""
+    shapes: dict[str, torch.Size] = field(default_factory=dict)
+    """Of the tensors that are missing."""
     members: dict[str, str] = field(default_factory=dict)
     """Texts of `unlike` about a parameter that a stored group of an optimizer lacks, and its name."""
+
+    def lack(self, missing: Sequence[tuple[str, torch.Tensor | None]]) -> None:
+        """Note names of the objects that are not stored, with the tensor where it is one."""
+        self.missing[:0] = [name for name, _ in missing]
+        self.shapes = {name: live.shape for name, live in missing if live is not None}
 
     def differ(self, *, strict: bool, kept: Collection[str]) -> bool:
         """Whether `check` would raise."""
@@ -78,7 +85,7 @@ class Findings:
             if any(LEFT_OUT in why for why in reasons.values())
             else ""  # they say themselves what helps
             if reasons
-            else self._remedy(missing, self.unexpected if strict else [], exclude, within, converts=converts)
+            else self._remedy(stored, missing, exclude, within, strict=strict, converts=converts)
         )
         raise BlobError(
             "the checkpoint does not fit the given objects; nothing was changed:\n  "
@@ -88,17 +95,24 @@ class Findings:
 
     def _remedy(
         self,
+        stored: Mapping[str, LeafSpec],
         missing: Sequence[str],
-        unexpected: Sequence[str],
         exclude: str | None,
         within: str,
         *,
+        strict: bool,
         converts: bool,
     ) -> str:
         if exclude is None:
             return "Build the objects as they were when it was saved, or ask for other names"
+        unexpected = self.unexpected if strict else []
+
+        def fits(old: str, new: str) -> bool:
+            there, here = stored.get(old), self.shapes.get(new)
+            return there is None or here is None or there.shape == here
+
         named_otherwise = all(self.members.get(text) in missing for text in self.unlike)
-        if named_otherwise and (rename := renaming(missing, unexpected, within)):
+        if named_otherwise and (rename := renaming(missing, unexpected, within, fits)):
             return f"If these are the same leaves under other names: rename={rename!r}"
         different = [text.split(" ", 1)[0] for text in self.unlike]
         types = {self.types.get(name) for name in (*different, *missing, *unexpected)}
@@ -108,10 +122,13 @@ class Findings:
         return f"To leave out what is to stay as the program made it: {exclude}={names!r}"
 
 
-def renaming(missing: Sequence[str], unexpected: Sequence[str], within: str = "") -> dict[str, str] | None:
+def renaming(
+    missing: Sequence[str], unexpected: Sequence[str], within: str, fits: Callable[[str, str], bool]
+) -> dict[str, str] | None:
     """The one rule that turns the most stored names into missing ones, if that is half of them at least.
 
-    Names in it are relative to the blob or part `within`, where there is one.
+    Names in it are relative to the blob or part `within`, where there is one. A rule by which a stored
+    leaf would go with one that it does not fit is none.
     """
     wanted, most = set(missing), 0
     best: dict[str, str] | None = None
@@ -120,8 +137,10 @@ def renaming(missing: Sequence[str], unexpected: Sequence[str], within: str = ""
             for here, there in _beginnings(name, old):
                 if within in (here, there):
                     continue
-                hits = sum(_renamed(one, there, here) in wanted for one in unexpected)
-                if hits > most:
+                new = {one: _renamed(one, there, here) for one in unexpected}
+                hit = {one: name for one, name in new.items() if name in wanted}
+                hits = len(hit)
+                if hits > most and all(fits(one, name) for one, name in hit.items()):
                     best = {there.removeprefix(f"{within}."): here.removeprefix(f"{within}.")}
                     most = hits
     return best if 2 * most >= len(missing) else None

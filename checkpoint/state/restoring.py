@@ -298,8 +298,8 @@ class Draft:
                     f"{source} and {known} are one tensor here and two in the checkpoint, which differ: "
                     f"leave out one of them, exclude=[{source!r}]"
                 )
-        missing = [name for name, live in self._absent if live is None or not self._is_read(live)]
-        self.findings.missing[:0] = missing
+        missing = [(name, live) for name, live in self._absent if live is None or not self._is_read(live)]
+        self.findings.lack(missing)
         if self.findings.differ(strict=strict, kept=self.kept):
             self.findings.unlike += self.reshaped
         late = {name: plan for name, plan in self.late.items() if name not in self._offered}

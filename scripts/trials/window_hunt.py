@@ -99,6 +99,7 @@ def train(run: Path, program: Program, cut: Cut) -> tuple[str, str]:
     loader = EpochLoader((x, x.sum(1, keepdim=True)), batch_size=4)
     trained = data_parallel(model)
     job = Job("windows", blobs={"model": model, "optimizer": optimizer, "loader": loader})
+    blow = Blow(cut, _mark(run))
 
     @job.epoch
     def epoch(ctx: Any) -> None:
@@ -119,7 +120,7 @@ def train(run: Path, program: Program, cut: Cut) -> tuple[str, str]:
                 optimizer.step()
                 if program.cleared in ("after", "kept"):
                     optimizer.zero_grad(set_to_none=program.cleared == "after")
-            _strike(cut, total, ctx.rank)
+            blow.fall(total, ctx.rank)
 
     job.stop_when(max_epochs(EPOCHS))
     result = JobRunner(job, str(run), best=None, code=False, max_attempts=0).train(session)
@@ -128,11 +129,37 @@ def train(run: Path, program: Program, cut: Cut) -> tuple[str, str]:
     return str(result.status), digest(model, optimizer)
 
 
-def _strike(cut: Cut, step: int, rank: int) -> None:
-    if cut.signal == "SIGUSR2" and step == cut.step + 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if cut.signal is not None and step == cut.step and (rank == 0 or cut.signal == "SIGKILL"):
-        os.kill(os.getpid(), getattr(signal, cut.signal))
+class Blow:
+    """Strikes a start once, at the step of its cut or the first behind it; a mark says where it fell."""
+
+    def __init__(self, cut: Cut, mark: Path) -> None:
+        self._cut, self._mark = cut, mark
+        self._fell = 0
+
+    def fall(self, step: int, rank: int) -> None:
+        """At the end of a step."""
+        if self._cut.signal is None or step < self._cut.step:
+            return
+        if self._fell and self._cut.signal == "SIGUSR2" and step == self._fell + 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if not self._fell:
+            self._fell = step
+            if rank == 0:
+                self._mark.write_text(str(step))
+            if rank == 0 or self._cut.signal == "SIGKILL":
+                os.kill(os.getpid(), getattr(signal, self._cut.signal))
+
+
+def _mark(run: Path) -> Path:
+    return run.parent / f"{run.name}.struck"
+
+
+def struck(run: Path) -> int:
+    """The step at which the last start was cut; 0 where it was not."""
+    mark = _mark(run)
+    step = int(mark.read_text()) if mark.exists() else 0
+    mark.unlink(missing_ok=True)
+    return step
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -216,6 +243,8 @@ class Hunt:
             return f"{program}: does not run to its end (see {self._where})"
         run = self._new()
         first = start(run, program, cut)
+        if struck(run) != cut.step:
+            return f"{program}, {cut.signal} at step {cut.step}: was not cut there (see {run}.log)"
         # A cut behind the last step of the run comes too late to be one.
         found = ended(first) or ended(start(run, program, Cut()))
         if found == truth:
@@ -223,19 +252,32 @@ class Hunt:
         what = "other bits" if found is not None else "does not resume"
         return f"{program}, {cut.signal} at step {cut.step}: {what} (see {run}.log)"
 
-    def play_chain(self, program: Program, name: str) -> Iterator[str]:
-        """The same signal at each step in turn, in one run: each start goes on from the cut before.
+    def play_chains(self, program: Program, name: str) -> Iterator[str]:
+        """The same signal at each step once, in as few runs as that takes: each start goes on from a cut.
 
-        Half as many starts as cuts one by one, which follow where the end is wrong, to name what was.
+        A run leaves out the steps that a save went beyond, because ranks agree on a step further on; the
+        next run cuts there. Fewer starts than cuts one by one, which follow where the end is wrong.
         """
-        chain = [cut for cut in cuts() if cut.signal == name]
-        run = self._new()
-        found = None
-        for cut in (*chain, Cut()):
-            found = ended(start(run, program, cut))
-        if found is None or found != self._truth(program):
-            told = [said for cut in chain if (said := self.play(program, cut)) is not None]
-            yield from told or [f"{program}, {name} at each step in turn: other bits (see {run}.log)"]
+        left = {cut.step for cut in cuts() if cut.signal == name}
+        if self._truth(program) is None:
+            yield f"{program}: does not run to its end (see {self._where})"
+            return
+        while left:
+            run, steps, at = self._new(), set[int](), 0
+            while wanted := [step for step in left if step > at]:
+                found = ended(start(run, program, Cut(name, min(wanted))))
+                if not (at := struck(run)):
+                    break
+                steps.add(at)
+            else:
+                found = found or ended(start(run, program, Cut()))
+            if not steps & left:
+                yield f"{program}, {name} at step {min(left)}: was not cut there (see {run}.log)"
+                return
+            left -= steps
+            if found is None or found != self._truth(program):
+                told = [said for step in sorted(steps) if (said := self.play(program, Cut(name, step)))]
+                yield from told or [f"{program}, {name} at {sorted(steps)}: other bits (see {run}.log)"]
 
     def _truth(self, program: Program) -> str | None:
         if program not in self._truths:
@@ -281,7 +323,7 @@ def _played(hunt: Hunt, given: argparse.Namespace) -> Iterator[tuple[int, list[s
     """Of each piece of the matrix how many cuts it had, and what went wrong."""
     if given.all:
         for program, name in itertools.product(programs(given.ranks, given.windows), CUTS):
-            yield STEPS * EPOCHS, list(hunt.play_chain(program, name))
+            yield STEPS * EPOCHS, list(hunt.play_chains(program, name))
             print(f"tried: {program}, {name}", file=sys.stderr, flush=True)
     else:
         for program, cut in chosen(given.seed, given.ranks, given.windows):

@@ -215,6 +215,37 @@ def test_renames_and_exclusions_reach_into_optimizers(tmp_path: Path) -> None:
     assert all(torch.equal(before[key], one) for key, one in optimizer.state[other.head.weight].items())
 
 
+def load_from(door: str, source: Path, model: nn.Module, **argument: Any) -> None:
+    """Of the epoch or of the file of `source`."""
+    if door == "load":
+        open_checkpoint(source / "run").load({"model": model}, **argument)
+    else:
+        load_into(source / "file.safetensors", {"model": model}, **argument)
+
+
+@pytest.mark.parametrize("door", ["load", "load_into"])
+def test_an_exclusion_that_means_nothing_is_refused(source: Path, door: str) -> None:
+    """What a misspelt `exclude` was to keep would be overwritten; the nearest name is told."""
+    model = usual(9.0)
+    with pytest.raises(UsageError, match=r"'model\.haed' matches no leaf.*model\.head"):
+        load_from(door, source, model, exclude=["model.body", "model.haed"])
+    assert all(bool((one == 9.0).all()) for one in model.parameters())
+    load_from(door, source, model, exclude="model.haed", strict=False)
+    assert all(bool((one == 1.0).all()) for one in model.parameters())
+
+
+@pytest.mark.parametrize("door", ["load", "load_into"])
+def test_no_rename_is_proposed_that_would_not_fit(source: Path, door: str) -> None:
+    """Names that end alike, of which one has another shape: the argument that is named lets the load pass."""
+    body = Net(9.0, body=nn.Linear(4, 4), tail=nn.Linear(4, 8))
+    model = Net(9.0, trunk=body, out=nn.Linear(8, 2))
+    with pytest.raises(BlobError) as caught:
+        load_from(door, source, model)
+    argument = named(str(caught.value))
+    assert list(argument) == ["exclude"]
+    load_from(door, source, model, **argument)
+
+
 def test_a_warm_start_that_takes_nothing_is_refused(source: Path, tmp_path: Path) -> None:
     """Also without `strict`: it would train from scratch, and say so in half a line."""
     other = Net(9.0, a=nn.Linear(4, 4), b=nn.Linear(4, 2))
