@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec, Role, learning
@@ -26,8 +27,16 @@ def draft_stateful(draft: Draft, blob: str, value: Any) -> None:
     spec = _root(draft, blob, value, (Role.STATE,))
     if spec is not None:
         tree = draft.tree(spec, draft.models(blob, value, lambda: _shown(draft, blob, value)))
-        draft.steps.append((blob, lambda: value.load_state_dict(tree(None))))
+        draft.steps.append((blob, lambda: _hand_over(value, tree(None))))
         draft.note_rest(blob)
+
+
+def _hand_over(value: Any, state: Any) -> None:
+    value.load_state_dict(state)
+    if isinstance(value, DataLoader):
+        # torchdata's makes an iterator of its state when it is asked next, and draws a seed for its workers.
+        # Undisturbed, that draw was part of the past: it belongs before the random streams are restored.
+        value.state_dict()
 
 
 def restore_learning_rates(objects: Mapping[str, Any], loaded: Container[str]) -> None:

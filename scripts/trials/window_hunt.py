@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import hashlib
 import itertools
 import os
@@ -35,6 +36,7 @@ CLEARED = ("after", "before", "kept", "never")
 """When a program clears gradients: behind a step, before a window, to zeros behind a step, never."""
 CUTS = ("SIGTERM", "SIGUSR2", "SIGKILL")
 WAIT_SECS = 60.0
+_PORTS_TRIED = 5
 
 
 @dataclass(frozen=True)
@@ -174,12 +176,15 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 def start(run: Path, program: Program, cut: Cut) -> list[tuple[int, str]]:
     """Fork the ranks of a start; the exit code of each, and what it wrote: status and digest."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     notes = [run.parent / f"{run.name}.rank{rank}" for rank in range(program.ranks)]
-    children = [_fork(run, program, cut, rank, port, note) for rank, note in enumerate(notes)]
-    ends = [_wait(child) for child in children]
+    for _ in range(_PORTS_TRIED):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        children = [_fork(run, program, cut, rank, port, note) for rank, note in enumerate(notes)]
+        ends = [_wait(child) for child in children]
+        if ends[0] != errno.EADDRINUSE:  # a hunt beside this one may have taken the port
+            break
     found = [(end, note.read_text() if note.exists() else "") for end, note in zip(ends, notes, strict=True)]
     for note in notes:
         note.unlink(missing_ok=True)
@@ -203,6 +208,7 @@ def _fork(run: Path, program: Program, cut: Cut, rank: int, port: int, note: Pat
         code = 0
     except BaseException as error:
         print(type(error).__name__, error, file=sys.stderr)
+        code = errno.EADDRINUSE if "EADDRINUSE" in str(error) else 1
     finally:
         os._exit(code)
 
