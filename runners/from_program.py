@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from torchrelay.errors import UsageError
+from torchrelay.checkpoint.disk.values import encode
+from torchrelay.errors import BlobError, UsageError
 from torchrelay.jobs.blobs import Blob
 from torchrelay.jobs.peers import together
 from torchrelay.jobs.stop_condition import function_settings
@@ -178,9 +179,15 @@ def _copied(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
+    """The value as JSON that a manifest can hold: of numpy's as Python's, of other objects their type."""
+    if isinstance(value, torch.Tensor) or type(value).__module__ == "numpy":
+        value = value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    try:
+        return encode(value, "")
+    except BlobError:
+        return type(value).__name__
 
 
 def _given(node: _Node, name: str) -> list[Any]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch.optim import lr_scheduler
@@ -257,3 +259,13 @@ def test_a_schedule_that_is_over_already_is_refused(tmp_path: Path) -> None:
     rates(tmp_path, "one cycle", 6, 6)
     with pytest.raises(UsageError, match="the program's schedule cannot be at step 6, where the run is"):
         rates(tmp_path, "one cycle", 8, 3, from_program="scheduler")
+
+
+@pytest.mark.parametrize("lr", [numpy.float64(0.1), numpy.float32(0.1), numpy.array(0.1), math.inf], ids=repr)
+def test_a_rate_that_is_no_plain_number_is_saved(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], lr: Any
+) -> None:
+    """A rate of numpy's, or one without end, neither fails the saves nor looks changed to a restart."""
+    rates(tmp_path, None, 1, 0, lr=lr)
+    assert [one for one, _ in rates(tmp_path, None, 2, 0, lr=lr, from_program="optimizer.lr")] == [lr]
+    assert "optimizer.lr" not in capfd.readouterr().err
