@@ -19,7 +19,7 @@ import torch
 
 from torchrelay.checkpoint.disk.values import encode, is_scalar
 from torchrelay.checkpoint.state.admission import admitted
-from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Role, Value
+from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Role, Value, frozen_of
 from torchrelay.checkpoint.state.subclasses import (
     description,
     inner_tensors,
@@ -127,7 +127,8 @@ def tree_leaves(
     taken = {name}
 
     def leaf_of(leaf_name: str, tensor: torch.Tensor, path: str) -> Leaf:
-        return Leaf(leaf_name, blob, tensor_role, group, admitted(tensor, path))
+        content, frozen = admitted(tensor, path), frozen_of(tensor_role, tensor)
+        return Leaf(leaf_name, blob, tensor_role, group, content, None, frozen)
 
     def listed(tensor: torch.Tensor, leaf_name: str, path: str) -> Iterable[Leaf]:
         if role is Role.STATE:

@@ -172,3 +172,35 @@ def test_live_optimizer_state_keeps_its_tensors():
     assert moment.data_ptr() == address
     assert objects["optimizer"].param_groups[0] is group
     assert save(objects).content == saved.content
+
+
+class Temperature:
+    """An object that keeps what it learns in a tensor of its own."""
+
+    def __init__(self, value=0.0):
+        self.take({"value": torch.full((1,), value, requires_grad=True), "start": torch.tensor(value)})
+
+    def take(self, state):
+        self.state = state
+        self.optimizer = torch.optim.SGD([state["value"]], lr=0.1)
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.take(state)
+
+    def learn(self):
+        self.optimizer.zero_grad()
+        (self.state["value"].exp() + self.state["start"]).sum().backward()
+        self.optimizer.step()
+        return self.state["value"].item()
+
+
+def test_a_tensor_that_an_object_learns_learns_after_a_restore():
+    """A tensor in a state that has gradients has them again, and one that has none stays without."""
+    first, again = Temperature(1.0), Temperature()
+    first.learn()
+    load(save({"t": first}), {"t": again})
+    assert [one.requires_grad for one in again.state.values()] == [True, False]
+    assert [again.learn(), again.learn()] == [first.learn(), first.learn()]
