@@ -20,7 +20,7 @@ from torchrelay.checkpoint.disk.dtypes import by_name, torch_dtype
 from torchrelay.checkpoint.disk.value_decoding import decode, holds_only_tensors, references
 from torchrelay.checkpoint.disk.values import encode, tagged
 from torchrelay.checkpoint.state.admission import admitted_in_place
-from torchrelay.checkpoint.state.dtensors import is_sharded, memory_of_shard
+from torchrelay.checkpoint.state.dtensors import is_sharded, memory_of_shard, stand_in
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role, learning
 from torchrelay.checkpoint.state.restoring import Draft, same_form
 from torchrelay.checkpoint.state.subclasses import is_wrapper
@@ -299,9 +299,11 @@ def _maker(
     if twin is not None and _fits(draft, load, spec, twin):
         draft.into(blob, spec, twin)
         return lambda: twin
-    odd = twin is not None and (is_sharded(twin) or is_wrapper(twin))
-    make = draft.alike(spec, twin if odd else None)
-    device = None if twin is None else twin.device
+    model = twin if twin is not None and (is_sharded(twin) or is_wrapper(twin)) else None
+    if twin is None:
+        model = stand_in(spec.sharding, spec.shape, draft.live_tensors)
+    make = draft.alike(spec, model)
+    device = None if twin is None or twin.is_meta else twin.device
 
     def new() -> torch.Tensor:
         source = spec.alias_of or spec.name

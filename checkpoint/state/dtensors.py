@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -123,6 +124,24 @@ def empty_like(model: torch.Tensor, spec_shape: tuple[int, ...], dtype: torch.dt
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
+
+
+def stand_in(
+    stored: Mesh | None, shape: tuple[int, ...], live: Iterable[torch.Tensor]
+) -> torch.Tensor | None:
+    """A live DTensor that a stored one without a place of its own is made like; None where it was none.
+
+    It lies on the mesh where that one was, or, on other ranks, has its shape.
+    """
+    if stored is None:
+        return None
+    alike = None
+    for one in filter(is_sharded, live):
+        mesh = sharding_of(one, "")
+        if (mesh.nodes, mesh.extents) == (stored.nodes, stored.extents):
+            return one
+        alike = one if alike is None and tuple(one.shape) == shape else alike
+    return alike
 
 
 def _torch_placements(stored: Mesh) -> list[Any]:

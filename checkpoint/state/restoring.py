@@ -20,7 +20,7 @@ from torchrelay.checkpoint.disk.dtypes import as_copied, by_name, torch_dtype
 from torchrelay.checkpoint.disk.values import decode
 from torchrelay.checkpoint.disk.windows import Target
 from torchrelay.checkpoint.state.admission import admitted_in_place, all_torch_memory, unwritable
-from torchrelay.checkpoint.state.dtensors import empty_like, is_sharded, memory_of_shard, target_of
+from torchrelay.checkpoint.state.dtensors import empty_like, is_sharded, memory_of_shard, stand_in, target_of
 from torchrelay.checkpoint.state.findings import Findings
 from torchrelay.checkpoint.state.flatten import parameter_names
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
@@ -347,8 +347,7 @@ class Draft:
             as_saved = None if tuple(model.shape) == spec.shape else spec.sharding
             made = self.fresh_like(replace(spec, sharding=as_saved), model)
             return lambda device: made
-        read = self.fresh(spec)
-        return read.on
+        return self.fresh(spec).on
 
     def wrapper_alike(self, spec: LeafSpec, model: torch.Tensor | None) -> Maker:
         """The same for a wrapper subclass; noted where the model is none of its description."""
@@ -415,7 +414,8 @@ class Draft:
                 )
             self._taken.add(inner.name)
             if inner.name not in made:
-                made[inner.name] = self.alike(inner, (models or {}).get(inner.name))
+                other = stand_in(inner.sharding, inner.shape, self.live_tensors)
+                made[inner.name] = self.alike(inner, (models or {}).get(inner.name, other))
 
         def build(device: torch.device | None) -> Any:
             found: dict[Json, torch.Tensor] = {}

@@ -569,3 +569,11 @@ def test_blobs_are_loaded_into_containers_while_a_run_goes_on(tmp_path: Path) ->
         held["ema"]["w"].fill_(9)
         held["history"].clear()
         assert runner.load_blobs_from_checkpoints(["ema.w", "history"], epoch=1, session=session)
+
+
+def test_a_tensor_without_memory_in_a_container_gets_the_content(tmp_path: Path) -> None:
+    """What stands on the meta device in a container is loaded to the CPU, and not left without content."""
+    save_blobs(tmp_path / "c", {"c": {"a": torch.ones(2)}})
+    live = {"a": torch.zeros(2, device="meta")}
+    load_into(tmp_path / "c", {"c": live})
+    assert live["a"].tolist() == [1, 1]

@@ -179,3 +179,34 @@ def test_a_model_is_sharded_where_a_resume_shards_it_too(tmp_path: Path, where: 
     resumed = start(2)
     assert isinstance(resumed, FSDPModule)
     assert open_checkpoint(tmp_path / "run").epoch == 2
+
+
+class Average:
+    """An object that has its tensors only after the first step."""
+
+    held = None
+
+    def state_dict(self):
+        return {"held": self.held}
+
+    def load_state_dict(self, state):
+        self.held = state["held"]
+
+
+@pytest.mark.parametrize("kind", [dict, Average])
+def test_shards_that_came_while_training_come_back_as_shards(tmp_path, kind):
+    """A DTensor for which a new start has no place lies on the mesh of the model's again."""
+    for epochs in (1, 2):
+        model, kept = fsdp(), kind()
+        job = Job("average", blobs={"kept": kept, "model": model})
+
+        @job.epoch
+        def train(ctx, model=model, kept=kept):
+            held = kept if kind is dict else vars(kept)
+            before = (kept if kind is dict else kept.held) or {}
+            found = {name: before.get(name, 0) + one.detach() for name, one in model.state_dict().items()}
+            held.update(found if kind is dict else {"held": found})
+            assert all(isinstance(one, DTensor) for one in found.values())
+
+        job.stop_when(max_epochs(epochs))
+        assert int(JobRunner(job, tmp_path / "run", code=False, best=None).train()) == epochs
