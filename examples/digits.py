@@ -106,7 +106,5 @@ if __name__ == "__main__":
     parser.add_argument("run_dir", nargs="?", default="runs/digits")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--watch", type=float, metavar="SECS")
-    parser.add_argument("--resume-from-epoch", type=int, metavar="N")  # this and the next are read by main()
-    parser.add_argument("--again", action="store_true")
-    options = parser.parse_args()
+    options, _ = parser.parse_known_args()  # --resume-from-epoch and its like are read by JobRunner.main()
     main(options.run_dir, options.batch_size, options.watch)

@@ -297,7 +297,7 @@ class JobRunner:
         from torchrelay.runners.options import parse_options
 
         def work() -> int:
-            options = parse_options(argv)
+            options = parse_options(argv, self.resume_from_epoch is not None)
             self._plan = self._plan.with_options(options)
             result = self.train(resume_from_epoch=options.epoch, again=options.again)
             return code_of_result(result)

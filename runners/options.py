@@ -46,11 +46,12 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message)
 
 
-def parse_options(argv: list[str] | None) -> Options:
+def parse_options(argv: list[str] | None, rewinds: bool = False) -> Options:
     """Read the known options; others belong to the program, but a rewind mistyped is refused.
 
     `--help` comes here only where the program does not answer it; it prints the options and ends. `argv` is
-    the command line without the program's name; None: that of this process.
+    the command line without the program's name; None: that of this process. `rewinds`: the program itself
+    has given an epoch to go back to.
     """
     read = _read_by_the_program()
     found = _Found()
@@ -61,6 +62,8 @@ def parse_options(argv: list[str] | None) -> Options:
             parser.add_argument(option, **how)
         found, others = parser.parse_known_args(words, found)
         _check_others([word for word in others if _name(word.partition("=")[0]) not in theirs], list(ours))
+        if not rewinds and getattr(found, _name(_EPOCH), None) is None:
+            _check_taken(others)
     known = {_name(option): getattr(found, _name(option), None) for option in _OPTIONS}
     return Options(
         known["resume_from_epoch"],
@@ -90,6 +93,17 @@ def _check_others(others: list[str], ours: list[str]) -> None:
             if meant == _EPOCH:
                 raise UsageError(question)
             print(f"torchrelay: {question}", file=sys.stderr)
+
+
+def _check_taken(others: list[str]) -> None:
+    """A rewind that the program's own parser has taken, and that nothing was made of, is told."""
+    if any(word.partition("=")[0] == _EPOCH for word in others):
+        print(
+            f"torchrelay: {_EPOCH} belongs to the parser of this program, so nothing is rewound: take "
+            "the option out of the parser and call parse_known_args(), or give "
+            "JobRunner(..., resume_from_epoch=...)",
+            file=sys.stderr,
+        )
 
 
 def _limit(text: str) -> float:

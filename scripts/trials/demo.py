@@ -105,6 +105,8 @@ class Demo:
         """Go back to an earlier epoch and train again."""
         title = f"the same with --resume-from-epoch {REWOUND_TO} rewinds"
         self._train(title, "interrupted", "--resume-from-epoch", str(REWOUND_TO))
+        if f"rewinding to epoch {REWOUND_TO} " not in self.place.log("interrupted").read_text():
+            raise TrialError(f"nothing was rewound: {self.place.log('interrupted')}")
         self._remember("rewound", f"rewound to {REWOUND_TO}", since=REWOUND_TO + 1, directory="interrupted")
         self._hash(f"rewound to epoch {REWOUND_TO}", "interrupted")
 

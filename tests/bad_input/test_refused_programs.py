@@ -194,3 +194,25 @@ def test_options_that_the_program_has_parsed_are_the_program_s(monkeypatch):
     monkeypatch.setenv("TORCHRELAY_ARGS", "--resume perhaps")
     with pytest.raises(UsageError, match="perhaps"):
         parse_options([])
+
+
+def test_a_rewind_that_the_program_s_parser_takes_is_told(capsys):
+    """A program whose own parser has `--resume-from-epoch` gets one line that says what helps."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--resume-from-epoch", type=int)
+    words = ["--resume-from-epoch=3"]
+    kept = parser.parse_args(words)
+    assert parse_options(words).epoch is None
+    assert "nothing is rewound: take the option out of the parser" in capsys.readouterr().err
+    parse_options(words, rewinds=True)
+    parse_options([])
+    assert not capsys.readouterr().err
+    del kept
+    assert parse_options(words).epoch == 3
+
+
+def test_examples_leave_the_options_of_main_to_main():
+    """No parser of an example takes `--resume-from-epoch`, which their own pages tell people to give."""
+    examples = sorted((Path(__file__).parents[2] / "examples").rglob("*.py"))
+    assert examples
+    assert not [one for one in examples if '"--resume-from-epoch"' in one.read_text()]
