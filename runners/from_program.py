@@ -82,7 +82,7 @@ class FromProgram:
 
     @property
     def built(self) -> dict[str, list[Any]]:
-        """What the program gave the named entries of optimizers, and functions that schedules call, by name.
+        """What the program gave rates and named entries of optimizers, and functions that schedules call.
 
         A checkpoint remembers it, of a rate that was not taken what it was when the saved one began.
         """
@@ -90,7 +90,7 @@ class FromProgram:
         found: dict[str, Any] = {f"{name}.lr": _given(node, f"{name}.lr") for name in node.optimizers}
         if self._before is not None:
             found = {name: self._before.get(name) for name in found}
-        found |= {name: _given(node, name) for name in self._names}
+        found |= {name: _given(node, name) for name in (*node.schedules, *self._names)}
         return {name: given for name, given in found.items() if given}
 
     def apply(
@@ -141,9 +141,11 @@ class FromProgram:
                 )
         for name, schedule in node.schedules.items():
             saved, built = copy.deepcopy(schedule.state_dict()), node.built[name]
-            differences = list(_differences(built, saved))
-            if name in self._names and before.get(name, []) != _given(node, name):
-                differences.append("its function has changed")
+            differences, was, now = list(_differences(built, saved)), before.get(name), _given(node, name)
+            if name in self._names and (was or []) != now:
+                differences.append("its function has changed" if was else "its function is the program's")
+            elif was and was != now:
+                yield f"{name} calls another function than before: it is the program's, as none is saved"
             if not differences:
                 continue
             if name in self._names:

@@ -246,6 +246,23 @@ def test_a_rate_that_a_schedule_sets_begins_with_the_program(tmp_path: Path) -> 
     assert rates(tmp_path, "cosine", 6, 8, lr=0.05, from_program="scheduler") == whole[4:]
 
 
+def test_a_schedule_s_function_is_said_to_have_changed_where_it_has(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`from_program` blames no function that is the same; another function is told, also without it."""
+    rates(tmp_path, "function", 2, 8)
+    rates(tmp_path, "function", 3, 8, lr=0.05, from_program="scheduler")
+    said = capfd.readouterr().err
+    assert "base_lrs[0] was 0.1 and is 0.05 in the program" in said
+    assert "function" not in said
+    rates(tmp_path, "function", 4, 9, lr=0.05)
+    assert "scheduler calls another function than before" in capfd.readouterr().err
+    rates(tmp_path, "function", 5, 9, lr=0.05, from_program="scheduler")
+    assert "function" not in capfd.readouterr().err
+    rates(tmp_path, "function", 6, 8, lr=0.05, from_program="scheduler")
+    assert "its function has changed" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["x", "optimizer.nope", "optimizer", "model.weight"])
 def test_what_cannot_come_from_the_program_is_refused(tmp_path: Path, name: str) -> None:
     """Names of nothing that a resume could take are refused with those that there are."""
