@@ -30,6 +30,8 @@ OVER = ("finished", "tested")
 SILENT_AFTER_SECS = 60.0
 """A process that runs leaves a sign every two seconds; a slow shared file system may hold it back."""
 _BY_CTRL_C = 130
+_WHY = 200
+"""How much of a reason one line shows; `status.json`, `show` and `--json` have all of it."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,9 @@ class Standing:
         return self.word.upper() if noted == "RUNNING" else noted
 
     def __str__(self) -> str:
-        return f"{self.shown} ({self.why})" if self.why and self.word != "silent" else self.shown
+        if not self.why or self.word == "silent":
+            return self.shown
+        return f"{self.shown} ({self.why[:_WHY]}{' ...' if len(self.why) > _WHY else ''})"
 
 
 NOT_BEGUN = Standing("created")

@@ -15,7 +15,7 @@ from torchrun import clean_environment
 from torchrelay.__main__ import main
 from torchrelay.checkpoint.log.writer import process_here
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.standing import standing
+from torchrelay.runners.standing import Standing, standing
 
 PROGRAM = """
 import time, torch
@@ -103,3 +103,11 @@ def test_a_finished_run_would_resume_nowhere(killed: Path, capsys: pytest.Captur
     assert done.returncode == 0
     assert "a start now would resume nowhere" in told(capsys, "ckpt", "why", "runs/struck")[0]
     assert standing(killed).word == "finished"
+
+
+def test_a_long_reason_is_cut_where_it_is_one_line():
+    """A refusal that lists a hundred leaves does not fill the screen of `ls`; the reason itself is whole."""
+    long = Standing("failed", "BlobError: " + "differs: model.0.weight " * 100)
+    assert len(str(long)) < 230
+    assert str(long).endswith(" ...)")
+    assert len(long.why) > 2000
