@@ -219,6 +219,7 @@ def _prepare(
             offered=assigned.offered,
             untouched=changes.new,
             exclude="resume_exclude",
+            excluded=exclude,
             may_lack=assigned.may_lack,
             why_absent=partial(_why_absent, job.manifest, assigned),
             same_content=lambda one, other: reader.same_content((one, node), (other, node)),

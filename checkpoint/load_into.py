@@ -294,6 +294,7 @@ class FileSource:
             strict=strict,
             kept=kept,
             in_place=in_place.tensors,
+            excluded=exclude,
             same_content=same_content,
             cast=lambda name: cast_of(name, dtype),
         )

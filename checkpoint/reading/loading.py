@@ -171,6 +171,7 @@ def _plan(
         why_absent=why,
         in_place=settled,
         same_content=same_content,
+        excluded=wish.exclude,
         within=within,
         cast=None if isinstance(rename, Below) else lambda name: cast_of(name, wish.dtype),
     )

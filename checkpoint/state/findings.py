@@ -55,12 +55,14 @@ class Findings:
         kept: Collection[str] = (),
         why_absent: Callable[[str], str] = lambda name: "",
         exclude: str | None = "exclude",
+        excluded: Sequence[str] = (),
         within: str = "",
         converts: bool = False,
     ) -> None:
         """Raise one BlobError that lists all differences; without `strict` only the unlike ones count.
 
-        `exclude` is what the argument is called by which leaves stay as they are; None where there is none.
+        `exclude` is what the argument is called by which leaves stay as they are; None where there is none;
+        `excluded` is what it was given.
         The argument `rename` is of names `within` a blob or part. `converts`: there is an argument `dtype`.
         """
         lines = [f"cannot be loaded into: {text}" for text in self.refused]
@@ -85,7 +87,7 @@ class Findings:
             if any(LEFT_OUT in why for why in reasons.values())
             else ""  # they say themselves what helps
             if reasons
-            else self._remedy(stored, missing, exclude, within, strict=strict, converts=converts)
+            else self._remedy(stored, missing, exclude, excluded, within, strict=strict, converts=converts)
         )
         raise BlobError(
             "the checkpoint does not fit the given objects; nothing was changed:\n  "
@@ -98,6 +100,7 @@ class Findings:
         stored: Mapping[str, LeafSpec],
         missing: Sequence[str],
         exclude: str | None,
+        excluded: Sequence[str],
         within: str,
         *,
         strict: bool,
@@ -118,7 +121,7 @@ class Findings:
         types = {self.types.get(name) for name in (*different, *missing, *unexpected)}
         if converts and len(types) == 1 and (only := types.pop()) is not None:
             return f"To convert them to the type that they have here: dtype={only}"
-        names = _covering([*different, *missing, *unexpected])
+        names = list(dict.fromkeys([*excluded, *_covering([*different, *missing, *unexpected])]))
         return f"To leave out what is to stay as the program made it: {exclude}={names!r}"
 
 
@@ -161,11 +164,12 @@ def _renamed(name: str, old: str, new: str) -> str:
 
 
 def _covering(names: Sequence[str]) -> list[str]:
-    """The names, or, of many, the parts below a blob that they lie in."""
+    """The names, or, of many, the parts below a blob that they lie in, or, of many, their beginnings."""
     found = list(dict.fromkeys(names))
-    if len(found) > 3:
-        found = list(dict.fromkeys(next(iter(dotted_prefixes(name)[1:2]), name) for name in found))
-    return found[:6]
+    for longest, depth in ((3, 1), (12, 0)):
+        if len(found) > longest:
+            found = list(dict.fromkeys(next(iter(dotted_prefixes(name)[depth:]), name) for name in found))
+    return found
 
 
 def _nearest(name: str, stored: Mapping[str, LeafSpec]) -> str:

@@ -7,7 +7,7 @@ workspace.update(plan.finish())                   # the rest: copies, optimizers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,6 +79,7 @@ def restoration(
     late_buffers: bool = False,
     same_content: Callable[[str, str], bool] | None = None,
     exclude: str | None = "exclude",
+    excluded: Sequence[str] = (),
     within: str = "",
     cast: Callable[[str], torch.dtype | None] | None = None,
 ) -> Restoration:
@@ -93,8 +94,9 @@ def restoration(
     not made yet are made where everything else fits; without `strict` only if `late_buffers` says so.
     `same_content` says whether two stored tensors of one form have the same bytes: only such may go into one
     live tensor.
-    `exclude` is the caller's argument that leaves out leaves, and `within` what the names of its `rename` are
-    relative to, for messages. `cast` says to which floating-point type a leaf may be converted.
+    `exclude` is the caller's argument that leaves out leaves, `excluded` what it was given, and `within` what
+    the names of its `rename` are relative to, for messages. `cast` says to which floating-point type a leaf
+    may be converted.
     Raises BlobError with a list of all leaves that are missing, unexpected (neither with
     `strict=False`) or of another form, and DamagedError for malformed values. No object has changed
     then, nor after success: that begins with the reads.
@@ -116,6 +118,7 @@ def restoration(
         kept=kept,
         why_absent=why_absent,
         exclude=exclude,
+        excluded=excluded,
         within=within,
         converts=cast is not None,
     )

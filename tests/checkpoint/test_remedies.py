@@ -166,6 +166,31 @@ def test_so_it_does_where_an_optimizer_goes_with_the_model(tmp_path: Path, chang
         assert optimizer.state[weight]["step"] == (2 if door == "load" else 3)
 
 
+@pytest.mark.parametrize("door", ["file", "epoch"])
+def test_what_is_left_out_already_stays_in_the_remedy(tmp_path: Path, door: str) -> None:
+    """A refusal adds to the `exclude` that it was given, and names all parts, so that once is enough."""
+    parts = {f"block{number}": 4 for number in range(9)}
+    old = Net(1.0, **{name: nn.Linear(n, n) for name, n in parts.items()}, head=nn.Linear(4, 2))
+    new = Net(9.0, **{name: nn.Linear(n + 1, 2) for name, n in parts.items()}, top=nn.Linear(4, 2))
+    save_blobs(tmp_path / "old.safetensors", {"model": old})
+    job = Job("old", blobs={"model": old})
+    job.epoch(lambda: None)
+    job.stop_when(max_epochs(1))
+    JobRunner(job, tmp_path / "run", code=False, best=None).train()
+
+    def load(exclude: list[str]) -> None:
+        if door == "file":
+            load_into(tmp_path / "old.safetensors", {"model": new}, exclude=exclude)
+        else:
+            open_checkpoint(tmp_path / "run").load({"model": new}, exclude=exclude)
+
+    with pytest.raises(BlobError) as refused:
+        load(["model.head", "model.top"])
+    found = re.search(r"exclude=(\[.*\])", str(refused.value))
+    assert found is not None
+    load(ast.literal_eval(found[1]))
+
+
 @pytest.mark.parametrize("atomic", [True, False])
 def test_large_tensors_are_converted_on_their_way(tmp_path: Path, atomic: bool) -> None:
     """In pieces, verified, with the bits that converting the whole gives; another type is refused."""
