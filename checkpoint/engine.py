@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+from torch.optim import Optimizer
 
 from torchrelay.checkpoint.boundary import NodeState, built_by_program, capture
 from torchrelay.checkpoint.buffers import touch_buffers
@@ -33,7 +36,7 @@ from torchrelay.checkpoint.selecting import check_remade, used_patterns
 from torchrelay.checkpoint.selection import EVERYTHING, Selection
 from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.flatten import leaves_of
-from torchrelay.checkpoint.state.gradients import Gradients, watch_steps
+from torchrelay.checkpoint.state.gradients import Gradients, unsaved_optimizers, watch_steps
 from torchrelay.checkpoint.state.kinds import check_recreatable
 from torchrelay.checkpoint.state.optimizer_leaves import PARAMS
 from torchrelay.checkpoint.state.rehearsal import Start
@@ -114,6 +117,7 @@ class Engine:
         self._gradients: dict[str, Gradients] = {}
         self._stats: dict[str, NodeStats] = {}
         self._told_late: set[str] = set()
+        self._told_optimizers = WeakSet[Optimizer]()
         self._told_changes: set[str] = set()
         self._told_unused = selection.everything
 
@@ -327,6 +331,7 @@ class Engine:
                 stored, names = self._stored(place.name), members.get(place.name, {})
                 known = (names, self._demoted, self._structures)
                 states.append(capture(session, place, stored, *known, self.selection, self._resumes))
+                self._tell_unsaved(session, place, states[-1])
         except BlobError as error:
             return (), type(error)(f"{error} (on {place})")
         except Exception as error:
@@ -388,6 +393,18 @@ class Engine:
                 "create it in the init group, or register it as a blob",
                 stacklevel=2,
             )
+
+    def _tell_unsaved(self, session: Session, place: NodePlace, state: NodeState) -> None:
+        held = (entry.target for entry in session.workspace(place.name).entries().values())
+        told, leaves = self._told_optimizers, state.leaves.values()
+        for optimizer, name in unsaved_optimizers(state.names, held, leaves, told):
+            told.add(optimizer)
+            if session.peers.rank == 0:
+                warn(
+                    f"{type(optimizer).__name__}, which trains {name}, is no blob: its state is not saved, "
+                    "and a resumed run begins without it. Register it: blobs=dict(..., optimizer=optimizer)",
+                    stacklevel=2,
+                )
 
     # Loading
 

@@ -16,7 +16,7 @@ left behind is noted after each step of any optimizer of torch.optim, by weak re
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from operator import attrgetter, is_
 from typing import Any
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchrelay.checkpoint.disk import values
@@ -37,6 +38,7 @@ from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import OPTIM_GROUP, Leaf, LeafSpec, Role, Value
 from torchrelay.checkpoint.state.module_leaves import parts_of
 from torchrelay.checkpoint.state.restoring import Draft, Read
+from torchrelay.checkpoint.state.tensor_names import memory_place
 from torchrelay.errors import DamagedError
 from torchrelay.jobs.names import GRADIENTS
 from torchrelay.jobs.peers import warn
@@ -119,6 +121,32 @@ def _stepped(optimizer: Optimizer, *_: Any) -> None:
         step.note(parameters)
     except Exception:  # gradients of a kind that cannot be followed: what is not known is saved
         step.grads, step.versions, step.begins_anew = [], [], False
+
+
+def unsaved_optimizers(
+    names: Names, held: Iterable[Any], leaves: Iterable[Leaf], known: Container[Optimizer]
+) -> Iterator[tuple[Optimizer, str]]:
+    """Optimizers but `known` ones that have stepped tensors of these names, and whose state nobody saves.
+
+    Each with such a name. An object of `held` saves its own, and that of the optimizers among its
+    attributes; modules and schedulers do not. Whatever else has tensors of an optimizer's state among its
+    leaves saves it as well.
+    """
+    saved: set[int] = set()
+    for one in held:
+        saved.add(id(one))
+        if not isinstance(one, nn.Module | LRScheduler):
+            for value in getattr(one, "__dict__", {}).values():
+                saved.update(map(id, value if isinstance(value, list | tuple) else [value]))
+    for step in _steps.values():
+        optimizer = step.optimizer()
+        name = next((names[one] for one in step.parameters if one in names), None)
+        if optimizer is None or name is None or id(optimizer) in saved or optimizer in known:
+            continue
+        own = [one for state in optimizer.state.values() for one in state.values() if torch.is_tensor(one)]
+        stored = (leaf.content for leaf in leaves if not isinstance(leaf.content, Value))
+        if own and {*map(memory_place, own)}.isdisjoint(map(memory_place, stored)):
+            yield optimizer, name
 
 
 def _left_behind(*, unsure: bool = False) -> dict[int, int]:

@@ -36,7 +36,7 @@ def _hand_over(value: Any, state: Any) -> None:
     if isinstance(value, DataLoader):
         # torchdata's makes an iterator of its state when it is asked next, and draws a seed for its workers.
         # Undisturbed, that draw was part of the past: it belongs before the random streams are restored.
-        value.state_dict()
+        value.state_dict()  # type: ignore[attr-defined]
 
 
 def restore_learning_rates(objects: Mapping[str, Any], loaded: Container[str]) -> None:

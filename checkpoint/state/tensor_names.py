@@ -28,7 +28,7 @@ class TensorNames:
 
     def earlier(self, tensor: torch.Tensor, name: str) -> str | None:
         """The name that this tensor has already; None where it is new, and called `name` from now on."""
-        place, named = _place_of(tensor), (name, tensor)
+        place, named = memory_place(tensor), (name, tensor)
         first = self._first.setdefault(place, named)
         if first is named:
             return None
@@ -47,7 +47,7 @@ class TensorNames:
 
     def of(self, tensor: torch.Tensor) -> str | None:
         """The name that this tensor has; None where it has none."""
-        return self._among(_place_of(tensor), tensor)
+        return self._among(memory_place(tensor), tensor)
 
     def _among(self, place: object, tensor: torch.Tensor) -> str | None:
         """Views of other shapes may begin at the same place."""
@@ -57,7 +57,7 @@ class TensorNames:
         return next((n for n, one in (first, *self._others.get(place, ())) if _is_same(one, tensor)), None)
 
 
-def _place_of(tensor: torch.Tensor) -> object:
+def memory_place(tensor: torch.Tensor) -> object:
     """Where the memory begins; of what has none (empty, meta) which storage it is."""
     kind = type(tensor)
     plain = kind is torch.Tensor or kind is nn.Parameter or not is_sharded(tensor)

@@ -158,6 +158,43 @@ def test_a_name_created_after_init(tmp_path: Path) -> None:
     assert "later" not in open_checkpoint(tmp_path / "run", epoch=3).blobs
 
 
+class Deep:
+    """An object that saves an optimizer that lies two levels below it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.parts = [[optimizer]]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"own": self.parts[0][0].state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.parts[0][0].load_state_dict(state["own"])
+
+
+@pytest.mark.parametrize("kind", ["unregistered", "behind a scheduler", "registered", "inside", "stateless"])
+def test_an_optimizer_whose_state_nobody_saves_is_told_once(tmp_path: Path, kind: str) -> None:
+    """A resumed run would begin without its state, in silence; one that is saved somehow is not told."""
+    model = nn.Linear(2, 1)
+    made = torch.optim.SGD if kind == "stateless" else torch.optim.Adam
+    optimizer = made(model.parameters(), lr=0.1)
+    more = {
+        "behind a scheduler": lambda: {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)},
+        "registered": lambda: {"optimizer": optimizer},
+        "inside": lambda: {"deep": Deep(optimizer)},
+    }
+
+    def epoch(_: Any) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    with noted() as said:
+        Trial({"model": model, **more.get(kind, dict)()}, epochs=3, epoch=epoch).train(tmp_path / "run")
+    said = [text for text in said if "is no blob" in text]
+    assert len(said) == (kind in ("unregistered", "behind a scheduler"))
+    assert all("Adam, which trains model." in text and "optimizer=optimizer" in text for text in said)
+
+
 @pytest.mark.parametrize("initial", [True, False])
 @pytest.mark.parametrize("group", ["init", "setup"])
 def test_an_object_that_only_a_task_made(tmp_path: Path, group: str, initial: bool) -> None:
