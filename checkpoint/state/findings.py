@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import field
+from itertools import product
 
 import torch
 
@@ -20,6 +21,8 @@ from torchrelay.records import dataclass
 
 _NEAREST_FOR = 20
 """Missing leaves for which the nearest stored names are looked up; the search is quadratic."""
+_RULES = 4
+"""Renames that are proposed at once."""
 
 
 @dataclass
@@ -36,6 +39,8 @@ class Findings:
     """Of the tensors that are missing."""
     members: dict[str, str] = field(default_factory=dict)
     """Texts of `unlike` about a parameter that a stored group of an optimizer lacks, and its name."""
+    strangers: list[str] = field(default_factory=list)
+    """Parameters that stored groups have, and that no optimizer has here."""
 
     def lack(self, missing: Sequence[tuple[str, torch.Tensor | None]]) -> None:
         """Note names of the objects that are not stored, with the tensor where it is one."""
@@ -114,8 +119,10 @@ class Findings:
             there, here = stored.get(old), self.shapes.get(new)
             return there is None or here is None or there.shape == here
 
-        named_otherwise = all(self.members.get(text) in missing for text in self.unlike)
-        if named_otherwise and (rename := renaming(missing, unexpected, within, fits)):
+        lacking = list(dict.fromkeys([*missing, *self.members.values()]))
+        spare = list(dict.fromkeys([*unexpected, *self.strangers]))
+        named_otherwise = all(text in self.members for text in self.unlike)
+        if named_otherwise and (rename := renaming(lacking, spare, within, fits)):
             return f"If these are the same leaves under other names: rename={rename!r}"
         different = [text.split(" ", 1)[0] for text in self.unlike]
         types = {self.types.get(name) for name in (*different, *missing, *unexpected)}
@@ -128,25 +135,43 @@ class Findings:
 def renaming(
     missing: Sequence[str], unexpected: Sequence[str], within: str, fits: Callable[[str, str], bool]
 ) -> dict[str, str] | None:
-    """The one rule that turns the most stored names into missing ones, if that is half of them at least.
+    """The few rules that turn the most stored names into missing ones, if that is half of them at least.
 
-    Names in it are relative to the blob or part `within`, where there is one. A rule by which a stored
-    leaf would go with one that it does not fit is none.
+    Names in them are relative to the blob or part `within`, where there is one.
     """
-    wanted, most = set(missing), 0
-    best: dict[str, str] | None = None
-    for name in missing[:1]:
-        for old in unexpected[:_NEAREST_FOR]:
-            for here, there in _beginnings(name, old):
-                if within in (here, there):
-                    continue
-                new = {one: _renamed(one, there, here) for one in unexpected}
-                hit = {one: name for one, name in new.items() if name in wanted}
-                hits = len(hit)
-                if hits > most and all(fits(one, name) for one, name in hit.items()):
-                    best = {there.removeprefix(f"{within}."): here.removeprefix(f"{within}.")}
-                    most = hits
-    return best if 2 * most >= len(missing) else None
+    rules: dict[str, str] = {}
+    left, spare = list(missing), list(unexpected)
+    for _ in range(_RULES):
+        rule, hit = _rule(left, spare, within, fits)
+        if len(hit) < 2 and 2 * len(hit) < len(missing):
+            break
+        rules.update(rule)
+        left = [name for name in left if name not in hit.values()]
+        spare = [name for name in spare if name not in hit]
+        if not left:
+            break
+    if not rules or 2 * len(left) > len(missing):
+        return None
+    return dict(sorted(rules.items(), key=lambda rule: -len(rule[0])))  # the first that fits is applied
+
+
+def _rule(
+    missing: Sequence[str], unexpected: Sequence[str], within: str, fits: Callable[[str, str], bool]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The rule that makes the most of them alike, and these; none by which a leaf goes where it does not fit."""
+    wanted = set(missing)
+    best: dict[str, str] = {}
+    most: dict[str, str] = {}
+    for name, old in product(missing[:_RULES], unexpected[:_NEAREST_FOR]):
+        for here, there in _beginnings(name, old):
+            if within in (here, there):
+                continue
+            new = {one: _renamed(one, there, here) for one in unexpected}
+            hit = {one: name for one, name in new.items() if name in wanted}
+            if len(hit) > len(most) and all(fits(one, name) for one, name in hit.items()):
+                best = {there.removeprefix(f"{within}."): here.removeprefix(f"{within}.")}
+                most = hit
+    return best, most
 
 
 def _beginnings(one: str, other: str) -> Iterator[tuple[str, str]]:

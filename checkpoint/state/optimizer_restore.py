@@ -133,6 +133,7 @@ def _members(
                 draft.findings.members[text] = known
             members[name or known] = parameter
             stored.pop(name or known, None)
+        draft.findings.strangers += stored
     return members
 
 

@@ -271,6 +271,36 @@ def test_no_rename_is_proposed_that_would_not_fit(source: Path, door: str) -> No
     load_from(door, source, model, **argument)
 
 
+def test_several_renames_are_proposed_at_once(source: Path) -> None:
+    """Two parts that moved to different places: both rules stand in one argument, which is enough."""
+    inner = Net(9.0, body=nn.Linear(4, 4), tail=nn.Linear(4, 4))
+    model = Net(9.0, trunk=inner, classes=nn.Linear(4, 2))
+    with pytest.raises(BlobError) as caught:
+        load_from("load", source, model)
+    argument = named(str(caught.value))
+    assert argument == {"rename": {"model.head": "model.classes", "model": "model.trunk"}}
+    load_from("load", source, model, **argument)
+    assert all(bool((one == 1.0).all()) for one in model.parameters())
+
+
+def test_a_blob_with_another_name_beside_its_optimizer_is_seen(tmp_path: Path) -> None:
+    """The refusal of the resume proposes the rename, not to leave the optimizer out of it."""
+    run, first = tmp_path / "run", usual(1.0)
+    train(run, first, 2, torch.optim.Adam(first.parameters()))
+    model = usual(9.0)
+    optimizer = torch.optim.Adam(model.parameters())
+    job = Job("remedies", blobs={"net": model, "optimizer": optimizer})
+    job.epoch(lambda: None)
+    job.stop_when(max_epochs(3))
+    with pytest.raises(BlobError) as caught:
+        JobRunner(job, run, best=None).train()
+    argument = named(str(caught.value))
+    assert argument == {"rename": {"model": "net"}}
+    JobRunner(job, run, best=None, **argument).train()
+    weight = next(model.parameters())
+    assert weight.lt(2).all() and optimizer.state[weight]["step"] == 2
+
+
 def test_a_warm_start_that_takes_nothing_is_refused(source: Path, tmp_path: Path) -> None:
     """Also without `strict`: it would train from scratch, and say so in half a line."""
     other = Net(9.0, a=nn.Linear(4, 4), b=nn.Linear(4, 2))
