@@ -9,9 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
-from weakref import WeakSet
-
-from torch.optim import Optimizer
 
 from torchrelay.checkpoint.boundary import NodeState, built_by_program, capture
 from torchrelay.checkpoint.buffers import touch_buffers
@@ -23,20 +20,18 @@ from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.ledger_words import Target
 from torchrelay.checkpoint.load import LoadJob, load_all
 from torchrelay.checkpoint.log.keeping import KEEP_ALL, Keeping
-from torchrelay.checkpoint.members import Member, members_of, newcomers, stored_blobs
+from torchrelay.checkpoint.members import Member, members_of, stored_blobs
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.program_changes import ResumeOptions, gone_blobs
-from torchrelay.checkpoint.reading.lookup import nearest
 from torchrelay.checkpoint.reading.renaming import renamed_manifest
 from torchrelay.checkpoint.replicas import ReplicaCheck, checked_every
 from torchrelay.checkpoint.retaining import Retaining
 from torchrelay.checkpoint.reuse import Reuse
 from torchrelay.checkpoint.save import SaveJob, make_plan, save_epoch
-from torchrelay.checkpoint.selecting import check_remade, used_patterns
+from torchrelay.checkpoint.selecting import check_remade
 from torchrelay.checkpoint.selection import EVERYTHING, Selection
 from torchrelay.checkpoint.spec_exchange import SpecExchange
-from torchrelay.checkpoint.state.flatten import leaves_of
-from torchrelay.checkpoint.state.gradients import Gradients, unsaved_optimizers, watch_steps
+from torchrelay.checkpoint.state.gradients import Gradients, watch_steps
 from torchrelay.checkpoint.state.kinds import check_recreatable
 from torchrelay.checkpoint.state.optimizer_leaves import PARAMS
 from torchrelay.checkpoint.state.rehearsal import Start
@@ -45,6 +40,7 @@ from torchrelay.checkpoint.structure import Structures
 from torchrelay.checkpoint.tier.options import Tier
 from torchrelay.checkpoint.tier.placed import placed
 from torchrelay.checkpoint.timing import Clock
+from torchrelay.checkpoint.unsaved import Unsaved
 from torchrelay.checkpoint.wildcards import matches
 from torchrelay.errors import BlobError, UsageError
 from torchrelay.jobs.blobs import Scope
@@ -116,10 +112,8 @@ class Engine:
         self._streams: dict[str, RandomStreams] = {}
         self._gradients: dict[str, Gradients] = {}
         self._stats: dict[str, NodeStats] = {}
-        self._told_late: set[str] = set()
-        self._told_optimizers = WeakSet[Optimizer]()
+        self._unsaved = Unsaved(selection)
         self._told_changes: set[str] = set()
-        self._told_unused = selection.everything
 
     # Whom it serves
 
@@ -251,7 +245,7 @@ class Engine:
         job = self._job(session, states, position, facts)
         with clock.spent("plan"):
             demoted, whole = self._replicas.run(job, self._forced(), failed=failed)
-            self._tell_unused(session, states, position)
+            self._unsaved.patterns(session, states, position)
             self._demote(demoted, say=session.peers.rank == 0)
             plan = make_plan(job := job.with_rank_scope(self._demoted | demoted), self._exchange)
         if self.background is not None and self.ledger.in_run:
@@ -327,11 +321,11 @@ class Engine:
         states: list[NodeState] = []
         try:
             for place in session.local_nodes:
-                self._tell_late(session, place)
                 stored, names = self._stored(place.name), members.get(place.name, {})
+                self._unsaved.late_names(session, place, names)
                 known = (names, self._demoted, self._structures)
                 states.append(capture(session, place, stored, *known, self.selection, self._resumes))
-                self._tell_unsaved(session, place, states[-1])
+                self._unsaved.training(session, place, states[-1])
         except BlobError as error:
             return (), type(error)(f"{error} (on {place})")
         except Exception as error:
@@ -367,44 +361,6 @@ class Engine:
                 "(scope rank); register it with scope='rank' to say so yourself",
                 stacklevel=2,
             )
-
-    def _tell_unused(self, session: Session, states: Sequence[NodeState], position: Position) -> None:
-        """Warn once of patterns that mean no leaf of any node, when optimizers have state."""
-        if self._told_unused or position.epoch == 0:
-            return
-        self._told_unused = True
-        names = {leaf.name for state in states for leaf in leaves_of(state.objects)}
-        used = session.peers.exchange("save: patterns", used_patterns(names, self.selection))
-        unused = [one for one in self.selection.patterns if not any(one in part for part in used)]
-        if unused and session.peers.rank == 0:
-            known = nearest(unused[0], names)
-            text = f"no leaf matches {', '.join(map(repr, unused))} of include= and exclude={known}"
-            warn(text, stacklevel=2)
-
-    def _tell_late(self, session: Session, place: NodePlace) -> None:
-        members = (self._members or {}).get(place.name, {})
-        late = [
-            name for name in newcomers(session.workspace(place.name), members) if name not in self._told_late
-        ]
-        if late:
-            self._told_late.update(late)
-            warn(
-                f"{', '.join(map(repr, late))} appeared on {place} after init and will not be saved: "
-                "create it in the init group, or register it as a blob",
-                stacklevel=2,
-            )
-
-    def _tell_unsaved(self, session: Session, place: NodePlace, state: NodeState) -> None:
-        held = (entry.target for entry in session.workspace(place.name).entries().values())
-        told, leaves = self._told_optimizers, state.leaves.values()
-        for optimizer, name in unsaved_optimizers(state.names, held, leaves, told):
-            told.add(optimizer)
-            if session.peers.rank == 0:
-                warn(
-                    f"{type(optimizer).__name__}, which trains {name}, is no blob: its state is not saved, "
-                    "and a resumed run begins without it. Register it: blobs=dict(..., optimizer=optimizer)",
-                    stacklevel=2,
-                )
 
     # Loading
 

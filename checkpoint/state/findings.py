@@ -158,7 +158,7 @@ def renaming(
 def _rule(
     missing: Sequence[str], unexpected: Sequence[str], within: str, fits: Callable[[str, str], bool]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """The rule that makes the most of them alike, and these; none by which a leaf goes where it does not fit."""
+    """The rule that makes the most of them alike, and these; none by which one goes where it does not fit."""
     wanted = set(missing)
     best: dict[str, str] = {}
     most: dict[str, str] = {}

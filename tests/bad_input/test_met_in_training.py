@@ -195,6 +195,48 @@ def test_an_optimizer_whose_state_nobody_saves_is_told_once(tmp_path: Path, kind
     assert all("Adam, which trains model." in text and "optimizer=optimizer" in text for text in said)
 
 
+class Adapted(nn.Module):
+    """A layer whose `state_dict` leaves out what `hidden` says, or shows it by another name."""
+
+    def __init__(self, *, renames: bool) -> None:
+        super().__init__()
+        self.base, self.extra = nn.Linear(2, 1), nn.Linear(2, 1)
+        self.renames = renames
+        self.register_state_dict_post_hook(Adapted.hide)
+        self.register_load_state_dict_pre_hook(Adapted.show)
+
+    def hide(self, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for name in [name for name in state if name.startswith(f"{prefix}extra.")]:
+            content = state.pop(name)
+            if self.renames:
+                state[name.replace("extra.", "added.")] = content
+
+    def show(self, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name in [name for name in state if name.startswith(f"{prefix}added.")]:
+            state[name.replace("added.", "extra.")] = state.pop(name)
+        for name, one in self.extra.named_parameters() if not self.renames else ():
+            state[f"{prefix}extra.{name}"] = one
+
+
+@pytest.mark.parametrize("renames", [False, True])
+def test_a_trained_parameter_that_a_module_leaves_out_is_told_once(tmp_path: Path, renames: bool) -> None:
+    """A resumed run would train on from what the program builds; one under another name is saved."""
+    model = Adapted(renames=renames)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def epoch(_: Any) -> None:
+        optimizer.zero_grad()
+        (model.base(torch.ones(1, 2)) + model.extra(torch.ones(1, 2))).sum().backward()
+        optimizer.step()
+
+    with noted() as said:
+        Trial({"model": model, "optimizer": optimizer}, epochs=3, epoch=epoch).train(tmp_path / "run")
+    said = [text for text in said if "left out by the state_dict()" in text]
+    assert [text.startswith("model.extra.weight, model.extra.bias: trained") for text in said] == [True] * (
+        not renames
+    )
+
+
 @pytest.mark.parametrize("initial", [True, False])
 @pytest.mark.parametrize("group", ["init", "setup"])
 def test_an_object_that_only_a_task_made(tmp_path: Path, group: str, initial: bool) -> None:

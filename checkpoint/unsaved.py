@@ -1,0 +1,98 @@
+"""What the saves of a run leave out and nobody asked them to: told once, by one process where all have it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from weakref import WeakSet
+
+from torch.optim import Optimizer
+
+from torchrelay.checkpoint.boundary import NodeState
+from torchrelay.checkpoint.members import Member, newcomers
+from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.reading.lookup import nearest
+from torchrelay.checkpoint.selecting import used_patterns
+from torchrelay.checkpoint.selection import Selection
+from torchrelay.checkpoint.state.flatten import leaves_of
+from torchrelay.checkpoint.state.gradients import unsaved_optimizers
+from torchrelay.checkpoint.state.leaf import Value
+from torchrelay.checkpoint.state.optimizer_leaves import PARAMS
+from torchrelay.checkpoint.state.tensor_names import memory_place
+from torchrelay.jobs.peers import warn
+from torchrelay.jobs.places import NodePlace
+from torchrelay.jobs.session import Session
+
+
+class Unsaved:
+    """Remembers what was told."""
+
+    def __init__(self, selection: Selection) -> None:
+        self._selection = selection
+        self._patterns = selection.everything
+        self._names: set[str] = set()
+        self._optimizers = WeakSet[Optimizer]()
+        self._looked = False
+
+    def patterns(self, session: Session, states: Sequence[NodeState], position: Position) -> None:
+        """Warn of patterns that mean no leaf of any node, when optimizers have state."""
+        if self._patterns or position.epoch == 0:
+            return
+        self._patterns = True
+        names = {leaf.name for state in states for leaf in leaves_of(state.objects)}
+        used = session.peers.exchange("save: patterns", used_patterns(names, self._selection))
+        unused = [one for one in self._selection.patterns if not any(one in part for part in used)]
+        if unused and session.peers.rank == 0:
+            known = nearest(unused[0], names)
+            text = f"no leaf matches {', '.join(map(repr, unused))} of include= and exclude={known}"
+            warn(text, stacklevel=2)
+
+    def late_names(self, session: Session, place: NodePlace, members: Mapping[str, Member]) -> None:
+        """Warn of names that came too late to be saved."""
+        late = [name for name in newcomers(session.workspace(place.name), members) if name not in self._names]
+        if late:
+            self._names.update(late)
+            warn(
+                f"{', '.join(map(repr, late))} appeared on {place} after init and will not be saved: "
+                "create it in the init group, or register it as a blob",
+                stacklevel=2,
+            )
+
+    def training(self, session: Session, place: NodePlace, state: NodeState) -> None:
+        """Warn of optimizers and parameters that the program trains, and that no leaf is of."""
+        held = (entry.target for entry in session.workspace(place.name).entries().values())
+        unsaved = list(unsaved_optimizers(state.names, held, state.leaves.values(), self._optimizers))
+        self._optimizers.update(optimizer for optimizer, _ in unsaved)
+        said = [
+            f"{type(optimizer).__name__}, which trains {name}, is no blob: its state is not saved, and a "
+            "resumed run begins without it. Register it: blobs=dict(..., optimizer=optimizer)"
+            for optimizer, name in unsaved
+        ]
+        left_out = [] if self._looked else self._left_out(state)
+        self._looked = True
+        if left_out:
+            more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
+            said.append(
+                f"{', '.join(left_out[:3])}{more}: trained by a registered optimizer, and left out by the "
+                "state_dict() of its module, so it is not saved, and a resumed run begins with what the "
+                "program builds. Register it as a blob of its own"
+            )
+        for text in said if session.peers.rank == 0 else ():
+            warn(text, stacklevel=2)
+
+    def _left_out(self, state: NodeState) -> list[str]:
+        """Parameters of optimizers that the own `state_dict` of a registered module does not show."""
+        trained = {
+            name: one
+            for value in state.objects.values()
+            for group in (value.param_groups if isinstance(value, Optimizer) else ())
+            for one in group[PARAMS]
+            if one.requires_grad and (name := state.names.get(id(one))) is not None
+        }
+        absent = {
+            name: one
+            for name, one in trained.items()
+            if name not in state.leaves and self._selection.saves(name)
+        }
+        contents = [leaf.content for leaf in state.leaves.values()] if absent else []
+        stored = {memory_place(one) for one in contents if not isinstance(one, Value)}
+        return [name for name, one in absent.items() if memory_place(one) not in stored]
