@@ -91,7 +91,7 @@ def capture(
     gradients = gradient_leaves(objects, names, selection.saves, learning)
     leaves = [*select(listed, objects, selection), *gradients, *random_leaves(session.streams(place.name))]
     structure = structures.of(place.name, leaves, scopes_of(leaves, members, objects, demoted))
-    groups = groups_of(objects)
+    groups = groups_of(objects), structures.overlaps(place.name, leaves)
     if not structures.is_rehearsed(place.name, structure, groups):
         chosen = {leaf.name for leaf in leaves}
         rehearse(

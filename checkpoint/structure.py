@@ -17,10 +17,11 @@ from torchrelay.checkpoint.disk.manifest import VALUE_LIMIT_BYTES
 from torchrelay.checkpoint.state.dtensors import is_sharded
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value, spec_of
 from torchrelay.checkpoint.state.rehearsal import Start
+from torchrelay.checkpoint.state.tensor_names import overlaps_of
 from torchrelay.records import dataclass
 
-Groups = list[list[int]]
-"""Which parameters are in each group of the optimizers, by identity."""
+Groups = tuple[list[list[int]], dict[str, tuple[str, int]]]
+"""Which parameters are in each group of the optimizers, by identity, and what shares memory in part."""
 _SHORT = (type(None), bool, int, float)
 """JSON that is short whatever its value: how long decides nothing."""
 
@@ -56,6 +57,15 @@ class Structures:
     def began(self, node: str, start: Start) -> None:
         """Keep what the program has built, before anything was loaded or trained."""
         self._starts[node] = start
+
+    def overlaps(self, node: str, leaves: Sequence[Leaf]) -> dict[str, tuple[str, int]]:
+        """How those leaves that shared memory in part when the program had built them share it now."""
+        start = self._starts.get(node)
+        if start is None or not start.overlaps:
+            return {}
+        names = {*start.overlaps, *(other for other, _ in start.overlaps.values())}
+        shared = {leaf.name: leaf.content for leaf in leaves if leaf.name in names}
+        return overlaps_of({name: one for name, one in shared.items() if not isinstance(one, Value)})
 
     def changes(self, node: str, now: Start, wanted: Callable[[str], bool]) -> list[str]:
         """How `now` differs from what was built, in `wanted` leaves; nothing where nobody looked then."""

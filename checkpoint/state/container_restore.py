@@ -20,10 +20,11 @@ from torchrelay.checkpoint.disk.dtypes import by_name, torch_dtype
 from torchrelay.checkpoint.disk.value_decoding import decode, holds_only_tensors, references
 from torchrelay.checkpoint.disk.values import encode, tagged
 from torchrelay.checkpoint.state.admission import admitted_in_place
-from torchrelay.checkpoint.state.dtensors import is_sharded, memory_of_shard, stand_in
+from torchrelay.checkpoint.state.dtensors import is_sharded, stand_in
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role, learning
 from torchrelay.checkpoint.state.restoring import Draft, same_form
 from torchrelay.checkpoint.state.subclasses import is_wrapper
+from torchrelay.checkpoint.state.tensor_names import extent_of
 from torchrelay.errors import BlobError, DamagedError
 from torchrelay.jobs.blobs import is_factory, is_stateful
 from torchrelay.jobs.containers import (
@@ -142,23 +143,11 @@ class ContainerLoad:
     def shares_memory(self, draft: Draft, tensor: torch.Tensor) -> bool:
         """Whether some byte of a tensor is one that another leaf is read into."""
         for other in islice(draft.live_tensors, self._looked_at, None):
-            storage, first, last = _extent(other)
+            storage, first, last = extent_of(other)
             self._extents[storage].append((first, last))
         self._looked_at = len(draft.live_tensors)
-        storage, begin, end = _extent(tensor)
+        storage, begin, end = extent_of(tensor)
         return any(first < end and begin < last for first, last in self._extents.get(storage, ()))
-
-
-def _extent(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Storage, and the first and last byte there that a tensor may have."""
-    if is_wrapper(tensor):
-        return 0, 0, 0
-    memory = memory_of_shard(tensor) if is_sharded(tensor) else tensor
-    if memory.layout is not torch.strided or memory.numel() == 0:
-        return 0, 0, 0
-    last = sum(int(size - 1) * int(step) for size, step in zip(memory.shape, memory.stride(), strict=True))
-    begin = int(memory.storage_offset()) * memory.itemsize
-    return memory.untyped_storage().data_ptr(), begin, begin + (last + 1) * memory.itemsize
 
 
 def draft_container(

@@ -30,7 +30,7 @@ from torchrelay.checkpoint.state.optimizer_leaves import PARAMS, orphans
 from torchrelay.checkpoint.state.restore import drafted
 from torchrelay.checkpoint.state.restoring import Draft, Maker, form
 from torchrelay.checkpoint.state.subclasses import is_wrapper, made_by_an_optimizer, told
-from torchrelay.checkpoint.state.tensor_names import TensorNames
+from torchrelay.checkpoint.state.tensor_names import TensorNames, overlaps_of
 from torchrelay.errors import BlobError
 from torchrelay.records import dataclass
 
@@ -56,6 +56,7 @@ class Start:
         """The names of the parameters in each group of an optimizer."""
         self.loose: set[tuple[str, int]] = set()
         """The groups, by optimizer and number, with a parameter that no blob holds."""
+        alone: dict[str, torch.Tensor] = {}
         first, names = TensorNames(), dict[int, str]()
         for name, tensor, is_buffer in self._found(objects):
             names.setdefault(id(tensor), name)
@@ -65,6 +66,10 @@ class Start:
             built = f"{type(tensor).__qualname__} {form(tensor)}" if is_wrapper(tensor) else form(tensor)
             alias = first.earlier(tensor, name)
             self.tensors[name] = _Built(is_buffer, built, alias, is_sharded(tensor))
+            if alias is None:
+                alone[name] = tensor
+        self.overlaps = overlaps_of(alone)
+        """What shares memory with another tensor, and is not the same one."""
         for blob, value in objects.items():
             if kind_of(value) is Kind.OPTIMIZER:
                 own = {id(one): name for name, one in orphans(blob, value)}
@@ -114,6 +119,13 @@ class Start:
                 yield name, f"is {built.form} now, and was {before.form} at the start"
             elif before.alias_of != built.alias_of:
                 yield name, f"is {_whose(built)} now, and was {_whose(before)} at the start"
+        for name, (other, bytes_in) in self.overlaps.items():
+            alike = all(self.tensors[one] == now.tensors.get(one) for one in (name, other))
+            if alike and now.overlaps.get(name) != (
+                other,
+                bytes_in,
+            ):  # else a load gives it memory of its own
+                yield name, f"shared memory with {other} at the start, and does not share it now"
         yield from ((name, "is gone since the start") for name in self.tensors if name not in now.tensors)
         for blob, groups in self.groups.items():
             kept = now.groups.get(blob, groups)[: len(groups)]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from torchrelay.checkpoint.state.dtensors import is_sharded, memory_of_shard
+from torchrelay.checkpoint.state.subclasses import is_wrapper
 
 Named = tuple[str, torch.Tensor]
 
@@ -87,3 +88,28 @@ def _view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _shard_of(tensor: Any) -> tuple[Any, ...]:
     where = (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
     return (*where, _view_of(memory_of_shard(tensor)))
+
+
+def extent_of(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Storage, and the first and last byte there that a tensor may have."""
+    if is_wrapper(tensor):
+        return 0, 0, 0
+    memory = memory_of_shard(tensor) if is_sharded(tensor) else tensor
+    if memory.layout is not torch.strided or memory.numel() == 0:
+        return 0, 0, 0
+    last = sum(int(size - 1) * int(step) for size, step in zip(memory.shape, memory.stride(), strict=True))
+    begin = int(memory.storage_offset()) * memory.itemsize
+    return memory.untyped_storage().data_ptr(), begin, begin + (last + 1) * memory.itemsize
+
+
+def overlaps_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, int]]:
+    """Of each tensor that begins inside of another one's memory: that one's name, and how many bytes in."""
+    extents = sorted((*extent_of(one), name) for name, one in tensors.items())
+    found: dict[str, tuple[str, int]] = {}
+    widest = (0, 0, 0, "")
+    for storage, begin, end, name in extents:
+        if storage and storage == widest[0] and begin < widest[2]:
+            found[name] = widest[3], begin - widest[1]
+        if storage != widest[0] or end > widest[2]:
+            widest = storage, begin, end, name
+    return found

@@ -24,7 +24,7 @@ from torchrelay import (
 )
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.tensor_names import TensorNames
-from torchrelay.errors import BlobError
+from torchrelay.errors import BlobError, SaveFailedError
 
 
 def aliases(objects: dict[str, Any]) -> dict[str, str]:
@@ -285,3 +285,32 @@ def test_blobs_of_one_memory_are_one_leaf(tmp_path: Path) -> None:
     fresh = torch.zeros(3)
     load_into(tmp_path / "blobs", {"a": fresh, "b": fresh.view(3), "c": torch.zeros(3)})
     assert torch.equal(fresh, one)
+
+
+@pytest.mark.parametrize("torn_in", [0, 1, 2])
+def test_memory_that_is_shared_in_part_stays_shared_or_fails_the_save(tmp_path: Path, torn_in: int) -> None:
+    """The next start builds the row inside of the weight again: two contents would have one place."""
+
+    def train(epochs: int) -> torch.Tensor:
+        model = nn.Linear(3, 3)
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+        row = model.weight.data[0]
+        job = Job("row", blobs={"model": model, "row": row})
+
+        @job.epoch
+        def epoch(ctx: Any) -> None:
+            if ctx.epoch == torn_in:
+                model.weight.data = model.weight.data + 1
+            row.mul_(2)
+
+        job.stop_when(max_epochs(epochs))
+        JobRunner(job, tmp_path / "run", best=None, max_failed_saves=1).train()
+        return model.weight.detach()
+
+    if torn_in:
+        with pytest.raises(SaveFailedError, match=r"model\.weight shared memory with row at the start"):
+            train(2)
+    else:
+        train(2)
+        assert train(3)[:, 0].tolist() == [8.0, 1.0, 1.0]
