@@ -357,8 +357,8 @@ class Engine:
         names = frozenset(name for name in names if not name.endswith(f".{PARAMS}"))
         if names and say:
             warn(
-                f"{', '.join(sorted(names))} differs between nodes and is saved once per node from now on "
-                "(scope rank); register it with scope='rank' to say so yourself",
+                f"{', '.join(sorted(names))} {'differs' if len(names) == 1 else 'differ'} between nodes: "
+                "saved once per node from now on (scope rank); scope='rank' at registration says so beforehand",
                 stacklevel=2,
             )
 

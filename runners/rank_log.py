@@ -21,6 +21,7 @@ MAX_BYTES = 8 << 20
 """Of a file; one older file is kept beside it, so a rank takes at most 16 MiB in an attempt."""
 _KEPT = 1000
 """So many lines wait for the file to be known."""
+_OURS = Path(__file__).parents[1]
 _LETTERS = {logging.WARNING: "W", logging.ERROR: "E", logging.CRITICAL: "E"}
 
 
@@ -121,4 +122,6 @@ class RankLog(logging.Handler):
 
 
 def _warning(message: Any, category: Any, filename: str, lineno: int) -> str:
+    if Path(filename).is_relative_to(_OURS):  # where in our source says nothing to people
+        return str(message)
     return f"{category.__name__}: {message} ({Path(filename).name}:{lineno})"

@@ -193,6 +193,12 @@ def test_an_optimizer_whose_state_nobody_saves_is_told_once(tmp_path: Path, kind
     said = [text for text in said if "is no blob" in text]
     assert len(said) == (kind in ("unregistered", "behind a scheduler"))
     assert all("Adam, which trains model." in text and "optimizer=optimizer" in text for text in said)
+    log = (tmp_path / "run/logs/attempt_0/rank_0.log").read_text()
+    assert [
+        line.endswith("optimizer=optimizer)") for line in log.splitlines() if " W r0/1 Adam, " in line
+    ] == (
+        [True] * len(said)  # without the place in our source
+    )
 
 
 class Adapted(nn.Module):

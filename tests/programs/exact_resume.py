@@ -71,7 +71,7 @@ def every_resume(session: SessionBase, folder: Path, name: str, **options: objec
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         found[name] = train(session, folder / name, seed=5, **options)
-    told = [str(one.message) for one in said if "differs between nodes" in str(one.message)]
+    told = [str(one.message) for one in said if "between nodes: saved" in str(one.message)]
     (folder / f"{name}.warnings-{session.env.rank}.json").write_text(json.dumps(told))
     for epoch in range(EPOCHS + 1):
         copy = folder / f"{name} from {epoch}"
