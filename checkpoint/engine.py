@@ -358,7 +358,7 @@ class Engine:
         if names and say:
             warn(
                 f"{', '.join(sorted(names))} {'differs' if len(names) == 1 else 'differ'} between nodes: "
-                "saved once per node from now on (scope rank); scope='rank' at registration says so beforehand",
+                "saved once per node from now on (scope rank); register it with scope='rank' to say so",
                 stacklevel=2,
             )
 
