@@ -26,8 +26,9 @@ from torchrelay.checkpoint.disk.windows import Target, Window, whole_target
 from torchrelay.checkpoint.reading.read_plan import NOWHERE, LeafRead, ReadPlan
 from torchrelay.checkpoint.state.in_place import NOTHING, InPlace
 from torchrelay.checkpoint.state.restoring import Read, put
+from torchrelay.checkpoint.state.tensor_names import overlaps_of
 from torchrelay.checkpoint.storage import Memory
-from torchrelay.errors import PartiallyLoadedError, RelayError
+from torchrelay.errors import BlobError, PartiallyLoadedError, RelayError
 from torchrelay.records import dataclass
 
 AT_ONCE = 16 << 20
@@ -89,7 +90,7 @@ class Loading:
     def __init__(
         self, source: Source, wanted: Sequence[Wanted], columns: Columns | None = None, *, atomic: bool = True
     ) -> None:
-        self._source, self._atomic = source, atomic
+        self._source, self._wanted, self._atomic = source, wanted, atomic
         self._columns = columns or Columns()
         self._fresh = [one for one in wanted if one.read.live is None]
         self._direct = [one for one in wanted if one.read.destination is not None]
@@ -116,7 +117,11 @@ class Loading:
         return self._source.plan([one.into(memory_of(one.read.memory())) for one in self._direct])
 
     def first(self) -> None:
-        """Do whatever can fail without an object being changed; raises DamagedError or StorageError."""
+        """Do whatever can fail without an object being changed.
+
+        Raises BlobError, DamagedError or StorageError.
+        """
+        self._check_apart()
         self._read([one.into(memory_of(one.read.memory())) for one in self._fresh])
         if self._atomic and self._way is not _Way.STAGED:
             self.checked = self._columns.check()
@@ -148,6 +153,24 @@ class Loading:
                 for piece, one in both:
                     put(piece.live, one)
             self._columns.fill(self._columns.in_place.memories)
+
+    def _check_apart(self) -> None:
+        """Refuse objects that share memory in part: the leaf that is read last would overwrite the other."""
+        live = dict(self._columns.in_place.tensors)
+        blobs = {name: name for name in live}
+        for one in self._wanted:
+            if one.read.live is not None:
+                live[one.read.spec.name], blobs[one.read.spec.name] = one.read.live, one.read.spec.blob
+        if len(set(blobs.values())) < 2:  # one object is as its program built it
+            return
+        if len({one.untyped_storage().data_ptr() for one in live.values()}) == len(live):
+            return
+        for name, (other, _) in overlaps_of(live).items():
+            if blobs[name] != blobs[other]:
+                raise BlobError(
+                    f"{name} and {other} share memory here and are two leaves of the checkpoint; nothing was "
+                    f"changed. Load one of them: exclude=[{name!r}]"
+                )
 
     def _read(self, reads: Sequence[LeafRead]) -> None:
         if reads:

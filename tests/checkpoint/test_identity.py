@@ -314,3 +314,32 @@ def test_memory_that_is_shared_in_part_stays_shared_or_fails_the_save(tmp_path: 
     else:
         train(2)
         assert train(3)[:, 0].tolist() == [8.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("row", [0, 1])
+@pytest.mark.parametrize("way", ["load", "load_into"])
+def test_loads_refuse_objects_that_share_memory_in_part(tmp_path: Path, way: str, row: int) -> None:
+    """The leaf that comes last would overwrite a part of the other; the argument that is named helps."""
+    stored = {"model": nn.Linear(3, 3), "row": torch.full((3,), 7.0)}
+    save_blobs(tmp_path / "file.safetensors", stored)
+    job = Job("row", blobs=stored)
+    job.epoch(lambda: None)
+    job.stop_when(max_epochs(1))
+    JobRunner(job, tmp_path / "run", best=None).train()
+    model = nn.Linear(3, 3)
+    objects = {"model": model, "row": model.weight.data[row]}
+    before = model.weight.detach().clone()
+
+    def load_them(**argument: Any) -> None:
+        if way == "load":
+            open_checkpoint(tmp_path / "run").load(objects, **argument)
+        else:
+            load_into(tmp_path / "file.safetensors", objects, **argument)
+
+    with pytest.raises(BlobError, match="share memory here") as caught:
+        load_them()
+    assert torch.equal(model.weight, before)
+    name = str(caught.value).rpartition("exclude=['")[2].removesuffix("']")
+    load_them(exclude=name)
+    kept = stored["model"].weight if name == "row" else before  # type: ignore[union-attr]
+    assert torch.equal(model.weight[2], kept[2])  # type: ignore[index]
