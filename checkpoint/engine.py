@@ -41,7 +41,7 @@ from torchrelay.checkpoint.tier.options import Tier
 from torchrelay.checkpoint.tier.placed import placed
 from torchrelay.checkpoint.timing import Clock
 from torchrelay.checkpoint.unsaved import Unsaved
-from torchrelay.checkpoint.wildcards import matches
+from torchrelay.checkpoint.wildcards import matches_any
 from torchrelay.errors import BlobError, UsageError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.collector import undisturbed
@@ -334,7 +334,7 @@ class Engine:
 
     def _resumes(self, name: str) -> bool:
         """Whether a resume loads a leaf of this name."""
-        return not any(matches(name, pattern) for pattern in self.resume.exclude)
+        return not matches_any(name, self.resume.exclude)
 
     def _forced(self) -> frozenset[str]:
         return frozenset(

@@ -28,7 +28,7 @@ from torchrelay.checkpoint.state.flatten import leaf_names
 from torchrelay.checkpoint.state.in_place import NOTHING, InPlace, fitting, planned
 from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec
 from torchrelay.checkpoint.state.restore import Restoration, restoration
-from torchrelay.checkpoint.wildcards import is_pattern, matches
+from torchrelay.checkpoint.wildcards import is_pattern, matches, matches_any
 from torchrelay.errors import UsageError
 from torchrelay.jobs.blobs import kind_of
 from torchrelay.jobs.collector import undisturbed
@@ -157,10 +157,6 @@ def _wanted(workspace: Workspace, kinds: Mapping[str, str], names: str | Iterabl
     return list(found)
 
 
-def _means(name: str, patterns: Sequence[str]) -> bool:
-    return any(matches(name, pattern) for pattern in patterns)
-
-
 class EpochSource:
     """A committed epoch; `nodes` says whose content is meant where every node has its own."""
 
@@ -280,8 +276,8 @@ class FileSource:
             names = [*specs, *leaf_names(rest)]
             if strict:
                 check_exclude_used([*renamed_all(self.file.specs, rename), *names], exclude)
-            kept = [name for name in names if _means(name, exclude)]
-            specs = {name: spec for name, spec in specs.items() if not _means(name, exclude)}
+            kept = [name for name in names if matches_any(name, exclude)]
+            specs = {name: spec for name, spec in specs.items() if not matches_any(name, exclude)}
         values = {new: self.file.values[old] for new, old in stored.items() if old in self.file.values}
 
         def same_content(one: str, other: str) -> bool:

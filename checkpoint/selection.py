@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchrelay.checkpoint.wildcards import matches
+from torchrelay.checkpoint.wildcards import matches, matches_any
 from torchrelay.errors import UsageError
 from torchrelay.records import dataclass
 
@@ -42,7 +42,7 @@ class Selection:
         for pattern in self.exclude:
             if matches(name, pattern):
                 return f"excluded by {pattern!r}"
-        if self.include is not None and not any(matches(name, pattern) for pattern in self.include):
+        if self.include is not None and not matches_any(name, self.include):
             return f"not among include={list(self.include)}"
         return ""
 

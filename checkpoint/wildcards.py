@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 _WILD = re.compile(r"[*?\[]")
@@ -18,3 +19,8 @@ def matches(name: str, pattern: str) -> bool:
     if is_pattern(pattern):
         return fnmatchcase(name, pattern)
     return name == pattern or name.startswith(f"{pattern}.")
+
+
+def matches_any(name: str, patterns: Iterable[str]) -> bool:
+    """Whether one of the patterns means a leaf."""
+    return any(matches(name, pattern) for pattern in patterns)

@@ -45,7 +45,7 @@ from torchrelay.checkpoint.state.flatten import leaf_names
 from torchrelay.checkpoint.state.in_place import NOTHING, InPlace, fitting, planned
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.checkpoint.state.restore import Restoration, restoration
-from torchrelay.checkpoint.wildcards import matches
+from torchrelay.checkpoint.wildcards import matches_any
 from torchrelay.errors import UsageError
 from torchrelay.jobs.containers import item_of, within
 from torchrelay.jobs.names import dotted_prefixes
@@ -70,10 +70,6 @@ class _Wish:
     nodes: Nodes
     exclude: tuple[str, ...]
     dtype: Cast = None
-
-    def leaves_out(self, name: str) -> bool:
-        """Whether a leaf of an object, by the name that the object knows, is to stay as it is."""
-        return any(matches(name, pattern) for pattern in self.exclude)
 
 
 def load_objects(
@@ -180,7 +176,7 @@ def _plan(
 
 
 def _excluded(manifest: Manifest, objects: Mapping[str, Any], wish: _Wish) -> list[str]:
-    """The leaves that stay as they are; raises UsageError for a pattern that means none."""
+    """The leaves that stay as they are; raises UsageError for a pattern that means none, when strict."""
     renaming = Renaming(manifest, wish.rename)
     left = {renaming.name(one) for one in manifest.leaves if renaming.excludes(one, wish.exclude)}
     here = leaf_names(objects)
@@ -188,7 +184,7 @@ def _excluded(manifest: Manifest, objects: Mapping[str, Any], wish: _Wish) -> li
         stored = map(renaming.name, manifest.leaves)
         owners = (renamed(one, wish.rename) for one in renaming.parameters)  # whose state it may be
         check_exclude_used([*stored, *owners, *here], wish.exclude)
-    return [*left, *(one for one in here if wish.leaves_out(one))]
+    return [*left, *(one for one in here if matches_any(one, wish.exclude))]
 
 
 def load_tensors(

@@ -18,7 +18,7 @@ from torchrelay.checkpoint.reading.patterns import Rename, renamed
 from torchrelay.checkpoint.reading.read_plan import LeafRead, ReadPlan
 from torchrelay.checkpoint.state.leaf import OPTIM_GROUP
 from torchrelay.checkpoint.state.optimizer_leaves import PARAMS, groups_prefix, state_prefix
-from torchrelay.checkpoint.wildcards import matches
+from torchrelay.checkpoint.wildcards import matches_any
 from torchrelay.errors import UsageError
 from torchrelay.records import dataclass
 
@@ -120,7 +120,7 @@ class Renaming:
         """Whether patterns, of the names of today, mean a leaf, or the parameter that it is state of."""
         parameter, _ = self.owner(leaf)
         names = [self.name(leaf), *([renamed(parameter, self.rename)] if parameter else [])]
-        return any(matches(name, pattern) for name in names for pattern in patterns)
+        return any(matches_any(name, patterns) for name in names)
 
 
 class RenamedReader(LeafReader):
@@ -159,4 +159,4 @@ def excluded_leaves(manifest: Manifest, patterns: Collection[str]) -> Callable[[
     """
     renaming = Renaming(manifest)
     stored = {leaf.name for leaf in manifest.leaves if renaming.excludes(leaf, patterns)}
-    return lambda name: name in stored or any(matches(name, pattern) for pattern in patterns)
+    return lambda name: name in stored or matches_any(name, patterns)

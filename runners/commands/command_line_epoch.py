@@ -9,7 +9,7 @@ from typing import Any
 from torchrelay.checkpoint.disk.manifest_blobs import BlobLine, EpochTable, largest, read_table
 from torchrelay.checkpoint.disk.paths import position_of
 from torchrelay.checkpoint.reading.lookup import nearest
-from torchrelay.checkpoint.wildcards import matches
+from torchrelay.checkpoint.wildcards import matches, matches_any
 from torchrelay.errors import UsageError
 from torchrelay.jobs.collector import undisturbed
 from torchrelay.runners.commands.command_line_arguments import Add, add_blobs, add_epoch
@@ -68,7 +68,7 @@ def _asked(names: Sequence[str], patterns: Collection[str] | None) -> Sequence[s
     for pattern in patterns:
         if not any(matches(name, pattern) for name in names):
             raise UsageError(f"--blobs {pattern!r} means nothing here{nearest(pattern, names)}")
-    return [name for name in names if any(matches(name, pattern) for pattern in patterns)]
+    return [name for name in names if matches_any(name, patterns)]
 
 
 def _head(selected: Selected, table: EpochTable) -> list[str]:
