@@ -129,12 +129,13 @@ def load_into(
     anything changes, and `strict` demands that both sides have the same leaves. Leaves of the objects that
     `exclude` names (a name with all below it, or a pattern) stay as they are. Floating-point tensors whose
     type is another one than the object's are converted if `dtype` says that type: for all, or by pattern of
-    the new names. With `atomic` all bytes
-    are verified before the first object changes, and again while they are read into it; without, they are
-    read at once, and damage raises PartiallyLoadedError. So does a storage that fails between the two.
+    the new names. With `atomic` all bytes are verified before the first object changes, and again while they
+    are read into it; without, they are read at once, and damage raises PartiallyLoadedError. So does a
+    storage that fails between the two.
     `verify="headers"` takes tensors as the storage gives them, in one pass: damage then passes in silence.
     Modules get memory for what is on the meta device, and buffers that they had not made yet.
-    Raises UsageError, BlobError with all differences, DamagedError, FormatError or StorageError.
+    Raises UsageError, also for a pattern of `exclude` that matches nothing unless `strict` is False,
+    BlobError with all differences, DamagedError, FormatError or StorageError.
     """
     objects = checked_objects(objects)
     return FileSource(open_blob_file(url, verify=verify)).load(

@@ -177,6 +177,8 @@ class Checkpoint:
         once, and damage raises PartiallyLoadedError. So does a storage that fails between the two. Objects
         that are JSON values are not changed: use `value`. Modules get memory for what is on the meta device,
         and buffers that they had not made yet.
+        Raises UsageError, also for a pattern of `exclude` that matches nothing unless `strict` is False,
+        BlobError with all differences, DamagedError or StorageError.
         """
         before = self.bytes_read
         with undisturbed(), self._naming_damage():
