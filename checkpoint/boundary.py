@@ -91,8 +91,8 @@ def capture(
     gradients = gradient_leaves(objects, names, selection.saves, learning)
     leaves = [*select(listed, objects, selection), *gradients, *random_leaves(session.streams(place.name))]
     structure = structures.of(place.name, leaves, scopes_of(leaves, members, objects, demoted))
-    groups = groups_of(objects), structures.overlaps(place.name, leaves)
-    if not structures.is_rehearsed(place.name, structure, groups):
+    relations = groups_of(objects), structures.overlaps(place.name, leaves)
+    if not structures.is_rehearsed(place.name, structure, relations):
         chosen = {leaf.name for leaf in leaves}
         rehearse(
             _as_started(workspace, members),
@@ -108,7 +108,7 @@ def capture(
                 lambda name: resumes(name) and selection.saves(name),
             ),
         )
-        structures.rehearsed(place.name, structure, groups)
+        structures.rehearsed(place.name, structure, relations)
     for leaf, spec in zip(leaves, structure.specs, strict=True):
         if spec.sharding is not None:
             _check_local(leaf, spec, spec.sharding, place)

@@ -20,7 +20,7 @@ from torchrelay.checkpoint.state.rehearsal import Start
 from torchrelay.checkpoint.state.tensor_names import overlaps_of
 from torchrelay.records import dataclass
 
-Groups = tuple[list[list[int]], dict[str, tuple[str, int]]]
+Relations = tuple[list[list[int]], dict[str, tuple[str, int]]]
 """Which parameters are in each group of the optimizers, by identity, and what shares memory in part."""
 _SHORT = (type(None), bool, int, float)
 """JSON that is short whatever its value: how long decides nothing."""
@@ -39,7 +39,7 @@ class Structures:
 
     def __init__(self) -> None:
         self._last: dict[str, Structure] = {}
-        self._rehearsed: dict[str, tuple[tuple[LeafSpec, ...], Groups]] = {}
+        self._rehearsed: dict[str, tuple[tuple[LeafSpec, ...], Relations]] = {}
         self._starts: dict[str, Start] = {}
         self._shown: dict[str, frozenset[str]] = {}
 
@@ -78,14 +78,14 @@ class Structures:
         start = self._starts.get(node)
         return start.placed(now) if start else []
 
-    def is_rehearsed(self, node: str, structure: Structure, groups: Groups) -> bool:
-        """Whether a load of these leaves was found to fit, whosever they are, into such optimizers."""
+    def is_rehearsed(self, node: str, structure: Structure, relations: Relations) -> bool:
+        """Whether a load of these leaves was found to fit, whosever they are, so related."""
         specs, known = self._rehearsed.get(node, ((), None))
-        return known == groups and _same(structure.specs, specs)
+        return known == relations and _same(structure.specs, specs)
 
-    def rehearsed(self, node: str, structure: Structure, groups: Groups) -> None:
+    def rehearsed(self, node: str, structure: Structure, relations: Relations) -> None:
         """A load of these leaves fits; the first ones stand for what the objects have from their start."""
-        self._rehearsed[node] = structure.specs, groups
+        self._rehearsed[node] = structure.specs, relations
         self._shown.setdefault(node, _wrappers(structure.specs))
 
     def loaded(self, node: str, wrappers: frozenset[str]) -> None:

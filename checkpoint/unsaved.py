@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from weakref import WeakSet
 
 from torch.optim import Optimizer
@@ -28,16 +29,16 @@ class Unsaved:
 
     def __init__(self, selection: Selection) -> None:
         self._selection = selection
-        self._patterns = selection.everything
-        self._names: set[str] = set()
-        self._optimizers = WeakSet[Optimizer]()
-        self._looked = False
+        self._looked_at_patterns = selection.everything
+        self._told_names: set[str] = set()
+        self._told_optimizers = WeakSet[Optimizer]()
+        self._looked_at_parameters = False
 
     def patterns(self, session: Session, states: Sequence[NodeState], position: Position) -> None:
         """Warn of patterns that mean no leaf of any node, when optimizers have state."""
-        if self._patterns or position.epoch == 0:
+        if self._looked_at_patterns or position.epoch == 0:
             return
-        self._patterns = True
+        self._looked_at_patterns = True
         names = {leaf.name for state in states for leaf in leaves_of(state.objects)}
         used = session.peers.exchange("save: patterns", used_patterns(names, self._selection))
         unused = [one for one in self._selection.patterns if not any(one in part for part in used)]
@@ -48,9 +49,11 @@ class Unsaved:
 
     def late_names(self, session: Session, place: NodePlace, members: Mapping[str, Member]) -> None:
         """Warn of names that came too late to be saved."""
-        late = [name for name in newcomers(session.workspace(place.name), members) if name not in self._names]
+        late = [
+            name for name in newcomers(session.workspace(place.name), members) if name not in self._told_names
+        ]
         if late:
-            self._names.update(late)
+            self._told_names.update(late)
             warn(
                 f"{', '.join(map(repr, late))} appeared on {place} after init and will not be saved: "
                 "create it in the init group, or register it as a blob",
@@ -60,15 +63,15 @@ class Unsaved:
     def training(self, session: Session, place: NodePlace, state: NodeState) -> None:
         """Warn of optimizers and parameters that the program trains, and that no leaf is of."""
         held = (entry.target for entry in session.workspace(place.name).entries().values())
-        unsaved = list(unsaved_optimizers(state.names, held, state.leaves.values(), self._optimizers))
-        self._optimizers.update(optimizer for optimizer, _ in unsaved)
+        unsaved = list(unsaved_optimizers(state.names, held, state.leaves.values(), self._told_optimizers))
+        self._told_optimizers.update(optimizer for optimizer, _ in unsaved)
         said = [
             f"{type(optimizer).__name__}, which trains {name}, is no blob: its state is not saved, and a "
             "resumed run begins without it. Register it: blobs=dict(..., optimizer=optimizer)"
             for optimizer, name in unsaved
         ]
-        left_out = [] if self._looked else self._left_out(state)
-        self._looked = True
+        left_out = [] if self._looked_at_parameters else self._left_out(state)
+        self._looked_at_parameters = True
         if left_out:
             more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
             said.append(
@@ -81,16 +84,12 @@ class Unsaved:
 
     def _left_out(self, state: NodeState) -> list[str]:
         """Parameters of optimizers that the own `state_dict` of a registered module does not show."""
-        trained = {
-            name: one
-            for value in state.objects.values()
-            for group in (value.param_groups if isinstance(value, Optimizer) else ())
-            for one in group[PARAMS]
-            if one.requires_grad and (name := state.names.get(id(one))) is not None
-        }
+        optimizers = [value for value in state.objects.values() if isinstance(value, Optimizer)]
         absent = {
             name: one
-            for name, one in trained.items()
+            for group in chain.from_iterable(optimizer.param_groups for optimizer in optimizers)
+            for one in group[PARAMS]
+            if one.requires_grad and (name := state.names.get(id(one))) is not None
             if name not in state.leaves and self._selection.saves(name)
         }
         contents = [leaf.content for leaf in state.leaves.values()] if absent else []

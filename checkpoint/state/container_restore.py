@@ -143,11 +143,11 @@ class ContainerLoad:
     def shares_memory(self, draft: Draft, tensor: torch.Tensor) -> bool:
         """Whether some byte of a tensor is one that another leaf is read into."""
         for other in islice(draft.live_tensors, self._looked_at, None):
-            storage, first, last = extent_of(other)
-            self._extents[storage].append((first, last))
+            storage, first, behind = extent_of(other)
+            self._extents[storage].append((first, behind))
         self._looked_at = len(draft.live_tensors)
         storage, begin, end = extent_of(tensor)
-        return any(first < end and begin < last for first, last in self._extents.get(storage, ()))
+        return any(first < end and begin < behind for first, behind in self._extents.get(storage, ()))
 
 
 def draft_container(
@@ -288,9 +288,10 @@ def _maker(
     if twin is not None and _fits(draft, load, spec, twin):
         draft.into(blob, spec, twin)
         return lambda: twin
-    model = twin if twin is not None and (is_sharded(twin) or is_wrapper(twin)) else None
     if twin is None:
         model = stand_in(spec.sharding, spec.shape, draft.live_tensors)
+    else:
+        model = twin if is_sharded(twin) or is_wrapper(twin) else None
     make = draft.alike(spec, model)
     device = None if twin is None or twin.is_meta else twin.device
 

@@ -122,7 +122,7 @@ class Findings:
         lacking = list(dict.fromkeys([*missing, *self.members.values()]))
         spare = list(dict.fromkeys([*unexpected, *self.strangers]))
         named_otherwise = all(text in self.members for text in self.unlike)
-        if named_otherwise and (rename := renaming(lacking, spare, within, fits)):
+        if named_otherwise and (rename := _likely_rename(lacking, spare, within, fits)):
             return f"If these are the same leaves under other names: rename={rename!r}"
         different = [text.split(" ", 1)[0] for text in self.unlike]
         types = {self.types.get(name) for name in (*different, *missing, *unexpected)}
@@ -132,7 +132,7 @@ class Findings:
         return f"To leave out what is to stay as the program made it: {exclude}={names!r}"
 
 
-def renaming(
+def _likely_rename(
     missing: Sequence[str], unexpected: Sequence[str], within: str, fits: Callable[[str, str], bool]
 ) -> dict[str, str] | None:
     """The few rules that turn the most stored names into missing ones, if that is half of them at least.

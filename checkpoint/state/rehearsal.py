@@ -119,12 +119,10 @@ class Start:
                 yield name, f"is {built.form} now, and was {before.form} at the start"
             elif before.alias_of != built.alias_of:
                 yield name, f"is {_whose(built)} now, and was {_whose(before)} at the start"
-        for name, (other, bytes_in) in self.overlaps.items():
+        for name, place in self.overlaps.items():
+            other, _ = place
             alike = all(self.tensors[one] == now.tensors.get(one) for one in (name, other))
-            if alike and now.overlaps.get(name) != (
-                other,
-                bytes_in,
-            ):  # else a load gives it memory of its own
+            if alike and now.overlaps.get(name) != place:  # unlike ones get memory of their own from a load
                 yield name, f"shared memory with {other} at the start, and does not share it now"
         yield from ((name, "is gone since the start") for name in self.tensors if name not in now.tensors)
         for blob, groups in self.groups.items():

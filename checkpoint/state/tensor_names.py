@@ -91,7 +91,7 @@ def _shard_of(tensor: Any) -> tuple[Any, ...]:
 
 
 def extent_of(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Storage, and the first and last byte there that a tensor may have."""
+    """Storage, the first byte there that a tensor may have, and the one behind its last; zeros for none."""
     if is_wrapper(tensor):
         return 0, 0, 0
     memory = memory_of_shard(tensor) if is_sharded(tensor) else tensor
