@@ -215,7 +215,7 @@ class Adapted(nn.Module):
         for name in [name for name in state if name.startswith(f"{prefix}extra.")]:
             content = state.pop(name)
             if self.renames:
-                state[name.replace("extra.", "added.")] = content
+                state[name.replace("extra.", "added.")] = content.detach()
 
     def show(self, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name in [name for name in state if name.startswith(f"{prefix}added.")]:

@@ -343,3 +343,26 @@ def test_loads_refuse_objects_that_share_memory_in_part(tmp_path: Path, way: str
     load_them(exclude=name)
     kept = stored["model"].weight if name == "row" else before  # type: ignore[union-attr]
     assert torch.equal(model.weight[2], kept[2])  # type: ignore[index]
+
+
+def test_a_buffer_that_left_shared_memory_for_another_shape_is_saved(tmp_path: Path) -> None:
+    """A load gives it memory of its own, so the tensor in which it lay keeps its content."""
+
+    def train(epochs: int) -> dict[str, list[float]]:
+        model = nn.Module()
+        model.register_buffer("all", torch.zeros(4))
+        model.register_buffer("part", model.all[1:3])
+        job = Job("part", blobs={"model": model})
+
+        @job.epoch
+        def epoch(ctx: Any) -> None:
+            if ctx.epoch == 1:
+                model.part = torch.zeros(3)
+            model.part.add_(1)
+
+        job.stop_when(max_epochs(epochs))
+        JobRunner(job, tmp_path / "run", best=None, max_failed_saves=1).train()
+        return {name: one.tolist() for name, one in model.named_buffers()}
+
+    train(1)
+    assert train(2) == {"all": [0.0] * 4, "part": [2.0] * 3}
