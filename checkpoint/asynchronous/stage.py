@@ -39,20 +39,31 @@ class StagedState(NodeState):
 class LatePiece:
     """A piece on its way: what it is copied from and to, and what it was at the boundary.
 
-    `address` and `nbytes` are those of the whole tensor that `find` finds. `version` is torch's count of
-    writes into it: it sees every operation of torch on all of the tensor, but neither fused optimizers (which
-    wait at the gate), nor writes through `.data` or numpy; for these there is the digest.
+    `address` and `nbytes` are those of the whole tensor that `find` finds. `versions` are torch's counts of
+    writes into the source and into the leaf: they see every operation of torch on the tensor (one on a
+    DTensor is not counted in its local part), but neither fused optimizers (which wait at the gate), nor
+    writes through `.data` or numpy; for these there is the digest.
+
+    An owner may hold other memory for a while and the first again (weights swapped for an evaluation):
+    `source` keeps what it held at the boundary, which lies at `begin` as long as nobody resizes it.
     """
 
     name: str
     blob: str
+    leaf: torch.Tensor
     source: torch.Tensor
     target: Room
     address: int
     nbytes: int
     find: Find
     digest: int
-    version: int
+    versions: tuple[int, int]
+    begin: int
+
+    @property
+    def gone(self) -> bool:
+        """Whether the memory of the boundary is no longer there to be copied."""
+        return self.source.data_ptr() != self.begin
 
     @property
     def moved(self) -> bool:
@@ -64,7 +75,7 @@ class LatePiece:
     @property
     def counted(self) -> bool:
         """Whether an operation of torch has written there since the boundary."""
-        return self.source._version != self.version
+        return _versions(self.leaf, self.source) != self.versions
 
     def changed(self, verify: Verify) -> bool:
         """Whether the source is another tensor than at the boundary, or was written."""
@@ -78,6 +89,7 @@ class Stage:
         self.verify = verify
         self.late: list[LatePiece] = []
         self.changed: tuple[LatePiece, ...] = ()
+        self._skipped: set[LatePiece] = set()
         self.failure: BaseException | None = None
         self.copier = Copier()
         self._copied = threading.Event()
@@ -99,9 +111,10 @@ class Stage:
             self.copier.enter_thread()
             try:
                 for piece in self.late:
-                    if piece.moved:  # its memory may be gone; the gate will say so
-                        continue
-                    self.copier.copy_late(piece.target, piece.source)
+                    if piece.gone:  # for good: it may be back when the sources are compared
+                        self._skipped.add(piece)
+                    else:
+                        self.copier.copy_late(piece.target, piece.source)
             finally:
                 self.copier.end()  # what a device still sends would reach the block of the next save
             also()
@@ -117,7 +130,7 @@ class Stage:
         found = []
         for piece in self.late:
             with self.copier.aside(piece.source):
-                if piece.changed(self.verify):
+                if piece in self._skipped or piece.changed(self.verify):
                     found.append(piece)
         self.changed = tuple(found)
 
@@ -156,6 +169,7 @@ class Stage:
         with self._passing:
             if self._passed:
                 self.late = []
+                self._skipped.clear()
 
     def release(self) -> None:
         """Nobody waits for these copies any more, whatever became of them: perhaps they were never begun."""
@@ -190,8 +204,9 @@ def stage(
 def _stage_one(copies: Stage, state: NodeState, piece: Piece, target: Room, find: Find | None) -> None:
     one = piece.assignment
     name = one.leaf.name
-    source = state.leaves[name].content if piece.entire else state.piece(one)
-    if not isinstance(source, torch.Tensor):
+    leaf = state.leaves[name].content
+    source = leaf if piece.entire else state.piece(one)
+    if not isinstance(leaf, torch.Tensor) or not isinstance(source, torch.Tensor):
         raise TypeError(f"{name} is staged already")
     if find is None or not source.is_contiguous():  # boxes of a strided shard do not lie in order
         copies.copier.copy_now(target, source, name)
@@ -200,9 +215,15 @@ def _stage_one(copies: Stage, state: NodeState, piece: Piece, target: Room, find
     if source.nbytes != target.nbytes or owner is None:
         raise SaveFailedError(f"{name} changed its size while the save began: let one thread change it")
     found = digest(source, copies.verify)
-    address, nbytes = owner.data_ptr(), owner.nbytes
-    blob, version = one.leaf.blob, source._version
-    copies.late.append(LatePiece(name, blob, source, target, address, nbytes, find, found, version))
+    blob, address, nbytes = one.leaf.blob, owner.data_ptr(), owner.nbytes
+    versions, begin = _versions(leaf, source), source.data_ptr()
+    copies.late.append(
+        LatePiece(name, blob, leaf, source, target, address, nbytes, find, found, versions, begin)
+    )
+
+
+def _versions(leaf: torch.Tensor, source: torch.Tensor) -> tuple[int, int]:
+    return leaf._version, source._version
 
 
 def guarded_addresses(state: NodeState, blocking: Collection[str]) -> frozenset[int]:

@@ -308,13 +308,11 @@ def _fits(draft: Draft, load: ContainerLoad, spec: LeafSpec, twin: torch.Tensor)
     """Whether a leaf can be read into a live tensor, whose memory nothing else of the load has."""
     if spec.role is Role.SUBCLASS or is_wrapper(twin):
         return spec.role is Role.SUBCLASS and is_wrapper(twin)
-    if not same_form(spec, twin) or load.shares_memory(draft, twin):
-        return False
     try:
-        admitted_in_place(twin, spec.name)
+        admitted_in_place(twin, spec.name)  # first: of what has no memory little else can be asked
     except BlobError:
         return False
-    return True
+    return same_form(spec, twin) and not load.shares_memory(draft, twin)
 
 
 def change_container(live: Any, value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 import torchrelay
 from torchrelay import Job, JobRunner, LocalSession, max_epochs, open_checkpoint
+from torchrelay.checkpoint.asynchronous.copying import Copier
 from torchrelay.checkpoint.blob_file import open_blob_file
 from torchrelay.checkpoint.blob_files import load_blobs, save_blobs
 from torchrelay.checkpoint.disk.boxes import Replicated, Sharded
@@ -210,3 +212,34 @@ def test_shards_that_came_while_training_come_back_as_shards(tmp_path, kind):
 
         job.stop_when(max_epochs(epochs))
         assert int(JobRunner(job, tmp_path / "run", code=False, best=None).train()) == epochs
+
+
+def test_an_operation_on_a_dtensor_that_is_being_copied_is_counted(tmp_path, monkeypatch):
+    """Torch counts it in the DTensor and not in its local part: the save says so, and the next one holds."""
+    wrote, copy_late = threading.Event(), Copier.copy_late
+    model = nn.Linear(256, 256)
+    mesh = init_device_mesh("cpu", (1,))
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+    model.bias = nn.Parameter(distribute_tensor(model.bias.detach(), mesh, [Replicate()]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    job = Job("rows", blobs={"model": model, "optimizer": optimizer})
+    rows = []
+
+    def late(*given):
+        wrote.wait(2.0)
+        copy_late(*given)
+
+    @job.epoch
+    def train(ctx):
+        with torch.no_grad():
+            model.weight[100].fill_(ctx.epoch)  # where no stretch is looked at
+        wrote.set()
+        rows.append(model.weight.detach().to_local()[100].clone())
+
+    monkeypatch.setattr(Copier, "copy_late", late)
+    job.stop_when(max_epochs(3))
+    with pytest.warns(UserWarning, match=r"epoch 0 was NOT saved.*'model\.weight' changed while"):
+        JobRunner(job, tmp_path / "run", asynchronous=True, keep_last=None).train(LocalSession())
+    for epoch in (1, 2, 3):
+        stored = open_checkpoint(tmp_path / "run", epoch=epoch)["model.weight"][100]
+        assert torch.equal(stored, rows[epoch - 1])

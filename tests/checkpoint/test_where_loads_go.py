@@ -6,7 +6,7 @@ import pytest
 import torch
 from epochs import Writing, parameter, value
 
-from torchrelay import load_blobs, open_checkpoint, save_blobs
+from torchrelay import load_blobs, load_into, open_checkpoint, save_blobs
 
 WEIGHT = torch.arange(6.0).reshape(2, 3)
 
@@ -54,3 +54,34 @@ def test_a_report_names_both_sides(tmp_path):
     result = open_checkpoint(tmp_path).load({"m": module}, strict=False)
     assert (result.loaded, result.missing, result.unexpected) == (("m.a",), ("m.new",), ("m.old",))
     assert result.bytes_read > WEIGHT.nbytes and torch.equal(module.a, WEIGHT)
+
+
+class Wrapped(torch.Tensor):
+    """A subclass that hides its content: it has no memory of its own, and does not name its parts."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(func)
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        lambda: Wrapped(torch.zeros(2, 3)),
+        lambda: torch.nested.as_nested_tensor([torch.zeros(3), torch.zeros(3)]),
+        lambda: torch.zeros(2, 3).to_sparse(),
+    ],
+    ids=["wrapped", "nested", "sparse"],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_container_whose_tensor_cannot_be_written_gets_another_one(tmp_path, strange):
+    """As with every tensor of another form: what stands there is not asked for what it does not have."""
+    save_blobs(tmp_path / "kept", {"kept": {"x": torch.ones(2, 3), "n": 1}})
+    kept = {"x": strange(), "n": 0}
+    load_into(tmp_path / "kept", {"kept": kept})
+    assert type(kept["x"]) is torch.Tensor and kept["n"] == 1
+    assert torch.equal(kept["x"], torch.ones(2, 3))

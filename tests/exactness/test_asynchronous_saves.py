@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from tear_job import SparseWriters, Trainee, committed, torn, train
 from torchrun import REPOSITORY, torchrun
 
-from torchrelay import open_checkpoint
+from torchrelay import Context, open_checkpoint
 from torchrelay.checkpoint.asynchronous.copying import Copier
 from torchrelay.checkpoint.asynchronous.stage import Stage
 
@@ -136,6 +137,62 @@ def test_load_state_dict_waits_for_the_copies(tmp_path: Path, monkeypatch: pytes
     truth = train(tmp_path / "run", 3, asynchronous=True, before_step=load)
     assert held.copies > 0
     assert {epoch: torn(tmp_path / "run", epoch, truth[epoch]) for epoch in truth} == {1: [], 2: [], 3: []}
+
+
+def _swap(what: str, trainee: Trainee) -> Callable[[], object]:
+    """Let other memory stand where a weight's or a moment's was; returns what brings the first one back."""
+    weight = trainee.model[3].weight
+    if what == "data":
+        first, weight.data = weight.data, torch.zeros_like(weight.data)
+        return lambda: setattr(weight, "data", first)
+    if what == "state":
+        state = trainee.optimizer.state[weight]
+        first = state.get("exp_avg")
+        state["exp_avg"] = torch.zeros_like(weight.data)
+        return lambda: state.update(exp_avg=first) if first is not None else state.clear()
+    kept, memory = weight.detach().clone(), weight.untyped_storage()
+    memory.resize_(0)
+    return lambda: (memory.resize_(kept.nbytes), weight.data.copy_(kept))
+
+
+@pytest.mark.filterwarnings("ignore:epoch . was NOT saved")
+@pytest.mark.parametrize("what", ["data", "state", "memory"])
+def test_what_was_swapped_while_it_was_copied_is_that_of_the_boundary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Other memory stood there when the copy began, the first one again when it was compared."""
+    swapped, copied, back = (threading.Event() for _ in range(3))
+    copy, compare = Stage.copy, Stage.compare
+
+    def copy_swapped(stage: Stage, also: Callable[[], None] = lambda: None) -> None:
+        swapped.wait(PATIENCE_SECS)
+        copy(stage, also)
+
+    def compare_later(stage: Stage) -> None:
+        copied.set()
+        back.wait(PATIENCE_SECS)
+        compare(stage)
+
+    def swap(ctx: Context, trainee: Trainee) -> None:
+        bring_back = _swap(what, trainee)
+        swapped.set()
+        found.append(copied.wait(PATIENCE_SECS))
+        bring_back()
+        back.set()
+
+    def again(ctx: Context, trainee: Trainee) -> None:
+        for event in (swapped, copied, back):
+            event.clear()
+
+    found: list[bool] = []
+    monkeypatch.setattr(Stage, "copy", copy_swapped)
+    monkeypatch.setattr(Stage, "compare", compare_later)
+    options = {"asynchronous": True, "verify_staging": "full", "keep_last": None}
+    truth = train(tmp_path / "run", 4, before_step=swap, after_step=again, **options)
+    assert any(found)
+    kept = committed(tmp_path / "run", truth)
+    assert set(kept) >= ({3, 4} if what == "memory" else {1, 2, 3, 4})
+    assert [epoch for epoch in kept if torn(tmp_path / "run", epoch, truth[epoch])] == []
 
 
 @pytest.mark.slow
