@@ -1,4 +1,4 @@
-"""What the saves of a run leave out and nobody asked them to: told once, by one process where all have it."""
+"""What the saves of a run leave out and nobody asked them to: told once, what is trained by rank 0."""
 
 from __future__ import annotations
 
