@@ -336,7 +336,7 @@ def _behind() -> Iterator[Bug]:
     yield Bug(
         "a sparse write between the samples is not noticed",
         "checkpoint/asynchronous/stage.py",
-        "        return self.source._version != self.version\n",
+        "        return _versions(self.leaf, self.source) != self.versions\n",
         "        return False\n",
         ["tests/exactness/test_asynchronous_saves.py"],
     )
