@@ -44,9 +44,16 @@ def declared(decorator: Any, options: dict[str, bool]) -> tuple[Any, Any]:
     return Base, Derived
 
 
+@pytest.mark.parametrize("few", [0, 1000])
 @pytest.mark.parametrize("options", KINDS, ids=str)
-def test_objects_are_those_of_python(options: dict[str, bool]) -> None:
-    """Fields, text, comparison, hash, order, copies and refusals are those of Python's dataclasses."""
+def test_objects_are_those_of_python(
+    options: dict[str, bool], few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fields, text, comparison, hash, order, copies and refusals are those of Python's dataclasses.
+
+    Of the first objects of a class, and of those behind them.
+    """
+    monkeypatch.setattr("torchrelay.records._FEW", few)
 
     def seen(decorator: Any) -> list[object]:
         base, derived = declared(decorator, options)
@@ -68,6 +75,11 @@ def test_objects_are_those_of_python(options: dict[str, bool]) -> None:
             lambda: one < three,
             lambda: base(),
             lambda: base(number=1, x=2),
+            lambda: base(1, ["x"], 3, {}, 5),
+            lambda: base(1, number=1),
+            lambda: derived(number=1, fixed="x"),
+            lambda: vars(base(1, ["x"], extra={"y": 1})),
+            lambda: vars(derived(2, ["x"], more=())),
         ):
             try:
                 told.append(act())
@@ -101,8 +113,10 @@ def test_a_class_keeps_the_methods_of_its_own() -> None:
     assert hash(Own(3)) == 5
 
 
-def test_first_objects_in_many_threads() -> None:
+@pytest.mark.parametrize("few", [0, 4])
+def test_first_objects_in_many_threads(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that make the first objects of a class at once all get them whole."""
+    monkeypatch.setattr("torchrelay.records._FEW", few)
     for _ in range(50):
         _, derived = declared(ours, {})
         made: list[Any] = []

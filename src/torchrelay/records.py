@@ -1,15 +1,17 @@
 """Dataclasses that cost a start little: some hundred classes are declared before the first epoch.
 
 Python writes and compiles six methods for each, and freezes objects field by field. Here a class gets
-methods that need no compiling, and its `__init__` when the first object is made, without the freezing.
+methods that need no compiling, and its `__init__`, without the freezing, when some objects have been made:
+of most classes a run makes fewer.
 Classes that users make keep Python's own: their signature is shown before there is an object.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field, fields
 from dataclasses import dataclass as declared
-from dataclasses import fields
+from itertools import count
 from operator import attrgetter, ge, gt, le, lt
 from reprlib import recursive_repr
 from typing import TYPE_CHECKING, Any
@@ -25,10 +27,12 @@ def _dataclass(
     declared(init=False, repr=False, eq=False, kw_only=kw_only)(cls)
 
     _declared.append(cls)
+    made = count()
 
     def first(self: Any, *args: Any, **kwargs: Any) -> None:
-        cls.__init__ = _initializer(cls)
-        cls.__init__(self, *args, **kwargs)
+        if next(made) >= _FEW or not _bind(self, fields(cls), args, kwargs):
+            cls.__init__ = _initializer(cls)
+            cls.__init__(self, *args, **kwargs)
 
     methods = {"__init__": first, "__repr__": _repr}
     if eq:
@@ -46,6 +50,8 @@ else:
 
 __all__ = ["dataclass", "make_initializers"]
 _declared: list[Any] = []
+_FEW = 24
+"""Objects of a class that are made without an `__init__` of its own: compiling costs as much as fifty."""
 
 
 def make_initializers() -> None:
@@ -53,6 +59,26 @@ def make_initializers() -> None:
     for cls in _declared:
         if vars(cls)["__init__"].__name__ == "first":
             cls.__init__ = _initializer(cls)
+
+
+def _bind(self: Any, declared: Sequence[Field[Any]], args: Sequence[Any], given: dict[str, Any]) -> bool:
+    """Set all fields of an object as Python's own `__init__` would; False where that would raise."""
+    places = [one.name for one in declared if one.init and not one.kw_only]
+    values = {**dict(zip(places, args, strict=False)), **given}
+    if len(values) != len(args) + len(given):  # too many, or one twice
+        return False
+    for one in declared:
+        if one.init and one.name in values:
+            setattr(self, one.name, values.pop(one.name))
+        elif one.default_factory is not MISSING:
+            setattr(self, one.name, one.default_factory())
+        elif one.default is not MISSING:
+            setattr(self, one.name, one.default)
+        elif one.init:
+            return False
+    if not values and (end := getattr(self, "__post_init__", None)):
+        end()
+    return not values
 
 
 def _initializer(cls: Any) -> Callable[..., None]:
