@@ -131,6 +131,10 @@ class OnDevice:
         """Itself, and so are its other views."""
         return self
 
+    def data_ptr(self) -> int:
+        """Where it lies."""
+        return 0
+
     def reshape(self, _: int) -> Any:
         """Itself."""
         return self
@@ -154,8 +158,9 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
 def late(source: Any, at: int, block: Block) -> stage.LatePiece:
     """A piece that is copied behind the training and has not moved."""
     owner = torch.zeros(64, dtype=torch.uint8)
+    room, address = Room(block, at, 64), owner.data_ptr()
     return stage.LatePiece(
-        "w", "m", source, Room(block, at, 64), owner.data_ptr(), 64, lambda: owner, digest=0, version=0
+        "w", "m", source, source, room, address, 64, lambda: owner, digest=0, versions=(0, 0), begin=0
     )
 
 
