@@ -361,6 +361,7 @@ AUDITED = """
 import sys
 import torch
 from torchrelay import Job, JobRunner, LocalSession, max_epochs, open_checkpoint
+from torchrelay.records import make_initializers
 
 run = sys.argv[1]
 seen, armed = [], True
@@ -379,6 +380,7 @@ target = torch.zeros(3)
 warm = open_checkpoint(run, epoch=1)
 warm.load({"w": target})
 warm.load_tensors("*")
+make_initializers()  # of our own classes, compiled when some objects have been made
 armed = True
 seen.clear()
 sys.addaudithook(audit)
