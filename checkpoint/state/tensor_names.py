@@ -103,13 +103,32 @@ def extent_of(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 
 def overlaps_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, int]]:
-    """Of each tensor that begins inside of another one's memory: that one's name, and how many bytes in."""
+    """Of each tensor that shares bytes with an earlier one in memory: its name, and how many bytes in."""
     extents = sorted((*extent_of(one), name) for name, one in tensors.items())
     found: dict[str, tuple[str, int]] = {}
-    widest = (0, 0, 0, "")
+    before: list[tuple[int, int, int, str]] = []
+    """Those whose last byte is not behind."""
     for storage, begin, end, name in extents:
-        if storage and storage == widest[0] and begin < widest[2]:
-            found[name] = widest[3], begin - widest[1]
-        if storage != widest[0] or end > widest[2]:
-            widest = storage, begin, end, name
+        before = [other for other in before if other[0] == storage and begin < other[2]]
+        for _, at, _, other in before if storage else ():
+            if _share_bytes(tensors[name], tensors[other]):
+                found[name] = other, begin - at
+                break
+        before.append((storage, begin, end, name))
     return found
+
+
+def _share_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors whose extents overlap do: two columns of a matrix lie between one another."""
+    one, other = (memory_of_shard(it) if is_sharded(it) else it for it in (one, other))
+    if one.itemsize != other.itemsize or (one.is_contiguous() and other.is_contiguous()):
+        return True
+    first = min(one.storage_offset(), other.storage_offset())
+    begins = [it.storage_offset() - first for it in (one, other)]
+    ends = [
+        begin + (extent_of(it)[2] - extent_of(it)[1]) // it.itemsize
+        for it, begin in zip((one, other), begins, strict=True)
+    ]
+    taken = torch.zeros(max(ends), dtype=torch.bool, device="cpu")
+    taken.as_strided(one.shape, one.stride(), begins[0]).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), begins[1]).any())

@@ -23,7 +23,7 @@ from torchrelay import (
     save_blobs,
 )
 from torchrelay.checkpoint.state.flatten import leaves_of
-from torchrelay.checkpoint.state.tensor_names import TensorNames
+from torchrelay.checkpoint.state.tensor_names import TensorNames, overlaps_of
 from torchrelay.errors import BlobError, SaveFailedError
 
 
@@ -366,3 +366,20 @@ def test_a_buffer_that_left_shared_memory_for_another_shape_is_saved(tmp_path: P
 
     train(1)
     assert train(2) == {"all": [0.0] * 4, "part": [2.0] * 3}
+
+
+def test_parts_of_a_matrix_that_lie_between_one_another_share_nothing() -> None:
+    """Columns have extents that overlap and no byte in common; a row has one with each column."""
+    matrix = torch.zeros(4, 3)
+    columns = {"a": matrix[:, 0], "b": matrix[:, 1], "t": torch.zeros(2, 2)}
+    assert overlaps_of(columns) == {}
+    assert overlaps_of({**columns, "row": matrix[1]}) == {"row": ("a", 12)}
+    assert overlaps_of({"all": matrix.t(), "part": matrix[2:, 1:]}) == {"part": ("all", 28)}
+
+
+def test_columns_of_one_matrix_are_loaded_each(tmp_path: Path) -> None:
+    """Blobs that lie between one another in memory are no blobs that share it."""
+    save_blobs(tmp_path / "file.safetensors", {"a": torch.full((4,), 1.0), "b": torch.full((4,), 2.0)})
+    matrix = torch.zeros(4, 3)
+    load_into(tmp_path / "file.safetensors", {"a": matrix[:, 0], "b": matrix[:, 1]})
+    assert matrix[3].tolist() == [1.0, 2.0, 0.0]
