@@ -50,6 +50,24 @@ def test_a_job_across_two_hosts_survives_the_loss_of_one(pair, tmp_path):
     assert (status["state"], status["host"]) == ("FINISHED", "alpha"), status
 
 
+def test_a_second_start_with_the_same_id_on_the_other_host_is_refused(pair, tmp_path):
+    """While a host trains, the same --rdzv-id on another ends with exit code 4, and the first goes on."""
+    (alpha, beta), run = pair, tmp_path / "run"
+    with Launch(alpha.command(two_hosts.torchrun([alpha], run, 1_000_000)), tmp_path / "first.log") as first:
+
+        def done() -> int:
+            assert not first.ended(), first.lines
+            return sum(" done |" in line for line in first.lines)
+
+        wait_until(lambda: done() >= 2, 90, "an epoch of the first start")
+        refused = two_hosts.launch([beta], run, tmp_path)
+        seen = done()
+        wait_until(lambda: done() >= seen + 2, 90, "another epoch of the first start")
+    assert refused.codes["beta"] != 0 and refused.having("exitcode  : 4"), refused
+    assert refused.having("is in use by job 'two-hosts'"), refused
+    assert not refused.having(" done |"), refused
+
+
 def test_a_run_directory_that_one_host_does_not_share_is_refused(pair, tmp_path):
     """Every rank shows which hosts see different directories; nothing is left behind."""
     shared = tmp_path / "shared"

@@ -83,7 +83,8 @@ def _look(run: str, oracle: str, damage: Damage) -> tuple[str, str]:
 
     with done_to(run, damage):
         try:
-            return "survived", checks.look(run, oracle)
+            said = checks.look(run, oracle)
+            return ("refused" if said.endswith("refused") else "survived"), said
         except contents.Mixed as error:
             return "undetected", str(error)
         except Exception as error:
@@ -154,4 +155,6 @@ def _judge_resumed(worker: Worker, copy: Trial) -> tuple[Verdict, str]:
     said = ended.value
     if said["error"] and not said["ours"]:
         return Verdict.FAILED, f"{said['kind']}: {said['error']}"
-    return Verdict.SURVIVED, said["error"] or "goes on"
+    if said["error"]:
+        return Verdict.REFUSED, said["error"]
+    return Verdict.SURVIVED, "goes on"

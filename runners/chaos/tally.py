@@ -1,4 +1,4 @@
-"""What came of the trials, by kind: tried, survived, lost, undetected, failed."""
+"""What came of the trials, by kind: tried, survived, refused, lost, undetected, failed."""
 
 from __future__ import annotations
 
@@ -9,17 +9,24 @@ from typing import Any
 
 from torchrelay.records import dataclass
 
-COLUMNS = ("kind", "tried", "survived", "lost", "undetected", "failed", "seconds")
-
 
 class Verdict(Enum):
-    """What became of a trial. MISSED: the fault did not happen, so nothing was tried."""
+    """What became of a trial.
+
+    REFUSED: what the fault has damaged was named and not used. MISSED: the fault did not happen, so nothing
+    was tried.
+    """
 
     SURVIVED = "survived"
+    REFUSED = "refused"
     LOST = "lost"
     UNDETECTED = "undetected"
     FAILED = "failed"
     MISSED = "missed"
+
+
+SHOWN = tuple(one for one in Verdict if one is not Verdict.MISSED)
+COLUMNS = ("kind", "tried", *(one.value for one in SHOWN), "seconds")
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class Outcome:
     @property
     def bad(self) -> bool:
         """Whether it is a finding."""
-        return self.verdict not in (Verdict.SURVIVED, Verdict.MISSED)
+        return self.verdict not in (Verdict.SURVIVED, Verdict.REFUSED, Verdict.MISSED)
 
 
 @dataclass
@@ -71,9 +78,8 @@ class Tally:
 
     def rows(self) -> Sequence[Sequence[str]]:
         """The lines of the table below COLUMNS."""
-        shown = (Verdict.SURVIVED, Verdict.LOST, Verdict.UNDETECTED, Verdict.FAILED)
         return [
-            [kind, str(self.count(kind)), *(str(self.count(kind, one)) for one in shown),
+            [kind, str(self.count(kind)), *(str(self.count(kind, one)) for one in SHOWN),
              f"{self.seconds.get(kind, 0.0):.1f}"]
             for kind in self.kinds
         ]  # fmt: skip

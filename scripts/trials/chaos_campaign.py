@@ -16,7 +16,7 @@ from typing import Any
 
 from torchrelay.errors import RelayError
 from torchrelay.runners.chaos.builtin import Wish, built_in
-from torchrelay.runners.chaos.tally import Tally
+from torchrelay.runners.chaos.tally import SHOWN, Tally
 
 PROGRAMME = {
     "kill": 50_000,
@@ -93,6 +93,7 @@ def _round(kind: str, seed: int, left: int, chosen: argparse.Namespace) -> dict[
         "kind": kind,
         "seed": seed,
         "tried": _count(tally),
+        "came": {one.value: sum(tally.count(kind, one) for kind in tally.kinds) for one in SHOWN},
         "seconds": round(time.monotonic() - begun, 1),
         "findings": tally.json()["findings"],
         "skipped": " ".join(tally.skipped.values()),
@@ -123,12 +124,15 @@ def _append(path: Path, one: dict[str, Any]) -> None:
 
 
 def _print(rounds: list[dict[str, Any]], targets: dict[str, int]) -> None:
-    print("kind      tried    of        findings  hours")
+    """The table: trials by what came of them, and the seconds that they took."""
+    names = [one.value for one in SHOWN]
+    print("| kind | tried | of |", " | ".join(names), "| seconds |")
+    print("|---" * (4 + len(names)) + "|")
     for kind, target in targets.items():
         mine = [one for one in rounds if one["kind"] == kind]
-        bad = sum(len(one["findings"]) for one in mine)
-        hours = sum(one["seconds"] for one in mine) / 3600
-        print(f"{kind:<9} {_tried(rounds, kind):<8} {target:<9} {bad:<9} {hours:.2f}")
+        came = [sum(one["came"][name] for one in mine) for name in names]
+        secs = sum(one["seconds"] for one in mine)
+        print("|", " | ".join(map(str, (kind, _tried(rounds, kind), target, *came, round(secs)))), "|")
 
 
 if __name__ == "__main__":

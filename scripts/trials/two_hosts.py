@@ -50,6 +50,13 @@ class Seen:
         return [line for lines in self.lines.values() for line in lines if text in line]
 
 
+def torchrun(hosts: Sequence[Host], run: Path, epochs: int = EPOCHS) -> list[str]:
+    """The command that a person would type on each of these hosts."""
+    program = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(hosts)}"]
+    program += [f"--nproc-per-node={RANKS_PER_HOST}", "--rdzv-backend=c10d", "--rdzv-id=two-hosts"]
+    return [*program, f"--rdzv-endpoint={hosts[0].name}:{PORT}", str(_JOB), str(run), str(epochs)]
+
+
 def launch(
     hosts: Sequence[Host],
     run: Path,
@@ -59,14 +66,12 @@ def launch(
     off_after: int = OFF_AFTER,
     private: dict[str, Path] | None = None,
 ) -> Seen:
-    """Run the job on all hosts with the command that a person would type on each of them.
+    """Run the job on all hosts until it ends.
 
     `off` is switched off once an epoch after `off_after` was begun; `private` gives a host a directory
     that the others do not share.
     """
-    program = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(hosts)}"]
-    program += [f"--nproc-per-node={RANKS_PER_HOST}", "--rdzv-backend=c10d", "--rdzv-id=two-hosts"]
-    program += [f"--rdzv-endpoint={hosts[0].name}:{PORT}", str(_JOB), str(run)]
+    program = torchrun(hosts, run)
     with ExitStack() as stack:
         running: dict[str, Launch] = {}
         for host in hosts:

@@ -1,6 +1,6 @@
 """A job for two hosts: four linear layers under DDP, large enough that every rank has bytes to write.
 
-torchrun --nnodes=2 --nproc-per-node=2 ... scripts/trials/two_hosts_job.py RUN
+torchrun --nnodes=2 --nproc-per-node=2 ... scripts/trials/two_hosts_job.py RUN [EPOCHS]
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchrelay import EpochLoader, Job, JobRunner, data_parallel, max_epochs
 EPOCHS = 8
 
 
-def main(run: str) -> None:
+def main(run: str, epochs: int = EPOCHS) -> None:
     """Train; each rank says first where it is and whom it sees."""
     torchrelay.init(seed=3)
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)), nn.Linear(512, 10))
@@ -45,9 +45,9 @@ def main(run: str) -> None:
             optimizer.step()
             ctx.log("loss", loss)
 
-    job.stop_when(max_epochs(EPOCHS))
+    job.stop_when(max_epochs(epochs))
     JobRunner(job, run).main()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], *map(int, sys.argv[2:]))

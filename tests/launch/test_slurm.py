@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from launches import JOB, launched, status, weights
 from slurm import Slurm, needs_slurm, slurm
+from torchrun import clean_environment
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300), needs_slurm]
 OVER = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")
@@ -64,6 +67,24 @@ def test_a_cancelled_job_stays_cancelled(cluster: Slurm, tmp_path: Path) -> None
     assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0"), log.read_text()
     assert "queued again" not in log.read_text().replace("not queued again", "")
     assert status(tmp_path / "run")["state"] != "FINISHED"
+
+
+def test_a_second_step_of_the_same_job_is_refused_while_the_first_lives(
+    cluster: Slurm, tmp_path: Path
+) -> None:
+    """Both have one job number, and the second step ends with exit code 4; the first is not disturbed."""
+    job, log = submit(cluster, tmp_path, "-j", "1x1", "--", str(JOB), "run", "slow")
+    cluster.wait_for_file(job, tmp_path / "run.here")
+    second = subprocess.run(
+        ["srun", f"--jobid={job}", "--overlap", "-n1", sys.executable, str(JOB), "run", "calm"],
+        cwd=tmp_path, env=clean_environment(cluster.env), capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert second.returncode == 4, second
+    assert "is in use by job 'launched'" in second.stderr, second
+    assert cluster.state(job)["JobState"] == "RUNNING" and status(tmp_path / "run")["state"] == "RUNNING"
+    cluster.ask("scancel", job)
+    cluster.wait_until_gone(job)
+    assert "in use" not in log.read_text(), log.read_text()
 
 
 def test_a_failing_job_is_not_queued_again_and_its_code_is_told(cluster: Slurm, tmp_path: Path) -> None:
