@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from torchrelay.errors import DamagedError, StorageError, UsageError
 from torchrelay.metadata.note_text import read_note
@@ -22,21 +22,24 @@ MAX_JSON_BYTES = 16 << 20
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
     """Replace `path` by pretty JSON: written beside, synced, renamed, directory synced.
 
-    Unless `durable` nothing is synced: then a power cut may take the content back, or damage it.
+    Unless `durable` the directory is not synced: then a power cut may bring the older content back.
     """
     data = (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
     if len(data) > MAX_JSON_BYTES:
         raise UsageError(f"{path} would have {len(data)} bytes, more than the {MAX_JSON_BYTES} that are read")
-    replace_file(path, data, durable=durable)
+    replace_file(path, data, sync="all" if durable else "content")
 
 
-def replace_file(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Replace `path` by these bytes, as `write_json` does; raises StorageError."""
+def replace_file(path: Path, data: bytes, *, sync: Literal["all", "content", "nothing"] = "all") -> None:
+    """Replace `path` by these bytes, as `write_json` does; raises StorageError.
+
+    With `sync="nothing"` a power cut may leave a file without content: only ext4 waits for it before renames.
+    """
     temporary = path.with_name(f".tmp-{secrets.token_hex(6)}")
     try:
-        write_new(temporary, data, durable=durable)
+        write_new(temporary, data, durable=sync != "nothing")
         temporary.replace(path)
-        if durable:
+        if sync == "all":
             sync_directory(path.parent)
     except OSError as error:
         with suppress(OSError):

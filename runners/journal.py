@@ -174,7 +174,7 @@ class Journal:
         }
         self._epoch = state.epoch
         note = partial(self._note_epoch, line, state.ended_early, verdict.reasons)
-        if saved is None:  # behind the save in flight a sync waits for the disk
+        if saved is None:  # the save in flight does it: a sync waits for the disk
             self.aside(partial(note, durable=False))
         else:
             note()

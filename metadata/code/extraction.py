@@ -26,7 +26,7 @@ def unpack_source(archive: Archive, directory: Path, *, force: bool = False) -> 
         directory.mkdir(parents=True, exist_ok=True)
         for name, data in contents.items():
             path = _place(directory, name)
-            replace_file(path, data, durable=False)
+            replace_file(path, data, sync="nothing")
             if data.startswith(b"#!"):
                 path.chmod(0o755)
         for name, target in archive.manifest.links.items():

@@ -93,7 +93,9 @@ def test_a_users_job_that_begins_anew(tmp_path: Path) -> None:
 def test_a_campaign_goes_on(tmp_path: Path) -> None:
     """A campaign that was stopped, its last line torn, begins with the next round."""
     state = tmp_path / "state.jsonl"
+    came = {"survived": 20, "refused": 30, "lost": 0, "undetected": 0, "failed": 0}
     first = {"kind": "flip", "seed": 7, "tried": 50, "seconds": 1.0, "findings": [], "skipped": ""}
+    first["came"] = came
     state.write_text(json.dumps(first) + '\n{"kind": "fl')
     program = [
         sys.executable,
@@ -106,4 +108,6 @@ def test_a_campaign_goes_on(tmp_path: Path) -> None:
     done = subprocess.run(program, capture_output=True, text=True, timeout=110, check=True)
     rounds = [json.loads(line) for line in state.read_text().splitlines()]
     assert [one["seed"] for one in rounds] == [7, 8] and rounds[1]["tried"] >= 100
-    assert "flip      15" in done.stdout
+    assert all(sum(one["came"].values()) == one["tried"] for one in rounds)
+    refused = came["refused"] + rounds[1]["came"]["refused"]
+    assert rounds[1]["came"]["refused"] > 0 and f"| {refused} | 0 | 0 | 0 |" in done.stdout

@@ -21,6 +21,24 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert read_json(tmp_path / "file") == {"b": [2, 3]}
 
 
+@pytest.mark.parametrize("durable", [True, False])
+def test_content_is_synced_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
+) -> None:
+    """A power cut leaves the old file or the new one: on xfs a rename does not wait for content."""
+    synced: list[Path] = []
+    real, path = os.fsync, tmp_path / "file"
+
+    def fsync(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        assert path.exists() == (synced[-1] == tmp_path), "the directory is synced behind the rename, alone"
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_json(path, {"b": 1}, durable=durable)
+    assert [one.parent for one in synced] == [tmp_path, *([tmp_path.parent] if durable else [])]
+
+
 def test_writes_of_nothing_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A system that writes nothing, again and again, names the file in an error; no other file is left."""
     monkeypatch.setattr(os, "write", lambda descriptor, data: 0)
