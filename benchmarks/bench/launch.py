@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -29,8 +29,18 @@ class NotMeasuredError(Exception):
         self.slow = slow
 
 
-def measure(asked: Asked, module: str, ranks: int, cap_secs: float, threads: int | None = None) -> Answers:
-    """The answers of fresh processes; raises NotMeasuredError when they fail or take longer than the cap."""
+def measure(
+    asked: Asked,
+    module: str,
+    ranks: int,
+    cap_secs: float,
+    threads: int | None = None,
+    paths: Sequence[str] | None = None,
+) -> Answers:
+    """The answers of fresh processes; raises NotMeasuredError when they fail or take longer than the cap.
+
+    They import from `paths`, by default from the checkout of this file.
+    """
     Path(asked.answers).unlink(missing_ok=True)
     processes: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryFile("w+") as errors:
@@ -40,7 +50,7 @@ def measure(asked: Asked, module: str, ranks: int, cap_secs: float, threads: int
                 for place in _places(ranks):
                     process = subprocess.Popen(
                         asked.command(module),
-                        env=_environment(place, ranks, threads),
+                        env=_environment(place, ranks, threads, paths or sys.path[:2]),
                         stdout=subprocess.DEVNULL,
                         stderr=errors,
                         start_new_session=True,
@@ -94,12 +104,14 @@ def _places(ranks: int) -> list[dict[str, str]]:
     ]
 
 
-def _environment(place: dict[str, str], ranks: int, threads: int | None) -> dict[str, str]:
+def _environment(
+    place: dict[str, str], ranks: int, threads: int | None, paths: Sequence[str]
+) -> dict[str, str]:
     """All engines compute with as many threads, by default their share of the cores."""
     cores = threads or max(1, (os.cpu_count() or 1) // max(1, ranks))
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(sys.path[:2]),
+        "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": str(cores),
         "JAX_PLATFORMS": "cpu",
         "TOKENIZERS_PARALLELISM": "false",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
-from itertools import islice, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -142,7 +142,7 @@ class ContainerLoad:
 
     def shares_memory(self, draft: Draft, tensor: torch.Tensor) -> bool:
         """Whether some byte of a tensor is one that another leaf is read into."""
-        for other in islice(draft.live_tensors, self._looked_at, None):
+        for other in draft.live_tensors[self._looked_at :]:
             storage, first, behind = extent_of(other)
             self._extents[storage].append((first, behind))
         self._looked_at = len(draft.live_tensors)

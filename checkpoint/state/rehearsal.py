@@ -9,6 +9,7 @@ ended, for the next one builds the same: a layer that came since would find no p
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,10 +19,12 @@ from torch.optim import Optimizer
 
 from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.disk.manifest import OF_POSITION
+from torchrelay.checkpoint.disk.shard_entries import form_of
 from torchrelay.checkpoint.state.container_leaves import container_tensors
 from torchrelay.checkpoint.state.container_restore import ContainerLoad
 from torchrelay.checkpoint.state.dtensors import is_sharded
 from torchrelay.checkpoint.state.findings import Findings
+from torchrelay.checkpoint.state.in_place import InPlace, fitting
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value
 from torchrelay.checkpoint.state.module_leaves import ModuleStates, show_shards
@@ -182,8 +185,10 @@ def rehearse(
         for leaf in leaves
         if leaf.blob in asked and not isinstance(leaf.content, Value)
     }
-    draft = Rehearsal(stored, values, objects, kept, listed, shown, states)
-    drafted(draft, objects, objects, ContainerLoad(objects), ())
+    in_place = _in_place(objects, stored)
+    stored = {name: spec for name, spec in stored.items() if name not in in_place.tensors}
+    draft = Rehearsal(stored, values, objects, kept, in_place.tensors, listed, shown, states)
+    drafted(draft, in_place.rest(objects), objects, ContainerLoad(objects), ())
     draft.conclude(lambda one, other: True, strict=True, late_buffers=True)  # one memory has one content
     draft.steps.clear()  # they refer to what made them
     lines = [*_lines(draft.findings, kept), *changed]
@@ -205,6 +210,18 @@ def rehearse(
             f"blob {', '.join(map(repr, refused))} of {where}: a resume by the same program would refuse "
             f"what is to be saved, so nothing is:\n  {text}{more}\n{remedy}"
         )
+
+
+def _in_place(objects: Mapping[str, Any], stored: Mapping[str, LeafSpec]) -> InPlace:
+    """The registered tensors that nothing need be asked about."""
+    times = Counter(spec.blob for spec in stored.values())
+    specs = [
+        spec
+        for name, spec in stored.items()
+        if spec.blob == name and times[name] == 1 and isinstance(objects.get(name), torch.Tensor)
+    ]
+    forms = [form_of(spec.dtype or "", spec.shape) for spec in specs]
+    return fitting(objects, [spec.name for spec in specs], forms)
 
 
 def _lines(findings: Findings, kept: Collection[str]) -> list[str]:
@@ -232,11 +249,12 @@ class Rehearsal(Draft):
         values: Mapping[str, Json],
         objects: Mapping[str, Any],
         kept: Collection[str],
+        in_place: Mapping[str, torch.Tensor],
         listed: Mapping[str, torch.Tensor],
         shown: Collection[str] | None,
         states: ModuleStates,
     ) -> None:
-        super().__init__(specs, values, objects, kept, states=states)
+        super().__init__(specs, values, objects, kept, in_place, states=states)
         self._listed = listed
         self._shown = shown
         self._shows: dict[str, bool] = {}

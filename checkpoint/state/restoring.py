@@ -152,6 +152,8 @@ class Draft:
         self._called: dict[int, str] = {}
         self._fresh: dict[str, Read] = {}
         self._live: dict[str, torch.Tensor] = dict(settled)
+        self.live_tensors = list(settled.values())
+        """The live tensors that leaves are read into, in the order in which they were found."""
         if not self._read_into.add_new(list(settled), list(settled.values())):
             for source, live in settled.items():
                 self._read_into.earlier(live, source)
@@ -270,7 +272,9 @@ class Draft:
         if not self._fits(spec, live):
             return
         known = self._read_into.earlier(live, source)
-        self._live.setdefault(source, live)
+        if source not in self._live:
+            self._live[source] = live
+            self.live_tensors.append(live)
         if known is None:
             sharded = is_sharded(live)
             local = plain(memory_of_shard(live)) if sharded else content
@@ -388,11 +392,6 @@ class Draft:
     def live(self, spec: LeafSpec) -> torch.Tensor | None:
         """The live tensor that a leaf, or the leaf it is an alias of, is read into."""
         return self._live.get(_source(spec))
-
-    @property
-    def live_tensors(self) -> Collection[torch.Tensor]:
-        """The live tensors that leaves are read into."""
-        return self._live.values()
 
     def tree(
         self, spec: LeafSpec, models: Mapping[str, torch.Tensor] | None = None

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
+from torchrelay.checkpoint.state.admission import all_plain_memory
 from torchrelay.checkpoint.state.dtensors import is_sharded, memory_of_shard
 from torchrelay.checkpoint.state.subclasses import is_wrapper
 
@@ -104,6 +107,8 @@ def extent_of(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 def overlaps_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, int]]:
     """Of each tensor that shares bytes with an earlier one in memory: its name, and how many bytes in."""
+    if _lie_apart(list(tensors.values())):
+        return {}
     extents = sorted((*extent_of(one), name) for name, one in tensors.items())
     found: dict[str, tuple[str, int]] = {}
     before: list[tuple[int, int, int, str]] = []
@@ -116,6 +121,15 @@ def overlaps_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, int
                 break
         before.append((storage, begin, end, name))
     return found
+
+
+def _lie_apart(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all are plain and contiguous, and none begins before the one that lies before it ends."""
+    if not all_plain_memory(tensors):
+        return False
+    addresses, sizes = map(torch.Tensor.data_ptr, tensors), map(attrgetter("nbytes"), tensors)
+    places = sorted(zip(addresses, sizes, strict=True))
+    return all(one + size <= other for (one, size), (other, _) in pairwise(places))
 
 
 def _share_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -164,8 +164,10 @@ def exactly(value):
     """Something that only an equal value of the same type, with the same bits, is equal to."""
     kind = type(value).__qualname__
     if isinstance(value, torch.Tensor):
-        plain = value.detach().resolve_conj().contiguous()
-        data = bytes(plain.reshape(-1).view(torch.uint8).tolist())
+        plain = value.detach().resolve_conj()
+        if value.dtype.itemsize <= 2:  # torch brings some of these into order only as integers
+            plain = plain.view({1: torch.uint8, 2: torch.int16}[value.dtype.itemsize])
+        data = bytes(plain.contiguous().reshape(-1).view(torch.uint8).tolist())
         return kind, str(value.dtype), tuple(value.shape), data
     if isinstance(value, numpy.generic | numpy.ndarray):
         text = value if isinstance(value, str | bytes) else ""
