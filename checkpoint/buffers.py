@@ -10,6 +10,8 @@ import torch
 from torchrelay.checkpoint.direct import WORTH_IT
 from torchrelay.checkpoint.disk import bounce
 from torchrelay.checkpoint.disk.workers import WRITERS
+from torchrelay.checkpoint.state.container_leaves import container_tensors
+from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.storage import Placed, Storage
 from torchrelay.errors import StorageError
 from torchrelay.jobs.session import Session
@@ -23,14 +25,16 @@ def touch_buffers(storage: Storage, session: Session) -> None:
 
 
 def _sizes(session: Session) -> Iterator[int]:
-    """Bytes of the tensors and of the modules' parameters; what else is registered is not looked into."""
+    """Bytes of tensors, of those in containers, and of modules' parameters; nothing else is looked into."""
     for place in session.local_nodes:
-        for entry in session.workspace(place.name).entries().values():
+        for name, entry in session.workspace(place.name).entries().items():
             value = entry.value
             if entry.blob is not None and isinstance(value, torch.nn.Module):
                 yield from map(_size, value.parameters())
             elif entry.blob is not None and isinstance(value, torch.Tensor):
                 yield _size(value)
+            elif entry.blob is not None and kind_of(value) is Kind.CONTAINER:
+                yield from (_size(one) for _, one in container_tensors(name, value))
 
 
 def _size(tensor: torch.Tensor) -> int:

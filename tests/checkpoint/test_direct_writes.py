@@ -270,7 +270,10 @@ def test_saves_in_several_threads_do_not_share_buffers(tmp_path, monkeypatch):
         assert content[report.header_bytes :] == bytes(entry.data)
 
 
-def test_buffers_that_setup_has_touched_are_not_made_again(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "held", [lambda tensor: tensor, lambda tensor: {"deep": [tensor]}], ids=["tensor", "container"]
+)
+def test_buffers_that_setup_has_touched_are_not_made_again(tmp_path, monkeypatch, held):
     """A job of large tensors has its buffers before its first save; one of small tensors takes no memory."""
     made = []
     touched = bounce._touched
@@ -278,7 +281,7 @@ def test_buffers_that_setup_has_touched_are_not_made_again(tmp_path, monkeypatch
     for nbytes, expected in ((BLOCK, 0), (17 * BLOCK, workers.WRITERS)):
         fresh = bounce.Pool()
         monkeypatch.setattr(bounce, "pool", lambda fresh=fresh: fresh)
-        job = Job("large", blobs={"w": torch.zeros(nbytes, dtype=torch.uint8)})
+        job = Job("large", blobs={"w": held(torch.zeros(nbytes, dtype=torch.uint8))})
 
         @job.epoch
         def work(ctx, expected=expected):
