@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -28,11 +29,12 @@ def sync_tree(path: Path) -> None:
     """Make bytes and names of a tree durable, whatever its writer did for that; the same for all engines."""
     folders = [folder for folder in path.rglob("*") if folder.is_dir()]
     for entry in (*files_below(path), *folders, path, path.parent):
-        descriptor = os.open(entry, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        with contextlib.suppress(FileNotFoundError):  # a temporary file of what a run does beside its epoch
+            descriptor = os.open(entry, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
 
 def make_cold(path: Path) -> float:
