@@ -31,7 +31,6 @@ from torchrelay.checkpoint.state.subclasses import (
     description,
     inner_tensors,
     is_wrapper,
-    plain,
     rebuilder,
     told,
 )
@@ -264,8 +263,9 @@ class Draft:
         if spec.role is Role.SUBCLASS or is_wrapper(live):
             self._parts(spec, live, lambda inner, part: self.into(blob, inner, part))
             return
+        sharded = is_sharded(live)
         try:
-            content = admitted_in_place(live, spec.name)
+            local = admitted_in_place(memory_of_shard(live) if sharded else live, spec.name)
         except BlobError as error:
             self.findings.refused.append(str(error))
             return
@@ -276,8 +276,6 @@ class Draft:
             self._live[source] = live
             self.live_tensors.append(live)
         if known is None:
-            sharded = is_sharded(live)
-            local = plain(memory_of_shard(live)) if sharded else content
             self.destinations.append((spec.name, local))
             target = target_of(live, spec.name) if sharded else None
             read = Read(source, spec, local, target)
