@@ -212,13 +212,16 @@ def rehearse(
         )
 
 
+_BLOBS = (Role.TENSOR, Role.PARAMETER)
+
+
 def _in_place(objects: Mapping[str, Any], stored: Mapping[str, LeafSpec]) -> InPlace:
     """The registered tensors that nothing need be asked about."""
     times = Counter(spec.blob for spec in stored.values())
     specs = [
         spec
         for name, spec in stored.items()
-        if spec.blob == name and times[name] == 1 and isinstance(objects.get(name), torch.Tensor)
+        if spec.blob == name and times[name] == 1 and spec.role in _BLOBS and name in objects
     ]
     forms = [form_of(spec.dtype or "", spec.shape) for spec in specs]
     return fitting(objects, [spec.name for spec in specs], forms)
