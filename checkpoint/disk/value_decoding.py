@@ -173,11 +173,9 @@ def _array_in_tensor(content: Json, tensor: TensorReader) -> Any:
     if found is None:
         return None
     elements = found.cpu().numpy()
-    if elements.dtype != dtype:
-        if elements.dtype != "u1":
-            raise DamagedError(f"an array of {dtype} lies in a tensor of {elements.dtype}")
-        elements = elements.view(dtype)
-    return elements.reshape(shape)
+    if elements.dtype not in (dtype, "u1"):
+        raise DamagedError(f"an array of {dtype} lies in a tensor of {elements.dtype}")
+    return elements.view(dtype).reshape(shape)  # an equal type may be another one of C
 
 
 def _numbers(content: Json, tensor: TensorReader) -> Any:

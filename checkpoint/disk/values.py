@@ -265,7 +265,8 @@ def _tensor_of(value: Any) -> Any:
 
     dense = numpy.require(value, requirements=("C", "W"))
     native = dense.dtype.isnative and dense.dtype.char in _TENSOR_KINDS
-    return torch.from_numpy(dense if native else dense.reshape(-1).view(numpy.uint8))
+    # By size and kind: of two equal integers of C torch may know one.
+    return torch.from_numpy(dense.view(dense.dtype.str) if native else dense.reshape(-1).view(numpy.uint8))
 
 
 def _numbers(value: Any) -> Any:

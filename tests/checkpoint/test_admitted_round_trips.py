@@ -313,3 +313,12 @@ def test_a_run_with_a_state_that_is_not_admitted_writes_no_epoch(tmp_path):
             job.stop_when(max_epochs(1))
             JobRunner(job, where, best=None, code=False).train()
         assert not list(where.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("size", [1, 100])
+@pytest.mark.parametrize("code", ["l", "q", "L", "Q"])
+def test_arrays_of_any_length_keep_which_integer_of_c_they_have(tmp_path, code, size):
+    """Two types of C may be equal to numpy, and have codes of their own; long arrays are tensors on disk."""
+    found = numpy.arange(size).astype(code)
+    run(tmp_path, 1, {"v": [found]}, [], [])
+    assert exactly(open_checkpoint(tmp_path).load_values("v")["v"]) == exactly([found])
