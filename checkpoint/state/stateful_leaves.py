@@ -189,16 +189,21 @@ def dotted(path: str) -> str:
     return _INDEX.sub(r".\1", path) if "[" in path else path
 
 
+_LONGEST = 2048
+"""A manifest takes names of twice as many characters: inner tensors and numbers come behind."""
+
+
 def unused_name(tensor: torch.Tensor, path: str, taken: set[str], root: str) -> str:
     """A name for a tensor and, below it, the inner ones of a wrapper; all of them are `taken` then.
 
-    It is that of the path, or has a number where two paths read alike ({"a.b": x, "a": {"b": y}}). It always
-    lies below the `root` of the tree, as loads of that tree look for it there.
+    It is that of the path, or has a number where two paths read alike ({"a.b": x, "a": {"b": y}}). Of a path
+    that is longer than a name can be (a key may be any value) it is the beginning. It always lies below the
+    `root` of the tree, as loads of that tree look for it there.
     """
     name = dotted(path)
     if not name.startswith(f"{root}."):
         name = f"{root}.{name.removeprefix(root) or 'value'}"
-    candidate = name
+    candidate = name = name[:_LONGEST]
     number = 2
     while not taken.isdisjoint(names := _with_inner(tensor, candidate)):
         candidate, number = f"{name}~{number}", number + 1

@@ -322,3 +322,20 @@ def test_arrays_of_any_length_keep_which_integer_of_c_they_have(tmp_path, code, 
     found = numpy.arange(size).astype(code)
     run(tmp_path, 1, {"v": [found]}, [], [])
     assert exactly(open_checkpoint(tmp_path).load_values("v")["v"]) == exactly([found])
+
+
+@pytest.mark.parametrize(
+    "key", ["k" * 5000, numpy.longdouble("1e-4900"), b"\0" * 2000], ids=["text", "number", "bytes"]
+)
+def test_what_has_a_key_that_is_longer_than_a_name_is_resumed(tmp_path, key):
+    """Tensors and long lists below such keys have names, in a container and in the state of an object."""
+    values = {"v": {key: [[1.5] * 100, numpy.arange(100)], "other": {key: [2] * 100}}}
+    seen = []
+    run(tmp_path, 1, values, [], [])
+    run(tmp_path, 2, values, [], seen)
+    assert [exactly(one) for one in seen[0][0]] == [exactly(values["v"])] * 3
+    held = {"held": {key: {"a": torch.arange(3), "b": torch.arange(4)}}}
+    torchrelay.save_blobs(tmp_path / "held.safetensors", held)
+    fresh = {"held": {key: {"a": torch.zeros(3).long(), "b": torch.zeros(4).long()}}}
+    torchrelay.load_into(tmp_path / "held.safetensors", fresh)
+    assert exactly(fresh) == exactly(held)
