@@ -15,7 +15,7 @@ from torchrelay.checkpoint.disk.firsts import first_of_each
 from torchrelay.checkpoint.disk.layouts import Cut, Layout, PerNode, Split
 from torchrelay.checkpoint.disk.manifest import BlobRow, LeafRow, Manifest, ShardRow, World, columns
 from torchrelay.checkpoint.disk.mesh import MAX_SPLIT_FACTOR, Mesh
-from torchrelay.checkpoint.disk.names import GROUP, NODE, check_try
+from torchrelay.checkpoint.disk.names import GROUP, LONGEST_NAME, NODE, check_try
 from torchrelay.checkpoint.position import MAX_EPOCH
 from torchrelay.errors import DamagedError
 from torchrelay.records import dataclass
@@ -24,7 +24,6 @@ ROLES = ("parameter", "buffer", "optimizer", "tensor", "value", "state", "subcla
 SCOPES = ("replicated", "sharded", "rank", "host")
 LARGEST = 2**53 - 1
 """Sizes above are not canonical JSON; no product of a shape may pass it either."""
-_MAX_NAME = 4096
 _MAX_MESH_DIMS = 32
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -126,8 +125,8 @@ def _check_blobs(manifest: Manifest, demand: Demand) -> None:
 
 def _check_lengths(names: Collection[str], what: str, demand: Demand) -> None:
     lengths = set(map(len, names))
-    if lengths and not 0 < min(lengths) <= max(lengths) <= _MAX_NAME:
-        name = next(name for name in names if not 0 < len(name) <= _MAX_NAME)
+    if lengths and not 0 < min(lengths) <= max(lengths) <= LONGEST_NAME:
+        name = next(name for name in names if not 0 < len(name) <= LONGEST_NAME)
         demand(False, f"{name!r:.80} is no {what} name")
 
 

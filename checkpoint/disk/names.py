@@ -37,6 +37,8 @@ _FORM = re.compile(rf"(?P<flat>flat)?\[(?P<ranges>{_INTERVAL}(?:,{_INTERVAL})*)\
 _FORMS = 1 << 10
 """Forms of pieces that are remembered: a file has few, of very many leaves."""
 _METADATA = "__metadata__"
+LONGEST_NAME = 4096
+"""Characters of the name of a leaf or a blob."""
 
 
 @dataclass(frozen=True)

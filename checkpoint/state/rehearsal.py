@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.disk.manifest import OF_POSITION
+from torchrelay.checkpoint.disk.names import LONGEST_NAME
 from torchrelay.checkpoint.disk.shard_entries import form_of
 from torchrelay.checkpoint.state.container_leaves import container_tensors
 from torchrelay.checkpoint.state.container_restore import ContainerLoad
@@ -178,6 +179,12 @@ def rehearse(
     of an object that a listing has asked.
     """
     stored = {spec.name: spec for spec in specs if spec.role not in OF_POSITION}
+    for name in stored:
+        if len(name) > LONGEST_NAME:
+            raise BlobError(
+                f"{name:.80}... of {where} has a name of {len(name)} characters, and {LONGEST_NAME} can be "
+                "stored: give the parts of the module shorter names"
+            )
     values = {leaf.name: leaf.content.json for leaf in leaves if isinstance(leaf.content, Value)}
     asked = {blob for blob, value in objects.items() if kind_of(value) is Kind.STATEFUL}
     listed = {

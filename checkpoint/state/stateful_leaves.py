@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from torchrelay.checkpoint.disk.names import LONGEST_NAME
 from torchrelay.checkpoint.disk.values import encode, is_scalar
 from torchrelay.checkpoint.state.admission import admitted
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Role, Value, frozen_of
@@ -189,10 +190,6 @@ def dotted(path: str) -> str:
     return _INDEX.sub(r".\1", path) if "[" in path else path
 
 
-_LONGEST = 2048
-"""A manifest takes names of twice as many characters: inner tensors and numbers come behind."""
-
-
 def unused_name(tensor: torch.Tensor, path: str, taken: set[str], root: str) -> str:
     """A name for a tensor and, below it, the inner ones of a wrapper; all of them are `taken` then.
 
@@ -203,7 +200,7 @@ def unused_name(tensor: torch.Tensor, path: str, taken: set[str], root: str) -> 
     name = dotted(path)
     if not name.startswith(f"{root}."):
         name = f"{root}.{name.removeprefix(root) or 'value'}"
-    candidate = name = name[:_LONGEST]
+    candidate = name = name[: LONGEST_NAME // 2]  # inner tensors, and numbers, come behind
     number = 2
     while not taken.isdisjoint(names := _with_inner(tensor, candidate)):
         candidate, number = f"{name}~{number}", number + 1

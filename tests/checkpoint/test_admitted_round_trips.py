@@ -339,3 +339,12 @@ def test_what_has_a_key_that_is_longer_than_a_name_is_resumed(tmp_path, key):
     fresh = {"held": {key: {"a": torch.zeros(3).long(), "b": torch.zeros(4).long()}}}
     torchrelay.load_into(tmp_path / "held.safetensors", fresh)
     assert exactly(fresh) == exactly(held)
+
+
+def test_a_part_of_a_module_with_a_longer_name_than_can_be_stored_is_refused_by_it(tmp_path):
+    """Its tensors are loaded by their names, so these are not cut."""
+    job = Job("long", blobs={"m": nn.ParameterDict({"k" * 5000: nn.Parameter(torch.zeros(1))})})
+    job.epoch(lambda ctx: None)
+    job.stop_when(max_epochs(1))
+    with pytest.raises(BlobError, match=r"^m\.kkk.* has a name of 5002 characters, and 4096 can be stored"):
+        JobRunner(job, tmp_path, code=False).train()
