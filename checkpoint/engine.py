@@ -383,7 +383,9 @@ class Engine:
         )
         self._streams, self._gradients, self._stats["checkpoint_load"], changes = load_all(job)
         self._tell_changes(session, changes.lines(target.position))
-        wrappers = frozenset(leaf.name for leaf in target.manifest.leaves if leaf.role == "subclass")
+        registered = frozenset(name for known in members.values() for name in known)
+        today = renamed_manifest(target.manifest, self.resume.rename, registered)
+        wrappers = frozenset(leaf.name for leaf in today.leaves if leaf.role == "subclass")
         for place in session.local_nodes:
             self._structures.loaded(place.name, wrappers)
         if self._reuse is not None:

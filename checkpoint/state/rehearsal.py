@@ -179,11 +179,11 @@ def rehearse(
     of an object that a listing has asked.
     """
     stored = {spec.name: spec for spec in specs if spec.role not in OF_POSITION}
-    for name in stored:
-        if len(name) > LONGEST_NAME:
+    for spec in specs:
+        if len(spec.name) > LONGEST_NAME:
             raise BlobError(
-                f"{name:.80}... of {where} has a name of {len(name)} characters, and {LONGEST_NAME} can be "
-                "stored: give the parts of the module shorter names"
+                f"{spec.name:.80}... of {where} would have a name of {len(spec.name)} characters, and "
+                f"{LONGEST_NAME} can be stored: give it, or what it lies in, a shorter name or key"
             )
     values = {leaf.name: leaf.content.json for leaf in leaves if isinstance(leaf.content, Value)}
     asked = {blob for blob, value in objects.items() if kind_of(value) is Kind.STATEFUL}

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.disk.names import LONGEST_NAME
 from torchrelay.checkpoint.disk.values import encode, is_scalar
 from torchrelay.checkpoint.state.admission import admitted
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Role, Value, frozen_of
@@ -193,14 +192,13 @@ def dotted(path: str) -> str:
 def unused_name(tensor: torch.Tensor, path: str, taken: set[str], root: str) -> str:
     """A name for a tensor and, below it, the inner ones of a wrapper; all of them are `taken` then.
 
-    It is that of the path, or has a number where two paths read alike ({"a.b": x, "a": {"b": y}}). Of a path
-    that is longer than a name can be (a key may be any value) it is the beginning. It always lies below the
-    `root` of the tree, as loads of that tree look for it there.
+    It is that of the path, or has a number where two paths read alike ({"a.b": x, "a": {"b": y}}). It always
+    lies below the `root` of the tree, as loads of that tree look for it there.
     """
     name = dotted(path)
     if not name.startswith(f"{root}."):
         name = f"{root}.{name.removeprefix(root) or 'value'}"
-    candidate = name = name[: LONGEST_NAME // 2]  # inner tensors, and numbers, come behind
+    candidate = name
     number = 2
     while not taken.isdisjoint(names := _with_inner(tensor, candidate)):
         candidate, number = f"{name}~{number}", number + 1

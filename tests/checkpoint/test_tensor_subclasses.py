@@ -302,6 +302,16 @@ def test_a_run_with_wrappers_resumes_bit_by_bit(tmp_path, asynchronous):
     assert same(inner(renamed), inner(whole))
 
 
+def test_a_run_goes_on_saving_a_wrapper_of_an_object_that_it_resumed_under_another_name(tmp_path):
+    """What a load found a place for counts under the names of today."""
+    for epochs, name in ((1, "old"), (3, "new")):
+        job = Job("renamed", blobs={name: Holder(0)})
+        job.epoch(lambda ctx: None)
+        job.stop_when(max_epochs(epochs))
+        JobRunner(job, tmp_path, code=False, rename={"old": "new"} if epochs > 1 else None).train()
+    assert same(list(open_checkpoint(tmp_path).load_tensors("new.inner.x.a").values()), [two(0).a])
+
+
 def test_wrappers_in_a_blob_file(tmp_path):
     """A file gives the inner tensors by name, and loads into a workspace's objects."""
     torchrelay.save_blobs(tmp_path / "f", {"m": Layer(0), "x": two(1)})
