@@ -5,7 +5,7 @@ All processes check first and agree; only then bytes are read, verified on arriv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field, replace
 from functools import partial
 from typing import Any
@@ -225,7 +225,7 @@ def _prepare(
             same_content=lambda one, other: reader.same_content((one, node), (other, node)),
         )
         changes.retyped.update(name for name in found.replaced if is_container(objects[name]))
-        held = _gradients(job, place, objects, assigned)
+        held = _gradients(job, place, objects, assigned, kept)
         streams = _checked_streams(job, reader, assigned, place, stored)
     new = [name for name in sorted(assigned.kept) if name in members and members[name].generator]
     learn = partial(restore_requires_grad, objects, specs)
@@ -233,7 +233,13 @@ def _prepare(
     return _NodeLoad(place, stored, assigned, found, held, streams, changes, learn, rates, new, clock=clock)
 
 
-def _gradients(job: LoadJob, place: NodePlace, objects: Mapping[str, Any], assigned: Assigned) -> Gradients:
+def _gradients(
+    job: LoadJob,
+    place: NodePlace,
+    objects: Mapping[str, Any],
+    assigned: Assigned,
+    kept: Collection[str],
+) -> Gradients:
     """Those of the window that was open; a warning where they belong to other nodes."""
     if assigned.lost_gradients and place.rank == 0:
         warn(
@@ -243,7 +249,7 @@ def _gradients(job: LoadJob, place: NodePlace, objects: Mapping[str, Any], assig
             stacklevel=2,
         )
     specs = {name: spec_of_row(row, job.manifest) for name, row in assigned.gradients.items()}
-    return Gradients(objects, specs, assigned.values)
+    return Gradients(objects, specs, assigned.values, kept)
 
 
 def _changes(job: LoadJob, registered: Mapping[str, Any], anywhere: frozenset[str]) -> Changes:

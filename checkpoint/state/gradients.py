@@ -367,17 +367,18 @@ def _fsdp_groups(module: nn.Module) -> list[Any]:
     return [one for one in found if one is not None]
 
 
-# Back into the parameters
-
-
 class Gradients:
     """Gradients of a node that were loaded, or that there are none; `reads` are to be made before `install`.
 
-    Installed last, for what the program does before it comes to its loop may clear them.
+    That comes last, for what the program does before its loop may clear them. `kept` tensors get none.
     """
 
     def __init__(
-        self, objects: Mapping[str, Any], specs: Mapping[str, LeafSpec], stored: Mapping[str, Json]
+        self,
+        objects: Mapping[str, Any],
+        specs: Mapping[str, LeafSpec],
+        stored: Mapping[str, Json],
+        kept: Collection[str] = (),
     ) -> None:
         names = parameter_names(objects)
         self._objects = dict(objects)
@@ -389,6 +390,9 @@ class Gradients:
         forms = draft.value(specs[GRADIENTS]) if GRADIENTS in specs else {}
         try:
             self._draft(draft, specs, forms)
+            for name in kept:
+                self._made.pop(name, None)
+                self._pending.pop(name, None)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DamagedError(f"the gradients that the checkpoint holds are none: {error}") from None
         self.reads: Sequence[Read] = tuple(draft.reads)
@@ -399,11 +403,9 @@ class Gradients:
             return draft.fresh(specs[f"{GRADIENTS}.{leaf}"]).memory
 
         here = self._parameters
-        for name in forms.get("zeros", ()):
-            self._made[name] = torch.zeros_like
-        for name in forms.get("unsharded", ()):
-            if name in self._held_back:
-                self._pending[name] = memory(name + _UNSHARDED)
+        self._made.update(dict.fromkeys(forms.get("zeros", ()), torch.zeros_like))
+        for name in filter(self._held_back.__contains__, forms.get("unsharded", ())):
+            self._pending[name] = memory(name + _UNSHARDED)
         for name, form in forms.get("sparse", {}).items():
             if name in here:
                 self._made[name] = _sparse(memory(name + _INDICES), memory(name + _VALUES), form)

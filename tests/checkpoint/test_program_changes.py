@@ -232,6 +232,24 @@ def test_leaves_that_do_not_fit_stay_as_made_where_they_are_excluded(tmp_path: P
     assert len(told(run)) == 1
 
 
+@pytest.mark.parametrize("head", [nn.Linear(4, 3), nn.Linear(8, 2), nn.Linear(4, 2).double()])
+def test_gradients_of_an_open_window_go_with_what_is_excluded(tmp_path: Path, head: nn.Module) -> None:
+    """What is left out begins without a gradient, whether the old one would fit it or not."""
+    seen: list[dict[str, bool]] = []
+    for epochs, model in ((1, make()), (2, make(0.125, body=nn.Linear(4, 4), head=head))):
+        job = Job("window", blobs={"model": model})
+
+        @job.epoch
+        def backward(ctx: Any, model: nn.Module = model) -> None:
+            seen.append({name: one.grad is not None for name, one in model.named_parameters()})
+            sum(one.sum() for one in model.parameters()).backward()
+
+        job.stop_when(max_epochs(epochs))
+        JobRunner(job, tmp_path, code=False, resume_exclude="model.head").train()
+    kept = {"body.weight", "body.bias"}
+    assert seen[-1] == {name: name in kept for name in seen[-1]} and len(seen[-1]) == 4
+
+
 @pytest.mark.parametrize(
     "rename",
     [
