@@ -224,6 +224,7 @@ def _prepare(
             why_absent=partial(_why_absent, job.manifest, assigned),
             same_content=lambda one, other: reader.same_content((one, node), (other, node)),
         )
+        changes.excluded.update(found.left_out)
         changes.retyped.update(name for name in found.replaced if is_container(objects[name]))
         held = _gradients(job, place, objects, assigned, kept)
         streams = _checked_streams(job, reader, assigned, place, stored)

@@ -130,7 +130,8 @@ class Changes:
               f"too{renamed}" for name in sorted(self.gone)),
             *(f"{name!r} was saved as a value of another type than the registered one, which stays as "
               f"the program made it: ctx[{name!r}] has what was saved" for name in sorted(self.retyped)),
-            *([f"not loaded from epoch {position}, because resume_exclude names it: {excluded}"]
+            *([f"not loaded from epoch {position}, because resume_exclude names it or its "
+               f"parameter: {excluded}"]
               if excluded else []),
             *([f"buffers that differed between the nodes of epoch {position}: each node takes its own, a new "
                f"one those of {owners} ({buffers})"] if buffers else []),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from torchrelay.checkpoint.disk.dtypes import by_name, torch_dtype
 from torchrelay.checkpoint.state.container_leaves import container_tensors
@@ -29,6 +29,7 @@ from torchrelay.checkpoint.state.optimizer_leaves import (
 )
 from torchrelay.checkpoint.state.restoring import Draft, outside_inference_mode, same_form
 from torchrelay.checkpoint.state.subclasses import description, is_wrapper, made_state
+from torchrelay.checkpoint.wildcards import matches_any
 from torchrelay.errors import BlobError
 
 Builder = Callable[[torch.device | None], Any]
@@ -163,11 +164,27 @@ class _Load:
     def plan(self) -> None:
         self._contents()
         shared = self._shared()
+        if isinstance(self.local, LBFGS):
+            self._check_joint_state()
         trees = self._trees()
         groups = self._groups(trees)
         state = self._state(trees)
         self.draft.note_rest(self.blob)
         self.draft.steps.append((self.blob, lambda: self._install(groups, state, shared)))
+
+    def _check_joint_state(self) -> None:
+        """LBFGS keeps one vector for all parameters, under the first: it goes with any that is left out."""
+        begun = self._beginning(state_prefix(self.blob))
+        if any(matches_any(name, self.draft.excluded) for name in self.members):
+            self.draft.left_out += [spec.name for spec in begun if self.draft.find(spec.name)]
+            self.draft.kept = self.draft.kept.union(self.draft.left_out)
+            return
+        size = sum(one.numel() * (1 + one.is_complex()) for one in parameters(self.local))
+        stored = {spec.shape for spec in begun if spec.kind == "tensor" and len(spec.shape) == 1} - {(size,)}
+        if stored:
+            self.draft.unlike(
+                f"{self.blob} is an LBFGS of {size} elements here, of {stored.pop()[0]} in the checkpoint"
+            )
 
     def _contents(self) -> None:
         """Parameters that the checkpoint holds with the optimizer, and the shapes of the others."""

@@ -36,7 +36,8 @@ class Restoration:
     Reads into live memory change user objects, so a failure from the first read on leaves them partly
     loaded. `created` holds, after `finish`, the values, containers and new tensors by blob name; `missing`
     and `unexpected` are the leaves that `strict=False` has skipped, `replaced` the given values, and the
-    containers of another type, in whose place something else is created.
+    containers of another type, in whose place something else is created. `left_out` are stored leaves that
+    cannot be loaded without those that are excluded.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Restoration:
         self.unexpected: tuple[str, ...] = tuple(draft.findings.unexpected)
         self.created: dict[str, object] = {}
         self.replaced: tuple[str, ...] = tuple(replaced)
+        self.left_out: tuple[str, ...] = tuple(draft.left_out)
         self._steps = draft.steps
         self._builders = builders
 
@@ -106,6 +108,7 @@ def restoration(
     settled = in_place or {}
     alone = bool(stored) or len(settled) < len(objects)
     draft = Draft(stored, values, objects if alone else {}, kept, settled if alone else {}, offered, may_lack)
+    draft.excluded = excluded
     if cast is not None:
         draft.cast = cast
     load = ContainerLoad(objects)

@@ -129,6 +129,9 @@ class Draft:
         self.kept = frozenset(kept)
         self.cast: Callable[[str], torch.dtype | None] = lambda name: None
         """To which floating-point type a leaf may be converted."""
+        self.excluded: Collection[str] = ()
+        self.left_out: list[str] = []
+        """Stored leaves that cannot be loaded without those that the patterns `excluded` mean."""
         self.states = states or ModuleStates()
         self.names = parameter_names(objects, self.states)
         self._modules = {blob: one for blob, one in objects.items() if isinstance(one, nn.Module)}

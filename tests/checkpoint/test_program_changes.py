@@ -224,12 +224,58 @@ def test_leaves_that_do_not_fit_stay_as_made_where_they_are_excluded(tmp_path: P
     train(run, {"model": new, "optimizer": optimizer}, 4, resume_exclude="model.head")
     assert optimizer.state[new.body.weight]["step"] == 4
     assert optimizer.state[new.head.weight]["step"] == 1
-    assert "resume_exclude names it: model.head" in told(run)[0]
+    assert "resume_exclude names it or its parameter: model.head" in told(run)[0]
     last = wider()
     optimizer = adam(last)
     train(run, {"model": last, "optimizer": optimizer}, 5, resume_exclude="model.head")
     assert optimizer.state[last.head.weight]["step"] == 2, "what fits is loaded"
     assert len(told(run)) == 1
+
+
+def train_with_lbfgs(run: Path, epochs: int, head: int, **options: Any) -> tuple[Any, torch.optim.LBFGS]:
+    """Train a body of 20 parameters and a head of `head` outputs; give both and their optimizer."""
+    model = make(0.125 * head, body=nn.Linear(4, 4), head=nn.Linear(4, head))
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+    job = Job("joint", blobs={"model": model, "optimizer": optimizer})
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = model(X).square().mean()
+        value.backward()
+        return value
+
+    job.epoch(lambda ctx: optimizer.step(loss))
+    job.stop_when(max_epochs(epochs))
+    JobRunner(job, run, code=False, **options).train()
+    return model, optimizer
+
+
+def test_state_of_all_parameters_together_goes_with_any_that_is_excluded(tmp_path: Path) -> None:
+    """LBFGS begins anew where a changed head is left out, in a resume and in a load; a line says so."""
+    train_with_lbfgs(tmp_path, 1, 2)
+    model, optimizer = train_with_lbfgs(tmp_path, 2, 3, resume_exclude="model.head")
+    state = optimizer.state[model.body.weight]
+    assert state["n_iter"] == 1 and state["d"].numel() == 35, "one iteration: it began anew"
+    assert "optimizer.state.model.body.weight" in told(tmp_path)[0]
+    _, optimizer = train_with_lbfgs(tmp_path, 3, 3, resume_exclude="model.head")
+    assert next(iter(optimizer.state.values()))["n_iter"] == 2, "what fits is loaded"
+    again = open_checkpoint(tmp_path, 1)
+    model, optimizer = train_with_lbfgs(tmp_path / "other", 1, 3)
+    before = next(iter(optimizer.state.values()))["d"].clone()
+    again.load({"model": model, "optimizer": optimizer}, exclude="model.head")
+    after = next(iter(optimizer.state.values()))["d"]
+    assert torch.equal(before, after), "what is left out stays as it is"
+
+
+def test_state_of_all_parameters_together_is_refused_where_it_cannot_fit(tmp_path: Path) -> None:
+    """A head that is never saved and has another size: LBFGS is refused, and can be begun anew."""
+    train_with_lbfgs(tmp_path, 1, 2, exclude="model.head")
+    with pytest.raises(
+        BlobError, match=r"LBFGS of 35 elements here, of 30 .*\n.*resume_exclude=\['optimizer'\]"
+    ):
+        train_with_lbfgs(tmp_path, 2, 3, exclude="model.head")
+    _, optimizer = train_with_lbfgs(tmp_path, 2, 3, exclude="model.head", resume_exclude="optimizer")
+    assert next(iter(optimizer.state.values()))["n_iter"] == 1
 
 
 @pytest.mark.parametrize("head", [nn.Linear(4, 3), nn.Linear(8, 2), nn.Linear(4, 2).double()])
