@@ -108,9 +108,7 @@ def restoration(
     settled = in_place or {}
     alone = bool(stored) or len(settled) < len(objects)
     draft = Draft(stored, values, objects if alone else {}, kept, settled if alone else {}, offered, may_lack)
-    draft.excluded = excluded
-    if cast is not None:
-        draft.cast = cast
+    draft.excluded, draft.cast = excluded, cast or draft.cast
     load = ContainerLoad(objects)
     given = [blob for blob in objects if not (blob in settled or blob in untouched)] if alone else []
     builders = drafted(draft, {blob: objects[blob] for blob in given}, objects, load, partial)

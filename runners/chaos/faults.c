@@ -239,7 +239,8 @@ static size_t part(const struct call *call, size_t wanted) {
   } while (0)
 
 static int opening(int flags) {
-  if ((flags & O_CREAT) || (flags & O_ACCMODE) != O_RDONLY) return CREATE;
+  int second = (flags & O_DIRECT) != 0; /* the same file once more, for direct writes: without it they are plain */
+  if ((flags & O_CREAT) || ((flags & O_ACCMODE) != O_RDONLY && !second)) return CREATE;
   return flags & O_DIRECTORY ? OPENDIR : OPEN;
 }
 

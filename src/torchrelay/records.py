@@ -9,8 +9,9 @@ Classes that users make keep Python's own: their signature is shown before there
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields
 from dataclasses import dataclass as declared
+from functools import cache, partial
 from itertools import count
 from operator import attrgetter, ge, gt, le, lt
 from reprlib import recursive_repr
@@ -28,9 +29,10 @@ def _dataclass(
 
     _declared.append(cls)
     made = count()
+    bind = cache(partial(_binder, cls))
 
     def first(self: Any, *args: Any, **kwargs: Any) -> None:
-        if next(made) >= _FEW or not _bind(self, fields(cls), args, kwargs):
+        if next(made) >= _FEW or not bind()(self, args, kwargs):
             cls.__init__ = _initializer(cls)
             cls.__init__(self, *args, **kwargs)
 
@@ -50,8 +52,8 @@ else:
 
 __all__ = ["dataclass", "make_initializers"]
 _declared: list[Any] = []
-_FEW = 24
-"""Objects of a class that are made without an `__init__` of its own: compiling costs as much as fifty."""
+_FEW = 200
+"""Objects of a class that are made without an `__init__` of its own: compiling costs as much as hundreds."""
 
 
 def make_initializers() -> None:
@@ -61,24 +63,34 @@ def make_initializers() -> None:
             cls.__init__ = _initializer(cls)
 
 
-def _bind(self: Any, declared: Sequence[Field[Any]], args: Sequence[Any], given: dict[str, Any]) -> bool:
-    """Set all fields of an object as Python's own `__init__` would; False where that would raise."""
+def _binder(cls: Any) -> Callable[[Any, Sequence[Any], dict[str, Any]], bool]:
+    """What sets the fields of an object as Python's own `__init__`; it gives False where that would raise."""
+    declared = fields(cls)
     places = [one.name for one in declared if one.init and not one.kw_only]
-    values = {**dict(zip(places, args, strict=False)), **given}
-    if len(values) != len(args) + len(given):  # too many, or one twice
-        return False
-    for one in declared:
-        if one.init and one.name in values:
-            setattr(self, one.name, values.pop(one.name))
-        elif one.default_factory is not MISSING:
-            setattr(self, one.name, one.default_factory())
-        elif one.default is not MISSING:
-            setattr(self, one.name, one.default)
-        elif one.init:
+    taken = {one.name for one in declared if one.init}
+    defaults = {one.name: one.default for one in declared if one.default is not MISSING}
+    factories = [(one.name, one.default_factory) for one in declared if one.default_factory is not MISSING]
+    size = len({*taken, *defaults, *(name for name, _ in factories)})
+    ends = hasattr(cls, "__post_init__")
+
+    def bind(self: Any, args: Sequence[Any], given: dict[str, Any]) -> bool:
+        values = self.__dict__
+        values.update(defaults)
+        values.update(zip(places, args, strict=False))
+        if given:
+            if not taken.issuperset(given) or not given.keys().isdisjoint(places[: len(args)]):
+                return False
+            values.update(given)
+        for name, make in factories:
+            if name not in values:
+                values[name] = make()
+        if len(values) != size or len(args) > len(places):
             return False
-    if not values and (end := getattr(self, "__post_init__", None)):
-        end()
-    return not values
+        if ends:
+            self.__post_init__()
+        return True
+
+    return bind
 
 
 def _initializer(cls: Any) -> Callable[..., None]:

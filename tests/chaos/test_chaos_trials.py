@@ -44,6 +44,17 @@ def test_calls_are_struck(target: BuiltIn, kind: str, scenario: str, tell) -> No
     assert tally.count(kind) >= least
 
 
+def test_a_large_file_is_written_plainly_where_it_cannot_be_opened_for_direct_writes(target: BuiltIn) -> None:
+    """The second opening of a file is not its creation: it may fail in silence, and nothing is lost."""
+    ready = target.prepared(scenarios(["large"]))[0]
+    calls = [call for call in ready.calls if call.path.endswith(".2.main.safetensors")]
+    assert [call.kind for call in calls[:4]] == ["create", "mode", "open", "allocate"]
+    # Threads that meet otherwise move the number by a few.
+    tried = [target.repeat(f"large/EMFILE@{calls[2].number + more}") for more in range(-5, 3)]
+    assert not any(tally.bad for tally in tried)
+    assert sum(tally.count("errno") for tally in tried) == len(tried)
+
+
 @pytest.mark.parametrize(("kind", "trials"), [("flip", 5000), ("truncate", 400)])
 def test_bytes_are_changed(target: BuiltIn, kind: str, trials: int, tell) -> None:
     """Flipped bits and cut files of committed epochs are noticed, or make no difference."""
