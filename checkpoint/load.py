@@ -34,8 +34,8 @@ from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.gradients import REMEDY, Gradients
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.checkpoint.state.module_restore import restore_requires_grad
+from torchrelay.checkpoint.state.reads import Read, form
 from torchrelay.checkpoint.state.restore import Restoration, restoration
-from torchrelay.checkpoint.state.restoring import Read, form
 from torchrelay.checkpoint.state.stateful_restore import restore_learning_rates
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.timing import Clock, patience_secs

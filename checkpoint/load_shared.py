@@ -16,7 +16,7 @@ from torchrelay.checkpoint.reading.leaf_reader import LeafReader
 from torchrelay.checkpoint.reading.lookup import find_row
 from torchrelay.checkpoint.reading.shared_reads import SharedReads
 from torchrelay.checkpoint.reading.shares import Ranges, common_rows, readers_of, shares, to_ranges
-from torchrelay.checkpoint.state.restoring import Read
+from torchrelay.checkpoint.state.reads import Read
 from torchrelay.errors import UsageError
 from torchrelay.jobs.peers import together
 from torchrelay.jobs.session import Session

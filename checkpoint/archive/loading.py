@@ -23,7 +23,7 @@ from torchrelay.checkpoint.state.admission import admitted_in_place, unwritable
 from torchrelay.checkpoint.state.in_place import NOTHING, InPlace, fitting
 from torchrelay.checkpoint.state.load_hooks import has_load_code
 from torchrelay.checkpoint.state.module_leaves import ModuleEntry, parts_of
-from torchrelay.checkpoint.state.restoring import put
+from torchrelay.checkpoint.state.reads import put
 from torchrelay.checkpoint.state.subclasses import is_wrapper
 from torchrelay.errors import BlobError, PartiallyLoadedError
 

@@ -25,7 +25,7 @@ from torchrelay.checkpoint.disk.read_options import ReadOptions
 from torchrelay.checkpoint.disk.windows import Target, Window, whole_target
 from torchrelay.checkpoint.reading.read_plan import NOWHERE, LeafRead, ReadPlan
 from torchrelay.checkpoint.state.in_place import NOTHING, InPlace
-from torchrelay.checkpoint.state.restoring import Read, put
+from torchrelay.checkpoint.state.reads import Read, put
 from torchrelay.checkpoint.state.tensor_names import overlaps_of
 from torchrelay.checkpoint.storage import Memory
 from torchrelay.errors import BlobError, PartiallyLoadedError, RelayError

@@ -22,7 +22,8 @@ from torchrelay.checkpoint.disk.values import encode, tagged
 from torchrelay.checkpoint.state.admission import admitted_in_place
 from torchrelay.checkpoint.state.dtensors import is_sharded, stand_in
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role, learning
-from torchrelay.checkpoint.state.restoring import Draft, same_form
+from torchrelay.checkpoint.state.reads import same_form
+from torchrelay.checkpoint.state.restoring import Draft
 from torchrelay.checkpoint.state.subclasses import is_wrapper
 from torchrelay.checkpoint.state.tensor_names import extent_of
 from torchrelay.errors import BlobError, DamagedError

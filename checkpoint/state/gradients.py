@@ -34,10 +34,11 @@ from torchrelay.checkpoint.state.container_leaves import container_tensors
 from torchrelay.checkpoint.state.dtensors import is_sharded, memory_of_shard
 from torchrelay.checkpoint.state.flatten import parameter_names
 from torchrelay.checkpoint.state.fsdp_state import FsdpState
-from torchrelay.checkpoint.state.kinds import Kind, kind_of
+from torchrelay.checkpoint.state.kinds import Kind, attributes, kind_of
 from torchrelay.checkpoint.state.leaf import OPTIM_GROUP, Leaf, LeafSpec, Role, Value
 from torchrelay.checkpoint.state.module_leaves import parts_of
-from torchrelay.checkpoint.state.restoring import Draft, Read
+from torchrelay.checkpoint.state.reads import Read
+from torchrelay.checkpoint.state.restoring import Draft
 from torchrelay.checkpoint.state.tensor_names import memory_place
 from torchrelay.errors import DamagedError
 from torchrelay.jobs.names import GRADIENTS
@@ -129,15 +130,14 @@ def unsaved_optimizers(
     """Optimizers but `known` ones that have stepped tensors of these names, and whose state nobody saves.
 
     Each with such a name. An object of `held` saves its own, and that of the optimizers among its
-    attributes; modules and schedulers do not. Whatever else has tensors of an optimizer's state among its
-    leaves saves it as well.
+    attributes; modules, schedulers and optimizers do not. Whatever else has tensors of an optimizer's state
+    among its leaves saves it as well.
     """
     saved: set[int] = set()
     for one in held:
         saved.add(id(one))
-        if not isinstance(one, nn.Module | LRScheduler):
-            for value in getattr(one, "__dict__", {}).values():
-                saved.update(map(id, value if isinstance(value, list | tuple) else [value]))
+        if not isinstance(one, nn.Module | LRScheduler | Optimizer):
+            saved.update(map(id, attributes(one)))
     for step in _steps.values():
         optimizer = step.optimizer()
         name = next((names[one] for one in step.parameters if one in names), None)

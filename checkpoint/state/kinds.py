@@ -6,7 +6,7 @@ other objects with state are all `stateful`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -105,3 +105,9 @@ _OPTIMIZER_HOOKS = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
+
+
+def attributes(value: Any) -> Iterator[Any]:
+    """The attributes of an object, and what lists and tuples among them hold."""
+    for one in getattr(value, "__dict__", {}).values():
+        yield from one if isinstance(one, list | tuple) else (one,)

@@ -22,7 +22,8 @@ from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.checkpoint.state.load_hooks import draft_with_hooks, has_load_code
 from torchrelay.checkpoint.state.module_leaves import ModuleEntry, named_parameters, parts_of
 from torchrelay.checkpoint.state.module_names import Part
-from torchrelay.checkpoint.state.restoring import Draft, dtype_name, form, outside_inference_mode
+from torchrelay.checkpoint.state.reads import dtype_name, form, outside_inference_mode
+from torchrelay.checkpoint.state.restoring import Draft
 
 
 def draft_module(draft: Draft, blob: str, module: nn.Module) -> None:

@@ -27,7 +27,8 @@ from torchrelay.checkpoint.state.optimizer_leaves import (
     shared_name,
     state_prefix,
 )
-from torchrelay.checkpoint.state.restoring import Draft, outside_inference_mode, same_form
+from torchrelay.checkpoint.state.reads import dtype_name, form, outside_inference_mode, same_form
+from torchrelay.checkpoint.state.restoring import Draft
 from torchrelay.checkpoint.state.subclasses import description, is_wrapper, made_state
 from torchrelay.checkpoint.wildcards import matches_any
 from torchrelay.errors import BlobError
@@ -166,6 +167,7 @@ class _Load:
         shared = self._shared()
         if isinstance(self.local, LBFGS):
             self._check_joint_state()
+        self._look_at_owners()
         trees = self._trees()
         groups = self._groups(trees)
         state = self._state(trees)
@@ -203,6 +205,46 @@ class _Load:
                 self.draft.unlike(
                     f"{name} in {self.blob} is {list(parameter.shape)} here, {spec} in the checkpoint"
                 )
+
+    def _look_at_owners(self) -> None:
+        """Refuse to leave out a part of what belongs to a parameter, and let state follow its type.
+
+        Torch's own `load_state_dict` does that too, but for the step counter.
+        """
+        prefix = state_prefix(self.blob)
+        owners: dict[str, torch.Tensor] = {}
+        for spec in self._beginning(prefix):
+            if (name := self._owner(spec.name[len(prefix) :])) is None:
+                continue
+            owner = owners[name] = self.members[name]
+            stored = self.draft.specs.get(name)
+            followed = stored is not None and stored.dtype == spec.dtype and self.draft.fits(stored, owner)
+            key = spec.name[len(prefix) + len(name) + 1 :]
+            if stored is None and not isinstance(self.local, LBFGS):
+                self._check_shape(spec, key, owner)
+            if followed and spec.dtype != dtype_name(owner.dtype) and key != "step":
+                self.draft.converted[spec.alias_of or spec.name] = owner.dtype
+        parts = {self._owner(one[len(prefix) :]) for one in self.draft.kept if one.startswith(prefix)}
+        for name in filter(parts.__contains__, owners):
+            self.draft.unlike(f"{prefix}{name} is left out in part, and its parameter needs all of it")
+
+    def _check_shape(self, spec: LeafSpec, key: str, owner: torch.Tensor) -> None:
+        """Note state of the shape of another parameter; what the parameter was is not given."""
+        if spec.kind != "tensor" or spec.shape in ((), tuple(owner.shape)):
+            return
+        made = self._first_state(spec, owner).get(key)
+        if isinstance(made, torch.Tensor) and made.shape == owner.shape:
+            self.draft.unlike(f"{spec.name} is {form(made)} here, {spec} in the checkpoint")
+
+    def _first_state(self, spec: LeafSpec, owner: torch.Tensor) -> Mapping[str, Any]:
+        """What a first step makes for a parameter."""
+        if id(owner) not in self._made:
+            try:
+                self._made[id(owner)] = made_state(self.local, owner)
+            except BlobError as error:
+                self._made[id(owner)] = {}
+                self.draft.unlike(f"{spec.name} cannot be made: {error}")
+        return self._made[id(owner)]
 
     def _shared(self) -> Builder:
         spec = self.draft.specs.get(shared_name(self.blob))
@@ -284,13 +326,7 @@ class _Load:
             return None
         if is_wrapper(owner) and description(owner, spec.name) == self.draft.json(spec):
             return owner
-        if id(owner) not in self._made:
-            try:
-                self._made[id(owner)] = made_state(self.local, owner)
-            except BlobError as error:
-                self._made[id(owner)] = {}
-                self.draft.unlike(f"{spec.name} cannot be made: {error}")
-        made = self._made[id(owner)].get(key)
+        made = self._first_state(spec, owner).get(key)
         return made if isinstance(made, torch.Tensor) else None
 
     def _entry(
@@ -307,7 +343,8 @@ class _Load:
 
     def _tensor(self, key: str, spec: LeafSpec, live: Any, owner: torch.Tensor | None) -> Builder:
         subclass = spec.role is Role.SUBCLASS
-        if isinstance(live, torch.Tensor) and (subclass or same_form(spec, live)):
+        fits = isinstance(live, torch.Tensor) and (subclass or same_form(spec, live))
+        if fits and (subclass or self.draft.is_free_for(spec, live)):
             self.draft.into(self.blob, spec, live)
             return lambda device: live
         if subclass:

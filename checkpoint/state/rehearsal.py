@@ -31,8 +31,9 @@ from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value
 from torchrelay.checkpoint.state.module_leaves import ModuleStates, show_shards
 from torchrelay.checkpoint.state.module_names import EXTRA_STATE, has_extra_state, module_parts
 from torchrelay.checkpoint.state.optimizer_leaves import PARAMS, orphans
+from torchrelay.checkpoint.state.reads import form
 from torchrelay.checkpoint.state.restore import drafted
-from torchrelay.checkpoint.state.restoring import Draft, Maker, form
+from torchrelay.checkpoint.state.restoring import Draft, Maker
 from torchrelay.checkpoint.state.subclasses import is_wrapper, made_by_an_optimizer, told
 from torchrelay.checkpoint.state.tensor_names import TensorNames, overlaps_of
 from torchrelay.errors import BlobError

@@ -23,7 +23,8 @@ from torchrelay.checkpoint.state.leaf import LeafSpec
 from torchrelay.checkpoint.state.module_restore import draft_module
 from torchrelay.checkpoint.state.optimizer_leaves import parameters
 from torchrelay.checkpoint.state.optimizer_restore import draft_optimizer
-from torchrelay.checkpoint.state.restoring import Draft, Read, outside_inference_mode
+from torchrelay.checkpoint.state.reads import Read, outside_inference_mode
+from torchrelay.checkpoint.state.restoring import Draft
 from torchrelay.checkpoint.state.stateful_restore import draft_new, draft_stateful, draft_tensor, draft_value
 from torchrelay.errors import PartiallyLoadedError, RelayError
 

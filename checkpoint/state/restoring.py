@@ -7,18 +7,15 @@ adds its share (`module_restore`, `optimizer_restore`, `stateful_restore`).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import nn
 
 from torchrelay.checkpoint.disk.canonical import Json
-from torchrelay.checkpoint.disk.dtypes import as_copied, by_name, torch_dtype
+from torchrelay.checkpoint.disk.dtypes import by_name, torch_dtype
 from torchrelay.checkpoint.disk.values import decode
-from torchrelay.checkpoint.disk.windows import Target
 from torchrelay.checkpoint.state.admission import admitted_in_place, all_torch_memory, unwritable
 from torchrelay.checkpoint.state.dtensors import empty_like, is_sharded, memory_of_shard, stand_in, target_of
 from torchrelay.checkpoint.state.findings import Findings
@@ -27,6 +24,7 @@ from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role, learning
 from torchrelay.checkpoint.state.module_leaves import ModuleStates, named_parameters
 from torchrelay.checkpoint.state.module_names import current_names, spellings
+from torchrelay.checkpoint.state.reads import Read, form, same_form
 from torchrelay.checkpoint.state.subclasses import (
     description,
     inner_tensors,
@@ -39,62 +37,6 @@ from torchrelay.errors import BlobError, DamagedError
 
 Maker = Callable[[torch.device | None], torch.Tensor]
 """Gives a tensor once everything is read; plain ones go to the device."""
-
-
-class Read:
-    """One tensor to be read: the stored leaf `leaf`, into `memory()`.
-
-    `live` is a tensor of an object, `destination` the same where its own memory can be written in place;
-    else `memory()` is fresh, and is copied into `live` by the restoration if it was asked for. With a
-    `target` the memory takes only these boxes of the leaf, without it the whole.
-    """
-
-    def __init__(
-        self,
-        leaf: str,
-        spec: LeafSpec,
-        live: torch.Tensor | None = None,
-        target: Target | None = None,
-    ) -> None:
-        self.leaf = leaf
-        self.spec = spec
-        self.live = live
-        as_stored = live is not None and spec.dtype == dtype_name(live.dtype)
-        self.destination = _own_memory(live) if live is not None and as_stored else None
-        self.target = target
-        self._placed: dict[str, torch.Tensor] | None = None
-
-    def memory(self) -> torch.Tensor:
-        """The contiguous CPU tensor to fill; fresh memory is allocated at the first call."""
-        if self.destination is not None:
-            return self.destination
-        if not hasattr(self, "_fresh"):
-            self._fresh = self.fresh()
-        return self._fresh
-
-    def fresh(self) -> torch.Tensor:
-        """New memory of the size that is to be filled."""
-        shape = self.spec.shape if self.target is None else self.target.shape
-        with outside_inference_mode():
-            return torch.empty(shape, dtype=self.dtype, device="cpu")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The element type as it is stored; a live tensor may have another one."""
-        return torch_dtype(by_name(self.spec.dtype or ""))
-
-    def settle(self) -> None:
-        """Copy memory that was asked for, and is not the live tensor's own, into that."""
-        if self.live is not None and hasattr(self, "_fresh"):
-            put(self.live, self._fresh)
-
-    def on(self, device: torch.device | None) -> torch.Tensor:
-        """The memory, once all of it is read, on a device: for each device one tensor, whoever asks."""
-        where = str(device or "cpu")
-        self._placed = {} if self._placed is None else self._placed
-        if where not in self._placed:
-            self._placed[where] = self.memory().to(where)
-        return self._placed[where]
 
 
 class Draft:
@@ -129,6 +71,8 @@ class Draft:
         self.kept = frozenset(kept)
         self.cast: Callable[[str], torch.dtype | None] = lambda name: None
         """To which floating-point type a leaf may be converted."""
+        self.converted: dict[str, torch.dtype] = {}
+        """New tensors that get another type than the stored one, by the leaf's name."""
         self.excluded: Collection[str] = ()
         self.left_out: list[str] = []
         """Stored leaves that cannot be loaded without those that the patterns `excluded` mean."""
@@ -316,6 +260,10 @@ class Draft:
         if not all_torch_memory([memory.untyped_storage() for _, memory in self.destinations]):
             self.findings.refused += unwritable(self.destinations)
 
+    def is_free_for(self, spec: LeafSpec, live: torch.Tensor) -> bool:
+        """Whether no other leaf is read into a tensor."""
+        return self._read_into.of(live) in (None, _source(spec))
+
     def _is_read(self, live: torch.Tensor) -> bool:
         if is_wrapper(live):
             return all(self._is_read(part) for part in inner_tensors(live, "").values())
@@ -372,13 +320,13 @@ class Draft:
         """Read a leaf into fresh memory, the same for all its names."""
         source = _source(spec)
         if source not in self._fresh:
-            self._fresh[source] = Read(source, spec)
+            self._fresh[source] = Read(source, spec, becomes=self.converted.get(source))
             self.reads.append(self._fresh[source])
         return self._fresh[source]
 
     def fresh_like(self, spec: LeafSpec, model: torch.Tensor) -> torch.Tensor:
         """Read a leaf into a new DTensor on the mesh of the DTensor `model`."""
-        dtype = torch_dtype(by_name(spec.dtype or ""))
+        dtype = self.converted.get(spec.name) or torch_dtype(by_name(spec.dtype or ""))
         found = empty_like(model, spec.shape, dtype, spec.sharding)
         self.into(spec.blob, spec, found)
         return found
@@ -408,6 +356,9 @@ class Draft:
 
         def refer(name: Json) -> None:
             inner = self.specs.get(name) if isinstance(name, str) else None
+            if name in self.kept:
+                self.unlike(f"{spec.name} is a value that holds {name}, which cannot be left out alone")
+                return
             if inner is None or (inner.kind != "tensor" and inner.role is not Role.SUBCLASS):
                 raise DamagedError(
                     f"value {spec.name!r} refers to tensor {name!r}, which the checkpoint lacks"
@@ -454,7 +405,7 @@ class Draft:
         if not number or not live.is_floating_point() or spec.shape != live.shape:
             return False
         self.findings.types[spec.name] = live.dtype
-        return self.cast(spec.name) == live.dtype
+        return live.dtype in (self.cast(spec.name), self.converted.get(spec.name))
 
     def _fits(self, spec: LeafSpec, live: torch.Tensor) -> bool:
         if not self.fits(spec, live):
@@ -463,38 +414,5 @@ class Draft:
         return True
 
 
-def outside_inference_mode() -> AbstractContextManager[object]:
-    """What a load makes is trained afterwards, also where the load itself is called in inference mode."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-
-
-def same_form(spec: LeafSpec, live: torch.Tensor) -> bool:
-    """Whether a stored leaf is a tensor of this shape and element type."""
-    return spec.kind == "tensor" and spec.dtype == dtype_name(live.dtype) and spec.shape == live.shape
-
-
-def form(tensor: torch.Tensor) -> str:
-    """Element type and shape as `LeafSpec` prints them: float32[2, 3]."""
-    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
-
-
-@lru_cache(maxsize=64)
-def dtype_name(dtype: torch.dtype) -> str:
-    """Torch's own name, as a `LeafSpec` has it."""
-    return str(dtype).removeprefix("torch.")
-
-
 def _source(spec: LeafSpec) -> str:
     return spec.alias_of or spec.name
-
-
-def _own_memory(plain: torch.Tensor) -> torch.Tensor | None:
-    """The detached tensor itself where its memory is what is stored, in order."""
-    direct = plain.is_cpu and plain.is_contiguous() and not plain.is_conj() and not plain.is_neg()
-    return plain if direct else None
-
-
-def put(live: torch.Tensor, content: torch.Tensor) -> None:
-    """Copy into a live tensor, also into one that was made in inference mode."""
-    with torch.inference_mode() if live.is_inference() else nullcontext():
-        as_copied(live).copy_(as_copied(content))

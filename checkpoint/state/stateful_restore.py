@@ -6,14 +6,17 @@ from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from torchrelay.checkpoint.state.kinds import Kind, kind_of
+from torchrelay.checkpoint.state.kinds import Kind, attributes, kind_of
 from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec, Role, learning
+from torchrelay.checkpoint.state.optimizer_leaves import parameters
 from torchrelay.checkpoint.state.restoring import Draft
 from torchrelay.checkpoint.state.stateful_leaves import tree_tensors
 from torchrelay.checkpoint.state.subclasses import made_by_an_optimizer
+from torchrelay.checkpoint.wildcards import matches_any
 
 Builder = Callable[[], Any]
 
@@ -26,9 +29,24 @@ def draft_stateful(draft: Draft, blob: str, value: Any) -> None:
     """
     spec = _root(draft, blob, value, (Role.STATE,))
     if spec is not None:
+        _check_excluded(draft, blob, value)
         tree = draft.tree(spec, draft.models(blob, value, lambda: _shown(draft, blob, value)))
         draft.steps.append((blob, lambda: _hand_over(value, tree(None))))
         draft.note_rest(blob)
+
+
+def _check_excluded(draft: Draft, blob: str, value: Any) -> None:
+    """Refuse the `state_dict` of an optimizer, or of what holds one, with state of what is left out."""
+    if not draft.excluded or not any(spec.kind == "tensor" for spec in draft.stored(blob)):
+        return
+    for one in (value, *attributes(value)):
+        names = [draft.names.get(id(p)) for p in parameters(one)] if isinstance(one, Optimizer) else []
+        left = next((name for name in names if name and matches_any(name, draft.excluded)), None)
+        if left is not None:
+            draft.unlike(
+                f"{blob} gives the state of {left}, which is left out, together with all other state"
+            )
+            return
 
 
 def _hand_over(value: Any, state: Any) -> None:

@@ -31,7 +31,7 @@ from torchrelay.checkpoint.reading import loading as epoch_loads
 from torchrelay.checkpoint.reading import two_passes
 from torchrelay.checkpoint.reading.two_passes import Loading, Wanted
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role
-from torchrelay.checkpoint.state.restoring import Read
+from torchrelay.checkpoint.state.reads import Read
 from torchrelay.errors import DamagedError, PartiallyLoadedError, StorageError
 
 MIB = 1 << 20

@@ -1,0 +1,105 @@
+"""One stored tensor to be read, and the forms of tensors that it is read into."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+
+import torch
+
+from torchrelay.checkpoint.disk.dtypes import as_copied, by_name, torch_dtype
+from torchrelay.checkpoint.disk.windows import Target
+from torchrelay.checkpoint.state.leaf import LeafSpec
+
+
+class Read:
+    """One tensor to be read: the stored leaf `leaf`, into `memory()`.
+
+    `live` is a tensor of an object, `destination` the same where its own memory can be written in place;
+    else `memory()` is fresh, and is copied into `live` by the restoration if it was asked for. With a
+    `target` the memory takes only these boxes of the leaf, without it the whole. A new tensor made of it
+    has the type that it `becomes`.
+    """
+
+    def __init__(
+        self,
+        leaf: str,
+        spec: LeafSpec,
+        live: torch.Tensor | None = None,
+        target: Target | None = None,
+        *,
+        becomes: torch.dtype | None = None,
+    ) -> None:
+        self.leaf = leaf
+        self.spec = spec
+        self.live = live
+        as_stored = live is not None and spec.dtype == dtype_name(live.dtype)
+        self.destination = _own_memory(live) if live is not None and as_stored else None
+        self.target = target
+        self.becomes = becomes
+        self._placed: dict[str, torch.Tensor] | None = None
+
+    def memory(self) -> torch.Tensor:
+        """The contiguous CPU tensor to fill; fresh memory is allocated at the first call."""
+        if self.destination is not None:
+            return self.destination
+        if not hasattr(self, "_fresh"):
+            self._fresh = self.fresh()
+        return self._fresh
+
+    def fresh(self) -> torch.Tensor:
+        """New memory of the size that is to be filled."""
+        shape = self.spec.shape if self.target is None else self.target.shape
+        with outside_inference_mode():
+            return torch.empty(shape, dtype=self.dtype, device="cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The element type as it is stored; a live tensor may have another one."""
+        return torch_dtype(by_name(self.spec.dtype or ""))
+
+    def settle(self) -> None:
+        """Copy memory that was asked for, and is not the live tensor's own, into that."""
+        if self.live is not None and hasattr(self, "_fresh"):
+            put(self.live, self._fresh)
+
+    def on(self, device: torch.device | None) -> torch.Tensor:
+        """The memory, once all of it is read, on a device: for each device one tensor, whoever asks."""
+        where = str(device or "cpu")
+        self._placed = {} if self._placed is None else self._placed
+        if where not in self._placed:
+            self._placed[where] = self.memory().to(where, self.becomes or self.dtype)
+        return self._placed[where]
+
+
+def outside_inference_mode() -> AbstractContextManager[object]:
+    """What a load makes is trained afterwards, also where the load itself is called in inference mode."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+def same_form(spec: LeafSpec, live: torch.Tensor) -> bool:
+    """Whether a stored leaf is a tensor of this shape and element type."""
+    return spec.kind == "tensor" and spec.dtype == dtype_name(live.dtype) and spec.shape == live.shape
+
+
+def form(tensor: torch.Tensor) -> str:
+    """Element type and shape as `LeafSpec` prints them: float32[2, 3]."""
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
+
+
+@lru_cache(maxsize=64)
+def dtype_name(dtype: torch.dtype) -> str:
+    """Torch's own name, as a `LeafSpec` has it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _own_memory(plain: torch.Tensor) -> torch.Tensor | None:
+    """The detached tensor itself where its memory is what is stored, in order."""
+    direct = plain.is_cpu and plain.is_contiguous() and not plain.is_conj() and not plain.is_neg()
+    return plain if direct else None
+
+
+def put(live: torch.Tensor, content: torch.Tensor) -> None:
+    """Copy into a live tensor, also into one that was made in inference mode."""
+    with torch.inference_mode() if live.is_inference() else nullcontext():
+        as_copied(live).copy_(as_copied(content))

@@ -1,0 +1,216 @@
+"""What becomes of optimizer state where a load leaves out, converts or regroups what it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchrelay import Job, JobRunner, max_epochs, open_checkpoint, seed
+from torchrelay.errors import BlobError
+
+X = torch.linspace(-1, 1, 32).reshape(8, 4)
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+class Own(torch.optim.SGD):
+    """An optimizer that is saved by its own `state_dict`, as it loads itself."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+
+
+class Holder:
+    """An object that saves the optimizer among its attributes."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+class Outer(torch.optim.Optimizer):
+    """An optimizer that lets another one step, as SAM does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"rho": 0.05})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["old"] = parameter.detach().clone()
+        self.base.step()
+
+
+def body(outputs: int = 1, head: str = "head") -> nn.Module:
+    seed(0)
+    model = nn.Sequential()
+    model.add_module("body", nn.Linear(4, 4))
+    model.add_module(head, nn.Linear(4, outputs))
+    return model
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters())
+
+
+def hooked(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = adam(model)
+    optimizer.register_state_dict_post_hook(lambda _, state: state)
+    return optimizer
+
+
+def own(model: nn.Module) -> torch.optim.Optimizer:
+    return Own(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def held(model: nn.Module) -> Any:
+    return Holder(adam(model))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        first = next(model.parameters())
+        value = model(X.to(first.dtype)).square().mean()
+        value.backward()
+        return value
+
+    loss()
+    optimizer.step(loss if isinstance(optimizer, torch.optim.LBFGS) else None)
+
+
+def train(
+    run: Path,
+    epochs: int,
+    model: nn.Module,
+    optimizer: Any,
+    before: Callable[[Any], None] = lambda ctx: None,
+    **options: Any,
+) -> None:
+    job = Job("owners", blobs={"model": model, "optimizer": optimizer})
+
+    @job.epoch
+    def epoch(ctx: Any) -> None:
+        before(ctx)
+        step(model, getattr(optimizer, "optimizer", optimizer))
+
+    job.stop_when(max_epochs(epochs))
+    JobRunner(job, run, code=False, **options).train()
+
+
+def test_a_rate_that_groups_shared_and_one_of_them_changed_is_two_after_a_resume(tmp_path: Path) -> None:
+    """Torch gives one tensor `lr` to all groups; a program that replaces one of them can be resumed."""
+
+    def begin() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = body()
+        groups = [{"params": list(model.body.parameters())}, {"params": list(model.head.parameters())}]
+        return model, torch.optim.Adam(groups, lr=torch.tensor(0.01))
+
+    def ends(run: Path, *epochs: int) -> dict[str, torch.Tensor]:
+        for until in epochs:
+            model, optimizer = begin()
+
+            def rate(ctx: Any, optimizer: torch.optim.Optimizer = optimizer) -> None:
+                optimizer.param_groups[1]["lr"] = torch.tensor(0.02) * (ctx.epoch + 1)
+
+            train(run, until, model, optimizer, rate)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        assert rates[0] is not rates[1]
+        return {**model.state_dict(), "rates": torch.stack(rates)}
+
+    whole, resumed = ends(tmp_path / "whole", 3), ends(tmp_path / "resumed", 1, 2, 3)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.parametrize("make", [hooked, own, held])
+def test_state_of_a_left_out_parameter_in_a_state_dict_of_the_users_is_refused(
+    tmp_path: Path, make: Make
+) -> None:
+    """Such a state cannot be told apart: the message names it, and with it left out the run goes on."""
+    first = body()
+    train(tmp_path, 1, first, make(first))
+    for new, names in ((body(2), ["model.head"]), (body(1, "other"), ["model.head", "model.other"])):
+        optimizer = make(new)
+        remedy = r"resume_exclude=\[.*'optimizer'\]"
+        with pytest.raises(BlobError, match=rf"optimizer gives the state of model\.\w+\.weight[^$]*{remedy}"):
+            train(tmp_path, 2, new, optimizer, resume_exclude=names)
+        with pytest.raises(BlobError, match="optimizer gives the state of"):
+            open_checkpoint(tmp_path, 1).load({"model": new, "optimizer": optimizer}, exclude=names)
+    train(tmp_path, 2, new, make(new), resume_exclude=[*names, "optimizer"])
+
+
+@pytest.mark.parametrize("pattern", ["optimizer.state.*.exp_avg", "optimizer.state.model.body.weight.step"])
+def test_a_part_of_the_state_of_a_parameter_cannot_be_left_out(tmp_path: Path, pattern: str) -> None:
+    """A load refuses what a save refuses, and says which whole could be left out."""
+    model = body()
+    train(tmp_path, 1, model, adam(model))
+    other = body()
+    with pytest.raises(BlobError, match=r"body\.weight is left out in part[^$]*exclude=\['optimizer"):
+        open_checkpoint(tmp_path, 1).load({"model": other, "optimizer": adam(other)}, exclude=pattern)
+    new = body(2)
+    with pytest.raises(BlobError, match="is left out in part"):
+        train(tmp_path, 2, new, adam(new), resume_exclude=["model.head", pattern])
+    train(tmp_path, 2, new, adam(new), resume_exclude=["model.head", pattern, "optimizer.state"])
+
+
+def test_a_tensor_inside_a_value_cannot_be_left_out_alone(tmp_path: Path) -> None:
+    """The checkpoint is not called damaged: the argument is what does not fit."""
+    model = body()
+    train(tmp_path, 1, model, hooked(model))
+    with pytest.raises(
+        BlobError, match=r"optimizer is a value that holds .*\.step, which cannot be left out"
+    ):
+        open_checkpoint(tmp_path, 1).load(
+            {"model": model, "optimizer": hooked(model)}, exclude="optimizer.state.*.step", strict=False
+        )
+    train(tmp_path / "lbfgs", 1, model, torch.optim.LBFGS(model.parameters(), max_iter=3))
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    with pytest.raises(BlobError, match=r"\.old_dirs is a value that holds"):
+        open_checkpoint(tmp_path / "lbfgs", 1).load(
+            {"model": model, "optimizer": optimizer}, exclude="optimizer.state.*.old_dirs.0"
+        )
+
+
+def test_an_optimizer_inside_a_registered_one_is_told_as_unsaved(tmp_path: Path) -> None:
+    """Only the state of the outer one is saved; the first save says that the inner one has its own."""
+    model = body()
+    with pytest.warns(UserWarning, match="SGD"):
+        train(tmp_path, 1, model, Outer(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    "make", [adam, hooked, lambda model: torch.optim.LBFGS(model.parameters(), max_iter=3)]
+)
+def test_state_follows_its_parameter_into_another_type(tmp_path: Path, make: Make) -> None:
+    """What `dtype=` converts can be trained on: moments have the type of their parameter."""
+    model = body()
+    train(tmp_path, 1, model, make(model))
+    other = body().double()
+    optimizer = make(other)
+    open_checkpoint(tmp_path, 1).load({"model": other, "optimizer": optimizer}, dtype=torch.float64)
+    before = next(iter(optimizer.state.values()))
+    moments = [one for name, one in before.items() if torch.is_tensor(one) and name != "step"]
+    assert moments and all(one.dtype == torch.float64 for one in moments)
+    step(other, optimizer)
+
+
+def test_an_optimizer_alone_takes_no_state_of_other_shapes(tmp_path: Path) -> None:
+    """Without its model the shapes of its state tell that the parameter was another one."""
+    model = body()
+    train(tmp_path, 1, model, adam(model))
+    with pytest.raises(BlobError, match=r"head\.weight\.exp_avg is float32\[2, 4\] here, float32\[1, 4\]"):
+        open_checkpoint(tmp_path, 1).load({"optimizer": adam(body(2))})
+    optimizer = adam(body())
+    open_checkpoint(tmp_path, 1).load({"optimizer": optimizer})
+    assert len(optimizer.state) == 4
