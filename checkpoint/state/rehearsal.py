@@ -197,7 +197,7 @@ def rehearse(
     stored = {name: spec for name, spec in stored.items() if name not in in_place.tensors}
     draft = Rehearsal(stored, values, objects, kept, in_place.tensors, listed, shown, states)
     drafted(draft, in_place.rest(objects), objects, ContainerLoad(objects), ())
-    draft.conclude(lambda one, other: True, strict=True, late_buffers=True)  # one memory has one content
+    draft.conclude(strict=True, late_buffers=True)
     draft.steps.clear()  # they refer to what made them
     lines = [*_lines(draft.findings, kept), *changed]
     refused = [
@@ -265,7 +265,8 @@ class Rehearsal(Draft):
         shown: Collection[str] | None,
         states: ModuleStates,
     ) -> None:
-        super().__init__(specs, values, objects, kept, in_place, states=states)
+        one_content = lambda one, other: True  # noqa: E731 - of one memory
+        super().__init__(specs, values, objects, kept, in_place, states=states, same_content=one_content)
         self._listed = listed
         self._shown = shown
         self._shows: dict[str, bool] = {}

@@ -95,11 +95,9 @@ def restoration(
     `may_lack` the checkpoint may lack leaves, which stay too. `why_absent` says why the checkpoint lacks a
     leaf, where that is known. Objects in `in_place` are taken care of (see there). Buffers that a module has
     not made yet are made where everything else fits; without `strict` only if `late_buffers` says so.
-    `same_content` says whether two stored tensors of one form have the same bytes: only such may go into one
-    live tensor.
-    `exclude` is the caller's argument that leaves out leaves, `excluded` what it was given, and `within` what
-    the names of its `rename` are relative to, for messages. `cast` says to which floating-point type a leaf
-    may be converted.
+    `same_content`: see `Draft`. `exclude` is the caller's argument that leaves out leaves, `excluded` what
+    it was given, and `within` what the names of its `rename` are relative to, for messages. `cast` says to
+    which floating-point type a leaf may be converted.
     Raises BlobError with a list of all leaves that are missing, unexpected (neither with
     `strict=False`) or of another form, and DamagedError for malformed values. No object has changed
     then, nor after success: that begins with the reads.
@@ -108,12 +106,13 @@ def restoration(
     stored, values, partial = regrouped(objects, stored, values)
     settled = in_place or {}
     alone = bool(stored) or len(settled) < len(objects)
-    draft = Draft(stored, values, objects if alone else {}, kept, settled if alone else {}, offered, may_lack)
+    known, placed = (objects, settled) if alone else ({}, {})
+    draft = Draft(stored, values, known, kept, placed, offered, may_lack, same_content=same_content)
     draft.excluded, draft.cast = excluded, cast or draft.cast
     load = ContainerLoad(objects)
     given = [blob for blob in objects if not (blob in settled or blob in untouched)] if alone else []
     builders = drafted(draft, {blob: objects[blob] for blob in given}, objects, load, partial)
-    draft.conclude(same_content, strict=strict, late_buffers=strict or late_buffers)
+    draft.conclude(strict=strict, late_buffers=strict or late_buffers)
     draft.findings.check(
         stored,
         strict=strict,

@@ -46,7 +46,8 @@ class Draft:
     an object, and need not be. `late` has plans for stored buffers that a module has not made yet,
     `reshaped` describes those that it has in another shape; both are differences if there are any others.
     `names` are those of the parameters of the given objects, by id. Of the blobs `may_lack` leaves may be
-    absent; `states` are those of modules that were asked before.
+    absent; `states` are those of modules that were asked before. `same_content` says whether two stored
+    tensors of one form have the same bytes.
     """
 
     rehearsed = False
@@ -62,9 +63,11 @@ class Draft:
         offered: Collection[str] = (),
         may_lack: Collection[str] = (),
         states: ModuleStates | None = None,
+        same_content: Callable[[str, str], bool] | None = None,
     ) -> None:
         settled = in_place or {}
         self._offered = frozenset(offered)
+        self._same_content = same_content or (lambda one, other: False)
         self._may_lack = tuple(f"{blob}." for blob in may_lack)  # no blob's name begins another's
         self.specs = specs
         self.values = values
@@ -232,17 +235,15 @@ class Draft:
         elif known != source and (source, known) not in self._twofold:
             self._twofold.append((source, known))
 
-    def conclude(
-        self, same_content: Callable[[str, str], bool] | None, *, strict: bool, late_buffers: bool
-    ) -> None:
+    def conclude(self, *, strict: bool, late_buffers: bool) -> None:
         """Decide what could not be decided while leaves were still coming.
 
-        A tensor that two stored leaves are for can be loaded if they have the same bytes: that is what
-        `same_content` says of two of them. A leaf that is not stored is not missing where its tensor is
-        read by another name. Buffers that a module has not made yet are planned where nothing else differs.
+        A tensor that two stored leaves are for can be loaded if they have the same bytes. A leaf that is not
+        stored is not missing where its tensor is read by another name. Buffers that a module has not made yet
+        are planned where nothing else differs.
         """
         for source, known in self._twofold:
-            if same_content is None or not same_content(source, known):
+            if not self._same_content(source, known):
                 self.unlike(
                     f"{source} and {known} are one tensor here and two in the checkpoint, which differ: "
                     f"leave out one of them, exclude=[{source!r}]"
@@ -261,8 +262,9 @@ class Draft:
             self.findings.refused += unwritable(self.destinations)
 
     def is_free_for(self, spec: LeafSpec, live: torch.Tensor) -> bool:
-        """Whether no other leaf is read into a tensor."""
-        return self._read_into.of(live) in (None, _source(spec))
+        """Whether no other leaf is read into a tensor, unless it has the same bytes."""
+        known, source = self._read_into.of(live), _source(spec)
+        return known in (None, source) or (known is not None and self._same_content(source, known))
 
     def _is_read(self, live: torch.Tensor) -> bool:
         if is_wrapper(live):
