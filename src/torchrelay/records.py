@@ -1,21 +1,20 @@
 """Dataclasses that cost a start little: some hundred classes are declared before the first epoch.
 
-Python reads the annotations of each, writes and compiles six methods, and freezes objects field by field.
-Here a class gets methods that need no compiling. Its fields are found when they are asked for, and its
-`__init__`, without the freezing, is compiled when many objects have been made: most have few.
+Python writes and compiles six methods for each, and freezes objects field by field. Here a class gets
+methods that need no compiling, and its `__init__`, without the freezing, when some objects have been made:
+of most classes a run makes fewer.
 Classes that users make keep Python's own: their signature is shown before there is an object.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields
 from dataclasses import dataclass as declared
 from functools import cache, partial
 from itertools import count
 from operator import attrgetter, ge, gt, le, lt
 from reprlib import recursive_repr
-from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 
@@ -26,7 +25,8 @@ def _dataclass(
     if cls is None:
         return lambda cls: _dataclass(cls, frozen=frozen, eq=eq, order=order, kw_only=kw_only)
     cls.__doc__ = cls.__doc__ or cls.__name__  # or Python would derive one from the signature
-    cls.__dataclass_fields__ = _Fields(cls, kw_only=kw_only)
+    declared(init=False, repr=False, eq=False, kw_only=kw_only)(cls)
+
     _declared.append(cls)
     made = count()
     bind = cache(partial(_binder, cls))
@@ -43,20 +43,6 @@ def _dataclass(
         if vars(cls).get(name) is None:  # a class with an `__eq__` of its own has None as its hash
             setattr(cls, name, method)
     return cls
-
-
-class _Fields:
-    """The fields of a class, found when somebody asks: Python reads each annotation for it."""
-
-    def __init__(self, cls: Any, *, kw_only: bool) -> None:
-        self._cls, self._kw_only = cls, kw_only
-        self._lock = RLock()
-
-    def __get__(self, instance: Any, owner: Any) -> Any:
-        with self._lock:
-            if vars(self._cls)["__dataclass_fields__"] is self:
-                declared(init=False, repr=False, eq=False, kw_only=self._kw_only)(self._cls)
-        return self._cls.__dataclass_fields__
 
 
 if TYPE_CHECKING:
@@ -121,8 +107,8 @@ def _repr(self: Any) -> str:
 
 
 def _comparisons(cls: type[Any], *, frozen: bool, order: bool) -> dict[str, Any]:
-    key = _values(cls, lambda one: one.compare)
-    hashed = _values(cls, lambda one: one.compare if one.hash is None else one.hash)
+    key = _values([one.name for one in fields(cls) if one.compare])
+    hashed = _values([one.name for one in fields(cls) if (one.compare if one.hash is None else one.hash)])
 
     def equal(self: Any, other: object) -> Any:
         return key(self) == key(other) if other.__class__ is self.__class__ else NotImplemented
@@ -141,17 +127,7 @@ def _comparisons(cls: type[Any], *, frozen: bool, order: bool) -> dict[str, Any]
     return methods
 
 
-def _values(cls: Any, wanted: Callable[[Field[Any]], bool]) -> Callable[[Any], tuple[Any, ...]]:
-    """What gives some fields of an object."""
-
-    @cache
-    def getter() -> Callable[[Any], tuple[Any, ...]]:
-        names = [one.name for one in fields(cls) if wanted(one)]
-        if len(names) > 1:
-            return attrgetter(*names)
-        return lambda self: tuple(getattr(self, name) for name in names)
-
-    def values(self: Any) -> tuple[Any, ...]:
-        return getter()(self)
-
-    return values
+def _values(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:
+    if len(names) > 1:
+        return attrgetter(*names)
+    return lambda self: tuple(getattr(self, name) for name in names)
