@@ -22,11 +22,12 @@ from torchrelay.checkpoint.reading.patterns import (
     renamed,
     renamed_all,
 )
+from torchrelay.checkpoint.reading.renaming import owner_of
 from torchrelay.checkpoint.reading.two_passes import Columns, Loading, Wanted
 from torchrelay.checkpoint.state.container_restore import check_changed
 from torchrelay.checkpoint.state.flatten import leaf_names
 from torchrelay.checkpoint.state.in_place import NOTHING, InPlace, fitting, planned
-from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec
+from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec, Role
 from torchrelay.checkpoint.state.restore import Restoration, restoration
 from torchrelay.checkpoint.wildcards import is_pattern, matches, matches_any
 from torchrelay.errors import UsageError
@@ -272,13 +273,16 @@ class FileSource:
             raise UsageError(
                 f"there is no blob {strange[0]!r} in {self.file.path}{nearest(strange[0], self.kinds())}"
             )
-        kept: list[str] = []
+        kept: set[str] = set()
         if exclude:
-            names = [*specs, *leaf_names(rest)]
+            everything, here = renamed_all(self.file.specs, rename), leaf_names(rest)
             if strict:
-                check_exclude_used([*renamed_all(self.file.specs, rename), *names], exclude)
-            kept = [name for name in names if matches_any(name, exclude)]
-            specs = {name: spec for name, spec in specs.items() if not matches_any(name, exclude)}
+                check_exclude_used([*everything, *specs, *here], exclude)
+            learned = {new for new, old in everything.items() if self.file.specs[old].role is Role.PARAMETER}
+            owners = {name: owner_of(name, spec.blob, learned)[0] for name, spec in specs.items()}
+            kept = {name for name in [*owners, *here] if matches_any(name, exclude)}
+            kept |= {name for name, owner in owners.items() if owner and matches_any(owner, exclude)}
+            specs = {name: spec for name, spec in specs.items() if name not in kept}
         values = {new: self.file.values[old] for new, old in stored.items() if old in self.file.values}
 
         def same_content(one: str, other: str) -> bool:

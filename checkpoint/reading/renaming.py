@@ -54,15 +54,9 @@ class Renaming:
 
     def owner(self, leaf: LeafRow) -> tuple[str, str]:
         """The parameter that a leaf of optimizer state belongs to, and the rest of its name; or nothing."""
-        state = state_prefix(leaf.blob)
-        if leaf.group != OPTIM_GROUP or not leaf.name.startswith(state):
+        if leaf.group != OPTIM_GROUP:
             return "", leaf.name
-        rest = leaf.name[len(state) :]
-        end = len(rest)
-        while (end := rest.rfind(".", 0, end)) > 0:
-            if rest[:end] in self.parameters:
-                return rest[:end], rest[end:]
-        return "", rest
+        return owner_of(leaf.name, leaf.blob, self.parameters)
 
     @cached_property
     def today(self) -> dict[str, str]:
@@ -145,6 +139,17 @@ class RenamedReader(LeafReader):
     def digest(self, leaf: str, node: str | None = None) -> str:
         """See `LeafReader.digest`."""
         return self._stored.digest(self._renaming.stored.get(leaf, leaf), node)
+
+
+def owner_of(name: str, blob: str, parameters: Collection[str]) -> tuple[str, str]:
+    """The parameter that a leaf of an optimizer is state of, and the rest of its name; or nothing."""
+    state = state_prefix(blob)
+    rest = name.removeprefix(state)
+    end = len(rest) if name.startswith(state) else 0
+    while (end := rest.rfind(".", 0, end)) > 0:
+        if rest[:end] in parameters:
+            return rest[:end], rest[end:]
+    return "", rest
 
 
 def renamed_manifest(manifest: Manifest, rename: Mapping[str, str], blobs: Iterable[str]) -> Manifest:

@@ -34,7 +34,7 @@ from torchrelay.checkpoint.state.container_leaves import container_tensors
 from torchrelay.checkpoint.state.dtensors import is_sharded, memory_of_shard
 from torchrelay.checkpoint.state.flatten import parameter_names
 from torchrelay.checkpoint.state.fsdp_state import FsdpState
-from torchrelay.checkpoint.state.kinds import Kind, attributes, kind_of
+from torchrelay.checkpoint.state.kinds import Kind, kind_of, local_part
 from torchrelay.checkpoint.state.leaf import OPTIM_GROUP, Leaf, LeafSpec, Role, Value
 from torchrelay.checkpoint.state.module_leaves import parts_of
 from torchrelay.checkpoint.state.reads import Read
@@ -129,15 +129,16 @@ def unsaved_optimizers(
 ) -> Iterator[tuple[Optimizer, str]]:
     """Optimizers but `known` ones that have stepped tensors of these names, and whose state nobody saves.
 
-    Each with such a name. An object of `held` saves its own, and that of the optimizers among its
-    attributes; modules, schedulers and optimizers do not. Whatever else has tensors of an optimizer's state
+    Each with such a name. An object of `held` saves its own, and with a `state_dict` that of the optimizers
+    among its attributes; modules and schedulers do not. Whatever else has tensors of an optimizer's state
     among its leaves saves it as well.
     """
     saved: set[int] = set()
     for one in held:
-        saved.add(id(one))
-        if not isinstance(one, nn.Module | LRScheduler | Optimizer):
-            saved.update(map(id, attributes(one)))
+        saved.update((id(one), id(local_part(one)) if isinstance(one, Optimizer) else id(one)))
+        if not isinstance(one, nn.Module | LRScheduler) and kind_of(one) is not Kind.OPTIMIZER:
+            for value in getattr(one, "__dict__", {}).values():
+                saved.update(map(id, value if isinstance(value, list | tuple) else [value]))
     for step in _steps.values():
         optimizer = step.optimizer()
         name = next((names[one] for one in step.parameters if one in names), None)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from torchrelay.checkpoint.state.subclasses import is_wrapper
 from torchrelay.errors import BlobError
@@ -107,7 +108,16 @@ _OPTIMIZER_HOOKS = (
 )
 
 
-def attributes(value: Any) -> Iterator[Any]:
-    """The attributes of an object, and what lists and tuples among them hold."""
-    for one in getattr(value, "__dict__", {}).values():
-        yield from one if isinstance(one, list | tuple) else (one,)
+def optimizers_in(value: Any, depth: int = 4) -> Iterator[Optimizer]:
+    """An optimizer, or those among the attributes of an object, in containers and objects there too."""
+    if isinstance(value, Optimizer):
+        yield value
+    elif depth and not isinstance(value, torch.Tensor | nn.Module | LRScheduler | str | type):
+        inner = value if isinstance(value, list | tuple) else getattr(value, "__dict__", value)
+        if isinstance(inner, Mapping | list | tuple) and len(inner) < _MANY:
+            for one in inner.values() if isinstance(inner, Mapping) else inner:
+                yield from optimizers_in(one, depth - 1)
+
+
+_MANY = 1000
+"""Entries of what is data, and holds no optimizers."""

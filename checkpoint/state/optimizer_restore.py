@@ -27,7 +27,7 @@ from torchrelay.checkpoint.state.optimizer_leaves import (
     shared_name,
     state_prefix,
 )
-from torchrelay.checkpoint.state.reads import dtype_name, form, outside_inference_mode, same_form
+from torchrelay.checkpoint.state.reads import dtype_name, outside_inference_mode, same_form
 from torchrelay.checkpoint.state.restoring import Draft
 from torchrelay.checkpoint.state.subclasses import description, is_wrapper, made_state
 from torchrelay.checkpoint.wildcards import matches_any
@@ -182,10 +182,10 @@ class _Load:
             self.draft.kept = self.draft.kept.union(self.draft.left_out)
             return
         size = sum(one.numel() * (1 + one.is_complex()) for one in parameters(self.local))
-        stored = {spec.shape for spec in begun if spec.kind == "tensor" and len(spec.shape) == 1} - {(size,)}
-        if stored:
+        stored = next((spec for spec in begun if spec.name.endswith((".d", ".prev_flat_grad"))), None)
+        if stored is not None and stored.shape not in ((), (size,)):
             self.draft.unlike(
-                f"{self.blob} is an LBFGS of {size} elements here, of {stored.pop()[0]} in the checkpoint"
+                f"{self.blob} is an LBFGS of {size} elements here, of {stored.shape[0]} in the checkpoint"
             )
 
     def _contents(self) -> None:
@@ -220,31 +220,11 @@ class _Load:
             stored = self.draft.specs.get(name)
             followed = stored is not None and stored.dtype == spec.dtype and self.draft.fits(stored, owner)
             key = spec.name[len(prefix) + len(name) + 1 :]
-            if stored is None and not isinstance(self.local, LBFGS):
-                self._check_shape(spec, key, owner)
             if followed and spec.dtype != dtype_name(owner.dtype) and key != "step":
                 self.draft.converted[spec.alias_of or spec.name] = owner.dtype
         parts = {self._owner(one[len(prefix) :]) for one in self.draft.kept if one.startswith(prefix)}
         for name in filter(parts.__contains__, owners):
             self.draft.unlike(f"{prefix}{name} is left out in part, and its parameter needs all of it")
-
-    def _check_shape(self, spec: LeafSpec, key: str, owner: torch.Tensor) -> None:
-        """Note state of the shape of another parameter; what the parameter was is not given."""
-        if spec.kind != "tensor" or spec.shape in ((), tuple(owner.shape)):
-            return
-        made = self._first_state(spec, owner).get(key)
-        if isinstance(made, torch.Tensor) and made.shape == owner.shape:
-            self.draft.unlike(f"{spec.name} is {form(made)} here, {spec} in the checkpoint")
-
-    def _first_state(self, spec: LeafSpec, owner: torch.Tensor) -> Mapping[str, Any]:
-        """What a first step makes for a parameter."""
-        if id(owner) not in self._made:
-            try:
-                self._made[id(owner)] = made_state(self.local, owner)
-            except BlobError as error:
-                self._made[id(owner)] = {}
-                self.draft.unlike(f"{spec.name} cannot be made: {error}")
-        return self._made[id(owner)]
 
     def _shared(self) -> Builder:
         spec = self.draft.specs.get(shared_name(self.blob))
@@ -326,7 +306,13 @@ class _Load:
             return None
         if is_wrapper(owner) and description(owner, spec.name) == self.draft.json(spec):
             return owner
-        made = self._first_state(spec, owner).get(key)
+        if id(owner) not in self._made:
+            try:
+                self._made[id(owner)] = made_state(self.local, owner)
+            except BlobError as error:
+                self._made[id(owner)] = {}
+                self.draft.unlike(f"{spec.name} cannot be made: {error}")
+        made = self._made[id(owner)].get(key)
         return made if isinstance(made, torch.Tensor) else None
 
     def _entry(

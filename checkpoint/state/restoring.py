@@ -171,6 +171,10 @@ class Draft:
         own = {*self._spellings.get(id(parameter), ()), *([name] if name else [])}
         return next((one for one in stored if one in own or not own.isdisjoint(current_names(one))), None)
 
+    def name_of(self, parameter: torch.Tensor) -> str | None:
+        """What a parameter is called among the given objects; None where it is in none."""
+        return self.names.get(id(parameter))
+
     def parameter(self, name: str) -> torch.Tensor | None:
         """The parameter of a given module, or the registered one, that is called so; None where none is."""
         if self._parameters is None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from torchrelay.checkpoint.state.kinds import Kind, attributes, kind_of
+from torchrelay.checkpoint.disk.values import decode
+from torchrelay.checkpoint.state.kinds import Kind, kind_of, optimizers_in
 from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec, Role, learning
 from torchrelay.checkpoint.state.optimizer_leaves import parameters
 from torchrelay.checkpoint.state.restoring import Draft
@@ -29,24 +31,74 @@ def draft_stateful(draft: Draft, blob: str, value: Any) -> None:
     """
     spec = _root(draft, blob, value, (Role.STATE,))
     if spec is not None:
-        _check_excluded(draft, blob, value)
+        left = _left_out(draft, blob, value, spec)
         tree = draft.tree(spec, draft.models(blob, value, lambda: _shown(draft, blob, value)))
-        draft.steps.append((blob, lambda: _hand_over(value, tree(None))))
+        draft.steps.append((blob, lambda: _hand_over(value, _without(tree(None), left))))
         draft.note_rest(blob)
 
 
-def _check_excluded(draft: Draft, blob: str, value: Any) -> None:
-    """Refuse the `state_dict` of an optimizer, or of what holds one, with state of what is left out."""
-    if not draft.excluded or not any(spec.kind == "tensor" for spec in draft.stored(blob)):
-        return
-    for one in (value, *attributes(value)):
-        names = [draft.names.get(id(p)) for p in parameters(one)] if isinstance(one, Optimizer) else []
-        left = next((name for name in names if name and matches_any(name, draft.excluded)), None)
-        if left is not None:
-            draft.unlike(
-                f"{blob} gives the state of {left}, which is left out, together with all other state"
-            )
+def _left_out(draft: Draft, blob: str, value: Any, spec: LeafSpec) -> list[tuple[Any, ...]]:
+    """The paths of the state of excluded parameters, in the states of optimizers that an object gives.
+
+    A `state_dict` of torch's says by its numbers whose state it is; the object has the optimizer.
+    """
+    if not draft.excluded:
+        return []
+    optimizers = [[*map(draft.name_of, parameters(one))] for one in optimizers_in(value)]
+    found: list[tuple[Any, ...]] = []
+    tree = decode(draft.json(spec), tensor=_Inner)
+    for path, state, groups in _optimizer_states(tree):
+        numbers = [number for group in groups for number in group["params"]]
+        fitting = [names for names in optimizers if len(names) == len(numbers)]
+        if fitting:  # in the order in which the object has them
+            optimizers.remove(fitting[0])
+            left = {
+                number
+                for number, name in zip(numbers, fitting[0], strict=True)
+                if name and matches_any(name, draft.excluded) and state.get(number)
+            }
+            found += [(*path, "state", number) for number in state if number in left]
+            draft.left_out += [one.name for number in left for one in _inner_tensors(state[number])]
+    return found
+
+
+class _Inner:
+    """A tensor of a stored value, by its name."""
+
+    def __init__(self, name: Any) -> None:
+        self.name = str(name)
+
+
+def _inner_tensors(tree: Any) -> Iterator[_Inner]:
+    if isinstance(tree, _Inner):
+        yield tree
+    elif isinstance(tree, Mapping | list | tuple):
+        for one in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _inner_tensors(one)
+
+
+def _optimizer_states(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
+    """What an `Optimizer.state_dict` gave, anywhere in a value: its path, `state` and `param_groups`."""
+    if isinstance(tree, Mapping):
+        state, groups = tree.get("state"), tree.get("param_groups")
+        listed = isinstance(groups, list) and all(
+            isinstance(one, Mapping) and isinstance(one.get("params"), list) for one in groups
+        )
+        if isinstance(state, Mapping) and listed:
+            yield path, state, groups
             return
+        for key, one in tree.items():
+            yield from _optimizer_states(one, (*path, key))
+    elif isinstance(tree, list | tuple):
+        for number, one in enumerate(tree):
+            yield from _optimizer_states(one, (*path, number))
+
+
+def _without(tree: Any, paths: Sequence[tuple[Any, ...]]) -> Any:
+    """A built value without what lies at these paths; it is nobody else's."""
+    for *above, last in paths:
+        del reduce(getitem, above, tree)[last]
+    return tree
 
 
 def _hand_over(value: Any, state: Any) -> None:

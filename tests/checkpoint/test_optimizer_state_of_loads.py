@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import re
+import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchrelay import Job, JobRunner, max_epochs, open_checkpoint, seed
+from torchrelay import Job, JobRunner, load_into, max_epochs, open_checkpoint, save_blobs, seed
 from torchrelay.errors import BlobError
 
 X = torch.linspace(-1, 1, 32).reshape(8, 4)
@@ -78,6 +82,36 @@ def held(model: nn.Module) -> Any:
     return Holder(adam(model))
 
 
+class Box:
+    """An object that has such an object in a dict."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.parts = {"holder": Holder(optimizer)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: one.state_dict() for name, one in self.parts.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, one in self.parts.items():
+            one.load_state_dict(state[name])
+
+
+def deep(model: nn.Module) -> Any:
+    return Box(adam(model))
+
+
+def tensor_rate(kind: Any, model: nn.Module) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = kind(model.parameters(), lr=torch.tensor(0.1))
+    return optimizer
+
+
+def inner(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer in whatever holds it."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    return inner(optimizer.optimizer if isinstance(optimizer, Holder) else optimizer.parts["holder"])
+
+
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     def loss() -> torch.Tensor:
         optimizer.zero_grad()
@@ -96,14 +130,19 @@ def train(
     model: nn.Module,
     optimizer: Any,
     before: Callable[[Any], None] = lambda ctx: None,
+    schedule: Any = None,
     **options: Any,
 ) -> None:
     job = Job("owners", blobs={"model": model, "optimizer": optimizer})
+    if schedule is not None:
+        job.blobs.add(schedule=schedule)
 
     @job.epoch
     def epoch(ctx: Any) -> None:
         before(ctx)
-        step(model, getattr(optimizer, "optimizer", optimizer))
+        step(model, inner(optimizer))
+        if schedule is not None:
+            schedule.step()
 
     job.stop_when(max_epochs(epochs))
     JobRunner(job, run, code=False, **options).train()
@@ -133,21 +172,57 @@ def test_a_rate_that_groups_shared_and_one_of_them_changed_is_two_after_a_resume
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-@pytest.mark.parametrize("make", [hooked, own, held])
-def test_state_of_a_left_out_parameter_in_a_state_dict_of_the_users_is_refused(
-    tmp_path: Path, make: Make
-) -> None:
-    """Such a state cannot be told apart: the message names it, and with it left out the run goes on."""
+@pytest.mark.parametrize("make", [hooked, own, held, deep])
+def test_state_of_a_left_out_parameter_goes_from_a_state_dict_too(tmp_path: Path, make: Make) -> None:
+    """An optimizer with a `state_dict` of its own, or in an object: the new head begins without moments."""
     first = body()
-    train(tmp_path, 1, first, make(first))
-    for new, names in ((body(2), ["model.head"]), (body(1, "other"), ["model.head", "model.other"])):
+    train(tmp_path / "run", 2, first, make(first))
+    for number, (new, names) in enumerate(
+        ((body(2), ["model.head"]), (body(1, "other"), ["model.head", "model.other"]))
+    ):
+        optimizer, run = make(new), tmp_path / f"run{number}"
+        shutil.copytree(tmp_path / "run", run)
+        open_checkpoint(run, 2).load({"model": new, "optimizer": optimizer}, exclude=names)
+        step(new, inner(optimizer))
         optimizer = make(new)
-        remedy = r"resume_exclude=\[.*'optimizer'\]"
-        with pytest.raises(BlobError, match=rf"optimizer gives the state of model\.\w+\.weight[^$]*{remedy}"):
-            train(tmp_path, 2, new, optimizer, resume_exclude=names)
-        with pytest.raises(BlobError, match="optimizer gives the state of"):
-            open_checkpoint(tmp_path, 1).load({"model": new, "optimizer": optimizer}, exclude=names)
-    train(tmp_path, 2, new, make(new), resume_exclude=[*names, "optimizer"])
+        train(run, 3, new, optimizer, resume_exclude=names)
+        state = inner(optimizer).state
+        steps = [state[one].get("step", torch.tensor(0)).item() for one in new.parameters()]
+        assert steps == ([0, 0, 0, 0] if make is own else [3, 3, 1, 1])
+        lines = "".join(path.read_text() for path in run.glob("events*.jsonl"))
+        assert "not loaded from epoch 2, because resume_exclude names it or its parameter" in lines
+        assert re.search(r"optimizer[\w.]*\.state\.2\.", lines)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda model: tensor_rate(torch.optim.SGD, model), lambda model: tensor_rate(Own, model)]
+)
+def test_what_has_no_state_of_a_left_out_parameter_is_loaded(tmp_path: Path, make: Make) -> None:
+    """A rate that is a tensor, a schedule, an optimizer with a hook: they go on where a head is left out."""
+    for epochs, model, names in ((1, body(), []), (2, body(2), ["model.head"])):
+        optimizer = make(model)
+        optimizer.register_state_dict_post_hook(lambda _, state: state)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        train(tmp_path, epochs, model, optimizer, schedule=schedule, resume_exclude=names)
+    assert schedule.last_epoch == 2
+
+
+def test_an_own_load_state_dict_that_fits_a_new_head_is_called(tmp_path: Path) -> None:
+    """It is given what is left, and has the last word."""
+
+    class Filtering(torch.optim.Adam):
+        def load_state_dict(self, state_dict: Any) -> None:
+            mine = [one for group in self.param_groups for one in group["params"]]
+            state = {
+                n: one for n, one in state_dict["state"].items() if one["exp_avg"].shape == mine[n].shape
+            }
+            super().load_state_dict({**state_dict, "state": state})
+
+    first, new = body(), body(2)
+    train(tmp_path, 1, first, Filtering(first.parameters()))
+    optimizer = Filtering(new.parameters())
+    train(tmp_path, 2, new, optimizer, resume_exclude="model.head")
+    assert [optimizer.state[one]["step"].item() for one in new.parameters()] == [2, 2, 1, 1]
 
 
 @pytest.mark.parametrize("pattern", ["optimizer.state.*.exp_avg", "optimizer.state.model.body.weight.step"])
@@ -184,9 +259,20 @@ def test_a_tensor_inside_a_value_cannot_be_left_out_alone(tmp_path: Path) -> Non
 
 def test_an_optimizer_inside_a_registered_one_is_told_as_unsaved(tmp_path: Path) -> None:
     """Only the state of the outer one is saved; the first save says that the inner one has its own."""
+
+    class Saving(Outer):
+        def state_dict(self) -> Any:
+            return copy.deepcopy(self.base.state_dict())
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            self.base.load_state_dict(state_dict)
+
     model = body()
     with pytest.warns(UserWarning, match="SGD"):
-        train(tmp_path, 1, model, Outer(model.parameters()))
+        train(tmp_path / "a", 1, model, Outer(model.parameters()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(tmp_path / "b", 1, model, Saving(model.parameters()))
 
 
 @pytest.mark.parametrize(
@@ -205,12 +291,31 @@ def test_state_follows_its_parameter_into_another_type(tmp_path: Path, make: Mak
     step(other, optimizer)
 
 
-def test_an_optimizer_alone_takes_no_state_of_other_shapes(tmp_path: Path) -> None:
-    """Without its model the shapes of its state tell that the parameter was another one."""
+def test_tensors_that_an_lbfgs_of_the_users_adds_do_not_matter(tmp_path: Path) -> None:
+    """Only torch's own vectors have the size of all parameters."""
+
+    class Recording(torch.optim.LBFGS):
+        def step(self, closure: Any) -> Any:
+            result = super().step(closure)
+            state = self.state[self._params[0]]
+            state["losses"] = torch.cat([state.get("losses", torch.zeros(0)), torch.ones(1)])
+            return result
+
+    for epochs in (1, 2):
+        model = body()
+        optimizer = Recording(model.parameters(), max_iter=3)
+        train(tmp_path, epochs, model, optimizer)
+    assert next(iter(optimizer.state.values()))["losses"].numel() == 2
+
+
+def test_a_file_of_blobs_leaves_state_out_with_its_parameter(tmp_path: Path) -> None:
+    """`load_into` treats optimizers as a load of an epoch does."""
     model = body()
-    train(tmp_path, 1, model, adam(model))
-    with pytest.raises(BlobError, match=r"head\.weight\.exp_avg is float32\[2, 4\] here, float32\[1, 4\]"):
-        open_checkpoint(tmp_path, 1).load({"optimizer": adam(body(2))})
-    optimizer = adam(body())
-    open_checkpoint(tmp_path, 1).load({"optimizer": optimizer})
-    assert len(optimizer.state) == 4
+    optimizer = adam(model)
+    step(model, optimizer)
+    save_blobs(tmp_path / "file.safetensors", {"model": model, "optimizer": optimizer})
+    new = body(2)
+    optimizer = adam(new)
+    load_into(tmp_path / "file.safetensors", {"model": new, "optimizer": optimizer}, exclude=["model.head"])
+    assert set(optimizer.state) == set(new.body.parameters())
+    step(new, optimizer)
