@@ -167,7 +167,8 @@ class _Load:
         shared = self._shared()
         if isinstance(self.local, LBFGS):
             self._check_joint_state()
-        self._look_at_owners()
+        if self.draft.kept or self.draft.cast is not None:
+            self._look_at_owners()
         trees = self._trees()
         groups = self._groups(trees)
         state = self._state(trees)

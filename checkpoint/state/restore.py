@@ -108,7 +108,7 @@ def restoration(
     alone = bool(stored) or len(settled) < len(objects)
     known, placed = (objects, settled) if alone else ({}, {})
     draft = Draft(stored, values, known, kept, placed, offered, may_lack, same_content=same_content)
-    draft.excluded, draft.cast = excluded, cast or draft.cast
+    draft.excluded, draft.cast = excluded, cast
     load = ContainerLoad(objects)
     given = [blob for blob in objects if not (blob in settled or blob in untouched)] if alone else []
     builders = drafted(draft, {blob: objects[blob] for blob in given}, objects, load, partial)

@@ -72,7 +72,7 @@ class Draft:
         self.specs = specs
         self.values = values
         self.kept = frozenset(kept)
-        self.cast: Callable[[str], torch.dtype | None] = lambda name: None
+        self.cast: Callable[[str], torch.dtype | None] | None = None
         """To which floating-point type a leaf may be converted."""
         self.converted: dict[str, torch.dtype] = {}
         """New tensors that get another type than the stored one, by the leaf's name."""
@@ -411,7 +411,8 @@ class Draft:
         if not number or not live.is_floating_point() or spec.shape != live.shape:
             return False
         self.findings.types[spec.name] = live.dtype
-        return live.dtype in (self.cast(spec.name), self.converted.get(spec.name))
+        wanted = self.cast(spec.name) if self.cast is not None else None
+        return live.dtype in (wanted, self.converted.get(spec.name))
 
     def _fits(self, spec: LeafSpec, live: torch.Tensor) -> bool:
         if not self.fits(spec, live):
