@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from torchrelay.checkpoint.asynchronous.background import Background, Outcome
 
 States = tuple[NodeState, ...]
+Members = dict[str, dict[str, Member]]
+"""By the hosted node what it saves, by name."""
 
 
 class Engine:
@@ -101,7 +103,9 @@ class Engine:
         self.retaining = Retaining(self.ledger, keeping)
         self.background = background
         self.stored_names: dict[str, str] = {}
-        self._members: dict[str, dict[str, Member]] | None = None
+        self._members: Members | None = None
+        self._registered: frozenset[str] = frozenset()
+        """The blobs that some node of the job has registered."""
         self._made_by_init: tuple[str, ...] = ()
         self._demoted: set[str] = set()
         self._structures = Structures()
@@ -129,7 +133,8 @@ class Engine:
         """A copy that reads another directory."""
         other = Engine(prefix, selection=self.selection, share_reads=self.share_reads, resume=self.resume)
         other.say, other._made_by_init = self.say, self._made_by_init
-        other.stored_names, other._members, other._demoted = self.stored_names, self._members, self._demoted
+        other.stored_names, other._demoted = self.stored_names, self._demoted
+        other._members, other._registered = self._members, self._registered
         return other
 
     def _places(self, session: Session) -> tuple[NodePlace, ...]:
@@ -152,10 +157,9 @@ class Engine:
 
         Raises BlobError on all processes for an object that no later start could make again.
         """
-        found: dict[str, dict[str, Member]] = {}
         watch_steps()
 
-        def look() -> list[str]:
+        def look(found: Members) -> set[str]:
             made: set[str] = set()
             for place in session.local_nodes:
                 workspace = session.workspace(place.name)
@@ -167,10 +171,22 @@ class Engine:
                 check_remade(entries, registered, self.selection)
                 self._check_placed(place, workspace)
                 made.update(entries.keys() - registered)
-            return sorted(made)
+            return made
 
-        told = together(session.peers, "checkpoint set", look)
-        self._made_by_init = tuple(sorted({name for names in told for name in names}))
+        self._fix(session, look)
+
+    def _fix(self, session: Session, look: Callable[[Members], set[str]]) -> None:
+        """Tell all processes what `look` finds: it fills in the names, and returns those that `init` made."""
+        found: Members = {}
+
+        def told() -> list[list[str]]:
+            made = look(found)
+            here = {name for members in found.values() for name, one in members.items() if one.registered}
+            return [sorted(made), sorted(here)]
+
+        answers = together(session.peers, "checkpoint set", told)
+        self._made_by_init = tuple(sorted({name for made, _ in answers for name in made}))
+        self._registered = frozenset(name for _, here in answers for name in here)
         self._members = found
 
     def _check_placed(self, place: NodePlace, workspace: Workspace) -> None:
@@ -189,10 +205,9 @@ class Engine:
         self._seal_like(session, self.ledger.prove(session.peers, epoch).manifest)
 
     def _seal_like(self, session: Session, manifest: Manifest) -> None:
-        found: dict[str, dict[str, Member]] = {}
         watch_steps()
 
-        def look() -> list[str]:
+        def look(found: Members) -> set[str]:
             made: set[str] = set()
             for place in session.local_nodes:
                 workspace = session.workspace(place.name)
@@ -213,12 +228,10 @@ class Engine:
                     for leaf in today.leaves
                     if leaf.scope == "rank" and leaf.role not in OF_POSITION
                 }
-            return sorted(made)
+            return made
 
         self._demoted = set()
-        told = together(session.peers, "checkpoint set", look)
-        self._made_by_init = tuple(sorted({name for names in told for name in names}))
-        self._members = found
+        self._fix(session, look)
 
     # Saving
 
@@ -379,7 +392,15 @@ class Engine:
         self.wait(unguarded=True)
         members, selection = self._members or {}, self.selection
         job = LoadJob(
-            self.storage, session, target, self._stored, members, selection, self.share_reads, self.resume
+            self.storage,
+            session,
+            target,
+            self._stored,
+            members,
+            self._registered,
+            selection,
+            self.share_reads,
+            self.resume,
         )
         self._streams, self._gradients, self._stats["checkpoint_load"], changes = load_all(job)
         self._tell_changes(session, changes.lines(target.position))

@@ -59,6 +59,8 @@ class LoadJob:
     target: Target
     stored_name: Callable[[str], str]
     members: Mapping[str, Mapping[str, Member]]
+    registered: frozenset[str]
+    """The blobs that some node of the job has registered."""
     selection: Selection = EVERYTHING
     """What the saves of this run take; what they leave out, and the epoch lacks, stays as it is."""
     share_reads: bool = False
@@ -75,6 +77,11 @@ class LoadJob:
     def nodes(self) -> tuple[str, ...]:
         """All nodes of the job, under the names of the directory."""
         return tuple(self.stored_name(one.name) for one in self.session.nodes)
+
+    @property
+    def anywhere(self) -> frozenset[str]:
+        """Those of them that count for all nodes: none where the epoch has a place for each node's own."""
+        return frozenset() if same_nodes(self.manifest, self.nodes) else self.registered
 
 
 @dataclass
@@ -114,10 +121,9 @@ def load_all(job: LoadJob) -> tuple[dict[str, RandomStreams], dict[str, Gradient
         job = replace(job, target=replace(job.target, manifest=reader.manifest), share_reads=False)
     loads: list[_NodeLoad] = []
     rows: dict[int, Read] = {}
-    anywhere = _registered_anywhere(job)
 
     def check(exclude: tuple[str, ...] = ()) -> list[Any]:
-        loads[:] = [_prepare(job, reader, place, anywhere, exclude) for place in job.session.local_nodes]
+        loads[:] = [_prepare(job, reader, place, exclude) for place in job.session.local_nodes]
         changes = Changes.of_all(load.changes.to_json() for load in loads)
         if not job.share_reads:
             return [None, changes.to_json()]
@@ -168,20 +174,10 @@ def _warn_of_gradients(told: Sequence[list[str]]) -> None:
         )
 
 
-def _registered_anywhere(job: LoadJob) -> frozenset[str]:
-    """The blobs that some node has registered; asked of all where the nodes are not those of the epoch."""
-    if same_nodes(job.manifest, job.nodes):
-        return frozenset()
-    here = {name for members in job.members.values() for name, one in members.items() if one.registered}
-    told = job.session.peers.exchange("load: registered blobs", sorted(here))
-    return frozenset(name for names in told for name in names)
-
-
 def _prepare(
     job: LoadJob,
     reader: LeafReader,
     place: NodePlace,
-    anywhere: frozenset[str],
     exclude: tuple[str, ...],
 ) -> _NodeLoad:
     """Plan the load of one node; leaves that `exclude` means stay as they are."""
@@ -194,9 +190,9 @@ def _prepare(
         registered = {
             name: one.target for name, one in entries.items() if one.blob is not None and name in members
         }
-        changes = _changes(job, registered, anywhere)
+        changes = _changes(job, registered)
         assigned = assign(
-            job.manifest, replace(place, name=stored), job.nodes, members, reader, anywhere,
+            job.manifest, replace(place, name=stored), job.nodes, members, reader, job.anywhere,
             changes.gone | job.target.lost_blobs,
         )  # fmt: skip
         changes.buffers.update(assigned.buffers)
@@ -253,12 +249,12 @@ def _gradients(
     return Gradients(objects, specs, assigned.values, kept)
 
 
-def _changes(job: LoadJob, registered: Mapping[str, Any], anywhere: frozenset[str]) -> Changes:
+def _changes(job: LoadJob, registered: Mapping[str, Any]) -> Changes:
     """The blobs that are new or gone. What a node that is not here owned alone is not gone: see `assign`."""
     changes = Changes()
     if not job.resume.strict:
         changes.new.update(new_blobs(job.manifest, registered))
-        gone = gone_blobs(job.manifest, {*registered, *anywhere})
+        gone = gone_blobs(job.manifest, {*registered, *job.anywhere})
         changes.gone.update(gone - blobs_of_absent_nodes(job.manifest, job.nodes))
     return changes
 

@@ -50,8 +50,8 @@ def _left_out(draft: Draft, blob: str, value: Any, spec: LeafSpec) -> list[tuple
     for path, state, groups in _optimizer_states(tree):
         numbers = [number for group in groups for number in group["params"]]
         fitting = [names for names in optimizers if len(names) == len(numbers)]
-        if fitting:  # in the order in which the object has them
-            optimizers.remove(fitting[0])
+        if fitting:  # in the order in which the object has them, and again for further states of theirs
+            optimizers.append(optimizers.pop(optimizers.index(fitting[0])))
             left = {
                 number
                 for number, name in zip(numbers, fitting[0], strict=True)

@@ -52,7 +52,7 @@ else:
 
 __all__ = ["dataclass", "make_initializers"]
 _declared: list[Any] = []
-_FEW = 200
+_FEW = 100
 """Objects of a class that are made without an `__init__` of its own: compiling costs as much as a hundred."""
 
 

@@ -194,6 +194,43 @@ def test_state_of_a_left_out_parameter_goes_from_a_state_dict_too(tmp_path: Path
         assert re.search(r"optimizer[\w.]*\.state\.2\.", lines)
 
 
+def test_every_state_of_an_optimizer_that_an_object_saves_goes_with_a_parameter(tmp_path: Path) -> None:
+    """An object that keeps the last and the best state of two optimizers loads both without the head."""
+
+    class Keeper:
+        def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+            self.optimizers, self.best = optimizers, None
+
+        def state_dict(self) -> dict[str, Any]:
+            last = [one.state_dict() for one in self.optimizers]
+            return {"last": last, "best": copy.deepcopy(last)}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.best = state["best"]
+            for one, last in zip(self.optimizers, state["last"], strict=True):
+                one.load_state_dict(last)
+
+    def begin(outputs: int) -> tuple[nn.Module, nn.Module, Keeper]:
+        model, judge = body(outputs), body()
+        return model, judge, Keeper(adam(model), adam(judge))
+
+    for epochs, outputs, names in ((1, 1, []), (2, 2, ["model.head"])):
+        model, judge, keeper = begin(outputs)
+        job = Job("two", blobs={"model": model, "judge": judge, "keeper": keeper})
+
+        @job.epoch
+        def epoch(ctx: Any, mine: Any = (model, judge), keeper: Any = keeper) -> None:
+            for one, optimizer in zip(mine, keeper.optimizers, strict=True):
+                step(one, optimizer)
+
+        job.stop_when(max_epochs(epochs))
+        JobRunner(job, tmp_path, code=False, resume_exclude=names).train()
+    assert keeper.best is not None
+    assert [[*one["state"]] for one in keeper.best] == [[0, 1], [0, 1, 2, 3]]
+    assert [[*one.state_dict()["state"]] for one in keeper.optimizers] == [[0, 1, 2, 3]] * 2
+    assert keeper.optimizers[0].state[model.head.weight]["step"].item() == 1
+
+
 @pytest.mark.parametrize(
     "make", [lambda model: tensor_rate(torch.optim.SGD, model), lambda model: tensor_rate(Own, model)]
 )
