@@ -20,7 +20,7 @@ from torchrelay.checkpoint.state.gradients import gradient_leaves
 from torchrelay.checkpoint.state.kinds import kind_of
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, LeafSpec, Role, Value
 from torchrelay.checkpoint.state.module_leaves import ModuleStates
-from torchrelay.checkpoint.state.rehearsal import Start, groups_of, rehearse
+from torchrelay.checkpoint.state.rehearsal import Start, arrays_of, groups_of, rehearse
 from torchrelay.checkpoint.structure import Structures
 from torchrelay.errors import SaveFailedError
 from torchrelay.jobs.blobs import Scope
@@ -91,7 +91,7 @@ def capture(
     gradients = gradient_leaves(objects, names, selection.saves, learning)
     leaves = [*select(listed, objects, selection), *gradients, *random_leaves(session.streams(place.name))]
     structure = structures.of(place.name, leaves, scopes_of(leaves, members, objects, demoted))
-    relations = groups_of(objects), structures.overlaps(place.name, leaves)
+    relations = groups_of(objects), structures.overlaps(place.name, leaves), arrays_of(objects)
     if not structures.is_rehearsed(place.name, structure, relations):
         chosen = {leaf.name for leaf in leaves}
         rehearse(

@@ -29,7 +29,7 @@ from torchrelay.checkpoint.reading.sharing import options_of
 from torchrelay.checkpoint.reshard import Assigned, assign, blobs_of_absent_nodes, same_nodes
 from torchrelay.checkpoint.selecting import left_out
 from torchrelay.checkpoint.selection import EVERYTHING, Selection
-from torchrelay.checkpoint.state.container_restore import change_container
+from torchrelay.checkpoint.state.container_restore import change_container, check_changed
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.gradients import REMEDY, Gradients
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
@@ -39,8 +39,8 @@ from torchrelay.checkpoint.state.restore import Restoration, restoration
 from torchrelay.checkpoint.state.stateful_restore import restore_learning_rates
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.timing import Clock, patience_secs
-from torchrelay.errors import BlobError, PartiallyLoadedError, PeerError, RelayError, StorageError, UsageError
-from torchrelay.jobs.containers import is_container
+from torchrelay.errors import PartiallyLoadedError, PeerError, RelayError, StorageError, UsageError
+from torchrelay.jobs.containers import is_array, is_container, is_generator
 from torchrelay.jobs.peers import together, warn
 from torchrelay.jobs.places import NodePlace
 from torchrelay.jobs.random_streams import RandomStreams
@@ -134,7 +134,7 @@ def load_all(job: LoadJob) -> tuple[dict[str, RandomStreams], dict[str, Gradient
 
     try:
         answers = together(job.session.peers, "load: check", check)
-    except BlobError:
+    except UsageError:  # a BlobError, or that nobody says what other nodes get
         if not job.resume.exclude:
             raise
         answers = together(job.session.peers, "load: check", lambda: check(job.resume.exclude))
@@ -191,9 +191,10 @@ def _prepare(
             name: one.target for name, one in entries.items() if one.blob is not None and name in members
         }
         changes = _changes(job, registered)
+        excluded = excluded_leaves(job.manifest, exclude) if exclude else lambda name: False
         assigned = assign(
             job.manifest, replace(place, name=stored), job.nodes, members, reader, job.anywhere,
-            changes.gone | job.target.lost_blobs,
+            changes.gone | job.target.lost_blobs, excluded,
         )  # fmt: skip
         changes.buffers.update(assigned.buffers)
         _check_computed(place, entries, assigned.computed)
@@ -202,8 +203,8 @@ def _prepare(
         specs = {name: spec_of_row(row, job.manifest) for name, row in assigned.rows.items()}
         kept = assigned.kept | (left_out(objects, job.selection) - set(specs))
         if exclude:
-            excluded = excluded_leaves(job.manifest, exclude)
-            changes.excluded.update(filter(excluded, [*specs, *(one.name for one in leaves_of(objects))]))
+            here = (one.name for one in leaves_of(objects))
+            changes.excluded.update(filter(excluded, [*specs, *here, *assigned.excluded]))
             specs = {name: spec for name, spec in specs.items() if name not in changes.excluded}
             kept |= changes.excluded
         node = node_of(job, stored)
@@ -221,6 +222,8 @@ def _prepare(
             same_content=lambda one, other: reader.same_content((one, node), (other, node)),
         )
         changes.excluded.update(found.left_out)
+        unlike = [name for name in found.replaced if is_array(objects[name]) or is_generator(objects[name])]
+        check_changed(unlike, objects, "open_checkpoint(run).value({0}), with resume_exclude=[{0}]")
         changes.retyped.update(name for name in found.replaced if is_container(objects[name]))
         held = _gradients(job, place, objects, assigned, kept)
         streams = _checked_streams(job, reader, assigned, place, stored)

@@ -10,7 +10,7 @@ optimizer, an object's state, a value with the tensors inside) is decided togeth
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import cached_property
 from typing import Any
@@ -50,6 +50,8 @@ class Assigned:
     """Leaves of which another node's value is taken, and whose: buffers, on a node that has none."""
     buffers: dict[str, str] = field(default_factory=dict)
     """Buffers that differed between the nodes of the epoch, and the first of these."""
+    excluded: set[str] = field(default_factory=set)
+    """Leaves for which the program had no place, and need have none."""
     foreign: dict[str, str] = field(default_factory=dict)
     """Leaves that are others' alone, and whose they are."""
 
@@ -90,18 +92,20 @@ def assign(
     reader: LeafReader,
     anywhere: frozenset[str] = frozenset(),
     without: Collection[str] = (),
+    excluded: Callable[[str], bool] = lambda name: False,
 ) -> Assigned:
     """Decide for one node; raises UsageError that names every blob without a policy for these nodes.
 
     `place` and `nodes` have the names under which nodes are stored; `anywhere` are the blobs that some
-    node has registered. Nobody takes anything of the blobs `without`.
+    node has registered. Nobody takes anything of the blobs `without`, and other nodes than those of the
+    epoch nothing of what is wholly `excluded`.
     """
     choice = _Choice(manifest, place, tuple(nodes), members, reader, anywhere)
     found = choice.found
     here = same_nodes(manifest, nodes)
     for name, rows in manifest.rows.items():
         own = choice.own_row(rows)
-        if manifest.leaves[rows[0]].blob in without:
+        if choice.blob_of(name) in without:
             continue
         if manifest.leaves[rows[0]].role == "rng":
             found.random += [name] if own is not None else []
@@ -112,11 +116,13 @@ def assign(
         elif here:
             choice.leave(name)
     if not here:
-        for unit in _units(manifest):
-            if manifest.leaves[manifest.rows[unit[0]][0]].blob not in without:
+        units = [one for one in _units(manifest) if choice.blob_of(one[0]) not in without]
+        found.excluded.update(name for unit in units if all(map(excluded, unit)) for name in unit)
+        for unit in units:
+            if unit[0] not in found.excluded:
                 choice.decide(unit)
     if choice.refused:
-        raise UsageError(_refusal(manifest, nodes, choice.refused))
+        raise UsageError(_refusal(manifest, nodes, choice.refused, anywhere))
     if found.lost_gradients:
         found.gradients.clear()
     return found
@@ -151,6 +157,10 @@ class _Choice:
     found: Assigned = field(default_factory=Assigned)
     refused: dict[str, str] = field(default_factory=dict)
     """Blob to one of its leaves."""
+
+    def blob_of(self, name: str) -> str:
+        """The blob of a leaf."""
+        return self._first(name).blob
 
     def own_row(self, rows: Sequence[int]) -> int | None:
         """The row of this node among those of a leaf."""
@@ -222,12 +232,16 @@ class _Choice:
             self._take_own(own)
 
     def _decide_unregistered(self, own: Mapping[str, int | None]) -> None:
-        """Nobody could say a policy of what `init` made: it stays with its owners, if all are here."""
+        """Nobody could say a policy of what `init` made: it stays with its owners, if all are here.
+
+        Of what other nodes register they take care.
+        """
+        if self.blob_of(next(iter(own))) in self.anywhere:
+            return
         owners = {node for name in own for node in self._owners(name)}
-        blob = self.manifest.leaves[self.manifest.rows[next(iter(own))][0]].blob
         if owners <= set(self.nodes) and len(owners) < len(self.manifest.world.nodes):
             self._take_own(own)
-        elif blob not in self.anywhere:
+        else:
             self._refuse(list(own))
 
     def _take_own(self, own: Mapping[str, int | None]) -> None:
@@ -322,8 +336,11 @@ def _content(leaf: LeafRow, reader: LeafReader, node: str) -> Any:
     return tensor
 
 
-def _refusal(manifest: Manifest, nodes: Sequence[str], refused: Mapping[str, str]) -> str:
-    told = []
+def _refusal(
+    manifest: Manifest, nodes: Sequence[str], refused: Mapping[str, str], anywhere: Collection[str]
+) -> str:
+    told, nowhere = [], sorted(refused.keys() - anywhere)
+    leave = f"; where no node registers it, leave it out: resume_exclude={nowhere}" if nowhere else ""
     for blob, leaf in sorted(refused.items()):
         owners = owner_names(manifest, leaf)
         some = ", ".join(owners[:4]) + (f", ... ({len(owners)} nodes)" if owners[4:] else "")
@@ -333,5 +350,5 @@ def _refusal(manifest: Manifest, nodes: Sequence[str], refused: Mapping[str, str
         f"{', '.join(nodes[:4])}{', ...' if len(nodes) > 4 else ''}. Not all nodes share blob "
         f"{', '.join(told)}: say what shall become of it where it is registered: reshard='by_rank' gives "
         "nodes theirs and leaves new ones as the program made them; 'drop' or a callable do otherwise (the "
-        "default 'error' refuses)"
+        f"default 'error' refuses){leave}"
     )

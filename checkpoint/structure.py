@@ -20,8 +20,8 @@ from torchrelay.checkpoint.state.rehearsal import Start
 from torchrelay.checkpoint.state.tensor_names import overlaps_of
 from torchrelay.records import dataclass
 
-Relations = tuple[list[list[int]], dict[str, tuple[str, int]]]
-"""Which parameters are in each group of the optimizers, by identity, and what shares memory in part."""
+Relations = tuple[list[list[int]], dict[str, tuple[str, int]], dict[str, str]]
+"""The parameters in each group of the optimizers, by identity, what shares memory in part, and arrays."""
 _SHORT = (type(None), bool, int, float)
 """JSON that is short whatever its value: how long decides nothing."""
 

@@ -27,7 +27,7 @@ _FIXED = (tuple, frozenset, types.MappingProxyType)
 def is_container(value: object) -> bool:
     """Whether this is a value that a blob holds, not copies: what it has at a boundary is saved."""
     kind = type(value)
-    return kind in _IN_PLACE or is_generator(value) or _is_array(value) or _is_dataclass(value, frozen=False)
+    return kind in _IN_PLACE or is_generator(value) or is_array(value) or _is_dataclass(value, frozen=False)
 
 
 def is_generator(value: object) -> bool:
@@ -174,7 +174,8 @@ def _mentioned(hint: Any) -> Iterator[type]:
         yield from _mentioned(part)
 
 
-def _is_array(value: object) -> bool:
+def is_array(value: object) -> bool:
+    """Whether it is a numpy array, asked without importing numpy."""
     numpy: Any = sys.modules.get("numpy")
     return numpy is not None and type(value) is getattr(numpy, "ndarray", None)
 

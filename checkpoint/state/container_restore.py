@@ -104,7 +104,7 @@ def regrouped(
     return found, content, partial
 
 
-_TENSOR_ROLES = (Role.TENSOR, Role.PARAMETER, Role.SUBCLASS)
+_TENSOR_ROLES = (Role.TENSOR, Role.PARAMETER, Role.BUFFER, Role.SUBCLASS)
 
 
 def _nested(live: Any, roots: Mapping[str, Json]) -> Json:

@@ -85,6 +85,7 @@ class Findings:
             reasons.update(whose)
         if not lines:
             return
+        lines = [line.replace(" exclude=[", f" {exclude or 'exclude'}=[") for line in lines]
         if len(lines) == len(self.refused):
             raise BlobError("nothing was loaded or changed:\n  " + "\n  ".join(lines))
         remedy = (

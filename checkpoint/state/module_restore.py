@@ -101,7 +101,8 @@ def _note_differences(
         path, name = _split(spec.name[len(blob) + 1 :])
         if (owner := made.owner_of(spec, path, name)) is not None:
             draft.take(spec.name)
-            draft.late[spec.name] = partial(_add_buffer, draft, spec, owner, name, made.device())
+            plan = partial(_add_buffer, draft, spec, owner, name, made.device())
+            draft.late[spec.name] = plan, name in owner._buffers
     draft.note_rest(blob)
     for name in made.still_empty(entries):
         draft.findings.refused.append(

@@ -339,6 +339,8 @@ class _Load:
         if owner is not None and is_sharded(owner) and _of_its_parts(spec, owner):
             made = self.draft.fresh_like(spec, owner)
             return lambda device: made
+        if owner is not None:
+            self.draft.order_like(spec, owner)
         read = self.draft.fresh(spec)
         home = live.device if isinstance(live, torch.Tensor) else None
         return lambda device: read.on(home or device)

@@ -18,7 +18,7 @@ class Read:
     `live` is a tensor of an object, `destination` the same where its own memory can be written in place;
     else `memory()` is fresh, and is copied into `live` by the restoration if it was asked for. With a
     `target` the memory takes only these boxes of the leaf, without it the whole. A new tensor made of it
-    has the type that it `becomes`.
+    has the type that it `becomes`, and lies in memory in the order of the tensor `like`.
     """
 
     def __init__(
@@ -29,6 +29,7 @@ class Read:
         target: Target | None = None,
         *,
         becomes: torch.dtype | None = None,
+        like: torch.Tensor | None = None,
     ) -> None:
         self.leaf = leaf
         self.spec = spec
@@ -37,6 +38,7 @@ class Read:
         self.destination = _own_memory(live) if live is not None and as_stored else None
         self.target = target
         self.becomes = becomes
+        self.like = like
         self._placed: dict[str, torch.Tensor] | None = None
 
     def memory(self) -> torch.Tensor:
@@ -68,7 +70,11 @@ class Read:
         where = str(device or "cpu")
         self._placed = {} if self._placed is None else self._placed
         if where not in self._placed:
-            self._placed[where] = self.memory().to(where, self.becomes or self.dtype)
+            made = self.memory().to(where, self.becomes or self.dtype)
+            if self.like is not None:
+                with outside_inference_mode():
+                    made = torch.empty_like(self.like, dtype=made.dtype, device=made.device).copy_(made)
+            self._placed[where] = made
         return self._placed[where]
 
 

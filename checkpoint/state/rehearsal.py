@@ -37,6 +37,7 @@ from torchrelay.checkpoint.state.restoring import Draft, Maker
 from torchrelay.checkpoint.state.subclasses import is_wrapper, made_by_an_optimizer, told
 from torchrelay.checkpoint.state.tensor_names import TensorNames, overlaps_of
 from torchrelay.errors import BlobError
+from torchrelay.jobs.containers import is_array
 from torchrelay.records import dataclass
 
 
@@ -59,6 +60,7 @@ class Start:
         """What the names of tensors in a module begin with."""
         self.groups: dict[str, list[set[str]]] = {}
         """The names of the parameters in each group of an optimizer."""
+        self.arrays = arrays_of(objects)
         self.loose: set[tuple[str, int]] = set()
         """The groups, by optimizer and number, with a parameter that no blob holds."""
         alone: dict[str, torch.Tensor] = {}
@@ -130,6 +132,10 @@ class Start:
             if alike and now.overlaps.get(name) != place:  # unlike ones get memory of their own from a load
                 yield name, f"shared memory with {other} at the start, and does not share it now"
         yield from ((name, "is gone since the start") for name in self.tensors if name not in now.tensors)
+        arrays = ((blob, now.arrays.get(blob, was), was) for blob, was in self.arrays.items())
+        yield from (
+            (blob, f"is {one} now, and was {was} at the start") for blob, one, was in arrays if one != was
+        )
         for blob, groups in self.groups.items():
             kept = now.groups.get(blob, groups)[: len(groups)]
             if kept != groups:
@@ -153,6 +159,12 @@ def _element(built: _Built) -> str:
 
 def _whose(built: _Built) -> str:
     return "a tensor of its own" if built.alias_of is None else f"the same tensor as {built.alias_of}"
+
+
+def arrays_of(objects: Mapping[str, Any]) -> dict[str, str]:
+    """What numpy arrays among the blobs are like: a load fills them, and changes neither type nor shape."""
+    arrays = ((blob, one) for blob, one in objects.items() if is_array(one))
+    return {blob: f"an array of {one.dtype}{list(one.shape)}" for blob, one in arrays}
 
 
 def groups_of(objects: Mapping[str, Any]) -> list[list[int]]:

@@ -75,6 +75,7 @@ class Draft:
         self.cast: Callable[[str], torch.dtype | None] | None = None
         """To which floating-point type a leaf may be converted."""
         self.converted: dict[str, torch.dtype] = {}
+        self._ordered: dict[str, torch.Tensor] = {}
         """New tensors that get another type than the stored one, by the leaf's name."""
         self.excluded: Collection[str] = ()
         self.left_out: list[str] = []
@@ -87,7 +88,7 @@ class Draft:
         self.findings = Findings()
         self.reads: list[Read] = []
         self.reshaped: list[str] = []
-        self.late: dict[str, Callable[[], None]] = {}
+        self.late: dict[str, tuple[Callable[[], None], bool]] = {}
         self.destinations: list[tuple[str, torch.Tensor]] = []
         self.steps: list[tuple[str, Callable[[], None]]] = []
         self._by_blob: dict[str, list[LeafSpec]] = {}
@@ -258,10 +259,12 @@ class Draft:
             self.findings.unlike += self.reshaped
         late = {name: plan for name, plan in self.late.items() if name not in self._offered}
         if late_buffers and not self.findings.differ(strict=strict, kept=self.kept):
-            for plan in late.values():
+            for plan, _ in late.values():
                 plan()
         else:
-            self.findings.unexpected += late
+            self.findings.unexpected += (
+                name for name, (_, has_place) in late.items() if not (late_buffers and has_place)
+            )
         if not all_torch_memory([memory.untyped_storage() for _, memory in self.destinations]):
             self.findings.refused += unwritable(self.destinations)
 
@@ -326,9 +329,20 @@ class Draft:
         """Read a leaf into fresh memory, the same for all its names."""
         source = _source(spec)
         if source not in self._fresh:
-            self._fresh[source] = Read(source, spec, becomes=self.converted.get(source))
+            self._fresh[source] = Read(
+                source, spec, becomes=self.converted.get(source), like=self._ordered.get(source)
+            )
             self.reads.append(self._fresh[source])
         return self._fresh[source]
+
+    def order_like(self, spec: LeafSpec, model: torch.Tensor) -> None:
+        """Let a new tensor of a leaf lie in memory as a model of its shape, as an optimizer makes its state.
+
+        Fused kernels walk through the memory of a parameter and of its state alike.
+        """
+        plain = model.layout is torch.strided and not (is_sharded(model) or is_wrapper(model))
+        if plain and spec.shape == tuple(model.shape) and not model.is_contiguous():
+            self._ordered[_source(spec)] = model
 
     def fresh_like(self, spec: LeafSpec, model: torch.Tensor) -> torch.Tensor:
         """Read a leaf into a new DTensor on the mesh of the DTensor `model`."""

@@ -31,34 +31,49 @@ def draft_stateful(draft: Draft, blob: str, value: Any) -> None:
     """
     spec = _root(draft, blob, value, (Role.STATE,))
     if spec is not None:
-        left = _left_out(draft, blob, value, spec)
+        left = _left_out(draft, value, spec)
         tree = draft.tree(spec, draft.models(blob, value, lambda: _shown(draft, blob, value)))
         draft.steps.append((blob, lambda: _hand_over(value, _without(tree(None), left))))
         draft.note_rest(blob)
 
 
-def _left_out(draft: Draft, blob: str, value: Any, spec: LeafSpec) -> list[tuple[Any, ...]]:
-    """The paths of the state of excluded parameters, in the states of optimizers that an object gives.
+def _states_with_owners(
+    draft: Draft, value: Any, spec: LeafSpec
+) -> Iterator[tuple[tuple[Any, ...], Mapping[Any, Any], dict[Any, torch.Tensor]]]:
+    """The states of optimizers that an object gave: the path, the state, and by its numbers the parameters.
 
     A `state_dict` of torch's says by its numbers whose state it is; the object has the optimizer.
     """
-    if not draft.excluded:
-        return []
-    optimizers = [[*map(draft.name_of, parameters(one))] for one in optimizers_in(value)]
-    found: list[tuple[Any, ...]] = []
-    tree = decode(draft.json(spec), tensor=_Inner)
-    for path, state, groups in _optimizer_states(tree):
+    optimizers = [[*parameters(one)] for one in optimizers_in(value)]
+    if not (draft.excluded or any(not _is_in_order(one) for some in optimizers for one in some)):
+        return
+    for path, state, groups in _optimizer_states(decode(draft.json(spec), tensor=_Inner)):
         numbers = [number for group in groups for number in group["params"]]
-        fitting = [names for names in optimizers if len(names) == len(numbers)]
+        fitting = [some for some in optimizers if len(some) == len(numbers)]
         if fitting:  # in the order in which the object has them, and again for further states of theirs
-            optimizers.append(optimizers.pop(optimizers.index(fitting[0])))
-            left = {
-                number
-                for number, name in zip(numbers, fitting[0], strict=True)
-                if name and matches_any(name, draft.excluded) and state.get(number)
-            }
-            found += [(*path, "state", number) for number in state if number in left]
-            draft.left_out += [one.name for number in left for one in _inner_tensors(state[number])]
+            optimizers.append(
+                optimizers.pop(next(n for n, one in enumerate(optimizers) if one is fitting[0]))
+            )
+            yield path, state, dict(zip(numbers, fitting[0], strict=True))
+
+
+def _is_in_order(tensor: torch.Tensor) -> bool:
+    return tensor.layout is not torch.strided or tensor.is_contiguous()
+
+
+def _left_out(draft: Draft, value: Any, spec: LeafSpec) -> list[tuple[Any, ...]]:
+    """The paths of the state of excluded parameters. The other state lies in memory as its parameter."""
+    found: list[tuple[Any, ...]] = []
+    for path, state, owners in _states_with_owners(draft, value, spec):
+        for number, owner in owners.items():
+            inner = [*_inner_tensors(state.get(number))]
+            name = draft.name_of(owner)
+            if name and inner and matches_any(name, draft.excluded):
+                found.append((*path, "state", number))
+                draft.left_out += [one.name for one in inner]
+                continue
+            for stored in filter(None, (draft.specs.get(one.name) for one in inner)):
+                draft.order_like(stored, owner)
     return found
 
 

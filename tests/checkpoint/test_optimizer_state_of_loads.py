@@ -231,6 +231,42 @@ def test_every_state_of_an_optimizer_that_an_object_saves_goes_with_a_parameter(
     assert keeper.optimizers[0].state[model.head.weight]["step"].item() == 1
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD, "own", "held"])
+def test_state_lies_in_memory_as_its_parameter(tmp_path: Path, kind: Any) -> None:
+    """Fused kernels walk through all memory alike: a channels_last model resumes to equal bits."""
+
+    class OwnAdam(torch.optim.Adam):
+        def load_state_dict(self, state_dict: Any) -> None:
+            super().load_state_dict(state_dict)
+
+    def ends(run: Path, *epochs: int) -> nn.Module:
+        for until in epochs:
+            seed(0)
+            model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+            made = {"own": OwnAdam, "held": torch.optim.Adam}.get(kind, kind)
+            options = {"momentum": 0.9} if made is torch.optim.SGD else {}
+            optimizer = made(model.parameters(), lr=0.01, fused=True, **options)
+            job = Job(
+                "order", blobs={"model": model, "o": Holder(optimizer) if kind == "held" else optimizer}
+            )
+
+            @job.epoch
+            def epoch(ctx: Any, model: Any = model, optimizer: Any = optimizer) -> None:
+                model(torch.randn(2, 3, 8, 8)).square().mean().backward()
+                if ctx.epoch % 2 == 0:  # a window is open at the end of every other epoch
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+            job.stop_when(max_epochs(until))
+            JobRunner(job, run, code=False).train()
+            orders = [one.stride() for one in optimizer.state[model.weight].values() if one.dim() > 1]
+            assert {*orders} == {model.weight.stride()} != {(27, 9, 3, 1)}
+        return model
+
+    whole, resumed = ends(tmp_path / "whole", 6), ends(tmp_path / "resumed", 2, 3, 6)
+    assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
+
+
 @pytest.mark.parametrize(
     "make", [lambda model: tensor_rate(torch.optim.SGD, model), lambda model: tensor_rate(Own, model)]
 )

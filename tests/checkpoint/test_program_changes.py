@@ -9,13 +9,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from torchrelay import Job, JobRunner, early_stopping, max_epochs, open_checkpoint, seed
 from torchrelay.checkpoint.multi_node import MultiNodeCheckpointManager
-from torchrelay.errors import BlobError, RelayError, UsageError
+from torchrelay.errors import BlobError, RelayError, SaveFailedError, UsageError
 from torchrelay.jobs.config.runner_keys import CheckpointKeys, Runner
 from torchrelay.runners.lifecycle.training import runner_options
 
@@ -125,6 +126,77 @@ def test_a_container_of_another_type_is_reported(tmp_path: Path) -> None:
     (line,) = told(run)
     assert "'settings' was saved as a value of another type" in line and "ctx['settings'] has" in line
     assert now == [1] and open_checkpoint(run).value("settings") == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [
+        (np.ones(2), np.zeros(3)),
+        (np.ones(2), np.zeros(2, dtype=np.int64)),
+        (np.random.default_rng(1), np.random.Generator(np.random.MT19937(1))),
+        (np.random.default_rng(1), torch.Generator()),
+    ],
+)
+def test_an_array_or_generator_of_another_form_is_refused(tmp_path: Path, was: Any, now: Any) -> None:
+    """No load changes them in place, so a resume says so by name, and goes on where they are left out."""
+    run = tmp_path / "run"
+    train(run, {"w": torch.zeros(2), "one": was}, 2)
+    with pytest.raises(BlobError, match=r"one \(.*cannot be changed in place.*resume_exclude=\['one'\]"):
+        train(run, {"w": torch.zeros(2), "one": now}, 3)
+    train(run, {"w": torch.zeros(2), "one": now}, 3, resume_exclude=["one"])
+
+
+def test_an_array_that_the_program_resizes_is_not_saved(tmp_path: Path) -> None:
+    """The next start makes it as it was, and could not load it: the save fails and says so."""
+    seen = np.zeros(1)
+    job = Job("resize", blobs={"seen": seen})
+
+    @job.epoch
+    def epoch(ctx: Any) -> None:
+        if ctx.epoch == 2:
+            seen.resize(2, refcheck=False)
+
+    job.stop_when(max_epochs(2))
+    with pytest.raises(
+        SaveFailedError, match=r"seen is an array of float64\[2\] now, and was .*float64\[1\]"
+    ):
+        JobRunner(job, tmp_path, code=False, max_failed_saves=1).train()
+    assert open_checkpoint(tmp_path).epoch == 1
+
+
+def test_a_refusal_does_not_name_late_buffers_that_have_their_place(tmp_path: Path) -> None:
+    """A buffer that is None until the first batch is loaded once the rest fits."""
+
+    def model(outputs: int) -> nn.Module:
+        built = nn.Sequential()
+        built.add_module("head", nn.Linear(2, outputs))
+        built.register_buffer("mean", None)
+        return built
+
+    first = model(1)
+    job = Job("late", blobs={"model": first})
+    job.epoch(lambda ctx: setattr(first, "mean", torch.ones(2)))
+    job.stop_when(max_epochs(1))
+    JobRunner(job, tmp_path, code=False).train()
+    new = model(2)
+    with pytest.raises(BlobError) as caught:
+        open_checkpoint(tmp_path).load({"model": new})
+    assert "mean" not in str(caught.value)
+    open_checkpoint(tmp_path).load({"model": new}, exclude=["model.head.weight", "model.head.bias"])
+    assert torch.equal(new.mean, torch.ones(2))
+
+
+def test_a_state_dict_takes_the_buffers_of_a_module_too(tmp_path: Path) -> None:
+    """What `model.state_dict()` gives can be loaded into, and an empty dict gets all tensors."""
+    model = nn.BatchNorm1d(2)
+    model(torch.randn(4, 2))
+    train(tmp_path, {"w": torch.zeros(2), "model": model}, 1)
+    other, empty = nn.BatchNorm1d(2), dict[str, Any]()
+    open_checkpoint(tmp_path).load({"model": other.state_dict()})
+    open_checkpoint(tmp_path).load({"model": empty})
+    for found in (other.state_dict(), empty):
+        assert found.keys() == model.state_dict().keys()
+        assert all(torch.equal(found[name], one) for name, one in model.state_dict().items())
 
 
 @pytest.mark.parametrize("before", [0, 2])

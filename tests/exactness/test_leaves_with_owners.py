@@ -77,6 +77,7 @@ def test_an_epoch_says_who_owns_what(story: tuple[Path, dict[str, list[Told]]], 
         "experts": {"model.shared.weight": [0, 1], "model.expert1.seen": [1]},
         "named_stages": {"stage0.weight": [0], "stage1.weight": [1]},
         "average": {"ema.weight": [0], "best": [0], "model.weight": [0, 1]},
+        "last_average": {"ema.weight": [1], "best": [1], "model.weight": [0, 1]},
         "sometimes": {"one": [0, 1], "one.tensor": [1]},
         "part_of_state": {"model.a.weight": [0, 1], "optimizer.state.model.a.weight.exp_avg": [0]},
         "zero_redundancy": {"model.0.weight": [0, 1]},
@@ -118,7 +119,7 @@ def test_other_ranks_are_refused_without_a_policy(
         assert told["untouched"] == "True"
 
 
-FOLLOWERS = ("stages", "average", "sometimes", "zero_itself")
+FOLLOWERS = ("stages", "average", "last_average", "sometimes", "zero_itself")
 FOLLOWING = [(kind, policy) for kind in FOLLOWERS for policy in ("by_rank", "drop")]
 
 
@@ -126,8 +127,12 @@ FOLLOWING = [(kind, policy) for kind in FOLLOWERS for policy in ("by_rank", "dro
 def test_other_ranks_follow_the_policy(
     elsewhere: dict[tuple[int, str, str | None], list[Told]], kind: str, policy: str
 ) -> None:
-    """With a policy the run goes on, on ranks that are new too."""
-    assert ["error" in told for told in elsewhere[3, kind, policy]] == [False] * 3
+    """With a policy the run goes on, on ranks that are new too; others get nothing of a blob of one rank."""
+    found = elsewhere[3, kind, policy]
+    assert ["error" in told for told in found] == [False] * 3
+    if "average" in kind:
+        kept = ["'ema'" in told["workspace"] for told in found]
+        assert kept == ([True, False, False] if kind == "average" else [False, False, True])
 
 
 @pytest.mark.parametrize("kind", ["stages", "named_stages", "experts", "average"])
@@ -139,6 +144,17 @@ def test_fewer_ranks_are_refused_without_a_policy(
     with LocalSession() as session:
         told = run(session, copy, kind, 5)
     assert "reshard=" in told["error"] and "now there are 1" in told["error"]
+
+
+def test_what_no_node_registers_any_more_can_be_left_out(story: tuple[Path, dict[str, list[Told]]]) -> None:
+    """A stage of a node that is gone: the refusal names `resume_exclude`, with which the run goes on."""
+    copy = shutil.copytree(story[0] / "named_stages whole", story[0] / "named_stages left out")
+    with LocalSession() as session:
+        told = run(session, copy, "named_stages", 5, reshard="by_rank")
+        assert "resume_exclude=['optimizer1', 'stage1']" in told["error"]
+        gone = ["optimizer1", "stage1"]
+        told = run(session, copy, "named_stages", 5, reshard="by_rank", resume_exclude=gone)
+    assert "error" not in told
 
 
 def summed(values: dict[str, Any], place: NodePlace) -> Any:

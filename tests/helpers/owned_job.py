@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,17 +73,26 @@ def named_stages(rank: int) -> Built:
 
 
 def average(rank: int) -> Built:
-    """Rank 0 alone keeps an average of the weights, and a tensor and a value beside it."""
+    """Rank 0 alone keeps an average of the weights, and a tensor beside it."""
+    return _averaged(keeps=rank == 0)
+
+
+def last_average(rank: int) -> Built:
+    """The last rank alone does, which is another one when there are more."""
+    return _averaged(keeps=rank == int(os.environ.get("WORLD_SIZE", "1")) - 1)
+
+
+def _averaged(*, keeps: bool) -> Built:
     model = _linear(3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     learn = _learn(model, optimizer, ("",))
     blobs: Blobs = {"model": model, "optimizer": optimizer}
-    if rank == 0:
+    if keeps:
         blobs |= {"ema": copy.deepcopy(model), "best": torch.zeros(2)}
 
     def step(epoch: int) -> None:
         learn(epoch)
-        if rank == 0:
+        if keeps:
             blobs["best"] += epoch
             with torch.no_grad():
                 for mean, one in zip(blobs["ema"].parameters(), model.parameters(), strict=True):
@@ -188,7 +198,7 @@ def tally(rank: int) -> Built:
 KINDS: dict[str, Callable[[int], Built]] = {
     one.__name__: one
     for one in (
-        *(stages, experts, named_stages, average, sometimes, part_of_state, tally),
+        *(stages, experts, named_stages, average, last_average, sometimes, part_of_state, tally),
         *(zero_redundancy, zero_scheduled, zero_itself),
     )
 }
