@@ -29,7 +29,7 @@ from torchrelay.checkpoint.reading.sharing import options_of
 from torchrelay.checkpoint.reshard import Assigned, assign, blobs_of_absent_nodes, same_nodes
 from torchrelay.checkpoint.selecting import left_out
 from torchrelay.checkpoint.selection import EVERYTHING, Selection
-from torchrelay.checkpoint.state.container_restore import change_container, check_changed
+from torchrelay.checkpoint.state.container_restore import change_container
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.gradients import REMEDY, Gradients
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
@@ -40,7 +40,7 @@ from torchrelay.checkpoint.state.stateful_restore import restore_learning_rates
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.timing import Clock, patience_secs
 from torchrelay.errors import PartiallyLoadedError, PeerError, RelayError, StorageError, UsageError
-from torchrelay.jobs.containers import is_array, is_container, is_generator
+from torchrelay.jobs.containers import is_container
 from torchrelay.jobs.peers import together, warn
 from torchrelay.jobs.places import NodePlace
 from torchrelay.jobs.random_streams import RandomStreams
@@ -222,8 +222,6 @@ def _prepare(
             same_content=lambda one, other: reader.same_content((one, node), (other, node)),
         )
         changes.excluded.update(found.left_out)
-        unlike = [name for name in found.replaced if is_array(objects[name]) or is_generator(objects[name])]
-        check_changed(unlike, objects, "open_checkpoint(run).value({0}), with resume_exclude=[{0}]")
         changes.retyped.update(name for name in found.replaced if is_container(objects[name]))
         held = _gradients(job, place, objects, assigned, kept)
         streams = _checked_streams(job, reader, assigned, place, stored)

@@ -128,8 +128,8 @@ class Changes:
               sorted(self.new)),
             *(f"blob {name!r} of epoch {position} is not registered any more: it is left out, of later saves "
               f"too{renamed}" for name in sorted(self.gone)),
-            *(f"{name!r} was saved as a value of another type than the registered one, which stays as "
-              f"the program made it: ctx[{name!r}] has what was saved" for name in sorted(self.retyped)),
+            *(f"{name!r} was saved as a value of another type or form than the registered one, which stays "
+              f"as the program made it: ctx[{name!r}] has what was saved" for name in sorted(self.retyped)),
             *([f"not loaded from epoch {position}, because resume_exclude names it or its "
                f"parameter: {excluded}"]
               if excluded else []),

@@ -227,8 +227,8 @@ def rehearse(
                 "builds the object as the epoch that it resumes from has it, declare it with rebuilt=True"
             )
         raise BlobError(
-            f"blob {', '.join(map(repr, refused))} of {where}: a resume by the same program would refuse "
-            f"what is to be saved, so nothing is:\n  {text}{more}\n{remedy}"
+            f"blob {', '.join(map(repr, refused))} of {where}: a resume by the same program could not "
+            f"load what is to be saved, so nothing is:\n  {text}{more}\n{remedy}"
         )
 
 

@@ -137,13 +137,29 @@ def test_a_container_of_another_type_is_reported(tmp_path: Path) -> None:
         (np.random.default_rng(1), torch.Generator()),
     ],
 )
-def test_an_array_or_generator_of_another_form_is_refused(tmp_path: Path, was: Any, now: Any) -> None:
-    """No load changes them in place, so a resume says so by name, and goes on where they are left out."""
+def test_an_array_or_generator_of_another_form_is_reported(tmp_path: Path, was: Any, now: Any) -> None:
+    """No load changes them in place: one line says that the new one stays, and where the old one is."""
     run = tmp_path / "run"
     train(run, {"w": torch.zeros(2), "one": was}, 2)
-    with pytest.raises(BlobError, match=r"one \(.*cannot be changed in place.*resume_exclude=\['one'\]"):
-        train(run, {"w": torch.zeros(2), "one": now}, 3)
-    train(run, {"w": torch.zeros(2), "one": now}, 3, resume_exclude=["one"])
+    train(run, {"w": torch.zeros(2), "one": now}, 3)
+    (line,) = told(run)
+    assert "'one' was saved as a value of another type or form" in line and "ctx['one'] has" in line
+
+
+def test_an_array_that_takes_the_place_of_a_registered_one_resumes(tmp_path: Path) -> None:
+    """`ctx[name] = ...` may give it another shape: a program that reads it there goes on with it."""
+    sizes = []
+    for epochs in (2, 4):
+        job = Job("grown", blobs={"seen": np.zeros(0)})
+
+        @job.epoch
+        def epoch(ctx: Any) -> None:
+            sizes.append(len(ctx["seen"]))
+            ctx["seen"] = np.append(ctx["seen"], 1.0)
+
+        job.stop_when(max_epochs(epochs))
+        JobRunner(job, tmp_path, code=False).train()
+    assert sizes == [0, 1, 2, 3]
 
 
 def test_an_array_that_the_program_resizes_is_not_saved(tmp_path: Path) -> None:
