@@ -91,7 +91,8 @@ def capture(
     gradients = gradient_leaves(objects, names, selection.saves, learning)
     leaves = [*select(listed, objects, selection), *gradients, *random_leaves(session.streams(place.name))]
     structure = structures.of(place.name, leaves, scopes_of(leaves, members, objects, demoted))
-    arrays = arrays_of(built_by_program(workspace))  # what `ctx[name] = ...` has put in place of one is none
+    # What `ctx[name] = ...` has put in the place of an array may be of another form.
+    arrays = arrays_of(built_by_program(workspace)) if structures.has_arrays(place.name) else {}
     relations = groups_of(objects), structures.overlaps(place.name, leaves), arrays
     if not structures.is_rehearsed(place.name, structure, relations):
         chosen = {leaf.name for leaf in leaves}

@@ -67,6 +67,10 @@ class Structures:
         shared = {leaf.name: leaf.content for leaf in leaves if leaf.name in names}
         return overlaps_of({name: one for name, one in shared.items() if not isinstance(one, Value)})
 
+    def has_arrays(self, node: str) -> bool:
+        """Whether the program has built numpy arrays as blobs."""
+        return node in self._starts and bool(self._starts[node].arrays)
+
     def changes(self, node: str, now: Start, wanted: Callable[[str], bool]) -> list[str]:
         """How `now` differs from what was built, in `wanted` leaves; nothing where nobody looked then."""
         start = self._starts.get(node)
