@@ -234,14 +234,15 @@ class _Choice:
     def _decide_unregistered(self, own: Mapping[str, int | None]) -> None:
         """Nobody could say a policy of what `init` made: it stays with its owners, if all are here.
 
-        Of what other nodes register they take care.
+        Of what other nodes register, and nobody made in `init`, they take care.
         """
-        if self.blob_of(next(iter(own))) in self.anywhere:
+        blob, made = self.blob_of(next(iter(own))), self.manifest.facts.made_by_init
+        if blob in self.anywhere and made is not None and blob not in made:
             return
         owners = {node for name in own for node in self._owners(name)}
         if owners <= set(self.nodes) and len(owners) < len(self.manifest.world.nodes):
             self._take_own(own)
-        else:
+        elif blob not in self.anywhere:
             self._refuse(list(own))
 
     def _take_own(self, own: Mapping[str, int | None]) -> None:

@@ -25,7 +25,7 @@ from torchrelay.checkpoint.state.leaf import OPTIM_GROUP, Leaf, Role, Value
 from torchrelay.checkpoint.state.module_leaves import own_leaves
 from torchrelay.checkpoint.state.stateful_leaves import entry_leaves, tree_leaves
 from torchrelay.checkpoint.state.subclasses import check_made, is_wrapper
-from torchrelay.checkpoint.state.tensor_names import TensorNames
+from torchrelay.checkpoint.state.tensor_names import TensorNames, is_reordered
 from torchrelay.errors import BlobError
 
 PARAMS = "params"
@@ -81,6 +81,22 @@ def parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """All parameters of all groups, in order."""
     for group in optimizer.param_groups:
         yield from group[PARAMS]
+
+
+def steps_as_torch(optimizer: Optimizer) -> bool:
+    """Whether the step is one of torch's, which makes state in the memory order of its parameter."""
+    return str(getattr(type(optimizer).step, "__module__", "")).startswith("torch.optim")
+
+
+def lie_as_parameters(optimizer: Optimizer) -> None:
+    """Give the state of torch's optimizers the memory order of its parameters, as fused kernels expect."""
+    if not steps_as_torch(optimizer):
+        return
+    for parameter, state in optimizer.state.items():
+        for key, one in state.items() if is_reordered(parameter) else ():
+            alike = type(one) is torch.Tensor and one.shape == parameter.shape
+            if alike and one.stride() != parameter.stride():
+                state[key] = torch.empty_like(parameter, dtype=one.dtype, device=one.device).copy_(one)
 
 
 def orphans(blob: str, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:

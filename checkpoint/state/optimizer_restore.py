@@ -26,6 +26,7 @@ from torchrelay.checkpoint.state.optimizer_leaves import (
     parameters,
     shared_name,
     state_prefix,
+    steps_as_torch,
 )
 from torchrelay.checkpoint.state.reads import dtype_name, outside_inference_mode, same_form
 from torchrelay.checkpoint.state.restoring import Draft
@@ -339,7 +340,7 @@ class _Load:
         if owner is not None and is_sharded(owner) and _of_its_parts(spec, owner):
             made = self.draft.fresh_like(spec, owner)
             return lambda device: made
-        if owner is not None:
+        if owner is not None and steps_as_torch(self.local):
             self.draft.order_like(spec, owner)
         read = self.draft.fresh(spec)
         home = live.device if isinstance(live, torch.Tensor) else None

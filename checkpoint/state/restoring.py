@@ -32,7 +32,7 @@ from torchrelay.checkpoint.state.subclasses import (
     rebuilder,
     told,
 )
-from torchrelay.checkpoint.state.tensor_names import TensorNames
+from torchrelay.checkpoint.state.tensor_names import TensorNames, is_reordered
 from torchrelay.errors import BlobError, DamagedError
 
 Maker = Callable[[torch.device | None], torch.Tensor]
@@ -340,8 +340,7 @@ class Draft:
 
         Fused kernels walk through the memory of a parameter and of its state alike.
         """
-        plain = model.layout is torch.strided and not (is_sharded(model) or is_wrapper(model))
-        if plain and spec.shape == tuple(model.shape) and not model.is_contiguous():
+        if spec.shape == tuple(model.shape) and is_reordered(model):
             self._ordered[_source(spec)] = model
 
     def fresh_like(self, spec: LeafSpec, model: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from torchrelay.checkpoint.disk.values import decode
 from torchrelay.checkpoint.state.kinds import Kind, kind_of, optimizers_in
 from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec, Role, learning
-from torchrelay.checkpoint.state.optimizer_leaves import parameters
+from torchrelay.checkpoint.state.optimizer_leaves import lie_as_parameters, parameters
 from torchrelay.checkpoint.state.restoring import Draft
 from torchrelay.checkpoint.state.stateful_leaves import tree_tensors
 from torchrelay.checkpoint.state.subclasses import made_by_an_optimizer
@@ -37,43 +37,28 @@ def draft_stateful(draft: Draft, blob: str, value: Any) -> None:
         draft.note_rest(blob)
 
 
-def _states_with_owners(
-    draft: Draft, value: Any, spec: LeafSpec
-) -> Iterator[tuple[tuple[Any, ...], Mapping[Any, Any], dict[Any, torch.Tensor]]]:
-    """The states of optimizers that an object gave: the path, the state, and by its numbers the parameters.
+def _left_out(draft: Draft, value: Any, spec: LeafSpec) -> list[tuple[Any, ...]]:
+    """The paths of the state of excluded parameters, in the states of optimizers that an object gives.
 
     A `state_dict` of torch's says by its numbers whose state it is; the object has the optimizer.
     """
-    optimizers = [[*parameters(one)] for one in optimizers_in(value)]
-    if not (draft.excluded or any(not _is_in_order(one) for some in optimizers for one in some)):
-        return
-    for path, state, groups in _optimizer_states(decode(draft.json(spec), tensor=_Inner)):
-        numbers = [number for group in groups for number in group["params"]]
-        fitting = [some for some in optimizers if len(some) == len(numbers)]
-        if fitting:  # in the order in which the object has them, and again for further states of theirs
-            optimizers.append(
-                optimizers.pop(next(n for n, one in enumerate(optimizers) if one is fitting[0]))
-            )
-            yield path, state, dict(zip(numbers, fitting[0], strict=True))
-
-
-def _is_in_order(tensor: torch.Tensor) -> bool:
-    return tensor.layout is not torch.strided or tensor.is_contiguous()
-
-
-def _left_out(draft: Draft, value: Any, spec: LeafSpec) -> list[tuple[Any, ...]]:
-    """The paths of the state of excluded parameters. The other state lies in memory as its parameter."""
+    if not draft.excluded:
+        return []
+    optimizers = [[*map(draft.name_of, parameters(one))] for one in optimizers_in(value)]
     found: list[tuple[Any, ...]] = []
-    for path, state, owners in _states_with_owners(draft, value, spec):
-        for number, owner in owners.items():
-            inner = [*_inner_tensors(state.get(number))]
-            name = draft.name_of(owner)
-            if name and inner and matches_any(name, draft.excluded):
-                found.append((*path, "state", number))
-                draft.left_out += [one.name for one in inner]
-                continue
-            for stored in filter(None, (draft.specs.get(one.name) for one in inner)):
-                draft.order_like(stored, owner)
+    tree = decode(draft.json(spec), tensor=_Inner)
+    for path, state, groups in _optimizer_states(tree):
+        numbers = [number for group in groups for number in group["params"]]
+        fitting = [names for names in optimizers if len(names) == len(numbers)]
+        if fitting:  # in the order in which the object has them, and again for further states of theirs
+            optimizers.append(optimizers.pop(optimizers.index(fitting[0])))
+            left = {
+                number
+                for number, name in zip(numbers, fitting[0], strict=True)
+                if name and matches_any(name, draft.excluded) and state.get(number)
+            }
+            found += [(*path, "state", number) for number in state if number in left]
+            draft.left_out += [one.name for number in left for one in _inner_tensors(state[number])]
     return found
 
 
@@ -118,6 +103,8 @@ def _without(tree: Any, paths: Sequence[tuple[Any, ...]]) -> Any:
 
 def _hand_over(value: Any, state: Any) -> None:
     value.load_state_dict(state)
+    for optimizer in optimizers_in(value):
+        lie_as_parameters(optimizer)
     if isinstance(value, DataLoader):
         # torchdata's makes an iterator of its state when it is asked next, and draws a seed for its workers.
         # Undisturbed, that draw was part of the past: it belongs before the random streams are restored.

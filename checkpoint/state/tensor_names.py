@@ -61,6 +61,12 @@ class TensorNames:
         return next((n for n, one in (first, *self._others.get(place, ())) if _is_same(one, tensor)), None)
 
 
+def is_reordered(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor lies in memory otherwise than in the order of its dimensions."""
+    strided = tensor.layout is torch.strided and not (is_sharded(tensor) or is_wrapper(tensor))
+    return strided and not tensor.is_contiguous()
+
+
 def memory_place(tensor: torch.Tensor) -> object:
     """Where the memory begins; of what has none (empty, meta) which storage it is."""
     kind = type(tensor)

@@ -231,40 +231,65 @@ def test_every_state_of_an_optimizer_that_an_object_saves_goes_with_a_parameter(
     assert keeper.optimizers[0].state[model.head.weight]["step"].item() == 1
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD, "own", "held"])
-def test_state_lies_in_memory_as_its_parameter(tmp_path: Path, kind: Any) -> None:
-    """Fused kernels walk through all memory alike: a channels_last model resumes to equal bits."""
+class Flat(torch.optim.Optimizer):
+    """An optimizer whose state is contiguous whatever its parameters are, and has to be."""
 
-    class OwnAdam(torch.optim.Adam):
-        def load_state_dict(self, state_dict: Any) -> None:
-            super().load_state_dict(state_dict)
+    def __init__(self, parameters: Any, **_: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
 
-    def ends(run: Path, *epochs: int) -> nn.Module:
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            mean = state.setdefault("mean", torch.zeros(parameter.shape))
+            mean.view(-1).mul_(0.9).add_(parameter.grad.reshape(-1))
+            with torch.no_grad():
+                parameter.sub_(mean, alpha=0.01)
+
+
+class Pair:
+    """An object with two optimizers, whose state names them in another order than its attributes."""
+
+    def __init__(self, first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> None:
+        self.second, self.optimizer = second, first
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"first": self.optimizer.state_dict(), "second": self.second.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["first"])
+        self.second.load_state_dict(state["second"])
+
+
+@pytest.mark.parametrize("held", [None, Holder, Pair])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD, Own, Flat])
+def test_a_channels_last_model_resumes_to_equal_bits(tmp_path: Path, kind: Any, held: Any) -> None:
+    """Fused kernels walk parameters, gradients and state alike: what torch makes in one order is so again."""
+
+    def ends(run: Path, *epochs: int) -> list[nn.Module]:
         for until in epochs:
             seed(0)
-            model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-            made = {"own": OwnAdam, "held": torch.optim.Adam}.get(kind, kind)
-            options = {"momentum": 0.9} if made is torch.optim.SGD else {}
-            optimizer = made(model.parameters(), lr=0.01, fused=True, **options)
-            job = Job(
-                "order", blobs={"model": model, "o": Holder(optimizer) if kind == "held" else optimizer}
-            )
+            models = [nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), nn.Conv2d(3, 4, 3)]
+            options = {"momentum": 0.9} if issubclass(kind, torch.optim.SGD) else {}
+            made = [kind(one.parameters(), lr=0.01, fused=True, **options) for one in models]
+            optimizers = [Pair(*made)] if held is Pair else [held(one) if held else one for one in made]
+            job = Job("order", blobs={"a": models[0], "b": models[1]})
+            job.blobs.add({f"optimizer{number}": one for number, one in enumerate(optimizers)})
 
             @job.epoch
-            def epoch(ctx: Any, model: Any = model, optimizer: Any = optimizer) -> None:
-                model(torch.randn(2, 3, 8, 8)).square().mean().backward()
-                if ctx.epoch % 2 == 0:  # a window is open at the end of every other epoch
-                    optimizer.step()
-                    optimizer.zero_grad()
+            def epoch(ctx: Any, models: Any = models, made: Any = made) -> None:
+                for model, optimizer in zip(models, made, strict=True):
+                    model(torch.randn(2, 3, 8, 8)).square().mean().backward()
+                    if ctx.epoch % 2 == 0:  # a window is open at the end of every other epoch
+                        optimizer.step()
+                        optimizer.zero_grad()
 
             job.stop_when(max_epochs(until))
             JobRunner(job, run, code=False).train()
-            orders = [one.stride() for one in optimizer.state[model.weight].values() if one.dim() > 1]
-            assert {*orders} == {model.weight.stride()} != {(27, 9, 3, 1)}
-        return model
+        return models
 
     whole, resumed = ends(tmp_path / "whole", 6), ends(tmp_path / "resumed", 2, 3, 6)
-    assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
+    for one, other in zip(whole, resumed, strict=True):
+        assert all(map(torch.equal, one.parameters(), other.parameters()))
 
 
 @pytest.mark.parametrize(

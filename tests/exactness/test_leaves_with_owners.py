@@ -146,6 +146,13 @@ def test_fewer_ranks_are_refused_without_a_policy(
     assert "reshard=" in told["error"] and "now there are 1" in told["error"]
 
 
+def test_what_init_made_stays_on_its_rank_where_another_registers_that_name(tmp_path: Path) -> None:
+    """Three ranks, then four: the policy of rank 0 is for its own blob; `init` makes none of rank 1 again."""
+    on_ranks(tmp_path, 3, [(tmp_path / "run", "noted", 1, {"reshard": "by_rank"})])
+    told = on_ranks(tmp_path, 4, [(tmp_path / "run", "noted", 2, {"reshard": "by_rank"})])
+    assert ["'note'" in of_rank["workspace"] for of_rank in told[0]] == [True, True, False, False]
+
+
 def test_what_no_node_registers_any_more_can_be_left_out(story: tuple[Path, dict[str, list[Told]]]) -> None:
     """A stage of a node that is gone: the refusal names `resume_exclude`, with which the run goes on."""
     copy = shutil.copytree(story[0] / "named_stages whole", story[0] / "named_stages left out")

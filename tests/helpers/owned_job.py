@@ -195,6 +195,11 @@ def tally(rank: int) -> Built:
     return {"counts": counts, "seen": seen}, step
 
 
+def noted(rank: int) -> Built:
+    """Rank 0 registers a note, rank 1 makes one of that name in `init`."""
+    return {"model": _linear(1), **({"note": {"n": 0}} if rank == 0 else {})}, lambda epoch: None
+
+
 KINDS: dict[str, Callable[[int], Built]] = {
     one.__name__: one
     for one in (
@@ -215,10 +220,16 @@ def run(session: SessionBase, run_dir: Path, kind: str, epochs: int, **how: Any)
     """Train to an epoch; a digest of each blob's state by its name, or of what was refused, as `error`."""
     scope, reshard = how.pop("scope", None), how.pop("reshard", None)
     torchrelay.seed(0)
-    blobs, step = KINDS[kind](session.local_nodes[0].rank)
+    rank = session.local_nodes[0].rank
+    blobs, step = {**KINDS, "noted": noted}[kind](rank)
     job = Job("owned")
     job.blobs.add(blobs, scope=scope, reshard=raises_on_rank_1 if reshard == "raises on rank 1" else reshard)
     before = {name: sha256_of(_content(value)) for name, value in blobs.items()}
+
+    @job.init
+    def make(ctx: Context) -> None:
+        if kind == "noted" and rank == 1:
+            ctx["note"] = {"n": 1}
 
     @job.epoch
     def learn(ctx: Context) -> None:
