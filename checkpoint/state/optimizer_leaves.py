@@ -94,8 +94,8 @@ def lie_as_parameters(optimizer: Optimizer) -> None:
         return
     for parameter, state in optimizer.state.items():
         for key, one in state.items() if is_reordered(parameter) else ():
-            alike = type(one) is torch.Tensor and one.shape == parameter.shape
-            if alike and one.stride() != parameter.stride():
+            plain = type(one) is torch.Tensor and one.layout is torch.strided
+            if plain and one.shape == parameter.shape and one.stride() != parameter.stride():
                 state[key] = torch.empty_like(parameter, dtype=one.dtype, device=one.device).copy_(one)
 
 
