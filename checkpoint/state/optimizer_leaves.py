@@ -92,8 +92,9 @@ def lie_as_parameters(optimizer: Optimizer) -> None:
     """Give the state of torch's optimizers the memory order of its parameters, as fused kernels expect."""
     if not steps_as_torch(optimizer):
         return
-    for parameter, state in optimizer.state.items():
-        for key, one in state.items() if is_reordered(parameter) else ():
+    for parameter in filter(is_reordered, parameters(optimizer)):
+        state = optimizer.state.get(parameter, {})
+        for key, one in state.items():
             plain = type(one) is torch.Tensor and one.layout is torch.strided
             if plain and one.shape == parameter.shape and one.stride() != parameter.stride():
                 state[key] = torch.empty_like(parameter, dtype=one.dtype, device=one.device).copy_(one)

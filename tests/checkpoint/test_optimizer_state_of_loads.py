@@ -271,6 +271,7 @@ def test_a_channels_last_model_resumes_to_equal_bits(tmp_path: Path, kind: Any, 
             models = [nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), nn.Conv2d(3, 4, 3)]
             options = {"momentum": 0.9} if issubclass(kind, torch.optim.SGD) else {}
             made = [kind(one.parameters(), lr=0.01, fused=True, **options) for one in models]
+            made[0].state["steps"] = {"all": 0}  # an entry that is no parameter's
             optimizers = [Pair(*made)] if held is Pair else [held(one) if held else one for one in made]
             job = Job("order", blobs={"a": models[0], "b": models[1]})
             job.blobs.add({f"optimizer{number}": one for number, one in enumerate(optimizers)})
