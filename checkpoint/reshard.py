@@ -51,7 +51,7 @@ class Assigned:
     buffers: dict[str, str] = field(default_factory=dict)
     """Buffers that differed between the nodes of the epoch, and the first of these."""
     excluded: set[str] = field(default_factory=set)
-    """Leaves for which the program had no place, and need have none."""
+    """Leaves of other nodes that were asked to be left out: nobody decides about them."""
     foreign: dict[str, str] = field(default_factory=dict)
     """Leaves that are others' alone, and whose they are."""
 

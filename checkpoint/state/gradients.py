@@ -418,7 +418,6 @@ class Gradients:
             if leaf == GRADIENTS or name in self._made or name.endswith(_ENDS):
                 continue
             if name in here:
-                draft.order_like(spec, here[name])
                 self._made[name] = _dense(draft.alike(spec, here[name]))
             elif spec.sharding is None and name not in forms.get("local", ()):
                 self._made[name] = _dense(draft.fresh(spec).on)  # of a tensor that the load may make

@@ -23,6 +23,7 @@ from torchrelay.checkpoint.state.admission import admitted, all_plain_memory
 from torchrelay.checkpoint.state.kinds import local_part
 from torchrelay.checkpoint.state.leaf import OPTIM_GROUP, Leaf, Role, Value
 from torchrelay.checkpoint.state.module_leaves import own_leaves
+from torchrelay.checkpoint.state.reads import with_strides_of
 from torchrelay.checkpoint.state.stateful_leaves import entry_leaves, tree_leaves
 from torchrelay.checkpoint.state.subclasses import check_made, is_wrapper
 from torchrelay.checkpoint.state.tensor_names import TensorNames, is_reordered
@@ -83,21 +84,20 @@ def parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
         yield from group[PARAMS]
 
 
-def steps_as_torch(optimizer: Optimizer) -> bool:
-    """Whether the step is one of torch's, which makes state in the memory order of its parameter."""
-    return str(getattr(type(optimizer).step, "__module__", "")).startswith("torch.optim")
+def match_strides(optimizer: Optimizer) -> None:
+    """Give state the strides of its parameter, as the first step of torch's optimizers does.
 
-
-def lie_as_parameters(optimizer: Optimizer) -> None:
-    """Give the state of torch's optimizers the memory order of its parameters, as fused kernels expect."""
-    if not steps_as_torch(optimizer):
+    Optimizers with a step of their own may need theirs contiguous, and are left alone.
+    """
+    if not str(getattr(type(optimizer).step, "__module__", "")).startswith("torch.optim"):
         return
+    known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what was one tensor is one again
     for parameter in filter(is_reordered, parameters(optimizer)):
         state = optimizer.state.get(parameter, {})
         for key, one in state.items():
-            plain = type(one) is torch.Tensor and one.layout is torch.strided
-            if plain and one.shape == parameter.shape and one.stride() != parameter.stride():
-                state[key] = torch.empty_like(parameter, dtype=one.dtype, device=one.device).copy_(one)
+            if isinstance(one, torch.Tensor):
+                known.setdefault(id(one), (one, with_strides_of(parameter, one)))
+                state[key] = known[id(one)][1]
 
 
 def orphans(blob: str, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:

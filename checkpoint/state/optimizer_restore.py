@@ -23,10 +23,10 @@ from torchrelay.checkpoint.state.optimizer_leaves import (
     PARAMS,
     group_prefix,
     groups_prefix,
+    match_strides,
     parameters,
     shared_name,
     state_prefix,
-    steps_as_torch,
 )
 from torchrelay.checkpoint.state.reads import dtype_name, outside_inference_mode, same_form
 from torchrelay.checkpoint.state.restoring import Draft
@@ -340,8 +340,6 @@ class _Load:
         if owner is not None and is_sharded(owner) and _of_its_parts(spec, owner):
             made = self.draft.fresh_like(spec, owner)
             return lambda device: made
-        if owner is not None and steps_as_torch(self.local):
-            self.draft.order_like(spec, owner)
         read = self.draft.fresh(spec)
         home = live.device if isinstance(live, torch.Tensor) else None
         return lambda device: read.on(home or device)
@@ -360,6 +358,7 @@ class _Load:
         }
         self._install_state(state, devices)
         self.local.state.update(shared(None))
+        match_strides(self.local)
 
     def _install_state(
         self, state: dict[str, dict[str, Builder]], step_devices: Mapping[int, torch.device]

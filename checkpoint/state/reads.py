@@ -10,6 +10,7 @@ import torch
 from torchrelay.checkpoint.disk.dtypes import as_copied, by_name, torch_dtype
 from torchrelay.checkpoint.disk.windows import Target
 from torchrelay.checkpoint.state.leaf import LeafSpec
+from torchrelay.checkpoint.state.tensor_names import is_reordered
 
 
 class Read:
@@ -18,7 +19,7 @@ class Read:
     `live` is a tensor of an object, `destination` the same where its own memory can be written in place;
     else `memory()` is fresh, and is copied into `live` by the restoration if it was asked for. With a
     `target` the memory takes only these boxes of the leaf, without it the whole. A new tensor made of it
-    has the type that it `becomes`, and lies in memory in the order of the tensor `like`.
+    has the type that it `becomes`.
     """
 
     def __init__(
@@ -29,7 +30,6 @@ class Read:
         target: Target | None = None,
         *,
         becomes: torch.dtype | None = None,
-        like: torch.Tensor | None = None,
     ) -> None:
         self.leaf = leaf
         self.spec = spec
@@ -38,7 +38,6 @@ class Read:
         self.destination = _own_memory(live) if live is not None and as_stored else None
         self.target = target
         self.becomes = becomes
-        self.like = like
         self._placed: dict[str, torch.Tensor] | None = None
 
     def memory(self) -> torch.Tensor:
@@ -70,17 +69,22 @@ class Read:
         where = str(device or "cpu")
         self._placed = {} if self._placed is None else self._placed
         if where not in self._placed:
-            made = self.memory().to(where, self.becomes or self.dtype)
-            if self.like is not None:
-                with outside_inference_mode():
-                    made = torch.empty_like(self.like, dtype=made.dtype, device=made.device).copy_(made)
-            self._placed[where] = made
+            self._placed[where] = self.memory().to(where, self.becomes or self.dtype)
         return self._placed[where]
 
 
 def outside_inference_mode() -> AbstractContextManager[object]:
     """What a load makes is trained afterwards, also where the load itself is called in inference mode."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+def with_strides_of(model: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, anew where a model of its shape has other strides: fused kernels walk both alike."""
+    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and is_reordered(model)
+    if not plain or tensor.shape != model.shape or tensor.stride() == model.stride():
+        return tensor
+    with outside_inference_mode():
+        return torch.empty_like(model, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def same_form(spec: LeafSpec, live: torch.Tensor) -> bool:

@@ -134,7 +134,12 @@ class Start:
         yield from ((name, "is gone since the start") for name in self.tensors if name not in now.tensors)
         arrays = ((blob, now.arrays.get(blob, was), was) for blob, was in self.arrays.items())
         yield from (
-            (blob, f"is {one} now, and was {was} at the start") for blob, one, was in arrays if one != was
+            (
+                blob,
+                f"is {one} now, and was {was} at the start: put a new one in its place, ctx[{blob!r}] = ...",
+            )
+            for blob, one, was in arrays
+            if one != was
         )
         for blob, groups in self.groups.items():
             kept = now.groups.get(blob, groups)[: len(groups)]

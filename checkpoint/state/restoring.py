@@ -32,7 +32,7 @@ from torchrelay.checkpoint.state.subclasses import (
     rebuilder,
     told,
 )
-from torchrelay.checkpoint.state.tensor_names import TensorNames, is_reordered
+from torchrelay.checkpoint.state.tensor_names import TensorNames
 from torchrelay.errors import BlobError, DamagedError
 
 Maker = Callable[[torch.device | None], torch.Tensor]
@@ -43,11 +43,11 @@ class Draft:
     """A restoration in the making. Adding to it changes no object of the user's.
 
     Into the tensors `in_place` leaves of their names are read by others. What is `offered` may be taken by
-    an object, and need not be. `late` has plans for stored buffers that a module has not made yet,
-    `reshaped` describes those that it has in another shape; both are differences if there are any others.
-    `names` are those of the parameters of the given objects, by id. Of the blobs `may_lack` leaves may be
-    absent; `states` are those of modules that were asked before. `same_content` says whether two stored
-    tensors of one form have the same bytes.
+    an object, and need not be. `late` has plans for stored buffers that a module has not made yet, and
+    whether it has a place for them; `reshaped` describes those that it has in another shape. Both are
+    differences if there are any others. `names` are those of the parameters of the given objects, by id. Of
+    the blobs `may_lack` leaves may be absent; `states` are those of modules that were asked before.
+    `same_content` says whether two stored tensors of one form have the same bytes.
     """
 
     rehearsed = False
@@ -75,7 +75,6 @@ class Draft:
         self.cast: Callable[[str], torch.dtype | None] | None = None
         """To which floating-point type a leaf may be converted."""
         self.converted: dict[str, torch.dtype] = {}
-        self._ordered: dict[str, torch.Tensor] = {}
         """New tensors that get another type than the stored one, by the leaf's name."""
         self.excluded: Collection[str] = ()
         self.left_out: list[str] = []
@@ -329,19 +328,9 @@ class Draft:
         """Read a leaf into fresh memory, the same for all its names."""
         source = _source(spec)
         if source not in self._fresh:
-            self._fresh[source] = Read(
-                source, spec, becomes=self.converted.get(source), like=self._ordered.get(source)
-            )
+            self._fresh[source] = Read(source, spec, becomes=self.converted.get(source))
             self.reads.append(self._fresh[source])
         return self._fresh[source]
-
-    def order_like(self, spec: LeafSpec, model: torch.Tensor) -> None:
-        """Let a new tensor of a leaf lie in memory as a model of its shape, as an optimizer makes its state.
-
-        Fused kernels walk through the memory of a parameter and of its state alike.
-        """
-        if spec.shape == tuple(model.shape) and is_reordered(model):
-            self._ordered[_source(spec)] = model
 
     def fresh_like(self, spec: LeafSpec, model: torch.Tensor) -> torch.Tensor:
         """Read a leaf into a new DTensor on the mesh of the DTensor `model`."""

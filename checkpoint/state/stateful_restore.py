@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from torchrelay.checkpoint.disk.values import decode
 from torchrelay.checkpoint.state.kinds import Kind, kind_of, optimizers_in
 from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec, Role, learning
-from torchrelay.checkpoint.state.optimizer_leaves import lie_as_parameters, parameters
+from torchrelay.checkpoint.state.optimizer_leaves import match_strides, parameters
 from torchrelay.checkpoint.state.restoring import Draft
 from torchrelay.checkpoint.state.stateful_leaves import tree_tensors
 from torchrelay.checkpoint.state.subclasses import made_by_an_optimizer
@@ -104,7 +104,7 @@ def _without(tree: Any, paths: Sequence[tuple[Any, ...]]) -> Any:
 def _hand_over(value: Any, state: Any) -> None:
     value.load_state_dict(state)
     for optimizer in optimizers_in(value):
-        lie_as_parameters(optimizer)
+        match_strides(optimizer)
     if isinstance(value, DataLoader):
         # torchdata's makes an iterator of its state when it is asked next, and draws a seed for its workers.
         # Undisturbed, that draw was part of the past: it belongs before the random streams are restored.
