@@ -172,6 +172,7 @@ def class_of(one: Mapping[str, Any]) -> Described:
                 **row,
                 "role": Role(row["role"]),
                 "shape": tuple(row["shape"]),
+                "order": None if row["order"] is None else tuple(row["order"]),
                 "sharding": None if row["sharding"] is None else meshes[row["sharding"]],
             }
         )

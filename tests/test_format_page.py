@@ -111,7 +111,7 @@ def test_value_tags() -> None:
         value_decoding._MAPPINGS,
         value_decoding._TENSORS,
     )
-    others = CONTAINER_KINDS | {"blob"}
+    others = CONTAINER_KINDS | {"blob", "ordered"}
     assert first_cells("Typed values") == {tag for table in tables for tag in table} | others
 
 

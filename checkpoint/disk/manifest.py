@@ -82,6 +82,8 @@ class LeafRow(NamedTuple):
     source: int = 0
     frozen: bool | None = None
     """Of a parameter or a tensor, whether it had no gradient; None where that is not known."""
+    order: tuple[int, ...] | None = None
+    """The dimensions of a tensor from the outermost in memory, where they do not lie as they are numbered."""
 
     @property
     def gradient_is_odd(self) -> bool:

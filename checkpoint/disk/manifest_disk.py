@@ -9,7 +9,7 @@
              of sharded leaves {mesh, placements, rule}
     blobs    {name, kind, scope}
     leaves   {name, blob, kind, role, dtype, shape, bytes, scope, group, layout, alias_of, try[, frozen]
-             [, learning]}
+             [, learning] [, order]}
     shards   {node, group, part, bytes, header_bytes, try} and header_sha256: base64 of all, joined
     values   [leaf row, typed value]
 
@@ -331,6 +331,9 @@ def _leaves_text(leaves: Sequence[LeafRow], words: _Numbers) -> bytes:
         said = [(row, frozen) for row, frozen in enumerate(of["frozen"]) if of["role"][row] == role]
         if any(frozen is not None for _, frozen in said):
             table[key] = pack_numbers([row for row, frozen in said if has_odd_gradient(role, frozen)])
+    if orders := sorted({order for order in of["order"] if order is not None}):
+        rows = {order: [row for row, one in enumerate(of["order"]) if one == order] for order in orders}
+        table["order"] = [[list(order), pack_numbers(rows[order])] for order in orders]
     texts = {key: _text(column) for key, column in table.items()}
     return canonical.object_of({**texts, "shape": _shapes_text(of["shape"])})
 
@@ -358,7 +361,7 @@ def _leaves(columns: Columns) -> tuple[LeafRow, ...]:
     table = (
         *(names, words["blob"], words["kind"], words["role"], dtypes, shapes, numbers["bytes"]),
         *(words["scope"], words["group"], numbers["layout"], map(aliases.get, range(len(names)))),
-        *(numbers["try"], _frozen(columns.fields, words["role"])),
+        *(numbers["try"], _frozen(columns.fields, words["role"]), _orders(columns.fields, shapes)),
     )
     return tuple(map(LeafRow, *table))
 
@@ -379,6 +382,21 @@ def _frozen(fields: Fields, roles: Sequence[str]) -> list[bool | None]:
         odd = set(rows)
         for row in (row for row, one in enumerate(roles) if one == role):
             found[row] = (row in odd) is (role == "parameter")
+    return found
+
+
+def _orders(fields: Fields, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...] | None]:
+    """The order in memory of each leaf's dimensions, where it is said."""
+    found: list[tuple[int, ...] | None] = [None] * len(shapes)
+    for item in fields.items("order") if "order" in fields.values else ():
+        order, packed = item if isinstance(item, list) and len(item) == 2 else (None, None)
+        if not isinstance(order, list) or not isinstance(packed, list):
+            raise fields.wrong("order")
+        for row in unpack_numbers(packed, f"{fields.what} (order)"):
+            fits = 0 <= row < len(shapes) and found[row] is None
+            if not fits or set(map(type, order)) != {int} or sorted(order) != list(range(len(shapes[row]))):
+                raise fields.wrong("order")
+            found[row] = tuple(order)
     return found
 
 

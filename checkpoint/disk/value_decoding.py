@@ -80,7 +80,7 @@ def renamed_references(json: Json, names: Mapping[str, str]) -> Json:
         return {"$": kind, "v": [*form, name] if form else name}
     if kind == "blob":
         return {"$": kind, "v": names.get(content, content)}
-    if kind in _SEQUENCES or kind in _MAPPINGS or kind in CONTAINER_KINDS:
+    if kind in _SEQUENCES or kind in _MAPPINGS or kind in CONTAINER_KINDS or kind == "ordered":
         return {"$": kind, "v": renamed_references(content, names)}
     return json
 
@@ -107,6 +107,8 @@ def _decode(json: Json, by: _Readers) -> Any:
         return decode_container(kind, content, lambda inner: _decode(inner, by), by.record)
     if kind in _LEAVES:
         return _LEAVES[kind](content)
+    if kind == "ordered":
+        return _ordered(content[0], _decode(content[1], by))
     if kind in _SEQUENCES:
         return _SEQUENCES[kind](_items(content, by))
     if kind in _MAPPINGS:
@@ -164,6 +166,16 @@ def _numpy_scalar(content: Json) -> Any:
 def _array(content: Json) -> Any:
     dtype, shape, data = content
     return _numpy().frombuffer(bytearray(_bytes(data)), _numpy_dtype(dtype)).reshape(shape)
+
+
+def _ordered(order: Json, array: Any) -> Any:
+    """The same array with its dimensions in this order in memory, from the outermost."""
+    if array is None:  # only names are asked for
+        return None
+    if sorted(order) != list(range(array.ndim)):
+        raise DamagedError(f"an array of {array.ndim} dimensions lies in the order {order}")
+    laid = _numpy().ascontiguousarray(array.transpose(order))
+    return laid.transpose([order.index(dim) for dim in range(array.ndim)])
 
 
 def _array_in_tensor(content: Json, tensor: TensorReader) -> Any:

@@ -13,6 +13,7 @@ in ascending order. Everything else takes the tagged form `{"$": kind, "v": cont
     tensor            what the caller's `tensor` callback said
     array             [dtype, shape, what the caller's `memory` callback said]
     numbers           ["list" or "tuple", what the caller's `memory` callback said]
+    ordered           [dimensions from the outermost in memory, an array]
     blob              what the caller's `blob` callback said
 
 and containers and generators that of `container_values`;
@@ -220,13 +221,18 @@ class _Encoder:
 
     def _array(self, value: Any, path: str) -> Json:
         form = [_dtype_text(value.dtype), list(value.shape)]
+        order = _order_of(value)
         if value.nbytes <= ARRAY_LIMIT:
-            return tagged("ndarray", [*form, _base64(value.tobytes())])
-        if self._memory is None:
+            found = tagged("ndarray", [*form, _base64(value.tobytes())])
+        elif self._memory is not None:
+            tensor = _tensor_of(value, order)
+            found = tagged("array", [*form, self._named(value, tensor, path, self._memory)])
+            order = order if tensor.is_contiguous() else None  # else the tensor's leaf has it
+        else:
             raise BlobError(
                 f"{path} is a numpy array of {value.nbytes} bytes: keep it as a tensor (torch.from_numpy)"
             )
-        return tagged("array", [*form, self._named(value, _tensor_of(value), path, self._memory)])
+        return found if order is None else tagged("ordered", [list(order), found])
 
     def _named(self, value: Any, tensor: Any, path: str, memory: TensorWriter) -> Json:
         """What stands for the tensor; one value in two places is one tensor."""
@@ -258,13 +264,24 @@ def _dtype_text(dtype: Any) -> str:
     return text if numpy.dtype(text).char == dtype.char else str(dtype.char)
 
 
-def _tensor_of(value: Any) -> Any:
+def _order_of(value: Any) -> tuple[int, ...] | None:
+    """The dimensions from the outermost in memory, where they do not lie as they are numbered."""
+    if value.flags.c_contiguous:
+        return None
+    order = tuple(sorted(range(value.ndim), key=lambda dim: -value.strides[dim]))
+    return order if value.transpose(order).flags.c_contiguous else None
+
+
+def _tensor_of(value: Any, order: tuple[int, ...] | None) -> Any:
     """The elements as a tensor that shares their memory where it can; of types that torch lacks, bytes."""
     import numpy
     import torch
 
+    native = value.dtype.isnative and value.dtype.char in _TENSOR_KINDS
+    if native and order is not None:
+        places = [order.index(dim) for dim in range(len(order))]
+        return _tensor_of(value.transpose(order), None).permute(places)
     dense = numpy.require(value, requirements=("C", "W"))
-    native = dense.dtype.isnative and dense.dtype.char in _TENSOR_KINDS
     # By size and kind: of two equal integers of C torch may know one.
     return torch.from_numpy(dense.view(dense.dtype.str) if native else dense.reshape(-1).view(numpy.uint8))
 

@@ -207,7 +207,7 @@ class Plan:
         rows = [
             (
                 leaf.name, leaf.blob, leaf.kind, leaf.role._value_, leaf.dtype, leaf.shape, leaf.nbytes,
-                scope, leaf.group, layout, leaf.alias_of, 0, leaf.frozen,
+                scope, leaf.group, layout, leaf.alias_of, 0, leaf.frozen, leaf.order,
             )
             for leaf, scope, layout in self.rows
         ]  # fmt: skip

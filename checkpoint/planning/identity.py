@@ -51,6 +51,7 @@ def leaves_digest(leaves: Sequence[LeafSpec]) -> str:
             leaf.nbytes if leaf.kind == "tensor" else leaf.nbytes > VALUE_LIMIT_BYTES,
             meshes[id(leaf.sharding)],
             *(("odd gradient",) if has_odd_gradient(leaf.role._value_, leaf.frozen) else ()),
+            *(() if leaf.order is None else (("order", *leaf.order),)),
         )
         column.append(numbers.setdefault(form, len(numbers)))
     names = ",".join(words([leaf.name for leaf in ordered]))

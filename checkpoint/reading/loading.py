@@ -317,6 +317,7 @@ def _spec(manifest: Manifest, number: int, name: str, blob: str, source: str) ->
         alias_of=alias,
         sharding=layout if isinstance(layout, Mesh) else None,
         frozen=row.frozen,
+        order=row.order,
     )
 
 

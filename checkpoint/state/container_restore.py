@@ -16,13 +16,12 @@ import torch
 from torch import nn
 
 from torchrelay.checkpoint.disk.canonical import Json
-from torchrelay.checkpoint.disk.dtypes import by_name, torch_dtype
 from torchrelay.checkpoint.disk.value_decoding import decode, holds_only_tensors, references
 from torchrelay.checkpoint.disk.values import encode, tagged
 from torchrelay.checkpoint.state.admission import admitted_in_place
 from torchrelay.checkpoint.state.dtensors import is_sharded, stand_in
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role, learning
-from torchrelay.checkpoint.state.reads import same_form
+from torchrelay.checkpoint.state.reads import empty, same_form
 from torchrelay.checkpoint.state.restoring import Draft
 from torchrelay.checkpoint.state.subclasses import is_wrapper
 from torchrelay.checkpoint.state.tensor_names import extent_of
@@ -200,7 +199,7 @@ def _shown(draft: Draft, name: str) -> Any:
     spec = draft.specs.get(name)
     if spec is None or spec.role is not Role.VALUE:
         return _Tensor(name)
-    return torch.empty(spec.shape, dtype=torch_dtype(by_name(spec.dtype or "")))
+    return empty(spec)
 
 
 def _holds_only_blobs(live: Any) -> bool:

@@ -101,6 +101,7 @@ class LeafSpec:
     `dtype` is torch's name (`bfloat16`, see `dtypes`), None for values; `shape` is () for values; `nbytes`
     the logical size, also where an alias stores nothing. Of a sharded tensor dtype, shape and bytes are
     those of the whole, and `sharding` says who has which part. `frozen` is None where that is not known.
+    `order` has the dimensions from the outermost in memory (see `order_of`).
     """
 
     name: str
@@ -114,6 +115,7 @@ class LeafSpec:
     alias_of: str | None = None
     sharding: Mesh | None = None
     frozen: bool | None = None
+    order: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}" if self.kind == "tensor" else "value"
@@ -137,7 +139,10 @@ def spec_of(leaf: Leaf) -> LeafSpec:
     element = logical_dtype(content.dtype, leaf.name)
     shape = tuple(content.shape)
     spec = _spec(leaf, "tensor", element.name, shape, element.nbytes(shape))
-    return replace(spec, sharding=sharding_of(content, leaf.name)) if is_sharded(content) else spec
+    if is_sharded(content):
+        return replace(spec, sharding=sharding_of(content, leaf.name))
+    order = order_of(content)
+    return spec if order is None else replace(spec, order=order)
 
 
 def _spec(
@@ -145,6 +150,18 @@ def _spec(
 ) -> LeafSpec:
     described = (kind, dtype, shape, nbytes, leaf.alias_of, None, leaf.frozen)
     return LeafSpec(leaf.name, leaf.blob, leaf.role, leaf.group, *described)
+
+
+def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The dimensions from the outermost in memory, (0, 2, 3, 1) for channels_last.
+
+    None where they lie as they are numbered, and where there are gaps between the elements.
+    """
+    if tensor.is_contiguous():
+        return None
+    steps = tensor.stride()
+    order = tuple(sorted(range(len(steps)), key=lambda dim: -steps[dim]))
+    return order if tensor.permute(order).is_contiguous() else None
 
 
 def learning(tensor: torch.Tensor, spec: LeafSpec, twin: torch.Tensor | None) -> torch.Tensor:

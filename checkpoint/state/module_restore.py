@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchrelay.checkpoint.disk.dtypes import by_name, torch_dtype
 from torchrelay.checkpoint.state.container_leaves import container_tensors
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.checkpoint.state.load_hooks import draft_with_hooks, has_load_code
 from torchrelay.checkpoint.state.module_leaves import ModuleEntry, named_parameters, parts_of
 from torchrelay.checkpoint.state.module_names import Part
-from torchrelay.checkpoint.state.reads import dtype_name, form, outside_inference_mode
+from torchrelay.checkpoint.state.reads import dtype_name, empty, form, outside_inference_mode
 from torchrelay.checkpoint.state.restoring import Draft
 
 
@@ -142,10 +141,10 @@ class _Made:
             return live
         if id(live) not in self._instead:
             device = self.device() if live.is_meta else live.device
-            with outside_inference_mode():
-                if reshaped:
-                    fresh = torch.empty(spec.shape, dtype=live.dtype, device=device)
-                else:
+            if reshaped:
+                fresh = empty(spec, device)
+            else:
+                with outside_inference_mode():
                     fresh = torch.empty_like(live.detach(), device=device)
             self._instead[id(live)] = (live, fresh)
         return self._instead[id(live)][1]
@@ -211,8 +210,7 @@ class _Made:
 def _add_buffer(draft: Draft, spec: LeafSpec, owner: nn.Module, name: str, device: torch.device) -> None:
     """Plan to read a leaf into a new buffer of a module; it is the one that the leaf is an alias of."""
     if (buffer := draft.live(spec)) is None:
-        with outside_inference_mode():
-            buffer = torch.empty(spec.shape, dtype=torch_dtype(by_name(spec.dtype or "")), device=device)
+        buffer = empty(spec, device)
         draft.into(spec.blob, spec, buffer)
     draft.steps.append((spec.blob, lambda: owner.register_buffer(name, buffer)))
 

@@ -92,10 +92,10 @@ def match_strides(optimizer: Optimizer) -> None:
     if not str(getattr(type(optimizer).step, "__module__", "")).startswith("torch.optim"):
         return
     known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what was one tensor is one again
-    for parameter in filter(is_reordered, parameters(optimizer)):
-        state = optimizer.state.get(parameter, {})
+    for parameter in parameters(optimizer):
+        state, reordered = optimizer.state.get(parameter, {}), is_reordered(parameter)
         for key, one in state.items():
-            if isinstance(one, torch.Tensor):
+            if isinstance(one, torch.Tensor) and (reordered or is_reordered(one)):
                 known.setdefault(id(one), (one, with_strides_of(parameter, one)))
                 state[key] = known[id(one)][1]
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.optim import LBFGS, Optimizer
 
-from torchrelay.checkpoint.disk.dtypes import by_name, torch_dtype
 from torchrelay.checkpoint.state.container_leaves import container_tensors
 from torchrelay.checkpoint.state.dtensors import is_sharded
 from torchrelay.checkpoint.state.kinds import local_part
@@ -28,7 +27,7 @@ from torchrelay.checkpoint.state.optimizer_leaves import (
     shared_name,
     state_prefix,
 )
-from torchrelay.checkpoint.state.reads import dtype_name, outside_inference_mode, same_form
+from torchrelay.checkpoint.state.reads import dtype_name, empty, outside_inference_mode, same_form
 from torchrelay.checkpoint.state.restoring import Draft
 from torchrelay.checkpoint.state.subclasses import description, is_wrapper, made_state
 from torchrelay.checkpoint.wildcards import matches_any
@@ -94,9 +93,7 @@ def _in_container(draft: Draft, name: str) -> torch.Tensor | None:
         found = dict(container_tensors(spec.blob, draft.containers[spec.blob])).get(name)
         if found is None or not found.is_leaf or not same_form(spec, found):
             with outside_inference_mode():
-                found = learning(
-                    torch.empty(spec.shape, dtype=torch_dtype(by_name(spec.dtype or ""))), spec, None
-                )
+                found = learning(empty(spec), spec, None)
         draft.into(spec.blob, spec, found)
     return found
 

@@ -9,8 +9,9 @@ import torch
 
 from torchrelay.checkpoint.disk.dtypes import as_copied, by_name, torch_dtype
 from torchrelay.checkpoint.disk.windows import Target
+from torchrelay.checkpoint.state.dtensors import is_sharded
 from torchrelay.checkpoint.state.leaf import LeafSpec
-from torchrelay.checkpoint.state.tensor_names import is_reordered
+from torchrelay.checkpoint.state.subclasses import is_wrapper
 
 
 class Read:
@@ -69,8 +70,20 @@ class Read:
         where = str(device or "cpu")
         self._placed = {} if self._placed is None else self._placed
         if where not in self._placed:
-            self._placed[where] = self.memory().to(where, self.becomes or self.dtype)
+            found = self.memory().to(where, self.becomes or self.dtype)
+            anew = self.live is None and self.spec.order is not None
+            self._placed[where] = empty(self.spec, where, found.dtype).copy_(found) if anew else found
         return self._placed[where]
+
+
+def empty(
+    spec: LeafSpec, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """New memory for all of a tensor, its dimensions in the order in which they lay when it was saved."""
+    order = range(len(spec.shape)) if spec.order is None else spec.order
+    dtype = dtype or torch_dtype(by_name(spec.dtype or ""))
+    with outside_inference_mode():
+        return torch.empty_permuted(spec.shape, list(order), dtype=dtype, device=device)
 
 
 def outside_inference_mode() -> AbstractContextManager[object]:
@@ -79,9 +92,15 @@ def outside_inference_mode() -> AbstractContextManager[object]:
 
 
 def with_strides_of(model: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, anew where a model of its shape has other strides: fused kernels walk both alike."""
-    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and is_reordered(model)
-    if not plain or tensor.shape != model.shape or tensor.stride() == model.stride():
+    """The tensor, anew where a plain model of its shape has other strides: fused kernels walk both alike."""
+    plain = type(tensor) is torch.Tensor and tensor.layout is model.layout is torch.strided
+    if (
+        not plain
+        or is_sharded(model)
+        or is_wrapper(model)
+        or tensor.shape != model.shape
+        or tensor.stride() == model.stride()
+    ):
         return tensor
     with outside_inference_mode():
         return torch.empty_like(model, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -182,7 +182,7 @@ def _builder(draft: Draft, blob: str, spec: LeafSpec) -> Builder:
     if (live := draft.live(spec)) is not None:
         return lambda: live
     read = draft.fresh(spec)
-    return lambda: learning(read.memory(), spec, None)
+    return lambda: learning(read.on(None), spec, None)
 
 
 def _root(draft: Draft, blob: str, value: Any, roles: tuple[Role, ...]) -> LeafSpec | None:

@@ -63,8 +63,8 @@ class TensorNames:
 
 def is_reordered(tensor: torch.Tensor) -> bool:
     """Whether a plain tensor lies in memory otherwise than in the order of its dimensions."""
-    strided = tensor.layout is torch.strided and not (is_sharded(tensor) or is_wrapper(tensor))
-    return strided and not tensor.is_contiguous()
+    odd = tensor.layout is torch.strided and not tensor.is_contiguous()
+    return odd and not (is_sharded(tensor) or is_wrapper(tensor))
 
 
 def memory_place(tensor: torch.Tensor) -> object:

@@ -3,7 +3,8 @@
 It has all that a manifest can have: split, replicated, per-node and per-host leaves, an alias, two node
 classes, a value of every place, references to an earlier try of another world, two parts of a shard.
 Run it only for a new format version, under a new name: `python tests/golden/make_manifest.py > ...`; with
-`frozen` it makes `manifest_frozen.json`, with `learning` `manifest_learning.json`.
+`frozen` it makes `manifest_frozen.json`, with `learning` `manifest_learning.json`, with `ordered`
+`manifest_ordered.json`.
 """
 
 from __future__ import annotations
@@ -100,6 +101,14 @@ def learning() -> Manifest:
     return replace(made, leaves=tuple(leaves))
 
 
+def ordered() -> Manifest:
+    """The same, where two matrices lie transposed in memory: `manifest_ordered.json`."""
+    made = learning()
+    names = [leaf.name for leaf in made.leaves if leaf.kind == "tensor" and len(leaf.shape) == 2][:2]
+    leaves = [leaf._replace(order=(1, 0)) if leaf.name in names else leaf for leaf in made.leaves]
+    return replace(made, leaves=tuple(leaves))
+
+
 if __name__ == "__main__":
-    which = {"frozen": frozen, "learning": learning}.get(sys.argv[-1], manifest)
+    which = {"frozen": frozen, "learning": learning, "ordered": ordered}.get(sys.argv[-1], manifest)
     sys.stdout.buffer.write(which().encode())

@@ -1,0 +1,278 @@
+"""What a load makes anew lies in memory as it did when it was saved."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from torchrelay import Job, JobRunner, max_epochs, open_checkpoint
+from torchrelay.checkpoint.disk.manifest import Manifest
+from torchrelay.checkpoint.disk.value_decoding import decode
+from torchrelay.checkpoint.disk.values import encode
+from torchrelay.errors import DamagedError
+
+GOLDEN = Path(__file__).resolve().parent.parent / "golden"
+IMAGES = (2, 3, 4, 5)
+
+
+@pytest.fixture(autouse=True)
+def without_warnings() -> Iterator[None]:
+    """Of what was built otherwise than it is loaded."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def images(scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(IMAGES) * scale).to(memory_format=torch.channels_last)
+
+
+def train(run: Path, epochs: int, build: Callable[[], dict[str, Any]], step: Callable[[Any], object]) -> Any:
+    torch.manual_seed(0)
+    blobs = build()
+    seen: dict[str, Any] = {}
+    job = Job("order", blobs=blobs)
+
+    @job.epoch
+    def epoch(ctx: Any) -> None:
+        step(ctx)
+        seen.update({name: ctx[name] for name in (*blobs, "made") if name in ctx})
+
+    job.stop_when(max_epochs(epochs))
+    JobRunner(job, run, best=None).train()
+    return seen
+
+
+def laid(value: Any) -> Any:
+    """What is compared: bits, and where they lie."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(value.shape), value.stride(), value.tolist()
+    if isinstance(value, numpy.ndarray):
+        return str(value.dtype), value.shape, value.strides, value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [laid(one) for one in value]
+    if isinstance(value, dict):
+        return {key: laid(one) for key, one in value.items()}
+    if isinstance(value, nn.Module):
+        return laid(dict(value.state_dict()))
+    if isinstance(value, torch.optim.Optimizer):
+        return laid(value.state_dict()["state"])
+    return laid(value.state_dict()) if hasattr(value, "state_dict") else value
+
+
+class Late(nn.Module):
+    """Makes a buffer at its first call, and another one longer at each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("first", None)
+        self.register_buffer("grows", torch.zeros(1, 1))
+
+    def forward(self) -> None:
+        if self.first is None:
+            self.first = images()
+        self.grows = torch.randn(len(self.grows) + 1, 3).t().contiguous().t()
+
+
+class Keeps:
+    """An object whose state has tensors and arrays that it made itself."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.kept)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kept = dict(state)
+
+
+class Own(torch.optim.Optimizer):
+    """Keeps a moment that lies as its parameter, and one transposed, and has a step of its own."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["moment"] = torch.zeros_like(parameter)
+                state["turned"] = torch.zeros(parameter.shape[::-1]).permute(3, 2, 1, 0)
+            state["moment"].add_(parameter.grad)
+            state["turned"].sub_(parameter.grad)
+
+
+def gained_tensor() -> tuple[dict[str, Any], Callable[[Any], object]]:
+    return {"held": [torch.zeros(2)]}, lambda ctx: ctx["held"].append(images())
+
+
+def gained_tensor_with_a_gradient() -> tuple[dict[str, Any], Callable[[Any], object]]:
+    return {"held": {}}, lambda ctx: ctx["held"].setdefault("w", images().requires_grad_())
+
+
+def gained_array() -> tuple[dict[str, Any], Callable[[Any], object]]:
+    return {"held": {}}, lambda ctx: ctx["held"].setdefault("a", numpy.asfortranarray(numpy.eye(3, 4)))
+
+
+def gained_large_array() -> tuple[dict[str, Any], Callable[[Any], object]]:
+    def step(ctx: Any) -> None:
+        ctx["held"].setdefault("a", numpy.arange(200_000.0).reshape(2, 1000, 100).transpose(2, 0, 1))
+
+    return {"held": {}}, step
+
+
+def gained_large_array_of_bytes_in_the_other_order() -> tuple[dict[str, Any], Callable[[Any], object]]:
+    def step(ctx: Any) -> None:
+        ctx["held"].setdefault("a", numpy.arange(200_000, dtype=">f8").reshape(400, 500).T)
+
+    return {"held": {}}, step
+
+
+def new_tensor_of_the_workspace() -> tuple[dict[str, Any], Callable[[Any], object]]:
+    def step(ctx: Any) -> None:
+        if "made" not in ctx:
+            ctx["made"] = images()
+
+    return {}, step
+
+
+def late_buffers() -> tuple[dict[str, Any], Callable[[Any], object]]:
+    return {"late": Late()}, lambda ctx: ctx["late"]()
+
+
+def state_of_an_object() -> tuple[dict[str, Any], Callable[[Any], object]]:
+    def step(ctx: Any) -> None:
+        kept = ctx["keeps"].kept
+        kept.setdefault("images", images())
+        kept.setdefault("array", numpy.asfortranarray(numpy.eye(2, 3)))
+        kept["twice"] = kept["images"]
+
+    return {"keeps": Keeps()}, step
+
+
+def state_of_an_own_optimizer() -> tuple[dict[str, Any], Callable[[Any], object]]:
+    model = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+    weight = [model.weight]
+
+    def step(ctx: Any) -> None:
+        ctx["model"](images()).square().sum().backward()
+        ctx["own"].step()
+        model.zero_grad()
+
+    return {"model": model, "own": Own(weight, {"lr": 0.1})}, step
+
+
+KINDS = (
+    gained_tensor,
+    gained_tensor_with_a_gradient,
+    gained_array,
+    gained_large_array,
+    gained_large_array_of_bytes_in_the_other_order,
+    new_tensor_of_the_workspace,
+    late_buffers,
+    state_of_an_object,
+    state_of_an_own_optimizer,
+)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_resumed_run_has_the_strides_of_an_undisturbed_one(kind: Any, tmp_path: Path) -> None:
+    """Equal bits lie at equal strides, whatever made the tensor."""
+
+    def run(folder: str, epochs: int) -> Any:
+        torch.manual_seed(1)
+        blobs, step = kind()
+        return laid(train(tmp_path / folder, epochs, lambda: blobs, step))
+
+    whole = run("whole", 3)
+    run("cut", 1)
+    assert run("cut", 3) == whole
+
+
+def test_state_of_torchs_optimizers_lies_as_the_parameter_that_it_finds(tmp_path: Path) -> None:
+    """A model that was channels_last, and is not today, finds moments in its own order."""
+    for epochs, kind in ((1, torch.channels_last), (2, torch.contiguous_format)):
+        torch.manual_seed(0)
+        model = nn.Conv2d(3, 4, 2).to(memory_format=kind)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        found: list[Any] = []
+        job = Job("order", blobs={"model": model, "optimizer": optimizer})
+
+        @job.epoch
+        def epoch(
+            ctx: Any, model: nn.Module = model, optimizer: Any = optimizer, found: list[Any] = found
+        ) -> None:
+            state = optimizer.state
+            found += [state[one]["exp_avg"].stride() for one in model.parameters() if state[one]]
+            model(images()).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        job.stop_when(max_epochs(epochs))
+        JobRunner(job, tmp_path / "run", best=None).train()
+    assert found == [one.stride() for one in model.parameters()]
+
+
+def test_a_tensor_that_is_only_turned_is_saved_so(tmp_path: Path) -> None:
+    """The bytes of an epoch are those of the one before, and each gives its own order."""
+
+    def step(ctx: Any) -> None:
+        held = ctx["held"]
+        ready = "w" in held
+        held["w"] = held["w"].contiguous() if ready else torch.arange(120.0).view(IMAGES)
+        if not ready:
+            held["w"] = held["w"].to(memory_format=torch.channels_last)
+
+    run = tmp_path / "run"
+    train(run, 2, lambda: {"held": {}}, step)
+    orders = [
+        {leaf.name: leaf.order for leaf in open_checkpoint(run, epoch=epoch).manifest.leaves}["held.w"]
+        for epoch in (1, 2)
+    ]
+    assert orders == [(0, 2, 3, 1), None]
+
+
+def test_the_manifest_says_in_which_order_dimensions_lie(tmp_path: Path) -> None:
+    """A column of orders with their rows, left out where there are none; odd ones are damage."""
+    train(tmp_path / "run", 1, lambda: {"held": {}}, gained_tensor_with_a_gradient()[1])
+    train(tmp_path / "none", 1, lambda: {"held": {"w": torch.zeros(2, 3)}}, lambda ctx: None)
+    assert "order" not in json.loads(open_checkpoint(tmp_path / "none").manifest.encode())["leaves"]
+    manifest = open_checkpoint(tmp_path / "run").manifest
+    data = manifest.encode()
+    assert Manifest.decode(data) == manifest
+    raw = json.loads(data)
+    [[order, rows]] = raw["leaves"]["order"]
+    assert order == [0, 2, 3, 1]
+    for odd in (
+        *([[[0, 1], rows]], [[[0, 2, 3, 3], rows]], [[order, [99]]], [[order, rows], [order, rows]]),
+        *([[order]], 7, [7], [[[0, 2, 3, 1.0], rows]], [["abcd", rows]], [[[False, 2, 3, True], rows]]),
+    ):
+        raw["leaves"]["order"] = odd
+        with pytest.raises(DamagedError):
+            Manifest.decode(json.dumps(raw).encode())
+
+
+def test_the_frozen_sample_is_read_and_written_alike() -> None:
+    """The manifest of a frozen sample has two transposed matrices."""
+    data = (GOLDEN / "manifest_ordered.json").read_bytes()
+    manifest = Manifest.decode(data)
+    assert [leaf.order for leaf in manifest.leaves if leaf.order] == [(1, 0), (1, 0)]
+    assert manifest.encode() == data
+    plain = tuple(leaf._replace(order=None) for leaf in manifest.leaves)
+    assert replace(manifest, leaves=plain).encode() == (GOLDEN / "manifest_learning.json").read_bytes()
+
+
+@pytest.mark.parametrize("order", [[0], [0, 0], [0, 1, 2], [1, "0"], None, [0, 5]])
+def test_an_array_of_odd_order_is_damage(order: Any) -> None:
+    """Not every list of numbers is an order of dimensions."""
+    stored = encode(numpy.eye(2, 3).T, "a")
+    assert decode(stored).flags.f_contiguous
+    with pytest.raises(DamagedError):
+        decode({"$": "ordered", "v": [order, stored["v"][1]]})
