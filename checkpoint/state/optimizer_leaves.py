@@ -75,7 +75,7 @@ def optimizer_leaves(
                 ):
                     check_made(local, parameter, key, value, f"{first}{key}")
             yield from _entries(first, blob, state, state_names, wrappers=True)
-    yield from _shared_leaves(blob, optimizer, state_names)
+    yield from _shared_leaves(blob, optimizer, names, state_names)
 
 
 def parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
@@ -149,14 +149,17 @@ def _shared(state_names: TensorNames, leaf: Leaf) -> Leaf:
     return replace(leaf, alias_of=earlier) if earlier is not None else leaf
 
 
-def _shared_leaves(blob: str, optimizer: Optimizer, state_names: TensorNames) -> Iterator[Leaf]:
+def _shared_leaves(
+    blob: str, optimizer: Optimizer, names: Mapping[int, str], state_names: TensorNames
+) -> Iterator[Leaf]:
     known = {id(parameter) for parameter in parameters(optimizer)}
     shared = {key: value for key, value in local_part(optimizer).state.items() if id(key) not in known}
     for key in shared:
         if isinstance(key, torch.Tensor):
+            whose = names.get(id(key), f"a parameter of shape {list(key.shape)}")
             raise BlobError(
-                f"blob {blob!r} has state of a parameter ({list(key.shape)}) that is in none of its groups:"
-                " delete that state, or add the parameter back with add_param_group"
+                f"blob {blob!r} has state of {whose}, which is in none of its groups: "
+                "delete that state, or add the parameter back with add_param_group"
             )
     if shared:
         found = tree_leaves(shared, shared_name(blob), blob, OPTIM_GROUP, tensor_role=Role.OPTIMIZER)

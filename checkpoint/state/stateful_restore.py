@@ -82,7 +82,10 @@ def _optimizer_states(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[t
     if isinstance(tree, Mapping):
         state, groups = tree.get("state"), tree.get("param_groups")
         listed = isinstance(groups, list) and all(
-            isinstance(one, Mapping) and isinstance(one.get("params"), list) for one in groups
+            isinstance(one, Mapping)
+            and isinstance(one.get("params"), list)
+            and set(map(type, one["params"])) <= {int}
+            for one in groups
         )
         if isinstance(state, Mapping) and listed:
             yield path, state, groups

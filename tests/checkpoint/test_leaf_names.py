@@ -214,13 +214,13 @@ def test_a_state_dict_that_raises_is_named():
 
 
 def test_state_of_a_removed_parameter_is_refused():
-    """State that no group's parameter owns has no name to be stored under."""
+    """State that no group's parameter owns has no name to be stored under; the parameter is named."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    optimizer.state[nn.Parameter(torch.ones(3))] = {"momentum_buffer": None}
-    with pytest.raises(
-        BlobError, match=r"'o' has state of a parameter \(\[3\]\) that is in none of its groups"
-    ):
-        leaves_of({"o": optimizer})
+    gone = nn.Parameter(torch.ones(3))
+    optimizer.state[gone] = {"momentum_buffer": None}
+    for others, said in (({}, r"a parameter of shape \[3\]"), ({"gone": gone}, "gone")):
+        with pytest.raises(BlobError, match=f"'o' has state of {said}, which is in none of its groups"):
+            leaves_of({**others, "o": optimizer})
 
 
 def test_sharded_tensors_are_described_whole(gloo):
