@@ -38,10 +38,13 @@ class Pool:
         Those in use count, too. Raises StorageError where there is no memory.
         """
         while self._made < min(count, self._limit):
-            self._free.append(self._new())
+            memory = self._new()
+            # Costs no page faults later; without the interpreter's lock.
+            ctypes.memset(ctypes.addressof(_byte.from_buffer(memory)), 0, len(memory))
+            self._free.append(memory)
 
     def _new(self) -> mmap.mmap:
-        memory = _touched(self._size)
+        memory = _mapped(self._size)
         self._made += 1
         return memory
 
@@ -59,15 +62,13 @@ class Pool:
                 self._free.append(memory)
 
 
-def _touched(nbytes: int) -> mmap.mmap:
-    """Memory that costs no page faults later."""
+def _mapped(nbytes: int) -> mmap.mmap:
     try:
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise StorageError(f"no memory for a buffer of {nbytes} bytes to write from: free some") from error
     with suppress(OSError, AttributeError):  # a system without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    ctypes.memset(ctypes.addressof(_byte.from_buffer(memory)), 0, nbytes)  # without the interpreter's lock
     return memory
 
 

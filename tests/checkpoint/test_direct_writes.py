@@ -276,8 +276,8 @@ def test_saves_in_several_threads_do_not_share_buffers(tmp_path, monkeypatch):
 def test_buffers_that_setup_has_touched_are_not_made_again(tmp_path, monkeypatch, held):
     """A job of large tensors has its buffers before its first save; one of small tensors takes no memory."""
     made = []
-    touched = bounce._touched
-    monkeypatch.setattr(bounce, "_touched", lambda nbytes: made.append(nbytes) or touched(nbytes))
+    mapped = bounce._mapped
+    monkeypatch.setattr(bounce, "_mapped", lambda nbytes: made.append(nbytes) or mapped(nbytes))
     for nbytes, expected in ((BLOCK, 0), (17 * BLOCK, workers.WRITERS)):
         fresh = bounce.Pool()
         monkeypatch.setattr(bounce, "pool", lambda fresh=fresh: fresh)
