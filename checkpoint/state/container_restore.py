@@ -129,16 +129,24 @@ class ContainerLoad:
     """What the containers of one load have in common.
 
     `objects` are the blobs of the load, `adopted` the live containers that were changed (by id), `made` the
-    new tensors by the leaf that owns them, `replaced` the blobs whose stored value is of another type.
+    new tensors by the leaf that owns them and how they show it, `replaced` the blobs whose stored value is
+    of another type.
     """
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self.objects = objects
         self.adopted: set[int] = set()
-        self.made: dict[str, torch.Tensor] = {}
+        self.made: dict[tuple[str, Role, bool | None], torch.Tensor] = {}
         self.replaced: list[str] = []
         self._extents: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         self._looked_at = 0
+
+    def as_saved(self, spec: LeafSpec, memory: torch.Tensor, twin: torch.Tensor | None) -> torch.Tensor:
+        """The tensor of a leaf in new memory: a parameter and what was detached of it are two."""
+        form = spec.alias_of or spec.name, spec.role, spec.frozen
+        if form not in self.made:
+            self.made[form] = learning(memory.detach(), spec, twin)
+        return self.made[form]
 
     def shares_memory(self, draft: Draft, tensor: torch.Tensor) -> bool:
         """Whether some byte of a tensor is one that another leaf is read into."""
@@ -282,9 +290,11 @@ def _maker(
     if spec is None or (spec.kind != "tensor" and spec.role is not Role.SUBCLASS):
         raise DamagedError(f"value {blob!r} refers to tensor {name!r}, which the checkpoint lacks")
     if (known := draft.live(spec)) is not None:
-        # One that was detached from a parameter of the same memory is so again.
-        shown = known.detach() if spec.role is Role.TENSOR and spec.frozen and known.requires_grad else known
-        return lambda: shown
+        first = draft.specs.get(spec.alias_of or spec.name, spec)
+        detached = spec.role is Role.TENSOR and spec.frozen and known.requires_grad
+        if not detached and (first.frozen is spec.frozen or None in (first.frozen, spec.frozen)):
+            return lambda: known
+        return lambda: load.as_saved(spec, known, None)
     if twin is not None and _fits(draft, load, spec, twin):
         draft.into(blob, spec, twin)
         return lambda: twin
@@ -295,13 +305,7 @@ def _maker(
     make = draft.alike(spec, model)
     device = None if twin is None or twin.is_meta else twin.device
 
-    def new() -> torch.Tensor:
-        source = spec.alias_of or spec.name
-        if source not in load.made:
-            load.made[source] = learning(make(device), spec, twin)
-        return load.made[source]
-
-    return new
+    return lambda: load.as_saved(spec, make(device), twin)
 
 
 def _fits(draft: Draft, load: ContainerLoad, spec: LeafSpec, twin: torch.Tensor) -> bool:

@@ -155,13 +155,16 @@ def _spec(
 def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """The dimensions from the outermost in memory, (0, 2, 3, 1) for channels_last.
 
-    None where they lie as they are numbered, and where there are gaps between the elements.
+    None where they lie as they are numbered, and where elements share memory. Gaps between elements count for
+    nothing, dimensions of size 1 do: by their strides torch tells channels_last.
     """
-    if tensor.is_contiguous():
+    shape = tensor.shape
+    if tensor.is_contiguous() and 1 not in shape:
         return None
     steps = tensor.stride()
-    order = tuple(sorted(range(len(steps)), key=lambda dim: -steps[dim]))
-    return order if tensor.permute(order).is_contiguous() else None
+    # Of equal strides the dimension of size 1 is the inner one.
+    order = tuple(sorted(range(len(steps)), key=lambda dim: (-steps[dim], shape[dim] == 1)))
+    return None if 0 in steps or order == tuple(range(len(steps))) else order
 
 
 def learning(tensor: torch.Tensor, spec: LeafSpec, twin: torch.Tensor | None) -> torch.Tensor:

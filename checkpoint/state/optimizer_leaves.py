@@ -84,20 +84,30 @@ def parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
         yield from group[PARAMS]
 
 
-def match_strides(optimizer: Optimizer) -> None:
+def steps_as_torch(optimizer: Optimizer) -> bool:
+    """Whether its step is one of torch's."""
+    return str(getattr(type(optimizer).step, "__module__", "")).startswith("torch.optim")
+
+
+def match_strides(optimizer: Optimizer, *, known: bool) -> None:
     """Give state the strides of its parameter, as the first step of torch's optimizers does.
 
-    Optimizers with a step of their own may need theirs contiguous, and are left alone.
+    Where it is `known` in which order dimensions lay, contiguous state was so, and stays. Optimizers with a
+    step of their own may need theirs contiguous, and are left alone.
     """
-    if not str(getattr(type(optimizer).step, "__module__", "")).startswith("torch.optim"):
+    if not steps_as_torch(optimizer):
         return
-    known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what was one tensor is one again
-    for parameter in parameters(optimizer):
-        state, reordered = optimizer.state.get(parameter, {}), is_reordered(parameter)
-        for key, one in state.items():
-            if isinstance(one, torch.Tensor) and (reordered or is_reordered(one)):
-                known.setdefault(id(one), (one, with_strides_of(parameter, one)))
-                state[key] = known[id(one)][1]
+    instead: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    states = [
+        (parameter, state) for parameter in parameters(optimizer) if (state := optimizer.state.get(parameter))
+    ]
+    for parameter, state in states:
+        follows = not known and is_reordered(parameter)
+        for one in state.values():
+            if isinstance(one, torch.Tensor) and (follows or is_reordered(one)):
+                instead.setdefault(id(one), (one, with_strides_of(parameter, one)))
+    for _, state in states if instead else ():  # what was one tensor is one again
+        state.update({key: instead[id(one)][1] for key, one in state.items() if id(one) in instead})
 
 
 def orphans(blob: str, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:

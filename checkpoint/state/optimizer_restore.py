@@ -22,12 +22,18 @@ from torchrelay.checkpoint.state.optimizer_leaves import (
     PARAMS,
     group_prefix,
     groups_prefix,
-    match_strides,
     parameters,
     shared_name,
     state_prefix,
+    steps_as_torch,
 )
-from torchrelay.checkpoint.state.reads import dtype_name, empty, outside_inference_mode, same_form
+from torchrelay.checkpoint.state.reads import (
+    dtype_name,
+    empty,
+    outside_inference_mode,
+    same_form,
+    with_strides_of,
+)
 from torchrelay.checkpoint.state.restoring import Draft
 from torchrelay.checkpoint.state.subclasses import description, is_wrapper, made_state
 from torchrelay.checkpoint.wildcards import matches_any
@@ -159,6 +165,9 @@ class _Load:
         self.added = added
         self._made: dict[int, Mapping[str, Any]] = {}
         self._builders: dict[str, Builder] = {}
+        stored = {id(one): draft.specs.get(name) for name, one in members.items()}
+        self._orders = {key: None if spec is None else spec.order for key, spec in stored.items()}
+        self._as_torch = steps_as_torch(self.local)
 
     def plan(self) -> None:
         self._contents()
@@ -339,7 +348,16 @@ class _Load:
             return lambda device: made
         read = self.draft.fresh(spec)
         home = live.device if isinstance(live, torch.Tensor) else None
-        return lambda device: read.on(home or device)
+        if owner is None or not self._as_torch or spec.order != self._orders.get(id(owner)):
+            return lambda device: read.on(home or device)
+        placed: dict[torch.device, torch.Tensor] = {}
+
+        def as_owner(device: torch.device | None) -> torch.Tensor:
+            """It lay as its parameter, as torch's first step makes it: fused kernels walk both alike."""
+            found = read.on(home or device)
+            return placed.setdefault(found.device, with_strides_of(owner, found))
+
+        return as_owner
 
     def _install(
         self, groups: list[dict[str, Builder]], state: dict[str, dict[str, Builder]], shared: Builder
@@ -355,7 +373,6 @@ class _Load:
         }
         self._install_state(state, devices)
         self.local.state.update(shared(None))
-        match_strides(self.local)
 
     def _install_state(
         self, state: dict[str, dict[str, Builder]], step_devices: Mapping[int, torch.device]

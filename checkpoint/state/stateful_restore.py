@@ -33,7 +33,9 @@ def draft_stateful(draft: Draft, blob: str, value: Any) -> None:
     if spec is not None:
         left = _left_out(draft, value, spec)
         tree = draft.tree(spec, draft.models(blob, value, lambda: _shown(draft, blob, value)))
-        draft.steps.append((blob, lambda: _hand_over(value, _without(tree(None), left))))
+        draft.steps.append(
+            (blob, lambda: _hand_over(value, _without(tree(None), left), known=draft.knows_order))
+        )
         draft.note_rest(blob)
 
 
@@ -104,10 +106,10 @@ def _without(tree: Any, paths: Sequence[tuple[Any, ...]]) -> Any:
     return tree
 
 
-def _hand_over(value: Any, state: Any) -> None:
+def _hand_over(value: Any, state: Any, *, known: bool) -> None:
     value.load_state_dict(state)
     for optimizer in optimizers_in(value):
-        match_strides(optimizer)
+        match_strides(optimizer, known=known)
     if isinstance(value, DataLoader):
         # torchdata's makes an iterator of its state when it is asked next, and draws a seed for its workers.
         # Undisturbed, that draw was part of the past: it belongs before the random streams are restored.

@@ -181,6 +181,7 @@ def free_port() -> int:
 
 
 def kill(pids: list[int]) -> bool:
-    """SIGKILL processes; whether any of them was still there."""
+    """SIGKILL processes and see them gone; whether any of them was still there."""
     killed = [is_running(pid) and send(pid, signal.SIGKILL) for pid in pids]
+    wait_until(lambda: not any(map(is_running, pids)), LEAVE_SECS, "the end of what was killed")
     return any(killed)

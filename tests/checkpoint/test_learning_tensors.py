@@ -201,6 +201,37 @@ def test_a_window_over_a_container_resumes_to_equal_bits(tmp_path: Path, cut: in
     assert run("cut") == whole
 
 
+@pytest.mark.parametrize("names", [("p", "view"), ("view", "p")])
+@pytest.mark.parametrize(
+    "before", [{}, {"p": torch.ones(3), "view": torch.ones(3)}], ids=["gained", "rebound"]
+)
+def test_a_parameter_and_what_was_detached_of_it_stay_two(
+    names: tuple[str, str], before: dict[str, Any], tmp_path: Path
+) -> None:
+    """They share memory; one learns after a resume and the other does not, whatever their names."""
+    learns, shadow = names
+
+    def step(ctx: Any, blobs: dict[str, Any]) -> None:
+        held = blobs["held"]
+        if not isinstance(held.get("ready"), int):
+            held[learns] = nn.Parameter(torch.arange(3.0))
+            held[shadow] = held[learns].detach()
+            held["ready"] = 1
+        held[learns].square().sum().backward()
+        with torch.no_grad():
+            held[learns] -= 0.1 * held[learns].grad
+        held[learns].grad = None
+
+    def run(folder: str, epochs: int) -> Any:
+        build = lambda: {name: one.clone() for name, one in before.items()}  # noqa: E731
+        held = train(tmp_path / folder, epochs, build, step)["held"]
+        return [(held[name].requires_grad, held[name].tolist()) for name in names]
+
+    whole = run("whole", 3)
+    run("cut", 1)
+    assert run("cut", 3) == whole
+
+
 def test_the_manifest_says_which_tensors_learn(tmp_path: Path) -> None:
     """A column of rows; where a writer did not say it nothing is known; odd rows are damage."""
     train(

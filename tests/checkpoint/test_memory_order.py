@@ -169,7 +169,33 @@ def state_of_an_own_optimizer() -> tuple[dict[str, Any], Callable[[Any], object]
     return {"model": model, "own": Own(weight, {"lr": 0.1})}, step
 
 
+def one_channel() -> tuple[dict[str, Any], Callable[[Any], object]]:
+    def step(ctx: Any) -> None:
+        if not ctx["held"]:
+            ctx["held"]["x"] = torch.randn(2, 1, 3, 3).to(memory_format=torch.channels_last)
+
+    return {"held": {}}, step
+
+
+def state_that_lies_otherwise_than_its_parameter() -> tuple[dict[str, Any], Callable[[Any], object]]:
+    turned, straight = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
+    turned.data = turned.data.t()
+    optimizer = torch.optim.SGD([straight, turned], lr=0.1, momentum=0.9)
+
+    def step(ctx: Any) -> None:
+        (turned.square().sum() + straight.square().sum()).backward()
+        optimizer.step()
+        state = optimizer.state
+        state[turned].setdefault("own", torch.zeros(4, 4)).add_(1)
+        state[straight].setdefault("shared", state[turned].setdefault("shared", torch.zeros(4, 4).t()))
+        state[turned]["shared"].add_(1)
+
+    return {"turned": turned, "straight": straight, "optimizer": optimizer}, step
+
+
 KINDS = (
+    one_channel,
+    state_that_lies_otherwise_than_its_parameter,
     gained_tensor,
     gained_tensor_with_a_gradient,
     gained_array,
@@ -237,6 +263,17 @@ def test_a_tensor_that_is_only_turned_is_saved_so(tmp_path: Path) -> None:
         for epoch in (1, 2)
     ]
     assert orders == [(0, 2, 3, 1), None]
+
+
+def test_a_slice_comes_back_dense_in_its_own_order(tmp_path: Path) -> None:
+    """The gaps of a transposed slice are not kept, and its columns lie together as before."""
+
+    def step(ctx: Any) -> None:
+        ctx["held"].setdefault("x", torch.randn(500, 70).t()[10:40])
+
+    train(tmp_path / "run", 1, lambda: {"held": {}}, step)
+    found = train(tmp_path / "run", 2, lambda: {"held": {}}, step)
+    assert found["held"]["x"].stride() == (1, 30)
 
 
 def test_the_manifest_says_in_which_order_dimensions_lie(tmp_path: Path) -> None:
