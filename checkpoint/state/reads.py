@@ -71,8 +71,10 @@ class Read:
         self._placed = {} if self._placed is None else self._placed
         if where not in self._placed:
             found = self.memory().to(where, self.becomes or self.dtype)
-            anew = self.live is None and self.spec.order is not None
-            self._placed[where] = empty(self.spec, where, found.dtype).copy_(found) if anew else found
+            self._placed[where] = found
+            if self.live is None and self.spec.order is not None:
+                put(new := empty(self.spec, where, found.dtype), found)
+                self._placed[where] = new
         return self._placed[where]
 
 
@@ -103,7 +105,8 @@ def with_strides_of(model: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     ):
         return tensor
     with outside_inference_mode():
-        return torch.empty_like(model, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+        put(new := torch.empty_like(model, dtype=tensor.dtype, device=tensor.device), tensor)
+        return new
 
 
 def same_form(spec: LeafSpec, live: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ class ClassAt(Form):
         file, source = local_path(found["file"], at.reading.workspace), at.reading.source
         if source is not None and file.is_relative_to(at.reading.workspace):
             file = source / file.relative_to(at.reading.workspace)
-        if not file.is_file():
+        if not os.path.isfile(file):  # noqa: PTH113 - False for a name too long
             return at.wrong(f"there is no file {file}")
         return ClassPath(value, found["name"] or self.default, file=file)
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from torchrelay import Job, JobRunner, max_epochs, open_checkpoint
+from torchrelay.checkpoint.disk.dtypes import as_copied
 from torchrelay.checkpoint.disk.manifest import Manifest
 from torchrelay.checkpoint.disk.value_decoding import decode
 from torchrelay.checkpoint.disk.values import encode
@@ -55,7 +56,7 @@ def train(run: Path, epochs: int, build: Callable[[], dict[str, Any]], step: Cal
 def laid(value: Any) -> Any:
     """What is compared: bits, and where they lie."""
     if isinstance(value, torch.Tensor):
-        return value.dtype, tuple(value.shape), value.stride(), value.tolist()
+        return value.dtype, tuple(value.shape), value.stride(), as_copied(value).tolist()
     if isinstance(value, numpy.ndarray):
         return str(value.dtype), value.shape, value.strides, value.tolist()
     if isinstance(value, (list, tuple)):
@@ -169,6 +170,13 @@ def state_of_an_own_optimizer() -> tuple[dict[str, Any], Callable[[Any], object]
     return {"model": model, "own": Own(weight, {"lr": 0.1})}, step
 
 
+def gained_integers_of_four_bits() -> tuple[dict[str, Any], Callable[[Any], object]]:
+    def step(ctx: Any) -> None:
+        ctx["held"].setdefault("x", torch.arange(12, dtype=torch.uint8).view(3, 4).t().view(torch.uint4))
+
+    return {"held": {}}, step
+
+
 def one_channel() -> tuple[dict[str, Any], Callable[[Any], object]]:
     def step(ctx: Any) -> None:
         if not ctx["held"]:
@@ -194,6 +202,7 @@ def state_that_lies_otherwise_than_its_parameter() -> tuple[dict[str, Any], Call
 
 
 KINDS = (
+    gained_integers_of_four_bits,
     one_channel,
     state_that_lies_otherwise_than_its_parameter,
     gained_tensor,

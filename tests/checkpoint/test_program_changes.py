@@ -366,6 +366,32 @@ def test_state_of_all_parameters_together_is_refused_where_it_cannot_fit(tmp_pat
     assert next(iter(optimizer.state.values()))["n_iter"] == 1
 
 
+class LooksLikeOne:
+    """An object with an optimizer, and a state that has an optimizer's keys and other things below."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.optimizer = torch.optim.Adam(model.parameters())
+        self.state: dict[str, Any] = {
+            "state": {0: torch.ones(2)},
+            "param_groups": [{"params": [[0], [1], [2], [3]]}],
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_a_state_that_only_looks_like_an_optimizers_is_loaded_whole(tmp_path: Path) -> None:
+    """What is left out of optimizers is found by the numbers of parameters; a list of lists has none."""
+    for epochs, head in ((1, nn.Linear(4, 2)), (2, nn.Linear(4, 3))):
+        model = make(body=nn.Linear(4, 4), head=head)
+        held = LooksLikeOne(model)
+        train(tmp_path, {"model": model, "held": held}, epochs, resume_exclude="model.head")
+    assert held.state["param_groups"] == [{"params": [[0], [1], [2], [3]]}]
+
+
 @pytest.mark.parametrize("head", [nn.Linear(4, 3), nn.Linear(8, 2), nn.Linear(4, 2).double()])
 def test_gradients_of_an_open_window_go_with_what_is_excluded(tmp_path: Path, head: nn.Module) -> None:
     """What is left out begins without a gradient, whether the old one would fit it or not."""

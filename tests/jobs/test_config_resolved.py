@@ -163,3 +163,11 @@ def test_an_override_leaves_nothing_of_what_stood_there(tmp_path):
     said = [line.strip() for line in config.printed()]
     assert "- phase1  # command line:1:22" in said and "class: SGD  # command line:2:36" in said
     assert config.settings.hyper_parameters.optimizer.learning_rate is None
+
+
+def test_a_path_with_a_name_that_is_too_long_is_said_not_to_be_there(tmp_path):
+    """What no file system takes is refused as what is missing, workspace and files of classes alike."""
+    workspace = problems(tmp_path, RIGHT.replace('"."', "x" * 300))
+    assert any("there is no directory" in problem for problem in workspace)
+    model = problems(tmp_path, RIGHT.replace("/model.py", f"/{'x' * 300}.py"))
+    assert len(model) == 1 and "there is no file" in model[0]
