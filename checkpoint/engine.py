@@ -34,7 +34,7 @@ from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.gradients import Gradients, watch_steps
 from torchrelay.checkpoint.state.kinds import check_recreatable
 from torchrelay.checkpoint.state.optimizer_leaves import PARAMS
-from torchrelay.checkpoint.state.rehearsal import Start
+from torchrelay.checkpoint.state.rehearsal import Start, orders_of
 from torchrelay.checkpoint.storage import Placed
 from torchrelay.checkpoint.structure import Structures
 from torchrelay.checkpoint.tier.options import Tier
@@ -293,7 +293,7 @@ class Engine:
         """Note what the program has built, and get memory for saves, before anything is loaded or trained."""
         for place in session.local_nodes:
             built = built_by_program(session.workspace(place.name))
-            self._structures.began(place.name, Start(built))
+            self._structures.began(place.name, Start(built), orders_of(built))
         if self.background is not None:
             self.background.prepare(session)
         else:

@@ -22,6 +22,7 @@ from torchrelay.records import dataclass
 
 Relations = tuple[list[list[int]], dict[str, tuple[str, int]], dict[str, str]]
 """The parameters in each group of the optimizers, by identity, what shares memory in part, and arrays."""
+Order = tuple[int, ...] | None
 _SHORT = (type(None), bool, int, float)
 """JSON that is short whatever its value: how long decides nothing."""
 
@@ -41,6 +42,7 @@ class Structures:
         self._last: dict[str, Structure] = {}
         self._rehearsed: dict[str, tuple[tuple[LeafSpec, ...], Relations]] = {}
         self._starts: dict[str, Start] = {}
+        self._orders: dict[str, Mapping[str, Order]] = {}
         self._shown: dict[str, frozenset[str]] = {}
 
     def of(self, node: str, leaves: Sequence[Leaf], scopes: Mapping[str, str]) -> Structure:
@@ -49,14 +51,15 @@ class Structures:
         Raises BlobError for placements and dtypes that have no stored form.
         """
         last = self._last.get(node)
-        specs = _described(leaves, last.specs if last else ())
+        specs = _described(leaves, last.specs if last else (), self._orders.get(node, {}))
         if last is None or scopes != last.scopes or not _same(specs, last.specs):
             last = self._last[node] = Structure(specs, dict(scopes))
         return last
 
-    def began(self, node: str, start: Start) -> None:
-        """Keep what the program has built, before anything was loaded or trained."""
-        self._starts[node] = start
+    def began(self, node: str, start: Start, orders: Mapping[str, Order]) -> None:
+        """Keep what the program has built, and how it lay, before anything was loaded or trained."""
+        self._starts[node], self._orders[node] = start, orders
+        self._last.pop(node, None)
 
     def overlaps(self, node: str, leaves: Sequence[Leaf]) -> dict[str, tuple[str, int]]:
         """How those leaves that shared memory in part when the program had built them share it now."""
@@ -105,24 +108,29 @@ class Structures:
         self._rehearsed.clear()
         self._shown.clear()
         self._starts.clear()
+        self._orders.clear()
 
 
 def _wrappers(specs: Sequence[LeafSpec]) -> frozenset[str]:
     return frozenset(spec.name for spec in specs if spec.role is Role.SUBCLASS)
 
 
-def _described(leaves: Sequence[Leaf], known: tuple[LeafSpec, ...]) -> tuple[LeafSpec, ...]:
+def _described(
+    leaves: Sequence[Leaf], known: tuple[LeafSpec, ...], built: Mapping[str, Order]
+) -> tuple[LeafSpec, ...]:
     """A spec per leaf; that of the same place at the last save where it says the same."""
     if len(leaves) != len(known):
         by_name = {spec.name: spec for spec in known}
-        return tuple(_spec(leaf, by_name.get(leaf.name)) for leaf in leaves)
-    return tuple(_spec(leaf, spec) for leaf, spec in zip(leaves, known, strict=True))
+        return tuple(_spec(leaf, by_name.get(leaf.name), built) for leaf in leaves)
+    return tuple(_spec(leaf, spec, built) for leaf, spec in zip(leaves, known, strict=True))
 
 
-def _spec(leaf: Leaf, known: LeafSpec | None) -> LeafSpec:
+def _spec(leaf: Leaf, known: LeafSpec | None, built: Mapping[str, Order]) -> LeafSpec:
     if known is not None and _unchanged(leaf, known):
         return known
     found = spec_of(leaf)
+    if found.kind == "tensor" and built.get(leaf.name, found.order) != found.order:
+        found = replace(found, order_changed=True)
     if known is None:
         return found
     return known if found == known or _small_values(found, known) else found

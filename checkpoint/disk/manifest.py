@@ -84,6 +84,8 @@ class LeafRow(NamedTuple):
     """Of a parameter or a tensor, whether it had no gradient; None where that is not known."""
     order: tuple[int, ...] | None = None
     """The dimensions of a tensor from the outermost in memory, where they do not lie as they are numbered."""
+    order_changed: bool = False
+    """Whether the program had built the tensor in another order than it was saved in."""
 
     @property
     def gradient_is_odd(self) -> bool:

@@ -334,6 +334,8 @@ def _leaves_text(leaves: Sequence[LeafRow], words: _Numbers) -> bytes:
     if orders := sorted({order for order in of["order"] if order is not None}):
         rows = {order: [row for row, one in enumerate(of["order"]) if one == order] for order in orders}
         table["order"] = [[list(order), pack_numbers(rows[order])] for order in orders]
+    if changed := [row for row, one in enumerate(of["order_changed"]) if one]:
+        table["order_changed"] = pack_numbers(changed)
     texts = {key: _text(column) for key, column in table.items()}
     return canonical.object_of({**texts, "shape": _shapes_text(of["shape"])})
 
@@ -362,6 +364,7 @@ def _leaves(columns: Columns) -> tuple[LeafRow, ...]:
         *(names, words["blob"], words["kind"], words["role"], dtypes, shapes, numbers["bytes"]),
         *(words["scope"], words["group"], numbers["layout"], map(aliases.get, range(len(names)))),
         *(numbers["try"], _frozen(columns.fields, words["role"]), _orders(columns.fields, shapes)),
+        map(_rows(columns.fields, "order_changed", len(names)).__contains__, range(len(names))),
     )
     return tuple(map(LeafRow, *table))
 
@@ -376,13 +379,18 @@ def _frozen(fields: Fields, roles: Sequence[str]) -> list[bool | None]:
     for key, role in _WITH_GRADIENT.items():
         if key not in fields.values:
             continue
-        rows = unpack_numbers(fields.items(key), f"{fields.what} ({key})")
-        if len(set(rows)) != len(rows) or not all(0 <= row < len(roles) for row in rows):
-            raise fields.wrong(key)
-        odd = set(rows)
+        odd = _rows(fields, key, len(roles))
         for row in (row for row, one in enumerate(roles) if one == role):
             found[row] = (row in odd) is (role == "parameter")
     return found
+
+
+def _rows(fields: Fields, key: str, count: int) -> set[int]:
+    """The rows, of this many, that a column names; none where it is left out."""
+    rows = unpack_numbers(fields.items(key), f"{fields.what} ({key})") if key in fields.values else ()
+    if len(set(rows)) != len(rows) or not all(0 <= row < count for row in rows):
+        raise fields.wrong(key)
+    return set(rows)
 
 
 def _orders(fields: Fields, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...] | None]:

@@ -15,9 +15,13 @@ from torchrelay.checkpoint.disk.container_values import CONTAINER_KINDS, Record,
 from torchrelay.errors import DamagedError, FormatError, RelayError
 
 TensorReader = Callable[[Json], Any]
-"""Given what stood for a tensor, gives the tensor."""
+"""Given what stood for a tensor, gives the tensor; a `ParameterName` stood for a parameter."""
 BlobReader = Callable[[str], Any]
 """Given the name of a blob that stood somewhere, gives its object."""
+
+
+class ParameterName(str):
+    """The name of a tensor that is an `nn.Parameter`."""
 
 
 def decode(
@@ -251,6 +255,9 @@ _LEAVES: dict[str, Callable[[Any], Any]] = {
 }
 _TENSORS: dict[str, Callable[[Any, TensorReader], Any]] = {
     "tensor": lambda content, tensor: tensor(content),
+    "parameter": lambda content, tensor: tensor(
+        ParameterName(content) if isinstance(content, str) else content
+    ),
     "array": _array_in_tensor,
     "numbers": _numbers,
 }

@@ -10,7 +10,7 @@ in ascending order. Everything else takes the tagged form `{"$": kind, "v": cont
     dict, OrderedDict, Counter    [[key, value], ...] in order
     numpy             [dtype, base64]           ndarray            [dtype, shape, base64]
     torch.dtype, torch.device     text          torch.Size         list
-    tensor            what the caller's `tensor` callback said
+    tensor, parameter what the caller's `tensor` callback said
     array             [dtype, shape, what the caller's `memory` callback said]
     numbers           ["list" or "tuple", what the caller's `memory` callback said]
     ordered           [dimensions from the outermost in memory, an array]
@@ -37,7 +37,7 @@ from typing import Any
 from torchrelay.checkpoint.disk import canonical
 from torchrelay.checkpoint.disk.canonical import INTEGER_LIMIT, Json
 from torchrelay.checkpoint.disk.container_values import encode_container
-from torchrelay.checkpoint.disk.value_decoding import decode
+from torchrelay.checkpoint.disk.value_decoding import ParameterName, decode
 from torchrelay.errors import BlobError
 from torchrelay.jobs.containers import (
     classes_of_fields,
@@ -57,7 +57,7 @@ ARRAY_LIMIT = 1 << 20
 """Bytes of an array, or of the numbers of a list, that may lie in JSON; larger ones become tensors."""
 
 TensorWriter = Callable[[str, Any], Json]
-"""Given the path and a tensor, says what stands for it in the JSON."""
+"""Given the path and a tensor, says what stands for it in the JSON; a `ParameterName` of a parameter."""
 BlobWriter = Callable[[str, Any], str | None]
 """Given the path and any other object, says the name of the blob that it is, or None."""
 
@@ -194,7 +194,10 @@ class _Encoder:
             if isinstance(value, torch.Tensor) and self._tensor is not None:
                 if self._hashed:
                     raise BlobError(f"{path} is a tensor, found by its identity there: keep it in a list")
-                return tagged("tensor", self._tensor(path, value))
+                name = self._tensor(path, value)
+                return (
+                    tagged("parameter", str(name)) if type(name) is ParameterName else tagged("tensor", name)
+                )
             if type(value) is torch.Size:
                 return tagged("torch.Size", list(value))
             if type(value) in (torch.dtype, torch.device):

@@ -52,6 +52,7 @@ def leaves_digest(leaves: Sequence[LeafSpec]) -> str:
             meshes[id(leaf.sharding)],
             *(("odd gradient",) if has_odd_gradient(leaf.role._value_, leaf.frozen) else ()),
             *(() if leaf.order is None else (("order", *leaf.order),)),
+            *(("order changed",) if leaf.order_changed else ()),
         )
         column.append(numbers.setdefault(form, len(numbers)))
     names = ",".join(words([leaf.name for leaf in ordered]))

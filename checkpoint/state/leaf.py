@@ -101,7 +101,8 @@ class LeafSpec:
     `dtype` is torch's name (`bfloat16`, see `dtypes`), None for values; `shape` is () for values; `nbytes`
     the logical size, also where an alias stores nothing. Of a sharded tensor dtype, shape and bytes are
     those of the whole, and `sharding` says who has which part. `frozen` is None where that is not known.
-    `order` has the dimensions from the outermost in memory (see `order_of`).
+    `order` has the dimensions from the outermost in memory (see `order_of`); `order_changed` says that the
+    program had built the tensor in another order.
     """
 
     name: str
@@ -116,6 +117,7 @@ class LeafSpec:
     sharding: Mesh | None = None
     frozen: bool | None = None
     order: tuple[int, ...] | None = None
+    order_changed: bool = False
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}" if self.kind == "tensor" else "value"
@@ -167,13 +169,15 @@ def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return None if 0 in steps or order == tuple(range(len(steps))) else order
 
 
-def learning(tensor: torch.Tensor, spec: LeafSpec, twin: torch.Tensor | None) -> torch.Tensor:
-    """A new tensor as a parameter, or as one that learns, as the one that was saved or a live one does."""
+def learning(
+    tensor: torch.Tensor, spec: LeafSpec, twin: torch.Tensor | None, *, parameter: bool = False
+) -> torch.Tensor:
+    """A new tensor as a `parameter`, or as one that learns, as the one that was saved or a live one does."""
     from torch import nn  # others read leaves without torch
 
     able = tensor.is_floating_point() or tensor.is_complex()
     usual = able and spec.role is Role.PARAMETER if twin is None else twin.requires_grad and twin.is_leaf
     learns = usual if spec.frozen is None else able and not spec.frozen
-    if spec.role is Role.PARAMETER:
+    if parameter or spec.role is Role.PARAMETER:
         return nn.Parameter(tensor, requires_grad=learns)
     return tensor.requires_grad_() if learns else tensor

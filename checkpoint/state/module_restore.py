@@ -8,7 +8,6 @@ once everything is read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.checkpoint.state.load_hooks import draft_with_hooks, has_load_code
 from torchrelay.checkpoint.state.module_leaves import ModuleEntry, named_parameters, parts_of
 from torchrelay.checkpoint.state.module_names import Part
-from torchrelay.checkpoint.state.reads import dtype_name, empty, form, outside_inference_mode
+from torchrelay.checkpoint.state.reads import dtype_name, empty, form, outside_inference_mode, take_memory_of
 from torchrelay.checkpoint.state.restoring import Draft
 
 
@@ -187,8 +186,7 @@ class _Made:
                         own[name] = self._alike(live)
         for live, fresh in self._instead.values():
             if not live.is_meta:
-                with torch.inference_mode() if live.is_inference() else nullcontext():
-                    live.set_(fresh)  # type: ignore[call-overload]
+                take_memory_of(fresh, live)
 
     def _alike(self, live: torch.Tensor) -> torch.Tensor:
         fresh = self._instead[id(live)][1]

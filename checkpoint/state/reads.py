@@ -10,7 +10,7 @@ import torch
 from torchrelay.checkpoint.disk.dtypes import as_copied, by_name, torch_dtype
 from torchrelay.checkpoint.disk.windows import Target
 from torchrelay.checkpoint.state.dtensors import is_sharded
-from torchrelay.checkpoint.state.leaf import LeafSpec
+from torchrelay.checkpoint.state.leaf import LeafSpec, order_of
 from torchrelay.checkpoint.state.subclasses import is_wrapper
 
 
@@ -107,6 +107,19 @@ def with_strides_of(model: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     with outside_inference_mode():
         put(new := torch.empty_like(model, dtype=tensor.dtype, device=tensor.device), tensor)
         return new
+
+
+def lay_as_saved(live: torch.Tensor, spec: LeafSpec) -> None:
+    """Let a tensor lie in the order in which it was saved; a view of a larger one stays as it is."""
+    if order_of(live) != spec.order and live.untyped_storage().nbytes() == live.nbytes:
+        put(new := empty(spec, live.device, live.dtype), live)
+        take_memory_of(new, live)
+
+
+def take_memory_of(other: torch.Tensor, live: torch.Tensor) -> None:
+    """Let a live tensor be the memory of another one, also one that was made in inference mode."""
+    with torch.inference_mode() if live.is_inference() else nullcontext():
+        live.set_(other)  # type: ignore[call-overload]
 
 
 def same_form(spec: LeafSpec, live: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -27,7 +28,7 @@ from torchrelay.checkpoint.state.dtensors import is_sharded
 from torchrelay.checkpoint.state.findings import Findings
 from torchrelay.checkpoint.state.in_place import InPlace, fitting
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
-from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value
+from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value, order_of
 from torchrelay.checkpoint.state.module_leaves import ModuleStates, show_shards
 from torchrelay.checkpoint.state.module_names import EXTRA_STATE, has_extra_state, module_parts
 from torchrelay.checkpoint.state.optimizer_leaves import PARAMS, orphans
@@ -147,6 +148,28 @@ class Start:
                 yield blob, "has other parameters in its groups than at the start"
             for number in sorted(n for one, n in now.loose if one == blob and n >= len(groups)):
                 yield blob, f"has parameters in group {number}, added since the start, that no blob holds"
+
+
+def orders_of(objects: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
+    """In which order the dimensions of tensors lie that a load fills in place, see `order_of`."""
+    orders: dict[str, tuple[int, ...] | None] = {}
+
+    def note(name: str, one: Any) -> None:
+        if type(one) in (torch.Tensor, nn.Parameter) and one.layout is torch.strided and not one.is_nested:
+            orders[name] = order_of(one)
+
+    for blob, value in objects.items():
+        kind = kind_of(value)
+        if kind is Kind.TENSOR:
+            note(blob, value)
+        elif kind is Kind.CONTAINER:
+            for name, tensor in container_tensors(blob, value):
+                note(name, tensor)
+        for path, _, part in module_parts(value) if kind is Kind.MODULE else ():
+            for own in (part._parameters, part._buffers):
+                for name, one in own.items():
+                    note(f"{blob}.{path}{name}", one)
+    return orders
 
 
 def _in_containers(objects: Mapping[str, Any]) -> set[int]:

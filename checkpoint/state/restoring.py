@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 
 from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.disk.dtypes import by_name, torch_dtype
-from torchrelay.checkpoint.disk.values import decode
+from torchrelay.checkpoint.disk.value_decoding import ParameterName, decode
 from torchrelay.checkpoint.state.admission import admitted_in_place, all_torch_memory, unwritable
 from torchrelay.checkpoint.state.dtensors import empty_like, is_sharded, memory_of_shard, stand_in, target_of
 from torchrelay.checkpoint.state.findings import Findings
@@ -24,7 +25,7 @@ from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role, learning
 from torchrelay.checkpoint.state.module_leaves import ModuleStates, named_parameters
 from torchrelay.checkpoint.state.module_names import current_names, spellings
-from torchrelay.checkpoint.state.reads import Read, form, same_form
+from torchrelay.checkpoint.state.reads import Read, form, lay_as_saved, same_form, take_memory_of
 from torchrelay.checkpoint.state.subclasses import (
     description,
     inner_tensors,
@@ -241,8 +242,12 @@ class Draft:
             self.reads.append(read)
             if read.destination is None:
                 self.steps.append((blob, read.settle))
+            if spec.order_changed and not sharded:
+                self.steps.append((blob, partial(lay_as_saved, live, spec)))
         elif known != source and (source, known) not in self._twofold:
             self._twofold.append((source, known))
+        elif spec.order_changed and (first := self._live[source]) is not live:
+            self.steps.append((blob, partial(take_memory_of, first, live)))
 
     def conclude(self, *, strict: bool, late_buffers: bool) -> None:
         """Decide what could not be decided while leaves were still coming.
@@ -389,7 +394,9 @@ class Draft:
                 if (live := self.live(spec)) is not None:
                     return live  # what was one tensor with an entry is so again
                 if name not in found:
-                    found[name] = learning(made[str(name)](device), spec, None)
+                    found[name] = learning(
+                        made[str(name)](device), spec, None, parameter=type(name) is ParameterName
+                    )
                 return found[name]
 
             return decode(json, tensor=tensor)

@@ -16,7 +16,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
+from torchrelay.checkpoint.disk.value_decoding import ParameterName
 from torchrelay.checkpoint.disk.values import encode, is_scalar
 from torchrelay.checkpoint.state.admission import admitted
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Role, Value, frozen_of
@@ -139,7 +141,8 @@ def tree_leaves(
         if id(tensor) not in known:
             leaf_name = known[id(tensor)] = unused_name(tensor, path, taken, name)
             tensors.update((leaf.name, leaf) for leaf in listed(tensor, leaf_name, path))
-        return known[id(tensor)]
+        found = known[id(tensor)]
+        return ParameterName(found) if isinstance(tensor, nn.Parameter) else found
 
     def keep(path: str, memory: torch.Tensor) -> str:
         leaf_name = refer(path, memory)

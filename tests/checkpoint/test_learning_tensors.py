@@ -232,6 +232,43 @@ def test_a_parameter_and_what_was_detached_of_it_stay_two(
     assert run("cut", 3) == whole
 
 
+@pytest.mark.parametrize("learns", [True, False], ids=["learns", "frozen"])
+def test_an_object_gets_the_parameters_that_its_state_had(learns: bool, tmp_path: Path) -> None:
+    """`load_state_dict` may assign them to a module, which takes no plain tensor there."""
+
+    class Around:
+        def __init__(self) -> None:
+            self.inner = nn.Linear(1, 2, bias=False)
+            self.inner.weight.requires_grad_(learns)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"weight": self.inner.weight, "pair": [self.inner.weight, (self.inner.weight.detach(),)]}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            assert state["pair"][0] is state["weight"] and type(state["pair"][1][0]) is torch.Tensor
+            self.inner.weight = state["weight"]
+
+    def run(folder: str, epochs: int) -> Any:
+        torch.manual_seed(0)
+        around = Around()
+        job = Job("objects", blobs={"around": around})
+
+        @job.epoch
+        def epoch(ctx: Any) -> None:
+            around.inner.weight.data.mul_(torch.rand(2, 1))
+
+        job.stop_when(max_epochs(epochs))
+        JobRunner(job, tmp_path / folder).train()
+        return around.inner.weight.tolist(), around.inner.weight.requires_grad
+
+    whole = run("whole", 3)
+    run("cut", 1)
+    assert run("cut", 3) == whole
+    assert whole[1] is learns
+    loaded = open_checkpoint(tmp_path / "cut").manifest
+    assert '"$":"parameter"' in json.dumps(loaded.values[loaded.rows["around"][0]], separators=(",", ":"))
+
+
 def test_the_manifest_says_which_tensors_learn(tmp_path: Path) -> None:
     """A column of rows; where a writer did not say it nothing is known; odd rows are damage."""
     train(

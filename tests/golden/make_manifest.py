@@ -4,7 +4,7 @@ It has all that a manifest can have: split, replicated, per-node and per-host le
 classes, a value of every place, references to an earlier try of another world, two parts of a shard.
 Run it only for a new format version, under a new name: `python tests/golden/make_manifest.py > ...`; with
 `frozen` it makes `manifest_frozen.json`, with `learning` `manifest_learning.json`, with `ordered`
-`manifest_ordered.json`.
+`manifest_ordered.json`, with `order_changed` `manifest_order_changed.json`.
 """
 
 from __future__ import annotations
@@ -109,6 +109,14 @@ def ordered() -> Manifest:
     return replace(made, leaves=tuple(leaves))
 
 
+def order_changed() -> Manifest:
+    """The same, where two matrices were built in another order: `manifest_order_changed.json`."""
+    made = ordered()
+    names = [leaf.name for leaf in made.leaves if leaf.kind == "tensor" and len(leaf.shape) == 2][1:3]
+    return replace(made, leaves=tuple(x._replace(order_changed=x.name in names) for x in made.leaves))
+
+
 if __name__ == "__main__":
-    which = {"frozen": frozen, "learning": learning, "ordered": ordered}.get(sys.argv[-1], manifest)
+    kinds = {"frozen": frozen, "learning": learning, "ordered": ordered, "order_changed": order_changed}
+    which = kinds.get(sys.argv[-1], manifest)
     sys.stdout.buffer.write(which().encode())
