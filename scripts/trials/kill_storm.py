@@ -24,7 +24,7 @@ from launching import TrialError, end_like_an_error
 from run_table import save_secs
 from screen import Screen
 from storm_checks import Findings, Watched, check_disk, check_end, check_start, fingerprints
-from storm_hosts import AcrossHosts, HostPair
+from storm_hosts import AcrossHosts, HostPair, TorchrunAcrossHosts
 from storm_job import EPOCHS
 from storm_launchers import Forked, Launcher, UnderTorchrun, kill
 
@@ -101,6 +101,10 @@ class Storm:
     def _launcher(self, watched: Watched) -> Launcher:
         argv = [str(_JOB), str(watched.run), str(watched.outside)]
         log = watched.outside / "output.log"
+        if self.pair is not None and self.options.launcher == "torchrun":
+            return TorchrunAcrossHosts(
+                self.pair, argv, self.options.ranks, watched.outside, self.options.restarts
+            )
         if self.pair is not None:
             return AcrossHosts(self.pair, argv, self.options.ranks, watched.outside)
         if self.options.launcher == "torchrun":

@@ -1,20 +1,30 @@
-"""The kill storm's third launcher: ranks on two hosts with nurseries as agents; nobody ends the survivors."""
+"""Launchers of the kill storm for two hosts: nurseries as agents, which start quickly, or a torchrun on each.
+
+Nurseries end nobody: ranks that survive a kill end by themselves.
+"""
 
 from __future__ import annotations
 
+import random
 import signal
+import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
 from host_ranks import HostNursery, Ranks
 from hosts import Host, TwoHosts
-from launching import TrialError, is_running, send, wait_until
+from launching import Launch, TrialError, is_running, send, wait_until
 from storm_checks import lines_of
-from storm_launchers import LEAVE_SECS
+from storm_launchers import LEAVE_SECS, kill
+
+IDLE_SECS = 30.0
+MEET_SECS = 150.0
+"""In which two torchruns meet again."""
 
 
 class HostPair:
-    """Two hosts with an agent each; an agent that was killed is started again. A context manager."""
+    """Two hosts, and an agent on each for those who ask for them. A context manager."""
 
     def __init__(self) -> None:
         self.hosts: tuple[Host, ...] = ()
@@ -23,15 +33,15 @@ class HostPair:
 
     def __enter__(self) -> HostPair:
         self.hosts = self._stack.enter_context(TwoHosts())
-        self.agents = [self._agent(host) for host in self.hosts]
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def mend(self) -> None:
-        """Start agents that are gone again."""
-        self.agents = [one if is_running(one.pid) else self._agent(one.host) for one in self.agents]
+        """Start agents that are not there."""
+        there = {one.host: one for one in self.agents if is_running(one.pid)}
+        self.agents = [there.get(host) or self._agent(host) for host in self.hosts]
 
     def _agent(self, host: Host) -> HostNursery:
         return self._stack.enter_context(HostNursery(host))
@@ -96,3 +106,74 @@ class AcrossHosts:
 
     def _pids(self) -> list[int]:
         return self._running.pids if self._running else []
+
+
+class TorchrunAcrossHosts:
+    """A torchrun on each host, both of one rendezvous; one that has ended is run again for an attempt."""
+
+    def __init__(self, pair: HostPair, argv: list[str], ranks: int, logs: Path, restarts: int) -> None:
+        self.pair = pair
+        self.ranks = ranks
+        self.logs = logs
+        self._pids: set[int] = set()
+        self._launches: list[Launch] = []
+        at = f"{pair.hosts[0].address}:{random.randrange(20000, 30000)}"
+        options = ["--nnodes=2", f"--nproc-per-node={ranks // 2}", f"--max-restarts={restarts}"]
+        options += ["--rdzv-backend=c10d", "--rdzv-id=storm", f"--rdzv-endpoint={at}"]
+        self._command = [sys.executable, "-m", "torch.distributed.run", *options, *argv]
+
+    def start(self) -> dict[int, int]:
+        """Wait for the next attempt of the running torchruns; those that are gone are run anew.
+
+        One whose fellow was killed at the end of a job waits for it for five minutes, deaf to SIGTERM: it is
+        killed, as schedulers do.
+        """
+        began, waiting = time.monotonic(), [one for one in self._launches if not one.ended()]
+        while time.monotonic() < began + MEET_SECS:
+            if waiting and time.monotonic() > began + IDLE_SECS:
+                waiting.pop().kill()
+            for at, host in enumerate(self.pair.hosts):
+                if at >= len(self._launches):
+                    self._launches.append(self._launch(host))
+                elif self._launches[at].ended():
+                    self._launches[at] = self._launch(host)
+            found = self._found()
+            if len(found) == self.ranks and self._pids.isdisjoint(found.values()):
+                self._pids = set(found.values())
+                return found
+            time.sleep(0.05)
+        raise TrialError(f"{self.ranks} ranks did not start within {MEET_SECS:g} s; see {self.logs}")
+
+    def _launch(self, host: Host) -> Launch:
+        return Launch(host.command(self._command), self.logs / f"{host.name}.log")
+
+    def _found(self) -> dict[int, int]:
+        return {rank: pid for one in self._launches for rank, pid in one.ranks().items()}
+
+    def targets(self, who: str, ranks: tuple[int, ...]) -> list[int]:
+        """The processes that are hit: of a host everything, of an agent its torchrun."""
+        at = ranks[0] // (self.ranks // 2)
+        if who == "a host":
+            return self.pair.hosts[at].pids()
+        if who == "an agent":
+            return [self._launches[at].process.pid]
+        found = self._found()
+        return [found[rank] for rank in ranks if rank in found]
+
+    def finished(self) -> bool:
+        """Whether both ended with 0; any other end by itself raises TrialError."""
+        if not all(one.ended() for one in self._launches):
+            return False
+        for one in self._launches:
+            one.expect(0, 1)
+        return True
+
+    def after_kill(self) -> None:
+        """Wait until the ranks of this attempt have ended, by themselves or by their torchrun."""
+        wait_until(lambda: not any(map(is_running, self._pids)), LEAVE_SECS + 30, "all ranks to end")
+
+    def close(self) -> None:
+        """End both, and their ranks."""
+        for one in self._launches:
+            one.kill()
+        kill([pid for pid in self._pids if is_running(pid)])
