@@ -8,24 +8,27 @@ from typing import NamedTuple
 
 
 class Moment(NamedTuple):
-    """How much was done at a time of the monotonic clock."""
+    """The time of the monotonic clock at which so much was done, or was first seen to be."""
 
     secs: float
     done: float
 
 
-def rate(moments: Sequence[Moment], over_secs: float) -> float | None:
-    """How much was done per second over the last `over_secs`; None while nothing tells.
+def rate(moments: Sequence[Moment], over_secs: float, now_secs: float) -> float | None:
+    """How much was done per second over the last `over_secs`, or longer where one unit takes longer.
 
-    The moments are in the order of time, and what was done never becomes less.
+    The moments are in the order of time, and at each more was done than before. What runs on now is not done:
+    where it takes longer than that rate tells, the rate is less. None while nothing tells.
     """
-    if not moments:
+    if len(moments) < 2:
         return None
-    now = moments[-1]
-    first = moments[bisect_left(moments, now.secs - over_secs, key=lambda one: one.secs)]
-    if now.secs <= first.secs or now.done <= first.done:
+    last = moments[-1]
+    recent = bisect_left(moments, last.secs - over_secs, key=lambda one: one.secs)
+    first = moments[min(recent, len(moments) - 2)]
+    done = last.done - first.done
+    if last.secs <= first.secs or done <= 0:
         return None
-    return (now.done - first.done) / (now.secs - first.secs)
+    return min(done / (last.secs - first.secs), (done + 1) / (now_secs - first.secs))
 
 
 def steps_left(

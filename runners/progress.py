@@ -174,7 +174,7 @@ class Progress:
                 self._say(replace(sight, doing=""))
 
     def _look(self) -> None:
-        """Note how much is done; steps where they are counted, else epochs."""
+        """Note when more is done than before; steps where they are counted, else epochs."""
         state = self._state
         if state is None or not state.epoch:
             return
@@ -182,6 +182,11 @@ class Progress:
         known = self._moments
         if known and moment.done < known[-1].done:
             known.clear()  # another state was loaded
+        if not known:
+            began = float(state.steps_at_begin or state.epoch - 1)
+            known.append(Moment(state.epoch_began_secs, min(began, moment.done)))
+        if moment.done == known[-1].done:
+            return
         if len(known) >= 2 and moment.secs - known[-2].secs < LOOK_SECS:
             known.pop()
         known.append(moment)
@@ -196,7 +201,7 @@ class Progress:
         state = self._state
         if state is None:
             return Sight()
-        moments = self._moments
+        moments, now = self._moments, time.monotonic()
         return Sight(
             epoch=state.epoch,
             last_epoch=self._last_epoch,
@@ -204,8 +209,8 @@ class Progress:
             steps=state.steps_of_epoch,
             total_steps=state.total_steps,
             metrics={**state.metrics, **state.own_metrics()},
-            per_sec=rate(moments, RATE_SECS),
-            eta_secs=eta_secs(self._left(state), rate(moments, ETA_SECS), state.secs_left),
+            per_sec=rate(moments, RATE_SECS, now),
+            eta_secs=eta_secs(self._left(state), rate(moments, ETA_SECS, now), state.secs_left),
             ckpt=self._ckpt,
             doing=working(),
         )

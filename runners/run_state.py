@@ -63,6 +63,8 @@ class RunState:
         """Another job has taken the directory: raised at the next step."""
         self._clock = clock
         self._started = clock() - elapsed_before_secs
+        self.epoch_began_secs = clock()
+        """When the running epoch began, by the monotonic clock."""
         self._first_step = 0
         self._steps_before_epoch = 0
         self._steps: dict[str, int] = {}
@@ -116,6 +118,7 @@ class RunState:
         self._steps, self._last_step, self.ended_early = {}, None, None
         self._steps_expected = None
         self._cursors, self.measured = {}, {}
+        self.epoch_began_secs = self._clock()
 
     def recall_metrics(self, measured: Mapping[str, float], last: Mapping[str, float]) -> None:
         """Continue from the metrics of a position that was loaded."""
@@ -162,6 +165,11 @@ class RunState:
     def total_steps(self) -> int:
         """Steps of all epochs and attempts."""
         return self._steps_before_epoch + self.step
+
+    @property
+    def steps_at_begin(self) -> int:
+        """Steps of all epochs when the running one began."""
+        return self._steps_before_epoch + self._first_step
 
     def step_of(self, node: str) -> int:
         """Steps of the running epoch that `node` has begun."""

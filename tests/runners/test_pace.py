@@ -12,17 +12,25 @@ from torchrelay.runners.pace import Moment, duration, eta_secs, per_second, rate
 def test_a_rate_is_that_of_the_last_seconds() -> None:
     """What lies further back does not count; one moment, or nothing done, tells no rate."""
     slow_then_quick = [Moment(0, 0), Moment(50, 5), Moment(100, 10), Moment(110, 110)]
-    assert rate(slow_then_quick, 10) == pytest.approx(10)
-    assert rate(slow_then_quick, 1000) == pytest.approx(1)
-    assert rate([], 10) is None and rate([Moment(3, 3)], 10) is None
-    assert rate([Moment(0, 5), Moment(9, 5)], 10) is None
+    assert rate(slow_then_quick, 10, 110) == pytest.approx(10)
+    assert rate(slow_then_quick, 1000, 110) == pytest.approx(1)
+    assert rate([], 10, 10) is None and rate([Moment(3, 3)], 10, 10) is None
+    assert rate([Moment(0, 5), Moment(9, 5)], 10, 10) is None
+
+
+def test_what_takes_longer_than_the_interval_has_its_own_rate() -> None:
+    """An epoch of ten minutes is not one in the last 30 seconds; what stands still gets slower."""
+    epochs = [Moment(0, 0), Moment(600, 1), Moment(1200, 2)]
+    assert rate(epochs, 30, 1200) == pytest.approx(1 / 600)
+    assert rate(epochs, 30, 1700) == pytest.approx(1 / 600)
+    assert rate(epochs, 30, 600 + 4000) == pytest.approx(2 / 4000)
 
 
 @given(per_sec=st.floats(0.001, 1e6), count=st.integers(2, 50), over=st.floats(1, 100))
 def test_an_even_pace_is_its_rate(per_sec: float, count: int, over: float) -> None:
     """At an even pace the rate is that pace, over whatever time it is taken."""
     moments = [Moment(float(second), second * per_sec) for second in range(count)]
-    assert rate(moments, over) == pytest.approx(per_sec)
+    assert rate(moments, over, moments[-1].secs) == pytest.approx(per_sec)
 
 
 def test_what_is_left() -> None:

@@ -44,6 +44,19 @@ def watch(stream: io.TextIOBase, every_secs: float = 0.0) -> tuple[Progress, Run
     return progress, state
 
 
+def test_the_rate_counts_from_the_begin_of_the_first_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+    """A look at the first epoch shortly before its end does not make it a quick one."""
+    progress = Progress(RankLog(0, 1, "here"), every_secs=1000.0)
+    now = [time.monotonic() - 600.0]
+    state = RunState(clock=lambda: now[0])
+    state.begin_epoch(1)
+    progress.begin(state, 10)
+    progress.epoch({})
+    progress.close()
+    [line] = capsys.readouterr().err.splitlines()
+    assert re.search(r"epoch 1/10 done \| 600 s/epoch \| eta 01:30:0[0-9]$", line), line
+
+
 def test_a_terminal_has_a_bar_and_a_pipe_does_not(tmp_path: Path) -> None:
     """A real job on a pseudo-terminal draws its bar there and nothing else; stdout stays a plain pipe."""
     with Terminal() as terminal:
