@@ -33,7 +33,7 @@ from torchrelay.checkpoint.state.container_restore import change_container
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.gradients import REMEDY, Gradients
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
-from torchrelay.checkpoint.state.module_restore import restore_requires_grad
+from torchrelay.checkpoint.state.module_restore import restore_requires_grad, stay_as_built
 from torchrelay.checkpoint.state.reads import Read, form
 from torchrelay.checkpoint.state.restore import Restoration, restoration
 from torchrelay.checkpoint.state.stateful_restore import restore_learning_rates
@@ -98,6 +98,8 @@ class _NodeLoad:
     requires_grad: Callable[[], list[str]]
     learning_rates: Callable[[], None]
     new_generators: list[str] = field(default_factory=list)
+    turned: list[str] = field(default_factory=list)
+    """Parameters that lie in another order than they were saved in."""
     relearning: list[str] = field(default_factory=list)
     """Parameters whose `requires_grad` was another one than the program had given them."""
     clock: Clock = field(default_factory=Clock)
@@ -147,12 +149,14 @@ def load_all(job: LoadJob) -> tuple[dict[str, RandomStreams], dict[str, Gradient
         changed = [name for load in loads for name in load.relearning]
         new = [f"{name} of {load.place}" for load in loads for name in load.new_generators]
         times = [_times(job, load) for load in loads]
-        return {"times": times, "requires_grad": changed, "new_generators": new}
+        turned = [name for load in loads for name in load.turned]
+        return {"times": times, "requires_grad": changed, "turned": turned, "new_generators": new}
 
     done = together(job.session.peers, "load: read", read, deadline_secs=patience_secs(size))
     times = [part["times"] for part in done]
     if job.session.peers.rank == 0:
         _warn_of_gradients([part["requires_grad"] for part in done])
+        _warn_of_order([part["turned"] for part in done])
         if new := [name for part in done for name in part["new_generators"]]:
             warn(f"{', '.join(new)} begins as the program made it: the node is new", stacklevel=2)
     reader.shards.forget()  # the target may be kept as long as the run
@@ -170,6 +174,20 @@ def _warn_of_gradients(told: Sequence[list[str]]) -> None:
             f"requires_grad of {', '.join(names[:3])}{more} is as it was saved, and not as the program built "
             "it; to change it, set it at the top of an epoch's task. DistributedDataParallel averages "
             "gradients only of parameters that required them when it was made",
+            stacklevel=2,
+        )
+
+
+def _warn_of_order(told: Sequence[list[str]]) -> None:
+    """Say once which parameters do not lie as they were saved."""
+    names = list(dict.fromkeys(name for part in told for name in part))
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        warn(
+            f"{', '.join(names[:3])}{more} lies in memory as the program built it, and not as a task or init "
+            "had laid it before it was saved: steps may round otherwise. Call model.to(memory_format=...) "
+            "where the model is built or in @job.setup, before DistributedDataParallel: behind it, its next "
+            "gradients would be wrong",
             stacklevel=2,
         )
 
@@ -207,6 +225,7 @@ def _prepare(
             changes.excluded.update(filter(excluded, [*specs, *here, *assigned.excluded]))
             specs = {name: spec for name, spec in specs.items() if name not in changes.excluded}
             kept |= changes.excluded
+        turned = stay_as_built(objects, specs)
         node = node_of(job, stored)
         found = restoration(
             objects,
@@ -228,7 +247,9 @@ def _prepare(
     new = [name for name in sorted(assigned.kept) if name in members and members[name].generator]
     learn = partial(restore_requires_grad, objects, specs)
     rates = partial(restore_learning_rates, registered, specs)
-    return _NodeLoad(place, stored, assigned, found, held, streams, changes, learn, rates, new, clock=clock)
+    return _NodeLoad(
+        place, stored, assigned, found, held, streams, changes, learn, rates, new, turned, clock=clock
+    )
 
 
 def _gradients(

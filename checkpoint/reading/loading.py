@@ -318,7 +318,6 @@ def _spec(manifest: Manifest, number: int, name: str, blob: str, source: str) ->
         sharding=layout if isinstance(layout, Mesh) else None,
         frozen=row.frozen,
         order=row.order,
-        order_changed=row.order_changed,
     )
 
 

@@ -397,7 +397,7 @@ class Gradients:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DamagedError(f"the gradients that the checkpoint holds are none: {error}") from None
         self.reads: Sequence[Read] = tuple(draft.reads)
-        self.steps: Sequence[Callable[[], None]] = tuple(step for _, step in draft.steps)
+        self.steps: Sequence[Callable[[], None]] = tuple(step for _, step in (*draft.fills, *draft.steps))
 
     def _draft(self, draft: Draft, specs: Mapping[str, LeafSpec], forms: Any) -> None:
         def memory(leaf: str) -> Callable[[], torch.Tensor]:

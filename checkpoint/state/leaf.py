@@ -176,7 +176,11 @@ def learning(
     from torch import nn  # others read leaves without torch
 
     able = tensor.is_floating_point() or tensor.is_complex()
-    usual = able and spec.role is Role.PARAMETER if twin is None else twin.requires_grad and twin.is_leaf
+    usual = (
+        able and (parameter or spec.role is Role.PARAMETER)
+        if twin is None
+        else twin.requires_grad and twin.is_leaf
+    )
     learns = usual if spec.frozen is None else able and not spec.frozen
     if parameter or spec.role is Role.PARAMETER:
         return nn.Parameter(tensor, requires_grad=learns)

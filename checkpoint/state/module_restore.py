@@ -8,15 +8,17 @@ once everything is read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from torchrelay.checkpoint.state.container_leaves import container_tensors
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
-from torchrelay.checkpoint.state.leaf import LeafSpec, Role
+from torchrelay.checkpoint.state.leaf import LeafSpec, Role, order_of
 from torchrelay.checkpoint.state.load_hooks import draft_with_hooks, has_load_code
 from torchrelay.checkpoint.state.module_leaves import ModuleEntry, named_parameters, parts_of
 from torchrelay.checkpoint.state.module_names import Part
@@ -228,6 +230,25 @@ def restore_requires_grad(objects: Mapping[str, Any], specs: Mapping[str, LeafSp
                 tensor.requires_grad_(not spec.frozen)
                 changed.append(name)
     return changed
+
+
+def stay_as_built(objects: Mapping[str, Any], specs: dict[str, LeafSpec]) -> list[str]:
+    """With a process group, let parameters lie as they do that the training had laid otherwise; their names.
+
+    Once it is made, DistributedDataParallel mixes up the elements of parameters that are laid otherwise
+    (torch 2.13), and nothing tells which ones it has.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    changed = {name for name, spec in specs.items() if spec.order_changed}
+    turned = [
+        name
+        for blob, value in (objects.items() if changed else ())
+        for name, one in _with_gradients(blob, value)
+        if name in changed and order_of(one) != specs[name].order
+    ]
+    specs.update((name, replace(specs[name], order_changed=False)) for name in turned)
+    return turned
 
 
 def _with_gradients(blob: str, value: Any) -> Iterable[tuple[str, torch.Tensor]]:

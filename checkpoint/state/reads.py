@@ -110,16 +110,16 @@ def with_strides_of(model: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def lay_as_saved(live: torch.Tensor, spec: LeafSpec) -> None:
-    """Let a tensor lie in the order in which it was saved; a view of a larger one stays as it is."""
-    if order_of(live) != spec.order and live.untyped_storage().nbytes() == live.nbytes:
+    """Let a tensor lie in the order in which it was saved, in memory of its own."""
+    if order_of(live) != spec.order:
         put(new := empty(spec, live.device, live.dtype), live)
         take_memory_of(new, live)
 
 
 def take_memory_of(other: torch.Tensor, live: torch.Tensor) -> None:
-    """Let a live tensor be the memory of another one, also one that was made in inference mode."""
+    """Let a live tensor have the memory of another one; hooks on its gradient, as those of DDP, stay."""
     with torch.inference_mode() if live.is_inference() else nullcontext():
-        live.set_(other)  # type: ignore[call-overload]
+        live.data = other
 
 
 def same_form(spec: LeafSpec, live: torch.Tensor) -> bool:

@@ -165,6 +165,9 @@ def orders_of(objects: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
         elif kind is Kind.CONTAINER:
             for name, tensor in container_tensors(blob, value):
                 note(name, tensor)
+        elif kind is Kind.OPTIMIZER:  # a parameter that no blob holds
+            for name, tensor in orphans(blob, value):
+                note(name, tensor)
         for path, _, part in module_parts(value) if kind is Kind.MODULE else ():
             for own in (part._parameters, part._buffers):
                 for name, one in own.items():

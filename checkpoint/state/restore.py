@@ -50,7 +50,7 @@ class Restoration:
         self.created: dict[str, object] = {}
         self.replaced: tuple[str, ...] = tuple(replaced)
         self.left_out: tuple[str, ...] = tuple(draft.left_out)
-        self._steps = draft.steps
+        self._steps = [*draft.fills, *draft.steps]
         self._builders = builders
 
     def finish(self) -> dict[str, object]:
@@ -137,10 +137,9 @@ def drafted(
     """Draft the loads into `given`, which are among `objects`, and of stored blobs without an object."""
     builders: dict[str, Callable[[], Any]] = {}
     containers = {blob for blob, value in given.items() if kind_of(value) is Kind.CONTAINER}
-    # Modules and tensors first: load hooks may tell optimizers what parameters were called, and state of
-    # optimizers lies as its parameters do.
-    parameters_first = sorted(given, key=lambda blob: not isinstance(given[blob], (nn.Module, torch.Tensor)))
-    for blob in parameters_first:
+    # Modules first, as their load hooks may tell optimizers what parameters were called.
+    modules_first = sorted(given, key=lambda blob: not isinstance(given[blob], nn.Module))
+    for blob in modules_first:
         if blob in containers:
             continue
         if (builder := _draft_blob(draft, blob, given[blob])) is not None:

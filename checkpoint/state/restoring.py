@@ -90,6 +90,8 @@ class Draft:
         self.reshaped: list[str] = []
         self.late: dict[str, tuple[Callable[[], None], bool]] = {}
         self.destinations: list[tuple[str, torch.Tensor]] = []
+        self.fills: list[tuple[str, Callable[[], None]]] = []
+        """What live tensors need beside the reads, before anything looks at them."""
         self.steps: list[tuple[str, Callable[[], None]]] = []
         self._by_blob: dict[str, list[LeafSpec]] = {}
         self._taken: set[str] = set()
@@ -241,13 +243,13 @@ class Draft:
             read = Read(source, spec, local, target)
             self.reads.append(read)
             if read.destination is None:
-                self.steps.append((blob, read.settle))
+                self.fills.append((blob, read.settle))
             if spec.order_changed and not sharded:
-                self.steps.append((blob, partial(lay_as_saved, live, spec)))
+                self.fills.append((blob, partial(lay_as_saved, live, spec)))
         elif known != source and (source, known) not in self._twofold:
             self._twofold.append((source, known))
         elif spec.order_changed and (first := self._live[source]) is not live:
-            self.steps.append((blob, partial(take_memory_of, first, live)))
+            self.fills.append((blob, partial(take_memory_of, first, live)))
 
     def conclude(self, *, strict: bool, late_buffers: bool) -> None:
         """Decide what could not be decided while leaves were still coming.

@@ -18,7 +18,6 @@ from launching import Launch, TrialError, is_running, send, wait_until
 from storm_checks import lines_of
 from storm_launchers import LEAVE_SECS, kill
 
-IDLE_SECS = 30.0
 MEET_SECS = 150.0
 """In which two torchruns meet again."""
 
@@ -123,15 +122,9 @@ class TorchrunAcrossHosts:
         self._command = [sys.executable, "-m", "torch.distributed.run", *options, *argv]
 
     def start(self) -> dict[int, int]:
-        """Wait for the next attempt of the running torchruns; those that are gone are run anew.
-
-        One whose fellow was killed at the end of a job waits for it for five minutes, deaf to SIGTERM: it is
-        killed, as schedulers do.
-        """
-        began, waiting = time.monotonic(), [one for one in self._launches if not one.ended()]
-        while time.monotonic() < began + MEET_SECS:
-            if waiting and time.monotonic() > began + IDLE_SECS:
-                waiting.pop().kill()
+        """Wait for the next attempt of the running torchruns; those that are gone are run anew."""
+        end = time.monotonic() + MEET_SECS
+        while time.monotonic() < end:
             for at, host in enumerate(self.pair.hosts):
                 if at >= len(self._launches):
                     self._launches.append(self._launch(host))
@@ -169,8 +162,15 @@ class TorchrunAcrossHosts:
         return True
 
     def after_kill(self) -> None:
-        """Wait until the ranks of this attempt have ended, by themselves or by their torchrun."""
+        """Wait until the ranks of this attempt have ended, by themselves or by their torchrun.
+
+        A torchrun whose fellow is gone may wait for it for minutes, deaf to SIGTERM: it is killed then, as
+        schedulers do with a job that has lost a node.
+        """
         wait_until(lambda: not any(map(is_running, self._pids)), LEAVE_SECS + 30, "all ranks to end")
+        if any(one.ended() for one in self._launches):
+            for one in self._launches:
+                one.kill()
 
     def close(self) -> None:
         """End both, and their ranks."""

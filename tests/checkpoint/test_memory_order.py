@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from torchrelay import Job, JobRunner, max_epochs, open_checkpoint
@@ -265,7 +266,41 @@ def moments_of_an_object_whose_model_was_switched() -> tuple[dict[str, Any], Cal
     return {"optimizer": Around(), "model": blobs["model"]}, step
 
 
+def parameters_of_a_container_laid_otherwise(
+    hold: Callable[[nn.Parameter], dict[str, Any]] = lambda weight: {"held": {"w": weight}},
+) -> tuple[dict[str, Any], Callable[[Any], object]]:
+    weight = nn.Parameter(torch.randn(IMAGES))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
+
+    def step(ctx: Any) -> None:
+        if ctx.epoch == 1:
+            weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+        (weight * torch.randn(IMAGES)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return {"optimizer": optimizer, **hold(weight)}, step
+
+
+def parameters_of_an_optimizer_alone_laid_otherwise() -> tuple[dict[str, Any], Callable[[Any], object]]:
+    return parameters_of_a_container_laid_otherwise(lambda weight: {})
+
+
+def slice_laid_otherwise() -> tuple[dict[str, Any], Callable[[Any], object]]:
+    part = torch.randn(8, 3, 4, 5)[:2]
+
+    def step(ctx: Any) -> None:
+        if ctx.epoch == 1:
+            part.data = part.data.contiguous(memory_format=torch.channels_last)
+        part.mul_(torch.randn(()))
+
+    return {"part": part}, step
+
+
 KINDS = (
+    parameters_of_a_container_laid_otherwise,
+    parameters_of_an_optimizer_alone_laid_otherwise,
+    slice_laid_otherwise,
     model_switched_to_channels_last,
     model_switched_back,
     model_switched_late,
@@ -300,6 +335,69 @@ def test_a_resumed_run_has_the_strides_of_an_undisturbed_one(kind: Any, tmp_path
     run("cut", 1)
     run("cut", 2)
     assert run("cut", 4) == whole
+
+
+def test_hooks_on_gradients_outlive_another_order(tmp_path: Path) -> None:
+    """What a program hooked to a parameter's gradient when it was built is called behind a resume, too."""
+    for epochs in (1, 2):
+        torch.manual_seed(0)
+        model = nn.Conv2d(3, 4, 2)
+        called: list[int] = []
+        torch.autograd.graph.register_multi_grad_hook(
+            list(model.parameters()),
+            lambda _, called=called: called.append(1),  # type: ignore[misc]
+        )
+        job = Job("hooks", blobs={"model": model})
+
+        @job.epoch
+        def epoch(ctx: Any, model: nn.Module = model) -> None:
+            model.to(memory_format=torch.channels_last)
+            model(images()).sum().backward()
+            model.zero_grad()
+
+        job.stop_when(max_epochs(epochs))
+        JobRunner(job, tmp_path / "run", best=None).train()
+        assert called == [1]
+
+
+def test_ranks_keep_the_order_in_which_parameters_are_built(tmp_path: Path) -> None:
+    """DistributedDataParallel mixes up gradients of what is laid otherwise behind it: one line says so."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for epochs in (1, 2):
+            torch.manual_seed(0)
+            model = nn.Conv2d(3, 4, 2)
+            trained = nn.parallel.DistributedDataParallel(model)
+            job = Job("ranks", blobs={"model": model})
+
+            @job.epoch
+            def epoch(ctx: Any, model: nn.Module = model, trained: nn.Module = trained) -> None:
+                x = images()
+                [right] = torch.autograd.grad(model(x).square().sum(), [model.weight])
+                trained(x).square().sum().backward()
+                assert torch.equal(model.weight.grad, right)
+                model.zero_grad()
+                if ctx.epoch == 1:
+                    model.to(memory_format=torch.channels_last)
+
+            job.stop_when(max_epochs(epochs))
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                JobRunner(job, tmp_path / "run", best=None).train()
+        assert model.weight.is_contiguous()
+        [line] = [str(one.message) for one in told if "lies in memory" in str(one.message)]
+        assert line.startswith("model.weight lies") and "before DistributedDataParallel" in line
+    finally:
+        dist.destroy_process_group()
+
+
+def test_another_program_keeps_its_own_order(tmp_path: Path) -> None:
+    """A load of a model alone leaves it as it lies, for moments of a running optimizer lie so, too."""
+    blobs, step = model_switched_to_channels_last()
+    train(tmp_path / "run", 1, lambda: blobs, step)
+    model = model_switched_to_channels_last()[0]["model"]
+    open_checkpoint(tmp_path / "run").load({"model": model})
+    assert torch.equal(model[0].weight, blobs["model"][0].weight) and model[0].weight.is_contiguous()
 
 
 def test_state_of_torchs_optimizers_lies_as_the_parameter_that_it_finds(tmp_path: Path) -> None:
