@@ -18,6 +18,7 @@ from launching import Launch, TrialError, is_running, send, wait_until
 from storm_checks import lines_of
 from storm_launchers import LEAVE_SECS, kill
 
+IDLE_SECS = 30.0
 MEET_SECS = 150.0
 """In which two torchruns meet again."""
 
@@ -122,9 +123,17 @@ class TorchrunAcrossHosts:
         self._command = [sys.executable, "-m", "torch.distributed.run", *options, *argv]
 
     def start(self) -> dict[int, int]:
-        """Wait for the next attempt of the running torchruns; those that are gone are run anew."""
-        end = time.monotonic() + MEET_SECS
-        while time.monotonic() < end:
+        """Wait for the next attempt of the running torchruns; those that are gone are run anew.
+
+        Where ranks of one host have finished and others have not, their torchruns wait for each other for
+        minutes, deaf to SIGTERM: they are killed, as schedulers do with a job that stands still.
+        """
+        began, patience = time.monotonic(), IDLE_SECS
+        while time.monotonic() < began + MEET_SECS:
+            if time.monotonic() > began + patience:
+                patience = MEET_SECS
+                for one in self._launches:
+                    one.kill()
             for at, host in enumerate(self.pair.hosts):
                 if at >= len(self._launches):
                     self._launches.append(self._launch(host))
