@@ -184,10 +184,10 @@ def _warn_of_order(told: Sequence[list[str]]) -> None:
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         warn(
-            f"{', '.join(names[:3])}{more} lies in memory as the program built it, and not as a task or init "
-            "had laid it before it was saved: steps may round otherwise. Call model.to(memory_format=...) "
-            "where the model is built or in @job.setup, before DistributedDataParallel: behind it, its next "
-            "gradients would be wrong",
+            f"the memory order of {', '.join(names[:3])}{more} is as the program built it, and not as a task "
+            "or init had changed it before the save: steps may round otherwise. Call "
+            "model.to(memory_format=...) where the model is built or in @job.setup, before "
+            "DistributedDataParallel: behind it, its next gradients would be wrong",
             stacklevel=2,
         )
 

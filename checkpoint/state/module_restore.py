@@ -22,6 +22,7 @@ from torchrelay.checkpoint.state.leaf import LeafSpec, Role, order_of
 from torchrelay.checkpoint.state.load_hooks import draft_with_hooks, has_load_code
 from torchrelay.checkpoint.state.module_leaves import ModuleEntry, named_parameters, parts_of
 from torchrelay.checkpoint.state.module_names import Part
+from torchrelay.checkpoint.state.optimizer_leaves import orphans
 from torchrelay.checkpoint.state.reads import dtype_name, empty, form, outside_inference_mode, take_memory_of
 from torchrelay.checkpoint.state.restoring import Draft
 
@@ -233,7 +234,7 @@ def restore_requires_grad(objects: Mapping[str, Any], specs: Mapping[str, LeafSp
 
 
 def stay_as_built(objects: Mapping[str, Any], specs: dict[str, LeafSpec]) -> list[str]:
-    """With a process group, let parameters lie as they do that the training had laid otherwise; their names.
+    """With a process group, let what learns lie as it does where the training had laid it otherwise; names.
 
     Once it is made, DistributedDataParallel mixes up the elements of parameters that are laid otherwise
     (torch 2.13), and nothing tells which ones it has.
@@ -244,8 +245,10 @@ def stay_as_built(objects: Mapping[str, Any], specs: dict[str, LeafSpec]) -> lis
     turned = [
         name
         for blob, value in (objects.items() if changed else ())
-        for name, one in _with_gradients(blob, value)
-        if name in changed and order_of(one) != specs[name].order
+        for name, one in (
+            orphans(blob, value) if kind_of(value) is Kind.OPTIMIZER else _with_gradients(blob, value)
+        )
+        if name in changed and one.requires_grad and order_of(one) != specs[name].order
     ]
     specs.update((name, replace(specs[name], order_changed=False)) for name in turned)
     return turned

@@ -118,7 +118,10 @@ def lay_as_saved(live: torch.Tensor, spec: LeafSpec) -> None:
 
 def take_memory_of(other: torch.Tensor, live: torch.Tensor) -> None:
     """Let a live tensor have the memory of another one; hooks on its gradient, as those of DDP, stay."""
-    with torch.inference_mode() if live.is_inference() else nullcontext():
+    if live.is_inference():
+        with torch.inference_mode():
+            live.set_(other)  # type: ignore[call-overload]
+    else:
         live.data = other
 
 

@@ -286,6 +286,22 @@ def parameters_of_an_optimizer_alone_laid_otherwise() -> tuple[dict[str, Any], C
     return parameters_of_a_container_laid_otherwise(lambda weight: {})
 
 
+def buffer_of_inference_laid_otherwise() -> tuple[dict[str, Any], Callable[[Any], object]]:
+    with torch.inference_mode():
+        model = nn.Conv2d(3, 4, 2).requires_grad_(False)
+        model.register_buffer("patch", torch.randn(IMAGES))
+
+    def step(ctx: Any) -> None:
+        if ctx.epoch == 1:
+            with torch.inference_mode():
+                model.patch = model.patch.contiguous(memory_format=torch.channels_last)
+        with torch.inference_mode():
+            model.patch.mul_(torch.randn(()))
+        assert model.patch.is_inference() and model.patch.view(2, 3, 4, 5).sum().isfinite()
+
+    return {"model": model}, step
+
+
 def slice_laid_otherwise() -> tuple[dict[str, Any], Callable[[Any], object]]:
     part = torch.randn(8, 3, 4, 5)[:2]
 
@@ -298,6 +314,7 @@ def slice_laid_otherwise() -> tuple[dict[str, Any], Callable[[Any], object]]:
 
 
 KINDS = (
+    buffer_of_inference_laid_otherwise,
     parameters_of_a_container_laid_otherwise,
     parameters_of_an_optimizer_alone_laid_otherwise,
     slice_laid_otherwise,
@@ -360,7 +377,8 @@ def test_hooks_on_gradients_outlive_another_order(tmp_path: Path) -> None:
         assert called == [1]
 
 
-def test_ranks_keep_the_order_in_which_parameters_are_built(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["model.weight", "optimizer.param.0.0"])
+def test_ranks_keep_the_order_in_which_parameters_are_built(name: str, tmp_path: Path) -> None:
     """DistributedDataParallel mixes up gradients of what is laid otherwise behind it: one line says so."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -368,7 +386,9 @@ def test_ranks_keep_the_order_in_which_parameters_are_built(tmp_path: Path) -> N
             torch.manual_seed(0)
             model = nn.Conv2d(3, 4, 2)
             trained = nn.parallel.DistributedDataParallel(model)
-            job = Job("ranks", blobs={"model": model})
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            blob = name.split(".", maxsplit=1)[0]
+            job = Job("ranks", blobs={blob: {"model": model, "optimizer": optimizer}[blob]})
 
             @job.epoch
             def epoch(ctx: Any, model: nn.Module = model, trained: nn.Module = trained) -> None:
@@ -385,8 +405,8 @@ def test_ranks_keep_the_order_in_which_parameters_are_built(tmp_path: Path) -> N
                 warnings.simplefilter("always")
                 JobRunner(job, tmp_path / "run", best=None).train()
         assert model.weight.is_contiguous()
-        [line] = [str(one.message) for one in told if "lies in memory" in str(one.message)]
-        assert line.startswith("model.weight lies") and "before DistributedDataParallel" in line
+        [line] = [str(one.message) for one in told if "memory order" in str(one.message)]
+        assert f"order of {name} is as" in line and "before DistributedDataParallel" in line
     finally:
         dist.destroy_process_group()
 
