@@ -165,13 +165,17 @@ def load_all(job: LoadJob) -> tuple[dict[str, RandomStreams], dict[str, Gradient
     return streams, gradients, NodeStats(NodeTimes(**row) for part in times for row in part), changes
 
 
+def _each_once(told: Sequence[list[str]]) -> str:
+    """The first names of those that any process told, in words; empty where there are none."""
+    names = list(dict.fromkeys(name for part in told for name in part))
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 def _warn_of_gradients(told: Sequence[list[str]]) -> None:
     """Say once which parameters learn, or do not, other than the program had built them."""
-    names = list(dict.fromkeys(name for part in told for name in part))
-    if names:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    if names := _each_once(told):
         warn(
-            f"requires_grad of {', '.join(names[:3])}{more} is as it was saved, and not as the program built "
+            f"requires_grad of {names} is as it was saved, and not as the program built "
             "it; to change it, set it at the top of an epoch's task. DistributedDataParallel averages "
             "gradients only of parameters that required them when it was made",
             stacklevel=2,
@@ -180,11 +184,9 @@ def _warn_of_gradients(told: Sequence[list[str]]) -> None:
 
 def _warn_of_order(told: Sequence[list[str]]) -> None:
     """Say once which parameters do not lie as they were saved."""
-    names = list(dict.fromkeys(name for part in told for name in part))
-    if names:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    if names := _each_once(told):
         warn(
-            f"the memory order of {', '.join(names[:3])}{more} is as the program built it, and not as a task "
+            f"the memory order of {names} is as the program built it, and not as a task "
             "or init had changed it before the save: steps may round otherwise. Call "
             "model.to(memory_format=...) where the model is built or in @job.setup, before "
             "DistributedDataParallel: behind it, its next gradients would be wrong",

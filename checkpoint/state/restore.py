@@ -51,6 +51,7 @@ class Restoration:
         self.replaced: tuple[str, ...] = tuple(replaced)
         self.left_out: tuple[str, ...] = tuple(draft.left_out)
         self._steps = [*draft.fills, *draft.steps]
+        draft.steps.clear()  # they refer to the draft
         self._builders = builders
 
     def finish(self) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from torchrelay.checkpoint.disk.dtypes import as_copied
 from torchrelay.checkpoint.disk.manifest import Manifest
 from torchrelay.checkpoint.disk.value_decoding import decode
 from torchrelay.checkpoint.disk.values import encode
+from torchrelay.checkpoint.state.restoring import Draft
 from torchrelay.errors import DamagedError
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
@@ -560,3 +562,17 @@ def test_an_array_of_odd_order_is_damage(order: Any) -> None:
     assert decode(stored).flags.f_contiguous
     with pytest.raises(DamagedError):
         decode({"$": "ordered", "v": [order, stored["v"][1]]})
+
+
+def test_a_load_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Its plan, and the memory that it read into, are gone when it returns, without a garbage collection."""
+    blobs, step = model_switched_to_channels_last()
+    train(tmp_path / "run", 1, lambda: blobs, step)
+    found = model_switched_to_channels_last()[0]
+    gc.collect()
+    gc.disable()
+    try:
+        open_checkpoint(tmp_path / "run").load(found)
+        assert not [one for one in gc.get_objects() if isinstance(one, Draft)]
+    finally:
+        gc.enable()
