@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from torchrelay.runners.reduction import Accumulator, Number
@@ -36,7 +37,7 @@ class Glimpses:
         import torch
 
         device = next(one.device for one in numbers if isinstance(one, torch.Tensor))
-        pair = torch.stack([torch.as_tensor(one, dtype=torch.float32, device=device) for one in numbers])
+        pair = on_device(numbers, device, torch.float32)
         room = self._sent.get(name)
         if room is None:
             room = torch.full((2,), math.nan, dtype=torch.float32, pin_memory=device.type == "cuda")
@@ -56,6 +57,20 @@ class Glimpses:
             if room is not None:
                 found[name] = _result(accumulator.reduce, *room.tolist())
         return {name: number for name, number in found.items() if number is not None}
+
+
+def on_device(numbers: tuple[Number, Number], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Both in one tensor there. Numbers of the host are filled in, for a copy would wait for the device."""
+    import torch
+
+    return torch.stack(
+        [
+            one.to(device, dtype)
+            if isinstance(one, torch.Tensor)
+            else torch.full((), one, dtype=dtype, device=device)
+            for one in numbers
+        ]
+    )
 
 
 def _on_host(number: Any) -> bool:

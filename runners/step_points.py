@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrelay.errors import UsageError
 from torchrelay.records import dataclass
+from torchrelay.runners.glimpses import on_device
 from torchrelay.runners.reduction import Accumulator, Summary
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def _to_host(numbers: tuple[Number, Number]) -> tuple[tuple[Any, Any], Any]:
     import torch
 
     device = next(one.device for one in numbers if isinstance(one, torch.Tensor))
-    pair = torch.stack([torch.as_tensor(one, dtype=torch.float64, device=device) for one in numbers])
+    pair = on_device(numbers, device, torch.float64)
     room = torch.empty(2, dtype=torch.float64, pin_memory=True)
     room.copy_(pair, non_blocking=True)
     arrived = torch.cuda.Event()
