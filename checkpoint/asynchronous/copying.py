@@ -1,8 +1,8 @@
 """Copies into staging memory: at once, or later by another thread.
 
-On the CPU a late copy is a plain move of bytes that holds no interpreter lock. On CUDA (not tried on
-hardware yet) copies run on a stream of their own, which waits for the compute that was queued before;
-at the gate, compute waits for their event.
+On the CPU a late copy is a plain move of bytes that holds no interpreter lock. On CUDA
+copies run on a stream of their own, which waits for the compute that was queued before; at the gate,
+compute waits for their event.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """`gpu-check`: what only a GPU can show, as a table. With `--device cpu` the same programme, small.
 
-Parts: copies against the pinned limit; stall per save, saves and loads; a run under torchrun (NCCL on GPUs)
-that is killed and resumed in a fresh process, and ends in the same bits as one that was left alone. Ends with
-2 where there is no such device, with 1 where something is wrong or the time is over.
+Parts: copies against the pinned limit; stalls of saves, and loads, beside peers; whether steps wait for the
+device; a run under torchrun (NCCL on GPUs) that is killed, and trainings of many kinds that are cut. Resumed
+in a fresh process, they end in the same bits as those that were left alone. Ends with 2 where there is no
+such device, with 1 where something is wrong or the time is over.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +32,7 @@ from launching import clean_environment, torchrun
 HERE = Path(__file__).parent
 MOST_SECS = 450.0
 EPOCHS = 4
+PARTS = ("copies", "saves", "peers", "loads", "waits", "killed", "cases")
 
 
 class CheckError(Exception):
@@ -45,6 +48,7 @@ class Check:
     mib: int
     rounds: int
     secs: float
+    parts: Collection[str] = PARTS
     found: dict[str, float | str] = field(default_factory=dict)
     begun: float = field(default_factory=time.monotonic)
 
@@ -57,7 +61,9 @@ class Check:
         return left
 
     def part(self, name: str, work: Callable[[], dict[str, float | str]]) -> None:
-        """Do a part, if there is time, and note how long it took."""
+        """Do a part, if it is wanted and there is time, and note how long it took."""
+        if name not in self.parts:
+            return
         begin = self.left and time.monotonic()
         self.found |= work()
         self.found[f"{name}, s"] = time.monotonic() - begin
@@ -84,12 +90,88 @@ def machine(device: str) -> dict[str, float | str]:
 def rates(check: Check, where: Path) -> None:
     """The parts that this process measures itself."""
     import torch
+    from gpu_peers import loads, peers, waits
     from gpu_rates import copies, saves_and_loads
 
     device = torch.device("cuda", 0) if check.device == "cuda" else torch.device("cpu")
     nbytes = check.mib << 20
     check.part("copies", lambda: dict(copies(device, nbytes, check.rounds)))
-    check.part("saves and loads", lambda: dict(saves_and_loads(device, nbytes, check.rounds, where)))
+    check.part("saves", lambda: dict(saves_and_loads(device, nbytes, check.rounds, where)))
+    check.part("peers", lambda: peers(device, nbytes, 3, where))
+    check.part("loads", lambda: loads(device, nbytes // 3, check.rounds, where))
+    check.part("waits", lambda: waits(device, where))
+
+
+class Cases:
+    """Trainings of many kinds, in processes of their own, that are cut and resumed."""
+
+    def __init__(self, check: Check, where: Path) -> None:
+        self._check, self._where = check, where
+
+    def rows(self) -> dict[str, float | str]:
+        """One per kind, and one per change of the device; several at a time."""
+        from gpu_cases import ALONE, ON_RANKS
+
+        names = [*ALONE, *(ON_RANKS if self._check.ranks else ())]
+        asked = [(f"cut and resumed: {name}", self.same_bits, name) for name in names]
+        if self._check.device == "cuda":
+            moved = [name for name in ALONE if name not in ("graphed", "windows")]  # these are for GPUs alone
+            asked += [(f"resumed elsewhere: {name}", self.elsewhere, name) for name in moved]
+        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 2)) as pool:
+            done = [(row, pool.submit(self._kept, work, name)) for row, work, name in asked]
+            return {row: future.result() for row, future in done}
+
+    def _kept(self, work: Callable[[str], str], name: str) -> str:
+        try:
+            return work(name)
+        except (CheckError, subprocess.TimeoutExpired) as error:
+            return f"FAILED: {error}"
+
+    def same_bits(self, name: str) -> str:
+        """Cut by SIGTERM and by SIGKILL, it ends in the bits of one that is left alone."""
+        from gpu_cases import FIRST, SECOND
+
+        _, whole, said = self._run(name, self._where / name / "whole", self._check.device)
+        if len(whole) != 2:
+            return f"FAILED: left alone: {said}"
+        told = []
+        for cut, step in (("SIGTERM", FIRST), ("SIGKILL", SECOND)):
+            run = self._where / name / cut
+            code, words, said = self._run(name, run, self._check.device, cut, step)
+            if not code or not run.is_dir():
+                return f"FAILED: {cut} did not end it: {code}, {words}: {said}"
+            _, words, said = self._run(name, run, self._check.device)
+            if len(words) != 2 or words[1] != whole[1] or words[0] == "1":
+                return f"FAILED: {cut} in step {step}: {words} instead of {whole}: {said}"
+            told.append(f"{cut} in step {step}: from step {words[0]}")
+        return f"same bits ({', '.join(told)})"
+
+    def elsewhere(self, name: str) -> str:
+        """Cut on the GPU and resumed on the CPU, and the other way round, it goes on and ends."""
+        from gpu_cases import FIRST
+
+        ways = (("cuda", "cpu"), ("cpu", "cuda"))
+        for first, second in ways[:1] if name == "made" else ways:  # what it holds comes back to the CPU
+            run = self._where / name / f"{first}-{second}"
+            self._run(name, run, first, "SIGTERM", FIRST)
+            code, words, said = self._run(name, run, second)
+            if code or words[:1] != [str(FIRST + 1)]:
+                return f"FAILED: {first}, then {second}: {code}, {words}: {said}"
+        return "goes on"
+
+    def _run(self, name: str, run: Path, device: str, *cut: object) -> tuple[int, list[str], str]:
+        from gpu_cases import ON_RANKS
+
+        program = [str(HERE / "gpu_cases.py"), str(run), device, name, *map(str, cut)]
+        command = torchrun(*program, ranks=1) if name in ON_RANKS else [sys.executable, *program]
+        done = subprocess.run(
+            command, check=False, capture_output=True, text=True, timeout=self._check.left,
+            env=clean_environment(),
+        )  # fmt: skip
+        words = [
+            line.split()[1] for line in done.stdout.splitlines() if line.startswith(("began ", "digest "))
+        ]
+        return done.returncode, words, done.stderr[-1500:]
 
 
 class Started:
@@ -200,6 +282,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="copies, and saves, that are measured")
     parser.add_argument("--secs", type=float, default=MOST_SECS, help="the time for everything")
     parser.add_argument("--directory", type=Path, help="where runs are written; default a temporary folder")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default all")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--from", dest="origin", type=Path, default=Path.cwd(), help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -222,14 +305,15 @@ def main() -> int:
         return 2
     many = torch.cuda.device_count() if asked.device == "cuda" else 2
     ranks = many if asked.ranks is None else asked.ranks
-    check = Check(asked.device, ranks, asked.mib, asked.rounds, asked.secs)
+    check = Check(asked.device, ranks, asked.mib, asked.rounds, asked.secs, asked.parts)
     check.found |= machine(asked.device)
     base = None if asked.directory is None else asked.origin / asked.directory
     where = Path(tempfile.mkdtemp(prefix="gpu-check-", dir=base))
     wrong = ""
     try:
         rates(check, where)
-        check.part("killed and resumed", lambda: killed_and_resumed(check, where))
+        check.part("killed", lambda: killed_and_resumed(check, where))
+        check.part("cases", Cases(check, where / "cases").rows)
     except Exception as error:
         wrong = f"{type(error).__name__}: {error}"
     finally:
@@ -237,6 +321,7 @@ def main() -> int:
     check.found |= {"ranks of the killed run": ranks, "all, s": time.monotonic() - check.begun}
     if wrong:
         check.found["FAILED"] = wrong
+    wrong += "".join(name for name, value in check.found.items() if str(value).startswith("FAILED"))
     print(json.dumps(check.found) if asked.json else table(check.found))
     return 1 if wrong else 0
 
