@@ -15,7 +15,7 @@ from operator import is_
 from torchrelay.checkpoint.disk.dtypes import logical_name
 from torchrelay.checkpoint.disk.manifest import VALUE_LIMIT_BYTES
 from torchrelay.checkpoint.state.dtensors import is_sharded
-from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value, order_of, spec_of
+from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value, device_of, order_of, spec_of
 from torchrelay.checkpoint.state.rehearsal import Start
 from torchrelay.checkpoint.state.tensor_names import overlaps_of
 from torchrelay.records import dataclass
@@ -153,6 +153,7 @@ def _unchanged(leaf: Leaf, known: LeafSpec) -> bool:
     else:
         alike = content.shape == known.shape and logical_name(content.dtype) == known.dtype
         alike = alike and order_of(content) == known.order
+        alike = alike and device_of(leaf.role, content) == known.device
     return (
         alike
         and leaf.name == known.name

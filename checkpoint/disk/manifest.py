@@ -86,6 +86,8 @@ class LeafRow(NamedTuple):
     """The dimensions of a tensor from the outermost in memory, where they do not lie as they are numbered."""
     order_changed: bool = False
     """Whether the program had built the tensor in another order than it was saved in."""
+    device: str | None = None
+    """The GPU of a parameter or a tensor, counted from the process's own: `cuda`, `cuda:1`. None: the CPU."""
 
     @property
     def gradient_is_odd(self) -> bool:

@@ -9,7 +9,7 @@
              of sharded leaves {mesh, placements, rule}
     blobs    {name, kind, scope}
     leaves   {name, blob, kind, role, dtype, shape, bytes, scope, group, layout, alias_of, try[, frozen]
-             [, learning] [, order]}
+             [, learning][, order][, order_changed][, device]}
     shards   {node, group, part, bytes, header_bytes, try} and header_sha256: base64 of all, joined
     values   [leaf row, typed value]
 
@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, count
 from typing import Any, TypeVar
 
@@ -336,6 +337,9 @@ def _leaves_text(leaves: Sequence[LeafRow], words: _Numbers) -> bytes:
         table["order"] = [[list(order), pack_numbers(rows[order])] for order in orders]
     if changed := [row for row, one in enumerate(of["order_changed"]) if one]:
         table["order_changed"] = pack_numbers(changed)
+    if devices := sorted({device for device in of["device"] if device is not None}):
+        on = {device: [row for row, one in enumerate(of["device"]) if one == device] for device in devices}
+        table["device"] = [[device, pack_numbers(on[device])] for device in devices]
     texts = {key: _text(column) for key, column in table.items()}
     return canonical.object_of({**texts, "shape": _shapes_text(of["shape"])})
 
@@ -363,12 +367,15 @@ def _leaves(columns: Columns) -> tuple[LeafRow, ...]:
     table = (
         *(names, words["blob"], words["kind"], words["role"], dtypes, shapes, numbers["bytes"]),
         *(words["scope"], words["group"], numbers["layout"], map(aliases.get, range(len(names)))),
-        *(numbers["try"], _frozen(columns.fields, words["role"]), _orders(columns.fields, shapes)),
+        *(numbers["try"], _frozen(columns.fields, words["role"])),
+        map(_orders(columns.fields, shapes).get, range(len(names))),
         map(_rows(columns.fields, "order_changed", len(names)).__contains__, range(len(names))),
+        map(_devices(columns.fields, len(names)).get, range(len(names))),
     )
     return tuple(map(LeafRow, *table))
 
 
+_DEVICE = re.compile(r"[a-z]{1,32}(:[0-9]{1,4})?")
 _WITH_GRADIENT = {"frozen": "parameter", "learning": "tensor"}
 """Columns of rows, each with the role of which it says for all leaves whether they had a gradient."""
 
@@ -393,18 +400,37 @@ def _rows(fields: Fields, key: str, count: int) -> set[int]:
     return set(rows)
 
 
-def _orders(fields: Fields, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...] | None]:
-    """The order in memory of each leaf's dimensions, where it is said."""
-    found: list[tuple[int, ...] | None] = [None] * len(shapes)
-    for item in fields.items("order") if "order" in fields.values else ():
-        order, packed = item if isinstance(item, list) and len(item) == 2 else (None, None)
-        if not isinstance(order, list) or not isinstance(packed, list):
+def _said(fields: Fields, key: str, count: int) -> Iterator[tuple[int, Json]]:
+    """What a column of pairs says, by row: each pair is a word and, packed, its rows. Most rows have none."""
+    seen: set[int] = set()
+    for item in fields.items(key) if key in fields.values else ():
+        word, packed = item if isinstance(item, list) and len(item) == 2 else (None, None)
+        if not isinstance(packed, list):
+            raise fields.wrong(key)
+        for row in unpack_numbers(packed, f"{fields.what} ({key})"):
+            if not 0 <= row < count or row in seen:
+                raise fields.wrong(key)
+            seen.add(row)
+            yield row, word
+
+
+def _orders(fields: Fields, shapes: Sequence[tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
+    """The order in memory of a leaf's dimensions, by row, where it is said."""
+    found: dict[int, tuple[int, ...]] = {}
+    for row, order in _said(fields, "order", len(shapes)):
+        if not isinstance(order, list) or set(map(type, order)) != {int}:
             raise fields.wrong("order")
-        for row in unpack_numbers(packed, f"{fields.what} (order)"):
-            fits = 0 <= row < len(shapes) and found[row] is None
-            if not fits or set(map(type, order)) != {int} or sorted(order) != list(range(len(shapes[row]))):
-                raise fields.wrong("order")
-            found[row] = tuple(order)
+        if sorted(order) != list(range(len(shapes[row]))):
+            raise fields.wrong("order")
+        found[row] = tuple(order)
+    return found
+
+
+def _devices(fields: Fields, count: int) -> dict[int, str]:
+    """The GPU that a leaf lay on, by row, where it is said."""
+    found = dict(_said(fields, "device", count))
+    if not all(isinstance(device, str) and _DEVICE.fullmatch(device) for device in found.values()):
+        raise fields.wrong("device")
     return found
 
 

@@ -53,6 +53,7 @@ def leaves_digest(leaves: Sequence[LeafSpec]) -> str:
             *(("odd gradient",) if has_odd_gradient(leaf.role._value_, leaf.frozen) else ()),
             *(() if leaf.order is None else (("order", *leaf.order),)),
             *(("order changed",) if leaf.order_changed else ()),
+            *(() if leaf.device is None else (("device", leaf.device),)),
         )
         column.append(numbers.setdefault(form, len(numbers)))
     names = ",".join(words([leaf.name for leaf in ordered]))

@@ -82,14 +82,15 @@ def _places(layout: Layout, names: Sequence[str]) -> list[str]:
 def _of_plan(one: PlannedLeaf) -> list[object]:
     leaf = one.leaf
     stated = (leaf.blob, leaf.group, leaf.role.value, leaf.dtype, leaf.shape, one.scope, elements(leaf))
-    return _stated(*stated, has_odd_gradient(leaf.role.value, leaf.frozen), leaf.order, leaf.order_changed)
+    odd = has_odd_gradient(leaf.role.value, leaf.frozen)
+    return _stated(*stated, odd, leaf.order, leaf.order_changed, leaf.device)
 
 
 def _of_manifest(leaf: LeafRow) -> list[object]:
     if leaf.alias_of is not None:
         return []
     stated = (leaf.blob, leaf.group, leaf.role, leaf.dtype, leaf.shape, leaf.scope, leaf.elements)
-    return _stated(*stated, leaf.gradient_is_odd, leaf.order, leaf.order_changed)
+    return _stated(*stated, leaf.gradient_is_odd, leaf.order, leaf.order_changed, leaf.device)
 
 
 def _stated(*of_leaf: object) -> list[object]:

@@ -102,7 +102,7 @@ class LeafSpec:
     the logical size, also where an alias stores nothing. Of a sharded tensor dtype, shape and bytes are
     those of the whole, and `sharding` says who has which part. `frozen` is None where that is not known.
     `order` has the dimensions from the outermost in memory (see `order_of`); `order_changed` says that the
-    program had built the tensor in another order.
+    program had built the tensor in another order. `device`: see `device_of`.
     """
 
     name: str
@@ -118,6 +118,7 @@ class LeafSpec:
     frozen: bool | None = None
     order: tuple[int, ...] | None = None
     order_changed: bool = False
+    device: str | None = None
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}" if self.kind == "tensor" else "value"
@@ -143,8 +144,10 @@ def spec_of(leaf: Leaf) -> LeafSpec:
     spec = _spec(leaf, "tensor", element.name, shape, element.nbytes(shape))
     if is_sharded(content):
         return replace(spec, sharding=sharding_of(content, leaf.name))
-    order = order_of(content)
-    return spec if order is None else replace(spec, order=order)
+    order, device = order_of(content), device_of(leaf.role, content)
+    if order is None and device is None:
+        return spec
+    return replace(spec, order=order, device=device)
 
 
 def _spec(
@@ -167,6 +170,22 @@ def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
     # Of equal strides the dimension of size 1 is the inner one.
     order = tuple(sorted(range(len(steps)), key=lambda dim: (-steps[dim], shape[dim] == 1)))
     return None if 0 in steps or order == tuple(range(len(steps))) else order
+
+
+def device_of(role: Role, tensor: torch.Tensor) -> str | None:
+    """Where a parameter or a tensor that a user holds lies: `cuda`, or `cuda:1`, the one after the current.
+
+    None on the CPU, and of buffers and of state of optimizers, which lie where the objects have them.
+    """
+    if tensor.is_cpu or not (role is Role.PARAMETER or role is Role.TENSOR):
+        return None
+    where = tensor.device
+    if where.type != "cuda":
+        return where.type
+    import torch  # others read leaves without it
+
+    distance = ((where.index or 0) - torch.cuda.current_device()) % torch.cuda.device_count()
+    return f"cuda:{distance}" if distance else "cuda"
 
 
 def learning(

@@ -66,8 +66,11 @@ class Read:
             put(self.live, self._fresh)
 
     def on(self, device: torch.device | None) -> torch.Tensor:
-        """The memory, once all of it is read, on a device: for each device one tensor, whoever asks."""
-        where = str(device or "cpu")
+        """The memory, once all of it is read, on a device: for each device one tensor, whoever asks.
+
+        Without a device it goes to that of the saved tensor, see `home_of`.
+        """
+        where = str(device or home_of(self.spec) or "cpu")
         self._placed = {} if self._placed is None else self._placed
         if where not in self._placed:
             found = self.memory().to(where, self.becomes or self.dtype)
@@ -76,6 +79,17 @@ class Read:
                 put(new := empty(self.spec, where, found.dtype), found)
                 self._placed[where] = new
         return self._placed[where]
+
+
+def home_of(spec: LeafSpec) -> torch.device | None:
+    """The GPU that a new tensor goes to: that of this process for what was saved on one.
+
+    None, for the CPU, where it was saved there, and where this process has not begun to compute on GPUs.
+    """
+    if spec.device is None or not torch.cuda.is_initialized():
+        return None
+    distance = int(spec.device.partition(":")[2] or 0)
+    return torch.device("cuda", (torch.cuda.current_device() + distance) % torch.cuda.device_count())
 
 
 def empty(

@@ -4,7 +4,8 @@ It has all that a manifest can have: split, replicated, per-node and per-host le
 classes, a value of every place, references to an earlier try of another world, two parts of a shard.
 Run it only for a new format version, under a new name: `python tests/golden/make_manifest.py > ...`; with
 `frozen` it makes `manifest_frozen.json`, with `learning` `manifest_learning.json`, with `ordered`
-`manifest_ordered.json`, with `order_changed` `manifest_order_changed.json`.
+`manifest_ordered.json`, with `order_changed` `manifest_order_changed.json`, with `on_devices`
+`manifest_devices.json`.
 """
 
 from __future__ import annotations
@@ -116,7 +117,15 @@ def order_changed() -> Manifest:
     return replace(made, leaves=tuple(x._replace(order_changed=x.name in names) for x in made.leaves))
 
 
+def on_devices() -> Manifest:
+    """The same, where what a program holds lay on two GPUs of each process: `manifest_devices.json`."""
+    made = order_changed()
+    held = [leaf.name for leaf in made.leaves if leaf.role in ("parameter", "tensor")]
+    devices = {name: "cuda:1" if number == 1 else "cuda" for number, name in enumerate(held)}
+    return replace(made, leaves=tuple(one._replace(device=devices.get(one.name)) for one in made.leaves))
+
+
 if __name__ == "__main__":
-    kinds = {"frozen": frozen, "learning": learning, "ordered": ordered, "order_changed": order_changed}
+    kinds = {one.__name__: one for one in (frozen, learning, ordered, order_changed, on_devices)}
     which = kinds.get(sys.argv[-1], manifest)
     sys.stdout.buffer.write(which().encode())
