@@ -4,7 +4,7 @@
                                       between; a difference fails the save
     module buffers that DDP broadcasts     never: they differ by design
     other replicated tensors and values    at every save; a difference makes a leaf `rank` for good,
-                                           or fails the save where `replicated` was forced
+    (of aliases whose they are)            or fails the save where `replicated` was forced
     `rank` and `host` leaves               never
 
 Digests are xxh3-128 of the stored bytes. Little is exchanged: a combined digest per node and mesh, and
@@ -67,8 +67,12 @@ def mode_at(epoch: int, *, first: bool, every: int = WHOLE_EVERY) -> Mode:
 
 
 def is_compared(leaf: Leaf | LeafSpec, scope: str, broadcast: Collection[str] = ()) -> bool:
-    """Whether a leaf is compared at all; `broadcast` names the buffers that DDP keeps alike itself."""
-    return scope == "replicated" and leaf.alias_of is None and leaf.name not in broadcast
+    """Whether a leaf is compared at all; `broadcast` names the buffers that DDP keeps alike itself.
+
+    Of an alias it is whose alias it is: other nodes may have a tensor of its own there.
+    """
+    told = leaf.alias_of is None or leaf.role.value not in _SAME_BY_CONSTRUCTION
+    return scope == "replicated" and told and leaf.name not in broadcast
 
 
 def fails_when_different(leaf: Leaf | LeafSpec, forced: Collection[str] = ()) -> bool:
@@ -239,6 +243,8 @@ def _digest(leaf: Leaf, mode: Mode) -> str:
     tensor = leaf.content
     if isinstance(tensor, Value):
         return _hash(canonical.dumps(tensor.json))
+    if leaf.alias_of is not None:
+        return _hash(f"alias of {leaf.alias_of}".encode())
     hashed = xxhash.xxh3_128(repr((str(tensor.dtype), tuple(tensor.shape))).encode())
     sampled = mode is Mode.SAMPLES and leaf.role.value in _SAME_BY_CONSTRUCTION
     for piece in _samples(tensor, leaf.name) if sampled else [dtypes.stored_bytes(tensor, leaf.name)]:

@@ -18,7 +18,7 @@ from torchrelay.checkpoint.disk.many_tensors import AT_ONCE
 from torchrelay.checkpoint.state.admission import admitted, all_plain_memory, is_plain_memory
 from torchrelay.checkpoint.state.container_leaves import container_leaves, container_tensors
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
-from torchrelay.checkpoint.state.leaf import MAIN_GROUP, OPTIM_GROUP, Leaf, Role, frozen_of
+from torchrelay.checkpoint.state.leaf import MAIN_GROUP, OPTIM_GROUP, Leaf, Role, Value, frozen_of
 from torchrelay.checkpoint.state.module_leaves import (
     ModuleStates,
     module_entries,
@@ -68,6 +68,7 @@ def named_leaves(
     main = first_names[MAIN_GROUP]
     found: dict[str, Leaf] = {}
     containers: list[str] = []
+    stateful: dict[str, list[Leaf]] = {}
     blobs, values = list(objects), list(objects.values())
     for at in range(0, len(values), AT_ONCE):
         some, part = blobs[at : at + AT_ONCE], values[at : at + AT_ONCE]
@@ -78,8 +79,13 @@ def named_leaves(
             if is_plain_memory(value) and blob not in found:
                 found[blob] = next(_plain_leaves([blob], [value], main))
                 continue
-            if kind_of(value) is Kind.CONTAINER:
+            kind = kind_of(value)
+            if kind is Kind.CONTAINER:
                 containers.append(blob)
+                continue
+            if kind is Kind.STATEFUL:
+                _check_unused(place := Leaf(blob, blob, Role.STATE, MAIN_GROUP, Value(None)), found)
+                found[blob], stateful[blob] = place, []
                 continue
             for leaf in _leaves(blob, value, names, first_names, states):
                 _check_unused(leaf, found)
@@ -88,7 +94,21 @@ def named_leaves(
         for leaf in container_leaves(blob, objects[blob], objects, main):
             _check_unused(leaf, found)
             found[leaf.name] = leaf
-    return list(found.values()), names
+    for blob in stateful:  # last: the name that stands for bytes is that of a tensor that is read into place
+        found[blob], *stateful[blob] = _leaves(blob, objects[blob], names, first_names, states)
+    return _in_order(found, stateful), names
+
+
+def _in_order(found: Mapping[str, Leaf], inner: Mapping[str, Sequence[Leaf]]) -> list[Leaf]:
+    """All leaves, the `inner` ones of some blobs behind their blob."""
+    if not any(inner.values()):
+        return list(found.values())
+    leaves: dict[str, Leaf] = {}
+    for name, leaf in found.items():
+        for one in (leaf, *inner.get(name, ())):
+            _check_unused(one, leaves)
+            leaves[one.name] = one
+    return list(leaves.values())
 
 
 def _plain_leaves(
@@ -163,7 +183,8 @@ def _leaves(
     elif kind is Kind.OPTIMIZER:
         yield from optimizer_leaves(blob, value, names, main, first_names[OPTIM_GROUP])
     elif kind is Kind.STATEFUL:
-        yield from stateful_leaves(blob, value, group_of(value))
+        group = group_of(value)
+        yield from stateful_leaves(blob, value, group, first_names[group])
     else:
         yield from tree_leaves(value, blob, blob)
 

@@ -380,14 +380,13 @@ class _Load:
         before = dict(self.local.state)
         self.local.state.clear()
         stepped = {id(one) for one in parameters(self.local)}  # not those of other ranks
-        for name, entries in state.items():
-            parameter = self.members[name]
-            if id(parameter) not in stepped:
+        for name, parameter in self.members.items():  # in this order programs may add up what lies here
+            if name not in state or id(parameter) not in stepped:
                 continue
             step_device = step_devices[id(parameter)]
             built = {
                 key: build(step_device if key == "step" else parameter.device)
-                for key, build in entries.items()
+                for key, build in state[name].items()
             }
             kept = before.get(parameter, {})
             kept.clear()

@@ -103,6 +103,8 @@ class Draft:
         self._spellings: dict[int, set[str]] | None = None
         self._called: dict[int, str] = {}
         self._fresh: dict[str, Read] = {}
+        self._undecided: list[Callable[[], None]] = []
+        """Plan aliases inside values, once it is known which tensors are live."""
         self._live: dict[str, torch.Tensor] = dict(settled)
         self.live_tensors = list(settled.values())
         """The live tensors that leaves are read into, in the order in which they were found."""
@@ -258,6 +260,8 @@ class Draft:
         stored is not missing where its tensor is read by another name. Buffers that a module has not made yet
         are planned where nothing else differs.
         """
+        for plan in self._undecided:
+            plan()
         for source, known in self._twofold:
             if not self._same_content(source, known):
                 self.unlike(
@@ -385,20 +389,24 @@ class Draft:
                 )
             self._taken.add(inner.name)
             if inner.name not in made:
-                other = stand_in(inner.sharding, inner.shape, self.live_tensors)
-                made[inner.name] = self.alike(inner, (models or {}).get(inner.name, other))
+                made[inner.name] = _unread
+                if inner.alias_of is None:
+                    make(inner)
+                else:
+                    self._undecided.append(lambda: None if self.live(inner) is not None else make(inner))
+
+        def make(inner: LeafSpec) -> None:
+            other = stand_in(inner.sharding, inner.shape, self.live_tensors)
+            made[inner.name] = self.alike(inner, (models or {}).get(inner.name, other))
 
         def build(device: torch.device | None) -> Any:
             found: dict[Json, torch.Tensor] = {}
 
             def tensor(name: Json) -> torch.Tensor:
-                spec = self.specs[str(name)]
-                if (live := self.live(spec)) is not None:
-                    return live  # what was one tensor with an entry is so again
                 if name not in found:
-                    found[name] = learning(
-                        made[str(name)](device), spec, None, parameter=type(name) is ParameterName
-                    )
+                    spec, live = self.specs[str(name)], self.live(self.specs[str(name)])
+                    one = made[str(name)](device) if live is None else live
+                    found[name] = _as_shared(one, spec, parameter=type(name) is ParameterName)
                 return found[name]
 
             return decode(json, tensor=tensor)
@@ -435,6 +443,20 @@ class Draft:
             self.unlike(f"{spec.name} is {form(live)} here, {spec} in the checkpoint")
             return False
         return True
+
+
+def _unread(device: torch.device | None) -> torch.Tensor:
+    """Stands for what is a live tensor."""
+    return torch.empty(0)
+
+
+def _as_shared(tensor: torch.Tensor, spec: LeafSpec, *, parameter: bool) -> torch.Tensor:
+    """A tensor, perhaps one that others have, as a leaf was: it learns, or it is a view that does not."""
+    if isinstance(tensor, nn.Parameter) and (parameter or not spec.frozen):
+        return tensor
+    if spec.alias_of is not None and spec.frozen:
+        tensor = tensor.detach()
+    return tensor if tensor.requires_grad else learning(tensor, spec, None, parameter=parameter)
 
 
 def _source(spec: LeafSpec) -> str:

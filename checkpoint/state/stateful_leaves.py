@@ -12,7 +12,6 @@ import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,13 +28,19 @@ from torchrelay.checkpoint.state.subclasses import (
     made_by_an_optimizer,
     told,
 )
+from torchrelay.checkpoint.state.tensor_names import TensorNames
 from torchrelay.errors import BlobError
 
 _INDEX = re.compile(r"\[(-?\w+)\]")
 
 
-def stateful_leaves(blob: str, value: Any, group: str = MAIN_GROUP) -> list[Leaf]:
-    """The leaves of an object with `state_dict`; raises BlobError naming what cannot be stored."""
+def stateful_leaves(
+    blob: str, value: Any, group: str = MAIN_GROUP, first_names: TensorNames | None = None
+) -> list[Leaf]:
+    """The leaves of an object with `state_dict`; raises BlobError naming what cannot be stored.
+
+    What has one of the `first_names` already, as parameters of a registered module have, is an alias of it.
+    """
     try:
         state = value.state_dict()
     except Exception as error:
@@ -44,7 +49,7 @@ def stateful_leaves(blob: str, value: Any, group: str = MAIN_GROUP) -> list[Leaf
             f"state_dict() of blob {blob!r} ({type(value).__name__}) raised {type(error).__name__}: {error}"
             + (remedy if getattr(value, "_overlap_with_ddp", False) else "")
         ) from error
-    leaves = tree_leaves(state, blob, blob, group, role=Role.STATE)
+    leaves = tree_leaves(state, blob, blob, group, role=Role.STATE, first_names=first_names)
     _check_wrappers(blob, value, {one.name: one.content for one in leaves if one.role is Role.SUBCLASS})
     return leaves
 
@@ -120,8 +125,9 @@ def tree_leaves(
     *,
     role: Role = Role.VALUE,
     tensor_role: Role = Role.TENSOR,
+    first_names: TensorNames | None = None,
 ) -> list[Leaf]:
-    """A value leaf called `name`, followed by a leaf for each tensor inside it."""
+    """A value leaf called `name`, followed by a leaf for each tensor inside it; see `stateful_leaves`."""
     if is_scalar(value):
         return [Leaf(name, blob, role, group, Value(encode(value, name)))]
     tensors: dict[str, Leaf] = {}
@@ -130,7 +136,8 @@ def tree_leaves(
 
     def leaf_of(leaf_name: str, tensor: torch.Tensor, path: str) -> Leaf:
         content, frozen = admitted(tensor, path), frozen_of(tensor_role, tensor)
-        return Leaf(leaf_name, blob, tensor_role, group, content, None, frozen)
+        alias = None if first_names is None else first_names.earlier(tensor, leaf_name)
+        return Leaf(leaf_name, blob, tensor_role, group, content, alias, frozen)
 
     def listed(tensor: torch.Tensor, leaf_name: str, path: str) -> Iterable[Leaf]:
         if role is Role.STATE:
@@ -145,8 +152,8 @@ def tree_leaves(
         return ParameterName(found) if isinstance(tensor, nn.Parameter) else found
 
     def keep(path: str, memory: torch.Tensor) -> str:
-        leaf_name = refer(path, memory)
-        tensors[leaf_name] = replace(tensors[leaf_name], role=Role.VALUE)
+        leaf_name = unused_name(memory, path, taken, name)
+        tensors[leaf_name] = Leaf(leaf_name, blob, Role.VALUE, group, admitted(memory, path))
         return leaf_name
 
     tree = Leaf(name, blob, role, group, Value(encode(value, name, tensor=refer, memory=keep)))
