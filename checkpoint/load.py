@@ -20,7 +20,13 @@ from torchrelay.checkpoint.headway import headway
 from torchrelay.checkpoint.ledger_words import Target
 from torchrelay.checkpoint.load_shared import agreed, offer, shareable
 from torchrelay.checkpoint.members import RNG_BLOB, Member
-from torchrelay.checkpoint.program_changes import Changes, ResumeOptions, gone_blobs, new_blobs
+from torchrelay.checkpoint.program_changes import (
+    Changes,
+    ResumeOptions,
+    gone_blobs,
+    may_be_renamed,
+    new_blobs,
+)
 from torchrelay.checkpoint.reading.leaf_reader import LeafReader
 from torchrelay.checkpoint.reading.read_plan import LeafRead
 from torchrelay.checkpoint.reading.renaming import RenamedReader, Renaming, excluded_leaves
@@ -280,6 +286,10 @@ def _changes(job: LoadJob, registered: Mapping[str, Any]) -> Changes:
         changes.new.update(new_blobs(job.manifest, registered))
         gone = gone_blobs(job.manifest, {*registered, *job.anywhere})
         changes.gone.update(gone - blobs_of_absent_nodes(job.manifest, job.nodes))
+    if len(changes.new) == len(changes.gone) == 1:
+        (gone_one,), (new_one,) = changes.gone, changes.new
+        if may_be_renamed(job.manifest, gone_one, new_one, registered):
+            changes.renamed[gone_one] = new_one
     return changes
 
 

@@ -27,6 +27,8 @@ from torchrelay.records import dataclass
 
 _MADE_ANEW = ("tensor", "parameter", "value")
 """Roles of a blob's own leaf of which a load can make the blob without an object."""
+_LATE = ("optimizer",)
+"""The role of state that an optimizer has only after its first step."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,13 @@ def gone_blobs(manifest: Manifest, registered: Collection[str]) -> frozenset[str
     return frozenset(blob.name for blob in manifest.blobs).difference(registered, remade, of_position)
 
 
+def may_be_renamed(manifest: Manifest, gone: str, new: str, objects: Mapping[str, Any]) -> bool:
+    """Whether what is stored of a blob consists of the same sorts of leaves as a registered one."""
+    stored = {leaf.role for leaf in manifest.leaves if leaf.blob == gone}
+    here = {str(leaf.role) for leaf in leaves_of(objects) if leaf.blob == new}
+    return stored.difference(_LATE) == here.difference(_LATE)
+
+
 def _leaves(manifest: Manifest, rows: Iterable[int]) -> list[LeafRow]:
     return [manifest.leaves[row] for row in rows]
 
@@ -91,6 +100,8 @@ class Changes:
     """Buffers that differed between the nodes of the epoch, which are others now, and the first of these."""
     retyped: set[str] = field(default_factory=set)
     """Containers of another type than what was saved, which no load changes into that."""
+    renamed: dict[str, str] = field(default_factory=dict)
+    """The one blob that is gone, and the one that is new, where they may be one."""
 
     def to_json(self) -> Json:
         """For the other processes."""
@@ -100,17 +111,19 @@ class Changes:
             sorted(self.excluded),
             self.buffers,
             sorted(self.retyped),
+            self.renamed,
         ]
 
     @staticmethod
     def of_all(parts: Iterable[Json]) -> Changes:
         """What all nodes found; a blob is gone if no node has it any more."""
         found, gone = Changes(), list[set[str]]()
-        for new, here, excluded, buffers, retyped in parts:
+        for new, here, excluded, buffers, retyped, renamed in parts:
             found.new.update(new)
             found.excluded.update(excluded)
             found.buffers.update(buffers)
             found.retyped.update(retyped)
+            found.renamed.update(renamed)
             gone.append(set(here))
         found.gone = set.intersection(*gone) if gone else set()
         return found
@@ -120,9 +133,8 @@ class Changes:
         excluded, buffers = _some(self.excluded), _some(self.buffers)
         owners = ", ".join(sorted(set(self.buffers.values())))
         renamed = ""
-        if len(self.new) == len(self.gone) == 1:
-            names = dict(zip(self.gone, self.new, strict=True))
-            renamed = f". If it has another name now, give rename={names}"
+        if len(self.new) == len(self.gone) == 1 and set(self.renamed) == self.gone:
+            renamed = f". If it has another name now, give rename={self.renamed}"
         return [
             *(f"blob {name!r} is not in epoch {position}: it begins as the program made it" for name in
               sorted(self.new)),

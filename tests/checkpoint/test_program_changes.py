@@ -270,6 +270,19 @@ def test_a_blob_that_may_have_another_name_now_is_given_the_argument_for_it(tmp_
     assert w[0] == 3.0 and told(copy) == []
 
 
+@pytest.mark.parametrize("kind", ["optimizer", "module", "object"])
+def test_only_a_blob_of_its_kind_is_proposed_as_another_name(tmp_path: Path, kind: str) -> None:
+    """An optimizer may be one that is called otherwise now, with or without its state; an average may not."""
+    run, model = tmp_path / "run", make()
+    old = adam(model)
+    train(run, {"model": model, "old": old}, 2)
+    model = make()
+    new = {"optimizer": adam(model), "module": make(), "object": Ema()}[kind]
+    train(run, {"model": model, "new": new}, 3)
+    proposed = any("rename={'old': 'new'}" in line for line in told(run))
+    assert proposed is (kind == "optimizer") and any("'old'" in line for line in told(run))
+
+
 def test_a_strict_resume_refuses_blobs_that_are_new_or_gone(tmp_path: Path) -> None:
     """`resume_strict=True` names what differs, and changes nothing."""
     run, w = tmp_path / "run", torch.zeros(2)
