@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchrelay import Job, JobRunner, max_epochs, open_checkpoint
+from torchrelay import Job, JobRunner, LocalSession, max_epochs, open_checkpoint
 from torchrelay.checkpoint import structure
 from torchrelay.checkpoint.disk.manifest import Manifest
 from torchrelay.checkpoint.state import container_restore, leaf, reads
@@ -57,7 +57,6 @@ def train(run: Path) -> dict[str, Any]:
         "keeps": Keeps(), "held": {"place": torch.zeros(3, dtype=torch.float64), "list": [torch.zeros(2)]},
     }  # fmt: skip
     job = Job("devices", blobs=blobs)
-    seen: dict[str, Any] = {}
 
     @job.init
     def init(ctx: Any) -> None:
@@ -69,26 +68,23 @@ def train(run: Path) -> dict[str, Any]:
         ctx["held"]["place"] = on_device()
         ctx["held"]["list"].append(torch.nn.Parameter(on_device()))
 
-    @job.exit
-    def look(ctx: Any) -> None:
-        seen.update(made=ctx["made"])
-
     job.stop_when(max_epochs(1))
-    JobRunner(job, run, best=None, code=False).train()
-    return {**blobs, **seen}
+    with LocalSession() as session:
+        JobRunner(job, run, best=None, code=False).train(session)
+        return {**blobs, "made": session.workspace()["made"]}
 
 
 def devices(found: dict[str, Any]) -> dict[str, str]:
     kept, held = found["keeps"].kept, found["held"]
     tensors = {
         "state": kept["gpu"][0], "state cpu": kept["cpu"], "in place": held["place"], "item": held["list"][0],
-        "gained": held["list"][1],
+        "gained": held["list"][1], "made": found["made"],
     }  # fmt: skip
     return {name: one.device.type for name, one in tensors.items()}
 
 
 def test_new_tensors_go_to_the_gpu_that_they_were_saved_on(tmp_path, saved_on_device, monkeypatch):
-    """State of objects, what containers gained or replaced: each goes to where it lay, others to the CPU."""
+    """State of objects, what containers gained or replaced, what `init` made; others go to the CPU."""
     train(tmp_path / "run")
 
     def home_of(spec: leaf.LeafSpec) -> torch.device | None:
@@ -98,6 +94,7 @@ def test_new_tensors_go_to_the_gpu_that_they_were_saved_on(tmp_path, saved_on_de
         monkeypatch.setattr(module, "home_of", home_of)
     assert devices(train(tmp_path / "run")) == {
         "state": "meta", "state cpu": "cpu", "in place": "meta", "item": "cpu", "gained": "meta",
+        "made": "meta",
     }  # fmt: skip
 
 
