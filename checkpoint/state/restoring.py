@@ -451,12 +451,10 @@ def _unread(device: torch.device | None) -> torch.Tensor:
 
 
 def _as_shared(tensor: torch.Tensor, spec: LeafSpec, *, parameter: bool) -> torch.Tensor:
-    """A tensor, perhaps one that others have, as a leaf was: it learns, or it is a view that does not."""
-    if isinstance(tensor, nn.Parameter) and (parameter or not spec.frozen):
+    """A tensor that others may have: itself if it is as the leaf was, else a view that learns or does not."""
+    if isinstance(tensor, nn.Parameter) is parameter and spec.frozen in (None, not tensor.requires_grad):
         return tensor
-    if spec.alias_of is not None and spec.frozen:
-        tensor = tensor.detach()
-    return tensor if tensor.requires_grad else learning(tensor, spec, None, parameter=parameter)
+    return learning(tensor.detach(), spec, None, parameter=parameter)
 
 
 def _source(spec: LeafSpec) -> str:

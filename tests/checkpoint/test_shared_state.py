@@ -71,6 +71,11 @@ def share(kind: str, blobs: dict[str, Any]) -> None:
     elif kind == "a learning tensor of a container and its view":
         held["new"] = torch.ones(4, requires_grad=True)
         one["it"] = held["new"].detach()
+    elif kind == "a learning view of a tensor that does not":
+        held["also"] = one["it"] = held["x"].detach().requires_grad_()
+    elif kind == "a detached parameter that does not learn":
+        layer.bias.requires_grad_(False)
+        one["it"] = layer.bias.detach()
     elif kind == "two objects":
         one["it"] = other["it"] = torch.ones(4)
     elif kind == "a parameter of two objects":
@@ -86,8 +91,9 @@ def share(kind: str, blobs: dict[str, Any]) -> None:
 
 KINDS = (
     "a parameter", "a detached parameter", "data of a parameter", "a buffer", "a tensor of a container",
-    "what a container gained", "a learning tensor of a container and its view", "two objects",
-    "a parameter of two objects", "two views in one state", "a best model that is still the model",
+    "what a container gained", "a learning view of a tensor that does not",
+    "a detached parameter that does not learn", "a learning tensor of a container and its view",
+    "two objects", "a parameter of two objects", "two views in one state", "a best model that is still the model",
 )  # fmt: skip
 
 
