@@ -93,7 +93,8 @@ KINDS = (
     "a parameter", "a detached parameter", "data of a parameter", "a buffer", "a tensor of a container",
     "what a container gained", "a learning view of a tensor that does not",
     "a detached parameter that does not learn", "a learning tensor of a container and its view",
-    "two objects", "a parameter of two objects", "two views in one state", "a best model that is still the model",
+    "two objects", "a parameter of two objects", "two views in one state",
+    "a best model that is still the model",
 )  # fmt: skip
 
 
