@@ -27,7 +27,7 @@ from torchrelay.checkpoint.state.module_leaves import (
     own_leaves,
 )
 from torchrelay.checkpoint.state.optimizer_leaves import optimizer_leaves, orphans
-from torchrelay.checkpoint.state.stateful_leaves import stateful_leaves, tree_leaves
+from torchrelay.checkpoint.state.stateful_leaves import state_of, stateful_leaves, tree_leaves
 from torchrelay.checkpoint.state.subclasses import is_wrapper
 from torchrelay.checkpoint.state.tensor_names import TensorNames
 from torchrelay.errors import BlobError
@@ -68,7 +68,7 @@ def named_leaves(
     main = first_names[MAIN_GROUP]
     found: dict[str, Leaf] = {}
     containers: list[str] = []
-    stateful: dict[str, list[Leaf]] = {}
+    asked: dict[str, Any] = {}
     blobs, values = list(objects), list(objects.values())
     for at in range(0, len(values), AT_ONCE):
         some, part = blobs[at : at + AT_ONCE], values[at : at + AT_ONCE]
@@ -85,7 +85,7 @@ def named_leaves(
                 continue
             if kind is Kind.STATEFUL:
                 _check_unused(place := Leaf(blob, blob, Role.STATE, MAIN_GROUP, Value(None)), found)
-                found[blob], stateful[blob] = place, []
+                found[blob], asked[blob] = place, state_of(blob, value)
                 continue
             for leaf in _leaves(blob, value, names, first_names, states):
                 _check_unused(leaf, found)
@@ -94,9 +94,11 @@ def named_leaves(
         for leaf in container_leaves(blob, objects[blob], objects, main):
             _check_unused(leaf, found)
             found[leaf.name] = leaf
-    for blob in stateful:  # last: the name that stands for bytes is that of a tensor that is read into place
-        found[blob], *stateful[blob] = _leaves(blob, objects[blob], names, first_names, states)
-    return _in_order(found, stateful), names
+    inner: dict[str, list[Leaf]] = {}
+    for blob, state in asked.items():  # last: what is read into place has the name that stands for its bytes
+        group = group_of(objects[blob])
+        found[blob], *inner[blob] = stateful_leaves(blob, objects[blob], state, group, first_names[group])
+    return _in_order(found, inner), names
 
 
 def _in_order(found: Mapping[str, Leaf], inner: Mapping[str, Sequence[Leaf]]) -> list[Leaf]:
@@ -182,9 +184,6 @@ def _leaves(
         yield from module_leaves(blob, value, main, states)
     elif kind is Kind.OPTIMIZER:
         yield from optimizer_leaves(blob, value, names, main, first_names[OPTIM_GROUP])
-    elif kind is Kind.STATEFUL:
-        group = group_of(value)
-        yield from stateful_leaves(blob, value, group, first_names[group])
     else:
         yield from tree_leaves(value, blob, blob)
 

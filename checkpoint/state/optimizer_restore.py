@@ -380,7 +380,7 @@ class _Load:
         before = dict(self.local.state)
         self.local.state.clear()
         stepped = {id(one) for one in parameters(self.local)}  # not those of other ranks
-        for name, parameter in self.members.items():  # in this order programs may add up what lies here
+        for name, parameter in self.members.items():  # as most programs get them
             if name not in state or id(parameter) not in stepped:
                 continue
             step_device = step_devices[id(parameter)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,13 +16,13 @@ from torch import nn
 
 from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.disk.dtypes import by_name, torch_dtype
-from torchrelay.checkpoint.disk.value_decoding import ParameterName, decode
+from torchrelay.checkpoint.disk.value_decoding import decode
 from torchrelay.checkpoint.state.admission import admitted_in_place, all_torch_memory, unwritable
-from torchrelay.checkpoint.state.dtensors import empty_like, is_sharded, memory_of_shard, stand_in, target_of
+from torchrelay.checkpoint.state.dtensors import empty_like, is_sharded, memory_of_shard, target_of
 from torchrelay.checkpoint.state.findings import Findings
 from torchrelay.checkpoint.state.flatten import parameter_names
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
-from torchrelay.checkpoint.state.leaf import LeafSpec, Role, learning
+from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.checkpoint.state.module_leaves import ModuleStates, named_parameters
 from torchrelay.checkpoint.state.module_names import current_names, spellings
 from torchrelay.checkpoint.state.reads import Read, form, lay_as_saved, same_form, take_memory_of
@@ -34,6 +34,7 @@ from torchrelay.checkpoint.state.subclasses import (
     told,
 )
 from torchrelay.checkpoint.state.tensor_names import TensorNames
+from torchrelay.checkpoint.state.trees import Tree
 from torchrelay.errors import BlobError, DamagedError
 
 Maker = Callable[[torch.device | None], torch.Tensor]
@@ -103,7 +104,7 @@ class Draft:
         self._spellings: dict[int, set[str]] | None = None
         self._called: dict[int, str] = {}
         self._fresh: dict[str, Read] = {}
-        self._undecided: list[Callable[[], None]] = []
+        self.undecided: list[Callable[[], None]] = []
         """Plan aliases inside values, once it is known which tensors are live."""
         self._live: dict[str, torch.Tensor] = dict(settled)
         self.live_tensors = list(settled.values())
@@ -260,7 +261,7 @@ class Draft:
         stored is not missing where its tensor is read by another name. Buffers that a module has not made yet
         are planned where nothing else differs.
         """
-        for plan in self._undecided:
+        for plan in self.undecided:
             plan()
         for source, known in self._twofold:
             if not self._same_content(source, known):
@@ -366,53 +367,18 @@ class Draft:
         """The live tensor that a leaf, or the leaf it is an alias of, is read into."""
         return self._live.get(_source(spec))
 
-    def tree(
-        self, spec: LeafSpec, models: Mapping[str, torch.Tensor] | None = None
-    ) -> Callable[[torch.device | None], Any]:
-        """A stored value as a function that builds it once everything is read.
+    def tree(self, spec: LeafSpec, models: Mapping[str, torch.Tensor] | None = None) -> Tree:
+        """A stored value with tensors inside, built once everything is read."""
+        return Tree(self, spec, models)
 
-        The tensors inside go to the device that the function is given. Those that `models` has by their
-        names are made like these: DTensors placed as they are, subclasses of their class. The form is
-        checked now.
-        """
-        json = self._value(spec)
-        made: dict[str, Maker] = {}
+    def account_for(self, spec: LeafSpec) -> None:
+        """Note that a stored leaf has found its place."""
+        self._taken.add(spec.name)
 
-        def refer(name: Json) -> None:
-            inner = self.specs.get(name) if isinstance(name, str) else None
-            if name in self.kept:
-                self.unlike(f"{spec.name} is a value that holds {name}, which cannot be left out alone")
-                return
-            if inner is None or (inner.kind != "tensor" and inner.role is not Role.SUBCLASS):
-                raise DamagedError(
-                    f"value {spec.name!r} refers to tensor {name!r}, which the checkpoint lacks"
-                )
-            self._taken.add(inner.name)
-            if inner.name not in made:
-                made[inner.name] = _unread
-                if inner.alias_of is None:
-                    make(inner)
-                else:
-                    self._undecided.append(lambda: None if self.live(inner) is not None else make(inner))
-
-        def make(inner: LeafSpec) -> None:
-            other = stand_in(inner.sharding, inner.shape, self.live_tensors)
-            made[inner.name] = self.alike(inner, (models or {}).get(inner.name, other))
-
-        def build(device: torch.device | None) -> Any:
-            found: dict[Json, torch.Tensor] = {}
-
-            def tensor(name: Json) -> torch.Tensor:
-                if name not in found:
-                    spec, live = self.specs[str(name)], self.live(self.specs[str(name)])
-                    one = made[str(name)](device) if live is None else live
-                    found[name] = _as_shared(one, spec, parameter=type(name) is ParameterName)
-                return found[name]
-
-            return decode(json, tensor=tensor)
-
-        decode(json, tensor=refer)
-        return build
+    @cached_property
+    def aliased(self) -> frozenset[str]:
+        """The leaves that stand for the bytes of others, too."""
+        return frozenset(spec.alias_of for spec in self.specs.values() if spec.alias_of is not None)
 
     def value(self, spec: LeafSpec) -> Any:
         """A stored value without tensors in it."""
@@ -443,18 +409,6 @@ class Draft:
             self.unlike(f"{spec.name} is {form(live)} here, {spec} in the checkpoint")
             return False
         return True
-
-
-def _unread(device: torch.device | None) -> torch.Tensor:
-    """Stands for what is a live tensor."""
-    return torch.empty(0)
-
-
-def _as_shared(tensor: torch.Tensor, spec: LeafSpec, *, parameter: bool) -> torch.Tensor:
-    """A tensor that others may have: itself if it is as the leaf was, else a view that learns or does not."""
-    if isinstance(tensor, nn.Parameter) is parameter and spec.frozen in (None, not tensor.requires_grad):
-        return tensor
-    return learning(tensor.detach(), spec, None, parameter=parameter)
 
 
 def _source(spec: LeafSpec) -> str:

@@ -34,21 +34,25 @@ from torchrelay.errors import BlobError
 _INDEX = re.compile(r"\[(-?\w+)\]")
 
 
-def stateful_leaves(
-    blob: str, value: Any, group: str = MAIN_GROUP, first_names: TensorNames | None = None
-) -> list[Leaf]:
-    """The leaves of an object with `state_dict`; raises BlobError naming what cannot be stored.
-
-    What has one of the `first_names` already, as parameters of a registered module have, is an alias of it.
-    """
+def state_of(blob: str, value: Any) -> Any:
+    """The state of an object with `state_dict`; raises BlobError where that raises."""
     try:
-        state = value.state_dict()
+        return value.state_dict()
     except Exception as error:
         remedy = "; build it with overlap_with_ddp=False, else its state cannot be saved"
         raise BlobError(
             f"state_dict() of blob {blob!r} ({type(value).__name__}) raised {type(error).__name__}: {error}"
             + (remedy if getattr(value, "_overlap_with_ddp", False) else "")
         ) from error
+
+
+def stateful_leaves(
+    blob: str, value: Any, state: Any, group: str, first_names: TensorNames | None = None
+) -> list[Leaf]:
+    """The leaves of an object with this `state`; raises BlobError naming what cannot be stored.
+
+    What has one of the `first_names` already, as parameters of a registered module have, is an alias of it.
+    """
     leaves = tree_leaves(state, blob, blob, group, role=Role.STATE, first_names=first_names)
     _check_wrappers(blob, value, {one.name: one.content for one in leaves if one.role is Role.SUBCLASS})
     return leaves

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from operator import getitem
 from typing import Any
 
@@ -33,9 +33,8 @@ def draft_stateful(draft: Draft, blob: str, value: Any) -> None:
     if spec is not None:
         left = _left_out(draft, value, spec)
         tree = draft.tree(spec, draft.models(blob, value, lambda: _shown(draft, blob, value)))
-        draft.steps.append(
-            (blob, lambda: _hand_over(value, _without(tree(None), left), known=draft.knows_order))
-        )
+        load = partial(_hand_over, value, left, known=draft.knows_order)
+        draft.steps.append((blob, lambda: tree.hand_over(value, load)))
         draft.note_rest(blob)
 
 
@@ -106,8 +105,8 @@ def _without(tree: Any, paths: Sequence[tuple[Any, ...]]) -> Any:
     return tree
 
 
-def _hand_over(value: Any, state: Any, *, known: bool) -> None:
-    value.load_state_dict(state)
+def _hand_over(value: Any, left: Sequence[tuple[Any, ...]], state: Any, *, known: bool) -> None:
+    value.load_state_dict(_without(state, left))
     for optimizer in optimizers_in(value):
         match_strides(optimizer, known=known)
     if isinstance(value, DataLoader):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -190,8 +191,133 @@ def test_it_is_stored_once(tmp_path):
     assert aliases["one.it"] == aliases["trainer.model.0.weight"] == "model.0.weight"
 
 
-def test_state_of_an_optimizer_keeps_the_order_of_its_parameters(tmp_path):
-    """A program that adds up what lies in `optimizer.state` rounds as before."""
+class Swaps:
+    """An average that its load puts into the model, to take it from there, before it loads the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.average = model, copy.deepcopy(model.state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.average, "model": self.model.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["average"])
+        self.average = copy.deepcopy(self.model.state_dict())
+        self.model.load_state_dict(state["model"])
+
+
+class Resets:
+    """Begins its load with a reset of what it shares."""
+
+    def __init__(self, shared: torch.Tensor) -> None:
+        self.mean = shared
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mean.zero_()
+        self.mean.copy_(state["mean"])
+
+
+class Anchors:
+    """Pulls towards the weights of the last epoch's end, which its state gives as what they are then."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.anchor: list[torch.Tensor] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"anchor": [one.detach() for one in self.model.parameters()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.anchor = state["anchor"]
+
+
+class Flushes:
+    """Writes what it has collected into a registered list when it is asked for its state."""
+
+    def __init__(self, history: list[Any]) -> None:
+        self.history, self.pending = history, list[Any]()
+
+    def state_dict(self) -> dict[str, Any]:
+        self.history += self.pending
+        self.pending = []
+        return {"pending": self.pending}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.pending = state["pending"]
+
+
+def train_with(run: Path, epochs: int, first: bool) -> list[Any]:
+    """A run with all of these objects; what came of it."""
+    torch.manual_seed(0)
+    model, history, x = nn.Linear(3, 4), list[Any](), torch.zeros(3)
+    objects = {
+        "swaps": Swaps(model), "resets": Resets(x), "anchors": Anchors(model), "flushes": Flushes(history),
+    }  # fmt: skip
+    rest: dict[str, Any] = {"model": model, "held": {"x": x}, "history": history}
+    blobs = {**objects, **rest} if first else {**rest, **objects}
+    job = Job("loads", blobs=blobs)
+
+    @job.epoch
+    def epoch(ctx: Any) -> None:
+        for number, one in enumerate(model.parameters()):
+            anchor = blobs["anchors"].anchor
+            with torch.no_grad():
+                one.add_(1 + (0.5 * anchor[number] if anchor else 0.0))
+        blobs["anchors"].anchor = [one.detach().clone() for one in model.parameters()]
+        for name, one in model.state_dict().items():
+            blobs["swaps"].average[name].lerp_(one, 0.1)
+        x.add_(1)
+        blobs["flushes"].pending.append(ctx.epoch)
+
+    job.stop_when(max_epochs(epochs))
+    JobRunner(job, run, best=None, code=False).train()
+    average = [one.tolist() for one in blobs["swaps"].average.values()]
+    return [[one.tolist() for one in model.parameters()], average, x.tolist(), history]
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["registered last", "registered first"])
+def test_a_load_that_writes_into_what_it_is_given_is_right_too(tmp_path, first):
+    """An object that swaps, resets, refers to the weights of the moment, or writes when it is saved."""
+    whole = train_with(tmp_path / "whole", 3, first)
+    train_with(tmp_path / "cut", 1, first)
+    assert train_with(tmp_path / "cut", 3, first) == whole
+
+
+def test_a_parameter_that_a_task_froze_is_the_same_object_again(tmp_path):
+    """It learns, or does not, as it was saved, and whoever lets it learn again lets it do so everywhere."""
+
+    def run(where: Path, epochs: int) -> tuple[bool, bool]:
+        model, keeps = nn.Linear(2, 2), Keeps()
+        job = Job("frozen", blobs={"keeps": keeps, "model": model})
+
+        @job.epoch
+        def epoch(ctx: Any) -> None:
+            if ctx.epoch == 1:
+                keeps.kept["it"] = model.weight.requires_grad_(False)
+
+        job.stop_when(max_epochs(epochs))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            JobRunner(job, where, best=None, code=False).train()
+        return keeps.kept["it"] is model.weight, model.weight.requires_grad
+
+    run(tmp_path / "run", 1)
+    assert run(tmp_path / "run", 2) == (True, False)
+
+
+def test_what_a_load_converts_is_not_shared(tmp_path):
+    """A load that gives the model another type leaves the object's own tensor as it was saved."""
+    train(tmp_path / "run", 1, "a detached parameter")
+    keeps, model = Keeps(), build()["model"].to(torch.bfloat16)
+    open_checkpoint(tmp_path / "run").load({"one": keeps, "model": model}, dtype={"model.*": torch.bfloat16})
+    assert keeps.kept["it"].dtype is torch.float32 and model[0].weight.dtype is torch.bfloat16
+
+
+def test_state_of_an_optimizer_is_in_the_order_of_its_parameters(tmp_path):
+    """A resume installs it so, whatever the parameters are called."""
     train(tmp_path / "run", 1, "two objects")
     blobs = train(tmp_path / "run", 2, "two objects")
     assert [id(one) for one in blobs["optimizer"].state] == [id(one) for one in blobs["model"].parameters()]
