@@ -153,7 +153,8 @@ def _unchanged(leaf: Leaf, known: LeafSpec) -> bool:
     else:
         alike = content.shape == known.shape and logical_name(content.dtype) == known.dtype
         alike = alike and order_of(content) == known.order
-        alike = alike and device_of(leaf.role, content) == known.device
+        device = None if content.is_cpu else device_of(leaf.role, content)
+        alike = alike and device == known.device
     return (
         alike
         and leaf.name == known.name
