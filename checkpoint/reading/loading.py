@@ -257,7 +257,7 @@ def _find(reader: LeafReader, objects: Mapping[str, Any], wish: _Wish) -> dict[s
         holder_of(manifest, row, node)  # says which nodes have it
         source = first.setdefault(manifest.leaves[row].name, new)
         blob = blob_of(new, objects) or declared.blob
-        found[new] = _Found(_spec(manifest, row, new, blob, source), stored, node)
+        found[new] = _Found(_spec(manifest, row, stored, new, blob, source), stored, node)
     return found
 
 
@@ -300,15 +300,18 @@ def _names(renaming: Renaming, objects: Mapping[str, Any], wish: _Wish) -> dict[
     return found
 
 
-def _spec(manifest: Manifest, number: int, name: str, blob: str, source: str) -> LeafSpec:
-    """A stored leaf by its new name; `source` is the first of the names that share its bytes."""
-    row = manifest.leaves[number]
+def _spec(manifest: Manifest, number: int, stored: str, name: str, blob: str, source: str) -> LeafSpec:
+    """A stored leaf by its new name; `source` is the first of the names that share its bytes.
+
+    What it is it says itself: a view of a parameter is none.
+    """
+    row, own = manifest.leaves[number], manifest.leaves[manifest.rows[stored][0]]
     layout = manifest.layouts[row.layout]
     alias = None if source == name else source
     return LeafSpec(
         name=name,
         blob=blob,
-        role=Role(row.role),
+        role=Role(own.role),
         group=row.group,
         kind="tensor" if row.kind == "tensor" else "value",
         dtype=row.dtype,
@@ -316,8 +319,9 @@ def _spec(manifest: Manifest, number: int, name: str, blob: str, source: str) ->
         nbytes=row.nbytes,
         alias_of=alias,
         sharding=layout if isinstance(layout, Mesh) else None,
-        frozen=row.frozen,
+        frozen=own.frozen,
         order=row.order,
+        device=own.device,
     )
 
 

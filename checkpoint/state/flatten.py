@@ -95,10 +95,24 @@ def named_leaves(
             _check_unused(leaf, found)
             found[leaf.name] = leaf
     inner: dict[str, list[Leaf]] = {}
+    held = {*names, *_buffers(objects.values())} if asked else set()
+
+    def is_held(tensor: torch.Tensor) -> bool:
+        known = id(tensor) in held
+        held.add(id(tensor))  # the states stay alive meanwhile
+        return known
+
     for blob, state in asked.items():  # last: what is read into place has the name that stands for its bytes
-        group = group_of(objects[blob])
-        found[blob], *inner[blob] = stateful_leaves(blob, objects[blob], state, group, first_names[group])
+        value, group = objects[blob], group_of(objects[blob])
+        found[blob], *inner[blob] = stateful_leaves(blob, value, state, group, first_names[group], is_held)
     return _in_order(found, inner), names
+
+
+def _buffers(objects: Iterable[Any]) -> Iterator[int]:
+    """The identities of the buffers of modules."""
+    for value in objects:
+        if isinstance(value, torch.nn.Module):
+            yield from map(id, value.buffers())
 
 
 def _in_order(found: Mapping[str, Leaf], inner: Mapping[str, Sequence[Leaf]]) -> list[Leaf]:

@@ -104,6 +104,8 @@ class Draft:
         self._spellings: dict[int, set[str]] | None = None
         self._called: dict[int, str] = {}
         self._fresh: dict[str, Read] = {}
+        self.remade: dict[tuple[str, bool, bool | None], torch.Tensor] = {}
+        """New tensors that several values share, by leaf, and by whether they are parameters and frozen."""
         self.undecided: list[Callable[[], None]] = []
         """Plan aliases inside values, once it is known which tensors are live."""
         self._live: dict[str, torch.Tensor] = dict(settled)

@@ -47,13 +47,19 @@ def state_of(blob: str, value: Any) -> Any:
 
 
 def stateful_leaves(
-    blob: str, value: Any, state: Any, group: str, first_names: TensorNames | None = None
+    blob: str,
+    value: Any,
+    state: Any,
+    group: str,
+    first_names: TensorNames,
+    is_held: Callable[[torch.Tensor], bool],
 ) -> list[Leaf]:
     """The leaves of an object with this `state`; raises BlobError naming what cannot be stored.
 
-    What has one of the `first_names` already, as parameters of a registered module have, is an alias of it.
+    A tensor that has one of the `first_names` is an alias of that, if it is the very object that others hold:
+    a view that was made for the state, as those of a module's `state_dict`, is a picture of the moment.
     """
-    leaves = tree_leaves(state, blob, blob, group, role=Role.STATE, first_names=first_names)
+    leaves = tree_leaves(state, blob, blob, group, role=Role.STATE, first_names=first_names, is_held=is_held)
     _check_wrappers(blob, value, {one.name: one.content for one in leaves if one.role is Role.SUBCLASS})
     return leaves
 
@@ -130,6 +136,7 @@ def tree_leaves(
     role: Role = Role.VALUE,
     tensor_role: Role = Role.TENSOR,
     first_names: TensorNames | None = None,
+    is_held: Callable[[torch.Tensor], bool] = lambda tensor: True,
 ) -> list[Leaf]:
     """A value leaf called `name`, followed by a leaf for each tensor inside it; see `stateful_leaves`."""
     if is_scalar(value):
@@ -140,7 +147,9 @@ def tree_leaves(
 
     def leaf_of(leaf_name: str, tensor: torch.Tensor, path: str) -> Leaf:
         content, frozen = admitted(tensor, path), frozen_of(tensor_role, tensor)
+        held = is_held(tensor)
         alias = None if first_names is None else first_names.earlier(tensor, leaf_name)
+        alias = alias if held else None
         return Leaf(leaf_name, blob, tensor_role, group, content, alias, frozen)
 
     def listed(tensor: torch.Tensor, leaf_name: str, path: str) -> Iterable[Leaf]:

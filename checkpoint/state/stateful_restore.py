@@ -34,7 +34,7 @@ def draft_stateful(draft: Draft, blob: str, value: Any) -> None:
         left = _left_out(draft, value, spec)
         tree = draft.tree(spec, draft.models(blob, value, lambda: _shown(draft, blob, value)))
         load = partial(_hand_over, value, left, known=draft.knows_order)
-        draft.steps.append((blob, lambda: tree.hand_over(value, load)))
+        draft.steps.append((blob, lambda: tree.hand_over(load)))
         draft.note_rest(blob)
 
 

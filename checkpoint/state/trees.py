@@ -1,8 +1,7 @@
 """A stored value with tensors inside, as a load builds it.
 
-What the saved value shared with others it may share again: a live tensor, or a new one of another value. An
-object is first given copies of those, because its `load_state_dict` may write into what it is given, or into
-its model. Which of them it keeps, its state shows afterwards; it is given the shared ones for these.
+What the saved value shared with others it shares again: a live tensor, or a new one of another value. An
+object's `load_state_dict` may write into what it is given: what others have is put back behind it.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from torchrelay.checkpoint.disk.value_decoding import ParameterName, decode
 from torchrelay.checkpoint.state.dtensors import stand_in
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role, learning
 from torchrelay.checkpoint.state.reads import dtype_name, put
-from torchrelay.checkpoint.state.stateful_leaves import tree_tensors
-from torchrelay.checkpoint.state.tensor_names import memory_place
 from torchrelay.errors import DamagedError
 
 if TYPE_CHECKING:
@@ -43,20 +40,20 @@ class Tree:
 
     def __call__(self, device: torch.device | None) -> Any:
         """Build it; what was one tensor with others is so again."""
-        return self._built(device, lambda name: True)[0]
+        found: dict[str, torch.Tensor] = {}
 
-    def hand_over(self, value: Any, load: Callable[[Any], object]) -> None:
-        """Let `load` give it to an object, which gets the shared tensors that it keeps."""
-        tree, given = self._built(None, lambda name: False)
-        load(tree)
-        shared = {name: one for name, one in given.items() if self._is_shared(name)}
-        if not shared:
-            return
-        now = tree_tensors(value.state_dict(), self._spec.name)
-        kept = {name for name, one in shared.items() if name in now and _in_one_place(now[name], one)}
-        if kept:
-            with _unchanged([self._common(name, None) for name in shared]):
-                load(self._built(None, kept.__contains__)[0])
+        def tensor(name: Json) -> torch.Tensor:
+            if name not in found:
+                spec, parameter = self._specs[str(name)], type(name) is ParameterName
+                found[str(name)] = self._as_it_was(self._common(str(name), device), spec, parameter=parameter)
+            return found[str(name)]
+
+        return decode(self._json, tensor=tensor)
+
+    def hand_over(self, load: Callable[[Any], object]) -> None:
+        """Let `load` give it to an object; shared tensors keep their content, whatever it writes there."""
+        with _unchanged([self._common(name, None) for name in self._specs if self._is_shared(name)]):
+            load(self(None))
 
     def _refer(self, name: Json) -> None:
         draft = self._draft
@@ -81,27 +78,6 @@ class Tree:
         other = stand_in(inner.sharding, inner.shape, self._draft.live_tensors)
         self._made[inner.name] = self._draft.alike(inner, self._models.get(inner.name, other))
 
-    def _built(
-        self, device: torch.device | None, linked: Callable[[str], bool]
-    ) -> tuple[Any, dict[str, torch.Tensor]]:
-        """The value, and its tensors by name; of those that are shared copies, unless `linked` says so."""
-        found: dict[str, torch.Tensor] = {}
-
-        def tensor(name: Json) -> torch.Tensor:
-            if name not in found:
-                spec, parameter = self._specs[str(name)], type(name) is ParameterName
-                one = self._common(str(name), device)
-                if not self._is_shared(spec.name):
-                    one = learning(one, spec, None, parameter=parameter)
-                elif linked(spec.name):
-                    one = self._as_it_was(one, spec, parameter=parameter)
-                else:
-                    one = learning(one.detach().clone(), spec, None, parameter=parameter)
-                found[str(name)] = one
-            return found[str(name)]
-
-        return decode(self._json, tensor=tensor), found
-
     def _common(self, name: str, device: torch.device | None) -> torch.Tensor:
         """The tensor that all have who share it."""
         live = self._live(self._specs[name])
@@ -121,15 +97,18 @@ class Tree:
 
         What learns is compared as it was saved: live tensors learn as they did when all is loaded.
         """
+        if not self._is_shared(spec.name):
+            return learning(one, spec, None, parameter=parameter)
         first = self._draft.specs.get(spec.alias_of or spec.name, spec)
         alike = spec.frozen is None or spec.frozen is (True if first.frozen is None else first.frozen)
+        if self._live(spec) is None:  # the first that asks makes it, for all that had the same object
+            same = (first.name, parameter, spec.frozen)
+            if same not in self._draft.remade:
+                self._draft.remade[same] = learning(one, spec, None, parameter=parameter)
+            return self._draft.remade[same]
         if alike and isinstance(one, nn.Parameter) is parameter:
             return one
         return learning(one.detach(), spec, None, parameter=parameter)
-
-
-def _in_one_place(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.numel() > 0 and memory_place(one) == memory_place(other)
 
 
 @contextmanager
