@@ -106,8 +106,7 @@ class Draft:
         self._fresh: dict[str, Read] = {}
         self.remade: dict[tuple[str, bool, bool | None], torch.Tensor] = {}
         """New tensors that several values share, by leaf, and by whether they are parameters and frozen."""
-        self.undecided: list[Callable[[], None]] = []
-        """Plan aliases inside values, once it is known which tensors are live."""
+        self.undecided: list[Callable[[], None]] = []  # plans of aliases, until all live tensors are known
         self._live: dict[str, torch.Tensor] = dict(settled)
         self.live_tensors = list(settled.values())
         """The live tensors that leaves are read into, in the order in which they were found."""
