@@ -29,6 +29,7 @@ def test_the_same_programme_runs_on_the_cpu(tmp_path):
     done = run(
         "--device", "cpu", "--mib", "4", "--rounds", "1", "--ranks", "0", "--json",
         "--directory", str(tmp_path), "--secs", "240",
+        "--parts", "copies", "saves", "peers", "loads", "waits", "killed",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout)
@@ -39,6 +40,16 @@ def test_the_same_programme_runs_on_the_cpu(tmp_path):
     for way in ("synchronous", "asynchronous"):
         assert told[f"stall per save, {way}, ms"] > 0, told
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_training_that_is_cut_ends_in_the_same_bits(tmp_path):
+    """One of the kinds that are cut by SIGTERM and by SIGKILL, each resumed in a fresh process."""
+    import gpu_check
+
+    found = gpu_check.Cases(gpu_check.Check("cpu", 0, 8, 1, 180), tmp_path).same_bits("made")
+    assert found.startswith("same bits (SIGTERM in step 8: from step 9"), found
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from torchrelay.checkpoint.disk.canonical import Json
+from torchrelay.checkpoint.disk.dtypes import as_copied
 from torchrelay.checkpoint.disk.value_decoding import ParameterName, decode
 from torchrelay.checkpoint.state.dtensors import stand_in
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role, learning
@@ -114,7 +115,7 @@ class Tree:
 @contextmanager
 def _unchanged(tensors: Collection[torch.Tensor]) -> Iterator[None]:
     """Give these tensors their content back afterwards."""
-    before = [(one.detach(), one.detach().clone()) for one in tensors]
+    before = [(one.detach(), as_copied(one.detach()).clone()) for one in tensors]
     try:
         yield
     finally:

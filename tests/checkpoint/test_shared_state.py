@@ -363,9 +363,27 @@ def test_a_parameter_that_a_task_froze_is_the_same_object_again(tmp_path):
     assert run(tmp_path / "run", 2) == (True, False)
 
 
+@pytest.mark.parametrize("dtype", [torch.int2, torch.uint4, torch.bits8, torch.float8_e4m3fn, torch.bool])
+def test_shared_tensors_of_any_type_are_resumed(tmp_path, dtype):
+    """Integers of less than a byte too, which torch cannot copy."""
+    held: dict[str, Any] = {}
+    for epochs in (1, 2):
+        keeps, held = Keeps(), {"x": torch.zeros(3, dtype=torch.uint8).view(dtype)}
+        job = Job("types", blobs={"keeps": keeps, "held": held})
+
+        @job.epoch
+        def epoch(ctx: Any, keeps: Any = keeps, held: Any = held) -> None:
+            if ctx.epoch == 1:
+                keeps.kept["x"] = held["x"]
+
+        job.stop_when(max_epochs(epochs))
+        JobRunner(job, tmp_path / "run", best=None, code=False).train()
+        assert keeps.kept["x"] is held["x"]
+
+
 def test_what_a_load_converts_is_not_shared(tmp_path):
     """A load that gives the model another type leaves the object's own tensor as it was saved."""
-    train(tmp_path / "run", 1, "a detached parameter")
+    train(tmp_path / "run", 1, "a parameter")
     keeps, model = Keeps(), build()["model"].to(torch.bfloat16)
     open_checkpoint(tmp_path / "run").load({"one": keeps, "model": model}, dtype={"model.*": torch.bfloat16})
     assert keeps.kept["it"].dtype is torch.float32 and model[0].weight.dtype is torch.bfloat16
