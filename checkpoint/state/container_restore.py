@@ -21,7 +21,7 @@ from torchrelay.checkpoint.disk.values import encode, tagged
 from torchrelay.checkpoint.state.admission import admitted_in_place
 from torchrelay.checkpoint.state.dtensors import is_sharded, stand_in
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role, learning
-from torchrelay.checkpoint.state.reads import empty, home_of, same_form
+from torchrelay.checkpoint.state.reads import device_for, empty, same_form
 from torchrelay.checkpoint.state.restoring import Draft
 from torchrelay.checkpoint.state.subclasses import is_wrapper
 from torchrelay.checkpoint.state.tensor_names import extent_of
@@ -303,7 +303,7 @@ def _maker(
     else:
         model = twin if is_sharded(twin) or is_wrapper(twin) else None
     make = draft.alike(spec, model)
-    device = home_of(spec) or (None if twin is None or twin.is_meta else twin.device)
+    device = device_for(spec) or (None if twin is None or twin.is_meta else twin.device)
 
     return lambda: load.as_saved(spec, make(device), twin)
 
@@ -316,8 +316,10 @@ def _fits(draft: Draft, load: ContainerLoad, spec: LeafSpec, twin: torch.Tensor)
         admitted_in_place(twin, spec.name)  # first: of what has no memory little else can be asked
     except BlobError:
         return False
-    at_home = twin.device == (home_of(spec) or twin.device)  # a task may have put one on the GPU in its place
-    return same_form(spec, twin) and at_home and not load.shares_memory(draft, twin)
+    same_device = twin.device == (
+        device_for(spec) or twin.device
+    )  # a task may have put one on the GPU in its place
+    return same_form(spec, twin) and same_device and not load.shares_memory(draft, twin)
 
 
 def change_container(live: Any, value: Any) -> Any:

@@ -8,6 +8,7 @@ first one wins.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import repeat
 from operator import attrgetter
 from typing import Any
@@ -97,14 +98,15 @@ def named_leaves(
     inner: dict[str, list[Leaf]] = {}
     held = {*names, *_buffers(objects.values())} if asked else set()
 
-    def is_held(tensor: torch.Tensor) -> bool:
-        known = id(tensor) in held
+    def alias_of(group: str, tensor: torch.Tensor, name: str) -> str | None:
+        """Of a tensor that others hold, too; a view made for the state is a picture of the moment."""
+        first, is_held = first_names[group].earlier(tensor, name), id(tensor) in held
         held.add(id(tensor))  # the states stay alive meanwhile
-        return known
+        return first if is_held else None
 
     for blob, state in asked.items():  # last: what is read into place has the name that stands for its bytes
         value, group = objects[blob], group_of(objects[blob])
-        found[blob], *inner[blob] = stateful_leaves(blob, value, state, group, first_names[group], is_held)
+        found[blob], *inner[blob] = stateful_leaves(blob, value, state, group, partial(alias_of, group))
     return _in_order(found, inner), names
 
 

@@ -68,9 +68,9 @@ class Read:
     def on(self, device: torch.device | None) -> torch.Tensor:
         """The memory, once all of it is read, on a device: for each device one tensor, whoever asks.
 
-        Without a device it goes to that of the saved tensor, see `home_of`.
+        Without a device it goes to that of the saved tensor, see `device_for`.
         """
-        where = str(device or home_of(self.spec) or "cpu")
+        where = str(device or device_for(self.spec) or "cpu")
         self._placed = {} if self._placed is None else self._placed
         if where not in self._placed:
             found = self.memory().to(where, self.becomes or self.dtype)
@@ -81,7 +81,7 @@ class Read:
         return self._placed[where]
 
 
-def home_of(spec: LeafSpec) -> torch.device | None:
+def device_for(spec: LeafSpec) -> torch.device | None:
     """The GPU that a new tensor goes to: that of this process for what was saved on one.
 
     None, for the CPU, where it was saved there, and where this process has not begun to compute on GPUs.

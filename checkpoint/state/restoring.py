@@ -104,9 +104,9 @@ class Draft:
         self._spellings: dict[int, set[str]] | None = None
         self._called: dict[int, str] = {}
         self._fresh: dict[str, Read] = {}
-        self.remade: dict[tuple[str, bool, bool | None], torch.Tensor] = {}
+        self.shared_tensors: dict[tuple[str, bool, bool | None], torch.Tensor] = {}
         """New tensors that several values share, by leaf, and by whether they are parameters and frozen."""
-        self.undecided: list[Callable[[], None]] = []  # plans of aliases, until all live tensors are known
+        self.pending_aliases: list[Callable[[], None]] = []
         self._live: dict[str, torch.Tensor] = dict(settled)
         self.live_tensors = list(settled.values())
         """The live tensors that leaves are read into, in the order in which they were found."""
@@ -262,7 +262,7 @@ class Draft:
         stored is not missing where its tensor is read by another name. Buffers that a module has not made yet
         are planned where nothing else differs.
         """
-        for plan in self.undecided:
+        for plan in self.pending_aliases:  # now it is known which tensors are live
             plan()
         for source, known in self._twofold:
             if not self._same_content(source, known):
@@ -371,10 +371,6 @@ class Draft:
     def tree(self, spec: LeafSpec, models: Mapping[str, torch.Tensor] | None = None) -> Tree:
         """A stored value with tensors inside, built once everything is read."""
         return Tree(self, spec, models)
-
-    def account_for(self, spec: LeafSpec) -> None:
-        """Note that a stored leaf has found its place."""
-        self._taken.add(spec.name)
 
     @cached_property
     def aliased(self) -> frozenset[str]:

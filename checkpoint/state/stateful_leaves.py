@@ -28,7 +28,6 @@ from torchrelay.checkpoint.state.subclasses import (
     made_by_an_optimizer,
     told,
 )
-from torchrelay.checkpoint.state.tensor_names import TensorNames
 from torchrelay.errors import BlobError
 
 _INDEX = re.compile(r"\[(-?\w+)\]")
@@ -51,15 +50,13 @@ def stateful_leaves(
     value: Any,
     state: Any,
     group: str,
-    first_names: TensorNames,
-    is_held: Callable[[torch.Tensor], bool],
+    alias_of: Callable[[torch.Tensor, str], str | None],
 ) -> list[Leaf]:
     """The leaves of an object with this `state`; raises BlobError naming what cannot be stored.
 
-    A tensor that has one of the `first_names` is an alias of that, if it is the very object that others hold:
-    a view that was made for the state, as those of a module's `state_dict`, is a picture of the moment.
+    `alias_of` says which leaf a tensor is already that is now called otherwise.
     """
-    leaves = tree_leaves(state, blob, blob, group, role=Role.STATE, first_names=first_names, is_held=is_held)
+    leaves = tree_leaves(state, blob, blob, group, role=Role.STATE, alias_of=alias_of)
     _check_wrappers(blob, value, {one.name: one.content for one in leaves if one.role is Role.SUBCLASS})
     return leaves
 
@@ -135,8 +132,7 @@ def tree_leaves(
     *,
     role: Role = Role.VALUE,
     tensor_role: Role = Role.TENSOR,
-    first_names: TensorNames | None = None,
-    is_held: Callable[[torch.Tensor], bool] = lambda tensor: True,
+    alias_of: Callable[[torch.Tensor, str], str | None] = lambda tensor, name: None,
 ) -> list[Leaf]:
     """A value leaf called `name`, followed by a leaf for each tensor inside it; see `stateful_leaves`."""
     if is_scalar(value):
@@ -147,10 +143,7 @@ def tree_leaves(
 
     def leaf_of(leaf_name: str, tensor: torch.Tensor, path: str) -> Leaf:
         content, frozen = admitted(tensor, path), frozen_of(tensor_role, tensor)
-        held = is_held(tensor)
-        alias = None if first_names is None else first_names.earlier(tensor, leaf_name)
-        alias = alias if held else None
-        return Leaf(leaf_name, blob, tensor_role, group, content, alias, frozen)
+        return Leaf(leaf_name, blob, tensor_role, group, content, alias_of(tensor, leaf_name), frozen)
 
     def listed(tensor: torch.Tensor, leaf_name: str, path: str) -> Iterable[Leaf]:
         if role is Role.STATE:

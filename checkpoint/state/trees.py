@@ -66,14 +66,14 @@ class Tree:
             raise DamagedError(
                 f"value {self._spec.name!r} refers to tensor {name!r}, which the checkpoint lacks"
             )
-        draft.account_for(inner)
+        draft.find(inner.name)
         if inner.name in self._specs:
             return
         self._specs[inner.name] = inner
         if inner.alias_of is None:
             self._make(inner)
         else:  # when it is known which tensors are live
-            draft.undecided.append(lambda: None if self._live(inner) is not None else self._make(inner))
+            draft.pending_aliases.append(lambda: None if self._live(inner) is not None else self._make(inner))
 
     def _make(self, inner: LeafSpec) -> None:
         other = stand_in(inner.sharding, inner.shape, self._draft.live_tensors)
@@ -100,13 +100,13 @@ class Tree:
         """
         if not self._is_shared(spec.name):
             return learning(one, spec, None, parameter=parameter)
+        if self._live(spec) is None:  # the first that asks makes it, for all that had the same object
+            same = (spec.alias_of or spec.name, parameter, spec.frozen)
+            if same not in self._draft.shared_tensors:
+                self._draft.shared_tensors[same] = learning(one, spec, None, parameter=parameter)
+            return self._draft.shared_tensors[same]
         first = self._draft.specs.get(spec.alias_of or spec.name, spec)
         alike = spec.frozen is None or spec.frozen is (True if first.frozen is None else first.frozen)
-        if self._live(spec) is None:  # the first that asks makes it, for all that had the same object
-            same = (first.name, parameter, spec.frozen)
-            if same not in self._draft.remade:
-                self._draft.remade[same] = learning(one, spec, None, parameter=parameter)
-            return self._draft.remade[same]
         if alike and isinstance(one, nn.Parameter) is parameter:
             return one
         return learning(one.detach(), spec, None, parameter=parameter)

@@ -18,11 +18,10 @@ from pathlib import Path
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
-import xxhash
+from gpu_cases import digest
 
 import torchrelay
 from torchrelay import Context, EpochLoader, Job, JobRunner, data_parallel, max_epochs
-from torchrelay.checkpoint.disk.dtypes import stored_bytes
 
 WIDTH, BATCH, SAMPLES = 64, 16, 64
 HOLD_SECS = 300.0
@@ -62,20 +61,9 @@ def train(run: Path, device: str, epochs: int, mib: int = 1, hold: int = 0) -> s
 
     job.stop_when(max_epochs(epochs))
     JobRunner(job, run, asynchronous=True, keep_last=3).train(session)
-    found = digest(model, optimizer, torch.rand(4, device=where))
+    found = digest({"model": model, "optimizer": optimizer}, torch.rand(4, device=where))
     session.close()
     return found
-
-
-def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer, drawn: torch.Tensor) -> str:
-    """Of every byte: parameters, buffers, the optimizer's tensors, and what the random state gives next."""
-    hashed = xxhash.xxh3_128()
-    state = optimizer.state_dict()["state"]
-    states = [value for _, one in sorted(state.items()) for _, value in sorted(one.items())]
-    for tensor in [*model.state_dict().values(), *states, drawn]:
-        if isinstance(tensor, torch.Tensor):
-            hashed.update(stored_bytes(tensor, "state"))
-    return str(hashed.hexdigest())
 
 
 if __name__ == "__main__":

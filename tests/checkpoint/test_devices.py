@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from keeps import Keeps
 
 from torchrelay import Job, JobRunner, LocalSession, max_epochs, open_checkpoint
 from torchrelay.checkpoint import structure
@@ -20,19 +21,6 @@ from torchrelay.checkpoint.state import container_restore, leaf, reads
 from torchrelay.errors import DamagedError
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
-
-
-class Keeps:
-    """An object with tensors of its own."""
-
-    def __init__(self) -> None:
-        self.kept: dict[str, Any] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self.kept)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.kept = dict(state)
 
 
 def on_device() -> torch.Tensor:
@@ -87,11 +75,11 @@ def test_new_tensors_go_to_the_gpu_that_they_were_saved_on(tmp_path, saved_on_de
     """State of objects, what containers gained or replaced, what `init` made; others go to the CPU."""
     train(tmp_path / "run")
 
-    def home_of(spec: leaf.LeafSpec) -> torch.device | None:
+    def device_for(spec: leaf.LeafSpec) -> torch.device | None:
         return None if spec.device is None else torch.device("meta")
 
     for module in (reads, container_restore):
-        monkeypatch.setattr(module, "home_of", home_of)
+        monkeypatch.setattr(module, "device_for", device_for)
     assert devices(train(tmp_path / "run")) == {
         "state": "meta", "state cpu": "cpu", "in place": "meta", "item": "cpu", "gained": "meta",
         "made": "meta",
@@ -112,7 +100,9 @@ def test_devices_are_counted_from_that_of_the_process(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     spec = leaf.spec_of(leaf.Leaf("x", "x", leaf.Role.TENSOR, "main", torch.zeros(2)))
-    homes = {name: reads.home_of(replace(spec, device=name)) for name in (None, "cuda", "cuda:1", "cuda:3")}
+    homes = {
+        name: reads.device_for(replace(spec, device=name)) for name in (None, "cuda", "cuda:1", "cuda:3")
+    }
     assert homes == {
         None: None, "cuda": torch.device("cuda:2"), "cuda:1": torch.device("cuda:3"),
         "cuda:3": torch.device("cuda:1"),

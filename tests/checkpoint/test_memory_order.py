@@ -14,6 +14,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from keeps import Keeps
 from torch import nn
 
 from torchrelay import Job, JobRunner, max_epochs, open_checkpoint
@@ -85,19 +86,6 @@ class Late(nn.Module):
         if self.first is None:
             self.first = images()
         self.grows = torch.randn(len(self.grows) + 1, 3).t().contiguous().t()
-
-
-class Keeps:
-    """An object whose state has tensors and arrays that it made itself."""
-
-    def __init__(self) -> None:
-        self.kept: dict[str, Any] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self.kept)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.kept = dict(state)
 
 
 class Own(torch.optim.Optimizer):

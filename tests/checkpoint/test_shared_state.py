@@ -9,22 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from keeps import Keeps
 from torch import nn
 
 from torchrelay import Job, JobRunner, max_epochs, open_checkpoint
-
-
-class Keeps:
-    """An object with whatever state it is given."""
-
-    def __init__(self) -> None:
-        self.kept: dict[str, Any] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self.kept)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.kept = dict(state)
 
 
 class Trainer:
