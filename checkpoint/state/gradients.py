@@ -264,14 +264,12 @@ def _warn_of(objects: Mapping[str, Any], names: Names, listing: _Listing) -> Non
     found = [f"{name} ({why})" for name, why in listing.left_out.items()]
     unsure: dict[int, int] | None = None
     for blob, value in objects.items():
-        if (inside := _modules_inside(value)) is not None:
-            parameters = [one for module in inside for one in module.parameters() if id(one) not in names]
-            grads = [one.grad for one in parameters if one.grad is not None]
+        if inside := _parameters_inside(value):
+            grads = [one.grad for one in inside if id(one) not in names and one.grad is not None]
             unsure = _left_behind(unsure=True) if unsure is None else unsure
             if not all(_is_left(grad, unsure) for grad in grads):
-                found.append(
-                    f"{blob} ({'FSDP1' if isinstance(value, FsdpState) else 'a model inside of it'})"
-                )
+                what = "FSDP1" if isinstance(value, FsdpState) else "parameters inside of it"
+                found.append(f"{blob} ({what})")
         elif isinstance(value, nn.Module) and any(
             getattr(group, "_partial_reduce_output", None) is not None for group in _fsdp_groups(value)
         ):
@@ -286,12 +284,15 @@ def _warn_of(objects: Mapping[str, Any], names: Names, listing: _Listing) -> Non
         )
 
 
-def _modules_inside(value: Any) -> list[nn.Module] | None:
-    """The modules that an object with `state_dict` is known to have; None of what has none."""
+def _parameters_inside(value: Any) -> list[torch.Tensor]:
+    """The parameters that an object with `state_dict` is known to have: its own, and those of its modules."""
     if isinstance(value, FsdpState):
-        return [value.module]
-    held = vars(value).values() if hasattr(value, "__dict__") and kind_of(value) is Kind.STATEFUL else ()
-    return [one for one in held if isinstance(one, nn.Module)] or None
+        return list(value.module.parameters())
+    own = vars(value).values() if hasattr(value, "__dict__") and kind_of(value) is Kind.STATEFUL else ()
+    lists = (list(one.values()) if isinstance(one, dict) else one for one in own)
+    held = [part for one in lists for part in (one if isinstance(one, list | tuple) else [one])]
+    tensors = [one for part in held for one in (part.parameters() if isinstance(part, nn.Module) else [part])]
+    return [one for one in tensors if isinstance(one, torch.Tensor) and one.requires_grad and one.is_leaf]
 
 
 # Where they are

@@ -365,5 +365,36 @@ def test_an_open_window_of_a_model_inside_of_an_object_is_reported() -> None:
         assert names(in_trainer=trainer, model=trainer.model) == {
             one.replace("m.", "model.", 1) for one in ALL
         }
-    with pytest.warns(UserWarning, match=r"in_trainer \(a model inside of it\).*accumulate=n"):
+    with pytest.warns(UserWarning, match=r"in_trainer \(parameters inside of it\).*accumulate=n"):
         assert names(in_trainer=trainer) == set()
+
+
+class Embeddings:
+    """An object whose state holds parameters that no module has."""
+
+    def __init__(self) -> None:
+        self.tables = {"words": torch.nn.Parameter(torch.ones(3))}
+
+    def state_dict(self) -> dict[str, object]:
+        return dict(self.tables)
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.tables.update(state)
+
+
+def test_an_open_window_of_parameters_of_an_object_is_reported() -> None:
+    """No save has gradients of parameters that an object alone holds: one warning names the object."""
+    watch_steps()
+    held = Embeddings()
+    optimizer = torch.optim.SGD(held.tables.values(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            optimizer.zero_grad()
+            held.tables["words"].sum().backward()
+            optimizer.step()
+            assert names(embeddings=held) == set()
+        held.tables["words"].sum().backward()
+        assert names(embeddings=held, optimizer=optimizer) != set()
+    with pytest.warns(UserWarning, match=r"embeddings \(parameters inside of it\).*accumulate=n"):
+        assert names(embeddings=held) == set()
