@@ -5,8 +5,8 @@
 Each round starts `torch.save`, this checkout and `--beside` (an older one) in turns, each as a process of its
 own in a directory of its own: a run of 5 epochs from nothing, then its resume to 10 epochs. Bytecode of the
 sources is compiled before, as installing compiles it; with `--no-bytecode` each start compiles what it
-imports. Figures are seconds, medians with their ranges; `more` is the median of each round's difference to
-`torch.save`.
+imports. Figures are seconds, medians with their ranges; `more` and `ratio` are the medians of each round's
+difference and ratio to `torch.save`.
 """
 
 from __future__ import annotations
@@ -90,13 +90,17 @@ def main() -> None:
                         text = text.replace(old, new)
                     took = measure(text, Path(folder), checkout, bytecode=not asked.no_bytecode)
                     found.setdefault((when, name), []).append(took)
-    print("| run | program | wall | more | processor | more |\n|---|---|---|---|---|---|")
+    print("| run | program | wall | more | ratio | processor | more | ratio |")
+    print("|---|---|---|---|---|---|---|---|")
     for (when, name), rounds in sorted(found.items()):
         plain, cells = found[when, "torch.save"][1:], []
         for kind in (0, 1):
             times = sorted(one[kind] for one in rounds[1:])
-            more = statistics.median(a[kind] - b[kind] for a, b in zip(rounds[1:], plain, strict=True))
-            cells.append(f"{statistics.median(times):.2f} ({times[0]:.2f} to {times[-1]:.2f}) | {more:+.2f}")
+            pairs = [(ours[kind], theirs[kind]) for ours, theirs in zip(rounds[1:], plain, strict=True)]
+            more = statistics.median(ours - theirs for ours, theirs in pairs)
+            ratio = statistics.median(ours / theirs for ours, theirs in pairs)
+            cells.append(f"{statistics.median(times):.2f} ({times[0]:.2f} to {times[-1]:.2f})")
+            cells[-1] += f" | {more:+.2f} | {ratio:.3f}"
         print(f"| {when} | {name} | {' | '.join(cells)} |", flush=True)
 
 
