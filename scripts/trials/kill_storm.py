@@ -71,6 +71,7 @@ class Storm:
         self.findings = Findings()
         self.kills: Counter[tuple[str, str]] = Counter()
         self.runs = 0
+        self.stood_still = 0
 
     def run(self) -> None:
         """The whole storm."""
@@ -142,27 +143,26 @@ class Storm:
                 launcher.after_kill()
             check_disk(watched, reference, self.findings, proved)
             trained = check_start(watched, newest, begun, self.findings)
+            if struck is None:
+                self.stood_still += 1
+                continue
             if not struck:
                 check_end(watched, reference, self.findings)
                 return
             self.kills[strike.who, moment_of(watched, tries, trained=trained)] += 1
-            if self.kills.total() >= self.options.kills:
-                self._let_finish(launcher, watched, reference, proved)
-                return
 
-    def _let_finish(
-        self, launcher: Launcher, watched: Watched, reference: dict[int, str], proved: set[str]
-    ) -> None:
-        newest, begun = watched.newest(), len(watched.starts())
-        launcher.start()
-        _wait(launcher.finished)
-        check_disk(watched, reference, self.findings, proved)
-        check_start(watched, newest, begun, self.findings)
-        check_end(watched, reference, self.findings)
+    def _wait_and_kill(self, strike: Strike, launcher: Launcher) -> bool | None:
+        """Kill when it is due; False when the job was faster and finished, None when it stood still."""
+        still = False
 
-    def _wait_and_kill(self, strike: Strike, launcher: Launcher) -> bool:
-        """Kill when it is due; False when the job was faster and finished."""
-        _wait(lambda: strike.due() or launcher.finished())
+        def over() -> bool:
+            nonlocal still
+            still = launcher.stands_still()
+            return still or strike.due() or launcher.finished()
+
+        _wait(over)
+        if still:
+            return None
         time.sleep(strike.delay)
         if self.pair is not None and launcher.finished():
             return False  # hosts and agents live on after the job
@@ -178,7 +178,10 @@ class Storm:
         return False
 
     def _draw(self, watched: Watched, pace: Pace, newest: int | None, begun: int) -> Strike:
+        """The next kill; once there were enough, one that is never due."""
         ranks = range(self.options.ranks)
+        if self.kills.total() >= self.options.kills:
+            return Strike("all", tuple(ranks), 0.0, lambda: False)
         who = self.random.choice(self.whom)
         other = self.random.choice(ranks[1:] or ranks)
         any_ = self.random.choice(ranks) if self.pair is not None else 0
@@ -274,6 +277,8 @@ def _storm(storm: Storm) -> int:
 def _tell(storm: Storm, secs: float) -> int:
     found, say = storm.findings, storm.screen.line
     say(f"kills {storm.kills.total()}, runs finished {found.finished}, epochs proved {found.epochs_proved}")
+    if storm.stood_still:
+        say(f"jobs that stood still, one torchrun waiting for the other: {storm.stood_still}")
     say(f"committed epochs lost: {len(found.lost)}")
     say(f"mixtures: {len(found.mixed)}")
     say(f"restarts that came to train: {found.restarts}, not from the newest epoch: {len(found.not_newest)}")

@@ -18,9 +18,9 @@ from launching import Launch, TrialError, is_running, send, wait_until
 from storm_checks import lines_of
 from storm_launchers import LEAVE_SECS, kill
 
-IDLE_SECS = 30.0
-MEET_SECS = 150.0
-"""In which two torchruns meet again."""
+IDLE_SECS = 45.0
+MEET_SECS = 300.0
+"""In which two torchruns meet again, killed and run anew every IDLE_SECS."""
 
 
 class HostPair:
@@ -95,6 +95,10 @@ class AcrossHosts:
                 send(pid, signal.SIGTERM)
         wait_until(lambda: not any(map(is_running, self._pids())), LEAVE_SECS, "all ranks to end")
 
+    def stands_still(self) -> bool:
+        """Never: these agents wait for nobody."""
+        return False
+
     def _starts(self) -> int:
         return len(lines_of(self.logs / "starts"))
 
@@ -117,23 +121,18 @@ class TorchrunAcrossHosts:
         self.logs = logs
         self._pids: set[int] = set()
         self._launches: list[Launch] = []
+        self._met = self._looked = 0.0  # when a rank was seen last, and looked for
+        self._began = 0  # ranks that had come to train when this attempt began
         at = f"{pair.hosts[0].address}:{random.randrange(20000, 30000)}"
         options = ["--nnodes=2", f"--nproc-per-node={ranks // 2}", f"--max-restarts={restarts}"]
         options += ["--rdzv-backend=c10d", "--rdzv-id=storm", f"--rdzv-endpoint={at}"]
         self._command = [sys.executable, "-m", "torch.distributed.run", *options, *argv]
 
     def start(self) -> dict[int, int]:
-        """Wait for the next attempt of the running torchruns; those that are gone are run anew.
-
-        Where ranks of one host have finished and others have not, their torchruns wait for each other for
-        minutes, deaf to SIGTERM: they are killed, as schedulers do with a job that stands still.
-        """
-        began, patience = time.monotonic(), IDLE_SECS
-        while time.monotonic() < began + MEET_SECS:
-            if time.monotonic() > began + patience:
-                patience = MEET_SECS
-                for one in self._launches:
-                    one.kill()
+        """Wait for the next attempt of the running torchruns; those that are gone are run anew."""
+        end = time.monotonic() + MEET_SECS
+        self._met = time.monotonic()
+        while time.monotonic() < end:
             for at, host in enumerate(self.pair.hosts):
                 if at >= len(self._launches):
                     self._launches.append(self._launch(host))
@@ -141,10 +140,35 @@ class TorchrunAcrossHosts:
                     self._launches[at] = self._launch(host)
             found = self._found()
             if len(found) == self.ranks and self._pids.isdisjoint(found.values()):
-                self._pids = set(found.values())
+                self._pids, self._began = set(found.values()), len(lines_of(self.logs / "starts"))
                 return found
+            if time.monotonic() > self._met + IDLE_SECS:
+                self._kill_all()
             time.sleep(0.05)
         raise TrialError(f"{self.ranks} ranks did not start within {MEET_SECS:g} s; see {self.logs}")
+
+    def stands_still(self) -> bool:
+        """Whether no rank has run for IDLE_SECS and a torchrun still waits for another; both are killed then.
+
+        Where ranks of one host have finished and others have not, their torchruns wait for each other for
+        minutes, deaf to SIGTERM. Schedulers kill a job that stands still.
+        """
+        now = time.monotonic()
+        if now < self._looked + 1 or self.finished():
+            return False
+        self._looked = now
+        if self._found():
+            self._met = now
+        if now < self._met + IDLE_SECS:
+            return False
+        self._kill_all()
+        return True
+
+    def _kill_all(self) -> None:
+        for one in self._launches:
+            one.kill()
+        kill([pid for pid in self._pids if is_running(pid)])
+        self._met = time.monotonic()
 
     def _launch(self, host: Host) -> Launch:
         return Launch(host.command(self._command), self.logs / f"{host.name}.log")
@@ -173,16 +197,15 @@ class TorchrunAcrossHosts:
     def after_kill(self) -> None:
         """Wait until the ranks of this attempt have ended, by themselves or by their torchrun.
 
-        A torchrun whose fellow is gone may wait for it for minutes, deaf to SIGTERM: it is killed then, as
-        schedulers do with a job that has lost a node.
+        Ranks that have not met yet know nothing of each other, and a torchrun may wait for one that is gone
+        for minutes. Schedulers kill a job that has lost a node.
         """
+        if len(lines_of(self.logs / "starts")) == self._began and any(one.ended() for one in self._launches):
+            self._kill_all()
         wait_until(lambda: not any(map(is_running, self._pids)), LEAVE_SECS + 30, "all ranks to end")
         if any(one.ended() for one in self._launches):
-            for one in self._launches:
-                one.kill()
+            self._kill_all()
 
     def close(self) -> None:
         """End both, and their ranks."""
-        for one in self._launches:
-            one.kill()
-        kill([pid for pid in self._pids if is_running(pid)])
+        self._kill_all()

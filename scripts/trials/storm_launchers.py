@@ -33,6 +33,9 @@ class Launcher(Protocol):
     def finished(self) -> bool:
         """Whether the program ended by itself, with 0 on every rank."""
 
+    def stands_still(self) -> bool:
+        """Whether no rank has run for long though the job is not over; it has been killed then."""
+
     def after_kill(self) -> None:
         """What the launcher does once a rank was killed; returns when all ranks are gone."""
 
@@ -111,6 +114,10 @@ class Forked:
             raise TrialError(f"ranks failed by themselves (rank: exit code): {failed}; see {self.log}")
         return all(pid in self.codes for pid in self.pids.values())
 
+    def stands_still(self) -> bool:
+        """Never: one launcher waits for nobody."""
+        return False
+
     def after_kill(self) -> None:
         """End the other ranks."""
         for pid in self.pids.values():
@@ -160,6 +167,10 @@ class UnderTorchrun:
             return False
         self._launch.expect(0, 1)
         return True
+
+    def stands_still(self) -> bool:
+        """Never: one launcher waits for nobody."""
+        return False
 
     def after_kill(self) -> None:
         """Wait until torchrun has ended the ranks of this attempt."""
