@@ -19,7 +19,8 @@ class LaunchEnv:
     `launched` is False for plain `python train.py`: a world of one process and no store.
     `agent_store` says that the launcher hosts the store at `master_addr:master_port`, otherwise
     rank 0 does. `elastic` says that torchrun is the parent, so its death ends the process.
-    `restart_count` grows with every attempt of one launch.
+    `restart_count` grows with every failure that this host's launcher has seen: of one attempt it may be
+    another one on each host.
     """
 
     rank: int = 0
@@ -43,8 +44,8 @@ class LaunchEnv:
 
     @property
     def store_prefix(self) -> str:
-        """Where this attempt's keys begin; a nonce (`roll_call`) tells apart attempts that share it."""
-        return f"tr/{self.run_id or 'job'}/{self.restart_count}"
+        """Where this launch's keys begin; a nonce (`roll_call`) tells apart the attempts, which share it."""
+        return f"tr/{self.run_id or 'job'}"
 
 
 def read_launch_env(environ: Mapping[str, str] | None = None) -> LaunchEnv:

@@ -1,7 +1,7 @@
 """Which processes make up this attempt: a handshake that no key of an earlier one can answer.
 
-The launcher's store outlives attempts, and a host that joins again does not even raise the restart
-count, so a prefix of run and count is not enough. Therefore:
+The launcher's store outlives attempts, and no number of the launcher's tells them apart: a torchrun counts
+the failures of its own host alone, so of one attempt the count may be another one on each host. Therefore:
 
 1. (all ranks)  post a fresh token under the own rank
 2. (rank 0)     gather the tokens, publish the roll {nonce, tokens}; again whenever a token changed
@@ -16,10 +16,14 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections.abc import Callable
 
 from torchrelay.errors import DeadlineError
 from torchrelay.records import dataclass
 from torchrelay.runners.distributed.store import Deadline, StoreClient
+
+_SHORTEST_SECS, _LONGEST_SECS = 0.01, 0.1
+"""Between two looks. Nobody can wait for keys here: those of an earlier attempt are there already."""
 
 
 @dataclass(frozen=True)
@@ -44,27 +48,43 @@ class Roll:
         return len(self.tokens) == size and self.tokens[rank] == token
 
 
-def agree_on_nonce(store: StoreClient, rank: int, size: int, *, timeout_secs: float) -> str:
+def agree_on_nonce(
+    store: StoreClient,
+    rank: int,
+    size: int,
+    *,
+    timeout_secs: float,
+    check: Callable[[], None] = lambda: None,
+) -> str:
     """Return a nonce that is new and the same for all `size` processes of this attempt.
 
-    Raises DeadlineError naming the ranks that did not answer (told by rank 0, which sees them).
+    Raises DeadlineError naming the ranks that did not answer (told by rank 0, which sees them). `check` is
+    called all the time, and raises where this process is to give up.
     """
     token = secrets.token_hex(8)
     deadline = Deadline(timeout_secs)
     store.put(_hello(rank), token.encode())
-    return _lead(store, size, deadline) if rank == 0 else _follow(store, rank, size, token, deadline)
+    if rank == 0:
+        return _lead(store, size, token, deadline, check)
+    return _follow(store, rank, size, token, deadline, check)
 
 
-def _lead(store: StoreClient, size: int, deadline: Deadline) -> str:
+def _lead(store: StoreClient, size: int, token: str, deadline: Deadline, check: Callable[[], None]) -> str:
     hellos = [_hello(rank) for rank in range(size)]
-    roll = Roll("", ())
+    roll, pause = Roll("", ()), _SHORTEST_SECS
     while not deadline.over:
-        if store.wait(hellos):
-            roll = _publish(store, hellos, roll)
+        check()
+        if store.has(*hellos):
+            before, roll = roll, _publish(store, hellos, roll)
+            pause = pause if roll is before else _SHORTEST_SECS
             acks = [_ack(roll.nonce, rank) for rank in range(1, size)]
-            if not acks or store.wait(acks):
+            if not roll.has(0, size, token):
+                store.put(_hello(0), token.encode())
+            elif not acks or store.has(*acks):
                 store.put(_holds(roll.nonce), b"")
                 return roll.nonce
+        time.sleep(min(pause, deadline.left))
+        pause = min(2 * pause, _LONGEST_SECS)
     raise DeadlineError(_who_is_missing(store, size, roll, deadline))
 
 
@@ -87,14 +107,19 @@ def _who_is_missing(store: StoreClient, size: int, roll: Roll, deadline: Deadlin
     return f"waited {deadline.secs:g} s for all {size} ranks to start; missing: {ranks_text(late)}"
 
 
-def _follow(store: StoreClient, rank: int, size: int, token: str, deadline: Deadline) -> str:
+def _follow(
+    store: StoreClient, rank: int, size: int, token: str, deadline: Deadline, check: Callable[[], None]
+) -> str:
+    pause = _SHORTEST_SECS
     while not deadline.over:
+        check()
         if not store.wait(["roll"]):
             continue
         roll = Roll.decode(store.get(["roll"])[0])
         if not roll.has(rank, size, token):
             store.put(_hello(rank), token.encode())  # again: one of an earlier attempt may have replaced it
-            time.sleep(0.05)
+            time.sleep(min(pause, deadline.left))
+            pause = min(2 * pause, _LONGEST_SECS)
             continue
         store.put(_ack(roll.nonce, rank), b"")
         if store.wait([_holds(roll.nonce)]):

@@ -145,17 +145,21 @@ class World:
                 return
 
     def _meet(self, start_secs: float) -> None:
-        deadline = Deadline(start_secs)
+        deadline, parent = Deadline(start_secs), os.getppid() if self.env.elastic else None
+
+        def check() -> None:
+            if parent is not None and os.getppid() != parent:
+                raise PeerError(f"torchrun (pid {parent}), which started this rank, is gone")
+
         self._served = connect(self.env, start_secs)  # kept: a store that rank 0 serves ends with it
         below = self._served.clone(self.env.store_prefix)
         nonce = agree_on_nonce(
-            below, self.env.rank, self.env.world_size, timeout_secs=max(1.0, deadline.left)
+            below, self.env.rank, self.env.world_size, timeout_secs=max(1.0, deadline.left), check=check
         )
         self.nonce = nonce
         self._store = below.clone(nonce)
         peers = StorePeers(self._store.clone("peers"), self.env.rank, self.env.world_size)
         self._introduce(peers)
-        parent = os.getppid() if self.env.elastic else None
         watch = self._loop_watch = LoopWatch(
             self._store,
             self.env.rank,
