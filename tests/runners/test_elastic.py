@@ -8,13 +8,14 @@ import re
 import signal
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from torchrun import REPOSITORY, Job
 
 
-def two_agents(tmp_path: Path, program: Path, *args: str, hosts: str) -> list[Job]:
+def two_agents(tmp_path: Path, program: Path, *args: str, hosts: str, warm_ranks: bool = True) -> list[Job]:
     """Two torchruns of one rank each that meet; the first serves the rendezvous."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -32,7 +33,7 @@ def two_agents(tmp_path: Path, program: Path, *args: str, hosts: str) -> list[Jo
                 cwd=tmp_path / name,
                 max_restarts=3,
                 rendezvous=[*rendezvous, "--rdzv-id=x", conf, "--local-addr=127.0.0.1"],
-                warm_ranks=True,
+                warm_ranks=warm_ranks,
             )
         )
     return jobs
@@ -85,3 +86,39 @@ def test_ranks_meet_where_one_host_has_seen_a_failure_and_the_other_none(tmp_pat
     ((one, before),), ((other, after),) = found
     assert one == other
     assert {before, after} == {"0", "1"}, "torchrun counts failures by host, or this test shows nothing"
+
+
+ORPHANED = """
+import os, time
+
+import torchrelay
+import torchrelay.runners.distributed.world as world
+
+def waiting(*args, meet=world.agree_on_nonce, **options):
+    print("waiting", os.getpid(), flush=True)
+    return meet(*args, **options)
+
+world.agree_on_nonce = waiting
+time.sleep(120 if os.getcwd().endswith("first") else 0)
+torchrelay.init()
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(120)
+def test_a_rank_that_waits_for_others_ends_with_its_torchrun(tmp_path: Path) -> None:
+    """A rank whose torchrun is gone does not wait on for the others, where a later attempt would meet it."""
+    (program := tmp_path / "orphaned.py").write_text(ORPHANED)
+    first, second = two_agents(tmp_path, program, hosts="2", warm_ranks=False)
+    with first, second:
+        second.wait_for("waiting")
+        (rank,) = map(int, re.findall(r"waiting (\d+)", second.printed()))
+        os.kill(second.process.pid, signal.SIGKILL)
+        try:
+            end = time.monotonic() + 20
+            while Path(f"/proc/{rank}").exists():
+                assert time.monotonic() < end, "the rank waits on"
+                time.sleep(0.05)
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGKILL)
