@@ -34,6 +34,21 @@ def own_process(rank: int) -> ProcessId:
     return ProcessId(rank, os.getpid(), host, f"{host}/{_boot_id()}/{_pid_namespace()}")
 
 
+def is_orphan(parent: int) -> bool:
+    """Whether the launcher is gone that was the parent, by this pid, when this process asked first.
+
+    It was gone before where init has adopted this process: a launcher is a Python program, also where it is
+    the first process of a container itself.
+    """
+    if os.getppid() != parent:
+        return True
+    try:
+        words = Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")[:2] if parent == 1 else []
+    except OSError:
+        return False
+    return bool(words) and not any(b"python" in word or b"torchrun" in word for word in words)
+
+
 def _boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from queue import Empty, SimpleQueue
@@ -22,6 +22,7 @@ from torchrelay.errors import DeadlineError, PeerError
 from torchrelay.runners.distributed.launch_env import LaunchEnv
 
 POLL_SECS = 1.0
+_CONNECT_SECS, _CONNECT_PAUSE_SECS = 20.0, 0.2
 _LONG = timedelta(days=1)
 
 Store = Any
@@ -191,29 +192,36 @@ class Deadline:
         return self.left == 0.0
 
 
-def connect(env: LaunchEnv, timeout_secs: float) -> StoreClient:
+def connect(env: LaunchEnv, timeout_secs: float, check: Callable[[], None]) -> StoreClient:
     """Connect to the launcher's store, or serve one from rank 0 where the launcher shares none.
 
+    `check` is called before each try, and raises where this process is to give up.
     Raises DeadlineError when nobody answers in time, PeerError when the address cannot be served.
     """
-    where = f"{env.master_addr}:{env.master_port}"
-    try:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            env.master_addr,
-            env.master_port,
-            is_master=env.hosts_store,
-            timeout=timedelta(seconds=timeout_secs),
-            wait_for_workers=False,
-            multi_tenant=True,  # a process group that the user made may serve the same port
-        )
-    except dist.DistError as error:
-        reason = str(error).split("\n", 1)[0]
-        if env.hosts_store:
-            raise PeerError(
-                f"cannot serve the store at {where} (MASTER_ADDR:MASTER_PORT): {reason}"
-            ) from error
-        raise DeadlineError(
-            f"no store answered at {where} (MASTER_ADDR:MASTER_PORT) within {timeout_secs:g} s; "
-            f"is rank 0 running, and is the port open between the hosts? {reason}"
-        ) from error
-    return StoreClient(store, where)
+    where, deadline = f"{env.master_addr}:{env.master_port}", Deadline(timeout_secs)
+    while True:
+        check()
+        try:
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                env.master_addr,
+                env.master_port,
+                is_master=env.hosts_store,
+                timeout=timedelta(seconds=max(0.1, min(_CONNECT_SECS, deadline.left))),
+                wait_for_workers=False,
+                multi_tenant=True,  # a process group that the user made may serve the same port
+            )
+        except dist.DistError as error:
+            reason = str(error).split("\n", 1)[0]
+            if env.hosts_store:
+                raise PeerError(
+                    f"cannot serve the store at {where} (MASTER_ADDR:MASTER_PORT): {reason}"
+                ) from error
+            if deadline.over:
+                raise DeadlineError(
+                    f"no store answered at {where} (MASTER_ADDR:MASTER_PORT) within {timeout_secs:g} s; "
+                    f"is rank 0 running, and is the port open between the hosts? {reason}"
+                ) from error
+            time.sleep(min(_CONNECT_PAUSE_SECS, deadline.left))
+        else:
+            store.set_timeout(timedelta(seconds=timeout_secs))
+            return StoreClient(store, where)

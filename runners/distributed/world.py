@@ -23,7 +23,7 @@ from torchrelay.runners.distributed.hosts import Hosts
 from torchrelay.runners.distributed.launch_env import LaunchEnv
 from torchrelay.runners.distributed.loop_watch import LoopWatch
 from torchrelay.runners.distributed.process_groups import ProcessGroups
-from torchrelay.runners.distributed.processes import ProcessId, by_group, own_process
+from torchrelay.runners.distributed.processes import ProcessId, by_group, is_orphan, own_process
 from torchrelay.runners.distributed.roll_call import agree_on_nonce, ranks_text
 from torchrelay.runners.distributed.store import Deadline, StoreClient, connect
 from torchrelay.runners.distributed.store_peers import StorePeers
@@ -148,10 +148,10 @@ class World:
         deadline, parent = Deadline(start_secs), os.getppid() if self.env.elastic else None
 
         def check() -> None:
-            if parent is not None and os.getppid() != parent:
-                raise PeerError(f"torchrun (pid {parent}), which started this rank, is gone")
+            if parent is not None and is_orphan(parent):
+                raise PeerError("torchrun, which started this rank, is gone")
 
-        self._served = connect(self.env, start_secs)  # kept: a store that rank 0 serves ends with it
+        self._served = connect(self.env, start_secs, check)  # kept: a store that rank 0 serves ends with it
         below = self._served.clone(self.env.store_prefix)
         nonce = agree_on_nonce(
             below, self.env.rank, self.env.world_size, timeout_secs=max(1.0, deadline.left), check=check
