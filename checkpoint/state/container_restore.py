@@ -309,11 +309,7 @@ def _maker(
 
 
 def _fits(draft: Draft, load: ContainerLoad, spec: LeafSpec, twin: torch.Tensor) -> bool:
-    """Whether a leaf can be read into a live tensor, whose memory nothing else of the load has.
-
-    Optimizers lie in files that may go alone, so what a container shares with one (a tensor `lr`) is stored
-    twice. Where the bytes are the same, what is one tensor here stays one.
-    """
+    """Whether a leaf can be read into a live tensor, whose memory nothing else of the load has."""
     if spec.role is Role.SUBCLASS or is_wrapper(twin):
         return spec.role is Role.SUBCLASS and is_wrapper(twin)
     try:
@@ -323,9 +319,7 @@ def _fits(draft: Draft, load: ContainerLoad, spec: LeafSpec, twin: torch.Tensor)
     same_device = twin.device == (
         device_for(spec) or twin.device
     )  # a task may have put one on the GPU in its place
-    if not (same_form(spec, twin) and same_device):
-        return False
-    return draft.has_read_alike(spec, twin) or not load.shares_memory(draft, twin)
+    return same_form(spec, twin) and same_device and not load.shares_memory(draft, twin)
 
 
 def change_container(live: Any, value: Any) -> Any:

@@ -287,12 +287,8 @@ class Draft:
 
     def is_free_for(self, spec: LeafSpec, live: torch.Tensor) -> bool:
         """Whether no other leaf is read into a tensor, unless it has the same bytes."""
-        return self._read_into.of(live) is None or self.has_read_alike(spec, live)
-
-    def has_read_alike(self, spec: LeafSpec, live: torch.Tensor) -> bool:
-        """Whether this leaf is read into a tensor, or another one of the same bytes."""
         known, source = self._read_into.of(live), _source(spec)
-        return known is not None and (known == source or self._same_content(source, known))
+        return known in (None, source) or (known is not None and self._same_content(source, known))
 
     def _is_read(self, live: torch.Tensor) -> bool:
         if is_wrapper(live):

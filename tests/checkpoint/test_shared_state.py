@@ -382,32 +382,3 @@ def test_state_of_an_optimizer_is_in_the_order_of_its_parameters(tmp_path):
     train(tmp_path / "run", 1, "two objects")
     blobs = train(tmp_path / "run", 2, "two objects")
     assert [id(one) for one in blobs["optimizer"].state] == [id(one) for one in blobs["model"].parameters()]
-
-
-@pytest.mark.parametrize("untied", [False, True])
-def test_a_learning_rate_in_a_dict_and_in_an_optimizer_is_one_again(tmp_path, untied):
-    """A tensor in a dict and an optimizer is one after a resume, as it was built, unless its bytes differ."""
-
-    def learning_rate(run, epochs):
-        model, rate = nn.Linear(2, 1), torch.tensor(0.5)
-        held, optimizer = {"rate": rate}, torch.optim.SGD(model.parameters(), lr=rate, foreach=False)
-        job = Job("rates", blobs={"held": held, "model": model, "optimizer": optimizer})
-
-        @job.epoch
-        def epoch(ctx: Any) -> None:
-            if untied and ctx.epoch == 1:
-                held["rate"] = held["rate"].clone()
-            held["rate"].mul_(0.5)
-
-        job.stop_when(max_epochs(epochs))
-        JobRunner(job, run, best=None, code=False).train()
-        (group,) = optimizer.param_groups
-        return float(group["lr"]), float(held["rate"]), group["lr"] is held["rate"]
-
-    whole = learning_rate(tmp_path / "whole", 4)
-    learning_rate(tmp_path / "cut", 2)
-    assert (
-        learning_rate(tmp_path / "cut", 4)
-        == whole
-        == ((0.5, 0.03125, False) if untied else (0.03125, 0.03125, True))
-    )
