@@ -31,9 +31,10 @@ from torchrelay.checkpoint.save import SaveJob, make_plan, save_epoch
 from torchrelay.checkpoint.selecting import check_remade
 from torchrelay.checkpoint.selection import EVERYTHING, Selection
 from torchrelay.checkpoint.spec_exchange import SpecExchange
-from torchrelay.checkpoint.state.gradients import Gradients, watch_steps
+from torchrelay.checkpoint.state.gradients import Gradients
 from torchrelay.checkpoint.state.kinds import check_recreatable
 from torchrelay.checkpoint.state.optimizer_leaves import PARAMS
+from torchrelay.checkpoint.state.optimizer_steps import watch_steps
 from torchrelay.checkpoint.state.rehearsal import Start, orders_of
 from torchrelay.checkpoint.storage import Placed
 from torchrelay.checkpoint.structure import Structures

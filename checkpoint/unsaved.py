@@ -15,9 +15,9 @@ from torchrelay.checkpoint.reading.lookup import nearest
 from torchrelay.checkpoint.selecting import used_patterns
 from torchrelay.checkpoint.selection import Selection
 from torchrelay.checkpoint.state.flatten import leaves_of
-from torchrelay.checkpoint.state.gradients import unsaved_optimizers
 from torchrelay.checkpoint.state.leaf import Value
 from torchrelay.checkpoint.state.optimizer_leaves import PARAMS
+from torchrelay.checkpoint.state.optimizer_steps import unsaved_optimizers
 from torchrelay.checkpoint.state.tensor_names import memory_place
 from torchrelay.jobs.peers import warn
 from torchrelay.jobs.places import NodePlace

@@ -15,17 +15,13 @@ left behind is noted after each step of any optimizer of torch.optim, by weak re
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
-from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchrelay.checkpoint.disk import values
 from torchrelay.checkpoint.disk.canonical import Json
@@ -34,12 +30,12 @@ from torchrelay.checkpoint.state.container_leaves import container_tensors
 from torchrelay.checkpoint.state.dtensors import is_sharded, memory_of_shard
 from torchrelay.checkpoint.state.flatten import parameter_names
 from torchrelay.checkpoint.state.fsdp_state import FsdpState
-from torchrelay.checkpoint.state.kinds import Kind, kind_of, local_part
+from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import OPTIM_GROUP, Leaf, LeafSpec, Role, Value
 from torchrelay.checkpoint.state.module_leaves import parts_of
+from torchrelay.checkpoint.state.optimizer_steps import STEPS, is_left, left_behind, memory_of
 from torchrelay.checkpoint.state.reads import Read
 from torchrelay.checkpoint.state.restoring import Draft
-from torchrelay.checkpoint.state.tensor_names import memory_place
 from torchrelay.errors import DamagedError
 from torchrelay.jobs.names import GRADIENTS
 from torchrelay.jobs.peers import warn
@@ -48,129 +44,6 @@ from torchrelay.records import dataclass
 Names = Mapping[int, str]
 REMEDY = "give the loop's window, ctx.steps(loader, accumulate=n), so that saves wait for its end"
 _INDICES, _VALUES, _UNSHARDED = _ENDS = "@indices", "@values", "@unsharded"
-
-
-# What steps left behind
-
-
-class _Step:
-    """What an optimizer's last step found; made once, and again where its parameters are others."""
-
-    def __init__(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
-        self.optimizer = weakref.ref(optimizer)
-        self.parameters = frozenset(map(id, parameters))
-        self.count = len(parameters)
-        self.plain = all(type(one) in (torch.Tensor, nn.Parameter) for one in parameters)
-        self.beside: list[_Step] = [one for one in _steps.values() if one.parameters & self.parameters]
-        """Those of other optimizers of the same parameters."""
-        for one in self.beside:
-            one.beside.append(self)
-        self.grads: list[weakref.ref[torch.Tensor]] = []
-        """Held here, so that a gradient that lives has one and the same reference at every look."""
-        self.versions: list[int] = []
-        """How often each had been written to."""
-        self.begins_anew: bool | None = None
-        """Whether no step so far found a gradient of the step before; None before the second."""
-
-    def note(self, parameters: list[torch.Tensor]) -> None:
-        found = [grad for grad in map(_grad_of, parameters) if grad is not None]
-        if not self.plain:
-            found = list(map(_memory, found))
-        grads, before = list(map(weakref.ref, found)), self.grads
-        if before and self.begins_anew is not False:
-            if len(grads) == len(before) == self.count:
-                self.begins_anew = not any(map(is_, grads, before))
-            else:
-                self.begins_anew = set(map(id, before)).isdisjoint(map(id, grads))
-        self.grads, self.versions = grads, list(map(_version_of, found))
-        for other in self.beside:
-            # A step within a step finds what the other one found; else one of the two optimizers goes on with
-            # what the other has left behind.
-            known = dict(zip(map(id, other.grads), other.versions, strict=True))
-            now = zip(map(id, grads), self.versions, strict=True)
-            if any(known.get(key, version) != version for key, version in now):
-                self.begins_anew = other.begins_anew = False
-
-
-_grad_of, _version_of = attrgetter("grad"), attrgetter("_version")
-_steps: dict[int, _Step] = {}
-_installed: list[Any] = []
-
-
-def watch_steps() -> None:
-    """Note from now on what the steps of optimizers leave behind; for the life of the process.
-
-    In every step, so it has to cost little: a microsecond, and a quarter of one for each parameter.
-    """
-    if not _installed:
-        _installed.append(register_optimizer_step_post_hook(_stepped))
-
-
-def _stepped(optimizer: Optimizer, *_: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
-    groups = optimizer.param_groups
-    parameters = (
-        groups[0]["params"] if len(groups) == 1 else [one for group in groups for one in group["params"]]
-    )
-    step = _steps.get(id(optimizer))
-    if step is None or step.count != len(parameters) or step.optimizer() is not optimizer:
-        for number in [number for number, one in _steps.items() if one.optimizer() in (None, optimizer)]:
-            del _steps[number]
-        step = _steps[id(optimizer)] = _Step(optimizer, parameters)
-    try:
-        step.note(parameters)
-    except Exception:  # gradients of a kind that cannot be followed: what is not known is saved
-        step.grads, step.versions, step.begins_anew = [], [], False
-
-
-def unsaved_optimizers(
-    names: Names, held: Iterable[Any], leaves: Iterable[Leaf], known: Container[Optimizer]
-) -> Iterator[tuple[Optimizer, str]]:
-    """Optimizers but `known` ones that have stepped tensors of these names, and whose state nobody saves.
-
-    Each with such a name. An object of `held` saves its own, and with a `state_dict` that of the optimizers
-    among its attributes; modules and schedulers do not. Whatever else has tensors of an optimizer's state
-    among its leaves saves it as well.
-    """
-    saved: set[int] = set()
-    for one in held:
-        saved.update((id(one), id(local_part(one)) if isinstance(one, Optimizer) else id(one)))
-        if not isinstance(one, nn.Module | LRScheduler) and kind_of(one) is not Kind.OPTIMIZER:
-            for value in getattr(one, "__dict__", {}).values():
-                saved.update(map(id, value if isinstance(value, list | tuple) else [value]))
-    for step in _steps.values():
-        optimizer = step.optimizer()
-        name = next((names[one] for one in step.parameters if one in names), None)
-        if optimizer is None or name is None or id(optimizer) in saved or optimizer in known:
-            continue
-        own = [one for state in optimizer.state.values() for one in state.values() if torch.is_tensor(one)]
-        stored = (leaf.content for leaf in leaves if not isinstance(leaf.content, Value))
-        if own and {*map(memory_place, own)}.isdisjoint(map(memory_place, stored)):
-            yield optimizer, name
-
-
-def _left_behind(*, unsure: bool = False) -> dict[int, int]:
-    """What steps left behind, by id, with how often each had been written; `unsure`: whatever follows."""
-    found = {}
-    for step in _steps.values():
-        if unsure or step.begins_anew:
-            for one, version in zip(step.grads, step.versions, strict=True):
-                grad = one()
-                if grad is not None:
-                    found[id(grad)] = version
-    return found
-
-
-def _is_left(grad: torch.Tensor, left: Mapping[int, int]) -> bool:
-    memory = _memory(grad)
-    known = left.get(id(memory))
-    return known is not None and known == memory._version and not grad.requires_grad
-
-
-def _memory(grad: torch.Tensor) -> torch.Tensor:
-    """What is written: FSDP2 adds to the local part of a DTensor, whose own version stays."""
-    return memory_of_shard(grad) if is_sharded(grad) else grad
 
 
 # As leaves
@@ -187,12 +60,12 @@ def gradient_leaves(
     Only those of `wanted` parameters; of containers, only in those that are `learning`, which hold tensors
     with gradients. A kind that cannot be stored is left out, with a warning.
     """
-    listing = _Listing(_left_behind())
+    listing = _Listing(left_behind())
     held = {blob: objects[blob] for blob in learning if kind_of(objects[blob]) is Kind.CONTAINER}
     parameters = _parameters(objects, names)
     for name, parameter in {**parameters, **_in_containers(held, parameters.values())}.items():
         grad = parameter.grad if wanted(name) else None
-        if grad is not None and not _is_left(grad, listing.left):
+        if grad is not None and not is_left(grad, listing.left):
             listing.add(name, grad)
     for name, holder in _held_back(objects, names).items():
         if wanted(name) and (grad := holder.pending()) is not None:
@@ -262,18 +135,18 @@ _warned: set[str] = set()
 
 def _warn_of(objects: Mapping[str, Any], names: Names, listing: _Listing) -> None:
     found = [f"{name} ({why})" for name, why in listing.left_out.items()]
-    unsure: dict[int, int] | None = None
     for blob, value in objects.items():
-        if inside := _parameters_inside(value):
-            grads = [one.grad for one in inside if id(one) not in names and one.grad is not None]
-            unsure = _left_behind(unsure=True) if unsure is None else unsure
-            if not all(_is_left(grad, unsure) for grad in grads):
-                what = "FSDP1" if isinstance(value, FsdpState) else "parameters inside of it"
-                found.append(f"{blob} ({what})")
-        elif isinstance(value, nn.Module) and any(
+        if isinstance(value, nn.Module) and any(
             getattr(group, "_partial_reduce_output", None) is not None for group in _fsdp_groups(value)
         ):
             found.append(f"{blob} (FSDP2 without the sums over its replicas)")
+    if unnamed := [(what, one.grad) for what, one in _unnamed(objects, names) if one.grad is not None]:
+        used = {
+            id(grad): (version, step.begins_anew)
+            for step in STEPS.values()
+            for grad, version in step.living()
+        }
+        found += dict.fromkeys(what for what, grad in unnamed if _is_open(memory_of(grad), used))
     new = [one for one in found if one not in _warned]
     _warned.update(new)
     if new:
@@ -284,15 +157,40 @@ def _warn_of(objects: Mapping[str, Any], names: Names, listing: _Listing) -> Non
         )
 
 
-def _parameters_inside(value: Any) -> list[torch.Tensor]:
-    """The parameters that an object with `state_dict` is known to have: its own, and those of its modules."""
+def _unnamed(objects: Mapping[str, Any], names: Names) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters whose gradients no save has, as they have no names, each once with what has it."""
+    held = [
+        (f"{blob} ({'FSDP1' if isinstance(value, FsdpState) else 'a model inside of it'})", one)
+        for blob, value in objects.items()
+        for module in _modules_inside(value)
+        for one in module.parameters()
+    ]
+    for step in list(STEPS.values()):
+        optimizer = step.optimizer()
+        if optimizer is not None and not step.parameters <= names.keys():
+            what = f"parameters of {type(optimizer).__name__} that no blob has by name"
+            held += [(what, one) for group in optimizer.param_groups for one in group["params"]]
+    yield from {id(one): (what, one) for what, one in reversed(held) if id(one) not in names}.values()
+
+
+def _is_open(grad: torch.Tensor, used: Mapping[int, tuple[int, bool | None]]) -> bool:
+    """Whether a gradient is one that a program with a window adds to; `used` are those that steps used.
+
+    It is not where it is zero, or was used, unless it was written since by a program that was seen to go on
+    with such: losses of another model add to what is cleared at the next step, as in a GAN.
+    """
+    version, begins_anew = used.get(id(grad), (None, False))
+    if version is not None and (begins_anew is not False or version == grad._version):
+        return False
+    return grad.layout is not torch.strided or not _is_zero(grad)
+
+
+def _modules_inside(value: Any) -> list[nn.Module]:
+    """The modules that an object with `state_dict` is known to have."""
     if isinstance(value, FsdpState):
-        return list(value.module.parameters())
-    own = vars(value).values() if hasattr(value, "__dict__") and kind_of(value) is Kind.STATEFUL else ()
-    lists = (list(one.values()) if isinstance(one, dict) else one for one in own)
-    held = [part for one in lists for part in (one if isinstance(one, list | tuple) else [one])]
-    tensors = [one for part in held for one in (part.parameters() if isinstance(part, nn.Module) else [part])]
-    return [one for one in tensors if isinstance(one, torch.Tensor) and one.requires_grad and one.is_leaf]
+        return [value.module]
+    held = vars(value).values() if hasattr(value, "__dict__") and kind_of(value) is Kind.STATEFUL else ()
+    return [one for one in held if isinstance(one, nn.Module)]
 
 
 # Where they are

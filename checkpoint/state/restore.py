@@ -138,9 +138,10 @@ def drafted(
     """Draft the loads into `given`, which are among `objects`, and of stored blobs without an object."""
     builders: dict[str, Callable[[], Any]] = {}
     containers = {blob for blob, value in given.items() if kind_of(value) is Kind.CONTAINER}
-    # Modules first, as their load hooks may tell optimizers what parameters were called.
-    modules_first = sorted(given, key=lambda blob: not isinstance(given[blob], nn.Module))
-    for blob in modules_first:
+    # Modules first, as their load hooks may tell optimizers what parameters were called; and tensors, as what
+    # an optimizer shared with one may have become two, of which only the optimizer can get a new one.
+    fixed_first = sorted(given, key=lambda blob: not isinstance(given[blob], nn.Module | torch.Tensor))
+    for blob in fixed_first:
         if blob in containers:
             continue
         if (builder := _draft_blob(draft, blob, given[blob])) is not None:

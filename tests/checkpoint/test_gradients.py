@@ -25,9 +25,11 @@ from torchrelay import (
 )
 from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.disk.dtypes import memory_of
+from torchrelay.checkpoint.state import gradients
 from torchrelay.checkpoint.state.flatten import parameter_names
-from torchrelay.checkpoint.state.gradients import Gradients, gradient_leaves, watch_steps
+from torchrelay.checkpoint.state.gradients import Gradients, gradient_leaves
 from torchrelay.checkpoint.state.leaf import Leaf, Value, spec_of
+from torchrelay.checkpoint.state.optimizer_steps import watch_steps
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -361,40 +363,72 @@ def test_an_open_window_of_a_model_inside_of_an_object_is_reported() -> None:
             trainer.model().backward()
             trainer.optimizer.step()
             assert names(in_trainer=trainer) == set()
+        trainer.optimizer.zero_grad()
         trainer.model().backward()
         assert names(in_trainer=trainer, model=trainer.model) == {
             one.replace("m.", "model.", 1) for one in ALL
         }
-    with pytest.warns(UserWarning, match=r"in_trainer \(parameters inside of it\).*accumulate=n"):
+    with pytest.warns(UserWarning, match=r"in_trainer \(a model inside of it\).*accumulate=n"):
         assert names(in_trainer=trainer) == set()
 
 
-class Embeddings:
-    """An object whose state holds parameters that no module has."""
+class Holder:
+    """An object that saves what it holds, wherever that is."""
 
-    def __init__(self) -> None:
-        self.tables = {"words": torch.nn.Parameter(torch.ones(3))}
-
-    def state_dict(self) -> dict[str, object]:
-        return dict(self.tables)
+    def __init__(self, held: object, state: Callable[[], dict[str, object]]) -> None:
+        self.held, self.state_dict = held, state
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        self.tables.update(state)
+        """Nothing is loaded here."""
 
 
-def test_an_open_window_of_parameters_of_an_object_is_reported() -> None:
-    """No save has gradients of parameters that an object alone holds: one warning names the object."""
+def held_by(kind: str) -> tuple[Holder, torch.optim.Optimizer, Callable[[], torch.Tensor]]:
+    """An object that has a model in some way, its optimizer, and the loss."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if kind == "parameters alone":
+        table = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([table], lr=0.1)
+        return Holder({"table": table}, lambda: {"table": table}), optimizer, lambda: table.sum()
+    held = {"a dict of dicts": {"g": {"net": model}}, "its optimizer": optimizer}
+    return Holder(held.get(kind, Holder(model, model.state_dict)), model.state_dict), optimizer, model
+
+
+@pytest.mark.parametrize("kind", ["another object", "a dict of dicts", "its optimizer", "parameters alone"])
+def test_an_open_window_deep_inside_of_an_object_is_reported(kind) -> None:
+    """Gradients of what an optimizer steps and no blob has by name are reported, wherever they are held."""
     watch_steps()
-    held = Embeddings()
-    optimizer = torch.optim.SGD(held.tables.values(), lr=0.1)
+    holder, optimizer, loss = held_by(kind)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):
             optimizer.zero_grad()
-            held.tables["words"].sum().backward()
+            loss().backward()
             optimizer.step()
-            assert names(embeddings=held) == set()
-        held.tables["words"].sum().backward()
-        assert names(embeddings=held, optimizer=optimizer) != set()
-    with pytest.warns(UserWarning, match=r"embeddings \(parameters inside of it\).*accumulate=n"):
-        assert names(embeddings=held) == set()
+            assert names(holder=holder) == set()
+        optimizer.zero_grad()
+        assert names(holder=holder) == set()
+        loss().backward()
+    gradients._warned.clear()
+    with pytest.warns(UserWarning, match=r"parameters of SGD that no blob has by name.*accumulate=n"):
+        assert names(holder=holder) == set()
+
+
+def test_gradients_that_the_next_step_clears_are_not_reported() -> None:
+    """The loss of one model adds to what the step of another left behind, as in a GAN: no window is open."""
+    watch_steps()
+    gradients._warned.clear()
+    judge, maker = Model(), torch.nn.Parameter(torch.ones(3))
+    holder = Holder({"judge": judge}, judge.state_dict)
+    optimizers = [torch.optim.SGD(judge.parameters(), lr=0.1), torch.optim.SGD([maker], lr=0.1)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            for optimizer, loss in zip(optimizers, (judge, lambda: judge() * maker.sum()), strict=True):
+                optimizer.zero_grad()
+                loss().backward()
+                optimizer.step()
+            assert names(holder=holder) == set()
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=False)
+        assert names(holder=holder) == set()

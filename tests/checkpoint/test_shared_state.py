@@ -382,3 +382,27 @@ def test_state_of_an_optimizer_is_in_the_order_of_its_parameters(tmp_path):
     train(tmp_path / "run", 1, "two objects")
     blobs = train(tmp_path / "run", 2, "two objects")
     assert [id(one) for one in blobs["optimizer"].state] == [id(one) for one in blobs["model"].parameters()]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_learning_rate_that_a_task_has_replaced_resumes(tmp_path, last):
+    """A registered tensor that an optimizer no longer shares is resumed, in either order of the two."""
+
+    def rates(run, epochs):
+        model, rate = nn.Linear(2, 1), torch.tensor(0.5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, foreach=False)
+        blobs = {"optimizer": optimizer, "rate": rate} if last else {"rate": rate, "optimizer": optimizer}
+        job = Job("rates", blobs={"model": model, **blobs})
+
+        @job.epoch
+        def epoch(ctx: Any) -> None:
+            group = optimizer.param_groups[0]
+            group["lr"] = rate * 0.5 if ctx.epoch == 1 else group["lr"]
+            rate.mul_(0.9)
+
+        job.stop_when(max_epochs(epochs))
+        JobRunner(job, run, best=None, code=False).train()
+        return float(optimizer.param_groups[0]["lr"]), float(rate)
+
+    rates(tmp_path / "cut", 2)
+    assert rates(tmp_path / "cut", 4) == rates(tmp_path / "whole", 4)
