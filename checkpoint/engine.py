@@ -443,12 +443,12 @@ class Engine:
     def load_blobs(self, session: Session, names: Sequence[str], epoch: int, *, strict: bool) -> bool:
         """Load some blobs into the workspaces; False, changing nothing, when they are not all there.
 
-        With `strict=False` names that the epoch lacks are ignored.
+        A warning says why. With `strict=False` names that the epoch lacks are ignored.
         """
         self.wait()
         entry = self.ledger.find_or_none(session.peers, epoch)
         if entry is None:
-            return False
+            return self._nothing_loaded(session, f"epoch {epoch} is not committed in {self.storage.url}")
         read: list[Manifest] = []
         together(
             session.peers,
@@ -457,10 +457,16 @@ class Engine:
         )
         from torchrelay.checkpoint.load_blobs import load_some
 
-        loaded, self._stats["checkpoint_partial_load"] = load_some(
+        why, self._stats["checkpoint_partial_load"] = load_some(
             self.storage, session, read[0], names, self._stored, strict=strict
         )
-        return loaded
+        return why is None or self._nothing_loaded(session, f"epoch {epoch}: {why}")
+
+    @staticmethod
+    def _nothing_loaded(session: Session, why: str) -> bool:
+        if session.peers.rank == 0:
+            warn(f"nothing was loaded: {why}", stacklevel=3)
+        return False
 
     # Telling
 

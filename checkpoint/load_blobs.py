@@ -1,7 +1,8 @@
 """Loading some blobs of an epoch into the hosted nodes' workspaces: for evaluation, without training.
 
-`node:name` is a node's own value. Where that node is hosted here it goes into its workspace as
-`name`; elsewhere into every hosted workspace under the full name.
+A name, or a pattern, without a node means all nodes that have it. `node:name` is a node's own value: where
+that node is hosted here it goes into its workspace as `name`; elsewhere into every hosted workspace under the
+full name.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torchrelay.checkpoint.reading.lookup import (
     find_row,
     holder_of,
     is_owned,
+    nearest,
     several_owners,
     split_name,
 )
@@ -29,8 +31,9 @@ from torchrelay.checkpoint.reshard import same_nodes
 from torchrelay.checkpoint.state.restore import Restoration, restoration
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.timing import Clock, patience_secs
-from torchrelay.errors import DamagedError, UsageError
-from torchrelay.jobs.names import dotted_prefixes
+from torchrelay.checkpoint.wildcards import is_pattern, matches
+from torchrelay.errors import MissingShardError, UsageError
+from torchrelay.jobs.names import GRADIENTS, dotted_prefixes
 from torchrelay.jobs.peers import together
 from torchrelay.jobs.session import Session
 from torchrelay.jobs.workspace import Workspace
@@ -40,7 +43,7 @@ from torchrelay.records import dataclass
 
 @dataclass(frozen=True)
 class _Plan:
-    """One requested name for one workspace."""
+    """Leaves of one requested name for one workspace; `node` is whose they are, None of a common value."""
 
     workspace: Workspace
     blob: str
@@ -57,8 +60,8 @@ def load_some(
     stored_name: Callable[[str], str],
     *,
     strict: bool,
-) -> tuple[bool, NodeStats]:
-    """Load; False, with nothing changed anywhere, when a name or a shard that holds it is not there.
+) -> tuple[str | None, NodeStats]:
+    """Load; why not, with nothing changed anywhere, when a name or a shard that holds it is not there.
 
     All processes verify what they load before any of them changes an object. With `strict=False` unknown
     names are left out.
@@ -67,19 +70,25 @@ def load_some(
     reader = LeafReader(storage, manifest, options=options_of(session))
     plans: list[_Plan] = []
 
-    def prepare() -> bool:
-        try:
-            for name in names:
-                plans.extend(_plans(session, reader, manifest, name, stored_name, strict=strict))
-            for plan in plans:
-                _open_files(reader, plan)
-        except (UsageError, DamagedError):
-            return False
-        return True
+    def prepare() -> str | None:
+        for name in names:
+            try:
+                parts = _parts(session, manifest, name, stored_name, strict=strict)
+            except UsageError as error:
+                return str(error)
+            try:
+                for workspace, blob, target, node, leaves in parts:
+                    plans.append(_plan(workspace, reader, leaves, blob, target, node))
+                    for read in plans[-1].restoration.reads:  # a missing file shows now, not half-way
+                        reader.digest(read.leaf, node)
+            except MissingShardError as error:
+                return str(error)
+        return None
 
     with clock.spent("prove"):
-        ready = all(together(session.peers, "partial load: check", prepare))
-    if ready:
+        found = together(session.peers, "partial load: check", prepare)
+        why = next((one for one in found if one is not None), None)
+    if why is None:
         wanted = [Wanted(read, read.leaf, plan.node) for plan in plans for read in plan.restoration.reads]
         loading = Loading(reader, wanted)
         patience = patience_secs(sum(leaf.nbytes for leaf in manifest.leaves))
@@ -94,52 +103,57 @@ def load_some(
     rows = session.peers.exchange(
         "partial load: done", [stored_name(session.local_nodes[0].name), path, size, clock.secs]
     )
-    return ready, NodeStats(NodeTimes(*row) for row in rows)
+    return why, NodeStats(NodeTimes(*row) for row in rows)
 
 
-def _plans(
+_Part = tuple[Workspace, str, str, str | None, Sequence[str]]
+"""A workspace, the blob that is asked for and what it is called there, and whose leaves it gets."""
+
+
+def _parts(
     session: Session,
-    reader: LeafReader,
     manifest: Manifest,
     name: str,
     stored_name: Callable[[str], str],
     *,
     strict: bool,
-) -> list[_Plan]:
+) -> list[_Part]:
+    """What the hosted nodes get of a name; raises UsageError where the epoch has nothing of it, or several.
+
+    A name without a node means all nodes that have it. Where the session has other nodes than the epoch, its
+    nodes get what has one value, too.
+    """
     stored = {stored_name(place.name): place.name for place in session.local_nodes}
     node, blob = split_name(name, manifest.world.names)
-    leaves = [leaf for leaf in manifest.rows if leaf == blob or leaf.startswith(f"{blob}.")]
+    if is_pattern(blob):
+        leaves = [leaf for leaf in manifest.rows if matches(leaf, blob) and not leaf.startswith(GRADIENTS)]
+    else:
+        leaves = [leaf for leaf in manifest.rows if leaf == blob or leaf.startswith(f"{blob}.")]
     if not leaves:
         if strict:
-            find_row(manifest, blob)
+            known = [*(one.name for one in manifest.blobs), *manifest.rows]
+            raise UsageError(f"there is no blob or leaf {blob!r}{nearest(blob, known)}")
         return []
     hosted = node is not None and node in stored
     places = [stored[node]] if hosted and node is not None else list(stored.values())
     alike = same_nodes(manifest, [stored_name(place.name) for place in session.nodes])
-    found = []
+    found: list[_Part] = []
     for place in places:
-        own = node or (stored_name(place) if stored_name(place) in manifest.world.number else None)
+        own = node or stored_name(place)
+        mine = [leaf for leaf in leaves if is_owned(manifest, leaf, own)]
+        rest = [] if node is not None or alike else [leaf for leaf in leaves if leaf not in set(mine)]
+        if mine:  # of its own blob a node takes no other's leaves
+            rest = [leaf for leaf in rest if not several_owners(manifest, leaf)]
+        for leaf in rest:
+            check_owned(manifest, leaf, None)
         workspace, target = session.workspace(place), blob if hosted or node is None else name
-        wanted = _of_node(manifest, leaves, own, alone=node is not None or alike)
-        if wanted:
-            found.append(_plan(workspace, reader, wanted, blob, target, own))
+        if mine:
+            found.append((workspace, blob, target, own, mine))
+        if rest:
+            found.append((workspace, blob, target, None, rest))
     if node is not None and not found:
         check_owned(manifest, leaves[0], node)
     return found
-
-
-def _of_node(manifest: Manifest, leaves: Sequence[str], node: str | None, *, alone: bool) -> Sequence[str]:
-    """What a node takes of leaves: those that it owns.
-
-    On other nodes than those of the epoch, all that have one value, too, for an object there may have them.
-    """
-    if node is None:
-        return leaves
-    mine = [leaf for leaf in leaves if is_owned(manifest, leaf, node)]
-    if alone:
-        return mine
-    own = set(mine)
-    return [leaf for leaf in leaves if leaf in own or not several_owners(manifest, leaf)]
 
 
 def _plan(
@@ -173,12 +187,6 @@ def _plan(
 
 def _is_value(manifest: Manifest, blob: str) -> bool:
     return blob in manifest.rows and manifest.leaves[manifest.rows[blob][0]].role == "value"
-
-
-def _open_files(reader: LeafReader, plan: _Plan) -> None:
-    """Open every file that holds a requested byte: a missing one shows now, not half-way."""
-    for read in plan.restoration.reads:
-        reader.digest(read.leaf, plan.node)
 
 
 def _install(loading: Loading, plans: Sequence[_Plan]) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torchrelay.checkpoint.disk.values import encode
+from torchrelay.checkpoint.wildcards import is_pattern
 from torchrelay.errors import BlobError, UsageError
 from torchrelay.jobs.blobs import Blob, holds_live, kind_of
 from torchrelay.jobs.containers import is_container
@@ -43,6 +44,30 @@ def _bind_all(job: Job, session: SessionBase, *, before_setup: bool) -> None:
             if not before_setup and not blob.is_factory and workspace.registered(blob):
                 continue
             _bind(blob, session, workspace)
+
+
+def bind_for_load(job: Job, session: SessionBase, names: Iterable[str]) -> None:
+    """Register what a load of these blobs fills in, where a session has not run the job.
+
+    Factories are called in their order, as one may need what an earlier one has made.
+    """
+    asked = [name.rpartition(":")[2] for name in names]
+
+    def means(blob: Blob) -> bool:
+        own = f"{blob.name}."
+        return any(is_pattern(one) or f"{one}.".startswith(own) or own.startswith(f"{one}.") for one in asked)
+
+    def bind() -> None:
+        wanted = [blob for blob in job.blobs if means(blob)]
+        if any(blob.is_factory for blob in wanted):
+            wanted = list(job.blobs)
+        for place in session.local_nodes:
+            workspace = session.workspace(place.name)
+            for blob in wanted:
+                if not workspace.registered(blob):
+                    _bind(blob, session, workspace)
+
+    together(session.peers, "blobs", bind)
 
 
 def _bind(blob: Blob, session: SessionBase, workspace: Workspace) -> None:

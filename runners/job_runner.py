@@ -29,6 +29,7 @@ from torchrelay.metadata.handler import MetadataHandler
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.metadata.sinks.sink import MetricSink
 from torchrelay.runners.attempts import MAX_ATTEMPTS
+from torchrelay.runners.binding import bind_for_load
 from torchrelay.runners.capturing import Capturing
 from torchrelay.runners.choosing import Resume, check_epoch
 from torchrelay.runners.ending.on_crash import OnCrash, check_on_crash
@@ -312,18 +313,36 @@ class JobRunner:
         save_by_hand(Life(self, session, self._plan, None), manager, epoch)
 
     def load_blobs_from_checkpoints(self, blob_names: list[str], epoch: int, session: SessionBase) -> bool:
-        """Load some blobs of an epoch into the session's workspaces, without training.
+        """Load some blobs of an epoch, without training: for evaluation, or to begin another training with.
 
-        `node:name` selects one node's own value. Returns False, changing nothing, when the epoch is
-        not committed or a shard that holds a requested blob is gone; raises UsageError without a manager.
+        Registered modules, tensors, containers and optimizers are filled in place, also in a session that has
+        run nothing. Values, and tensors without an object, arrive in the workspaces of nodes that have them.
+
+        Args:
+            blob_names: Names as `open_checkpoint(...).blobs` has them, of leaves (`model.weight`), or
+                patterns (`"model.*"`). A bare name means all nodes that have it, `node:name` that of one.
+            epoch: The number of a committed epoch.
+            session: The session whose workspaces are filled; all its processes call this.
+
+        Returns:
+            Whether every name was found. False, with nothing changed and a warning that says why, where the
+            epoch is not committed, has nothing of a name, or lacks a file that holds it.
+
+        Raises:
+            UsageError: There is no manager, or the names are no list.
+            BlobError: What is stored does not fit into a registered object.
+            DamagedError: Stored bytes are not those that were committed.
         """
         manager = self._required_manager("load_blobs_from_checkpoints")
         if isinstance(blob_names, str):
             raise UsageError(f"blob_names={blob_names!r} is one str: give a list of blob names")
+        if odd := [name for name in blob_names if not isinstance(name, str)]:
+            raise UsageError(f"blob_names has {odd[0]!r:.80}: give the names of blobs or leaves as text")
         nodes = self.job.nodes_to_checkpoint()
         session.place(self.job.nodes())
         manager.bind(self.job)
         decide(session.peers, "set_params", lambda: manager.set_params(nodes))
+        bind_for_load(self.job, session, blob_names)
         loaded = manager.load_blobs_locally(nodes, blob_names, check_epoch(epoch, "epoch"), session)
         report_stats(session, manager, "checkpoint_partial_load", partial(warnings.warn, stacklevel=2))
         return loaded

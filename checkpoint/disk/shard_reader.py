@@ -30,7 +30,7 @@ from torchrelay.checkpoint.storage import (
     open_for_reading,
     worth_of_a_request,
 )
-from torchrelay.errors import DamagedError, StorageError, UsageError
+from torchrelay.errors import DamagedError, MissingShardError, StorageError, UsageError
 from torchrelay.records import dataclass
 
 _Run = list[tuple[StoredEntry, ReadRequest]]
@@ -81,7 +81,7 @@ def read_header(
     """
     size = storage.stat(path)
     if size is None:
-        raise DamagedError(f"{path} is missing")
+        raise MissingShardError(f"{path} is missing")
     header = _proved(storage, path, size, expect) if expect else _consistent(storage, path, size)
     content = parse(header, size, what=path, listing=listing, vouched=vouched and expect is not None)
     return ShardHeader(storage, path, content, block_digests(memoryview(header)))

@@ -96,6 +96,10 @@ class DamagedError(StorageError):
     """Stored bytes are not the bytes that were committed."""
 
 
+class MissingShardError(DamagedError):
+    """A file of a committed epoch is not there."""
+
+
 class FormatError(StorageError):
     """A file was written by a version, or with a feature, that this version does not read."""
 
