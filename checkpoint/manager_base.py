@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.engine import Engine
 from torchrelay.checkpoint.exclusion import SingleWriter
@@ -105,7 +105,7 @@ class Manager:
         resume_strict: bool = False,
     ) -> None:
         self.db_prefix = str(db_prefix)
-        self.metadata_handler = metadata_handler
+        self.metadata_handler = check_handler(metadata_handler)
         self.engine = Engine(
             db_prefix,
             keeping=Keeping(keep_last, keep_every, keep_optimizer_last, Best.of(keep_best)),
@@ -288,6 +288,10 @@ class Manager:
         """The committed files of a node in an epoch of the current branch; empty when there are none."""
         return self.engine.files(self.stored_name(node), epoch)
 
+    def check_db_exists(self, epoch: int) -> bool:
+        """Whether an epoch is committed on the current branch."""
+        return self.engine.ledger.view().find(epoch) is not None
+
     def cp_accessible(self, epoch: int | None = None) -> bool:
         """Whether a save may be tried now, by the handler; without one always."""
         if self.metadata_handler is None:
@@ -327,6 +331,21 @@ class Manager:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.db_prefix!r})"
+
+
+def check_handler(handler: Any) -> MetadataHandler | None:
+    """The handler; raises UsageError for what cannot be one, and for a `db_type` in Caffe2's place."""
+    if handler is None or (isinstance(handler, MetadataHandler) and not isinstance(handler, type)):
+        return handler
+    if isinstance(handler, str):
+        raise UsageError(
+            f"metadata_handler is {handler!r:.80}: leave Caffe2's db_type out, files are safetensors; "
+            "a handler is given as metadata_handler=..."
+        )
+    raise UsageError(
+        f"metadata_handler is {handler!r:.80}; it is an object with set_params, last_epoch, write, report "
+        "and cp_accessible"
+    )
 
 
 def _background_of(asynchronous: bool, staging_limit: int | None, verify: str) -> Background | None:

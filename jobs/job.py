@@ -81,7 +81,7 @@ class Job(Managed):
 
     `with Job() as job:` makes the job and its epoch group current, so that plain tasks inside join
     the epoch group; `with job.init_group:` and its siblings redirect. `job.blobs` is the registry of
-    the blobs: call it to add some, iterate it to see them.
+    the blobs: call it to add some, iterate it to see them. `stop_conditions` are what `stop_when` takes.
     Raises UsageError for a bad name; everything else is checked by `check`.
     """
 
@@ -96,6 +96,7 @@ class Job(Managed):
         download_group: TaskGroup | None = None,
         exit_group: TaskGroup | None = None,
         nodes_to_checkpoint: Iterable[str | Node] | None = None,
+        stop_conditions: Iterable[Any] = (),
     ) -> None:
         self.name = _checked_name(name)
         self.setup_group = setup_group or TaskGroup(WorkspaceType.GLOBAL, "setup")
@@ -113,6 +114,7 @@ class Job(Managed):
         self.stop_conditions: list[StopCondition] = []
         self.compiled = False
         self._nodes_to_checkpoint = _node_names(nodes_to_checkpoint)
+        self.stop_when(*stop_conditions)
 
     def __repr__(self) -> str:
         return f"Job({self.name!r})"

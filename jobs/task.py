@@ -22,6 +22,13 @@ F = TypeVar("F", bound=Step)
 Steps = Step | Iterable[Step] | None
 
 
+class TaskOutputs(list[TaskOutput]):
+    """The outputs of a task, in order; they may be called, as Caffe2's `task.outputs()`."""
+
+    def __call__(self) -> TaskOutputs:
+        return self
+
+
 class Task(Managed):
     """One or more steps that run one after another on a node, or on every node.
 
@@ -72,7 +79,7 @@ class Task(Managed):
         self.on_failure = on_failure
         self.workspace_type = workspace_type_of(workspace_type)
         self.frozen = False
-        self.outputs: list[TaskOutput] = []
+        self.outputs = TaskOutputs()
         self.result = TaskOutput(None, self)
         self.add_outputs([outputs] if isinstance(outputs, str) else outputs)
         self._join(group)

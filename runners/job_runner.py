@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrelay.checkpoint.manager_base import Manager
+from torchrelay.checkpoint.manager_base import Manager, check_handler
 from torchrelay.checkpoint.manager_options import ManagerOptions
 from torchrelay.checkpoint.multi_node import MultiNodeCheckpointManager
 from torchrelay.checkpoint.storage_places import FILE
@@ -112,6 +112,8 @@ class JobRunner:
 
     `exports` are ONNX files that the run makes of epochs in its `exports/`, see `OnnxExport`.
 
+    `checkpoint_manager` is another name of `where`, as in Caffe2.
+
     Jobs, managers and sessions may be used again; one train runs at a time in a process.
     """
 
@@ -141,13 +143,17 @@ class JobRunner:
         code: Code | None = None,
         configuration: Given | None = None,
         exports: Sequence[OnnxExport] = (),
+        checkpoint_manager: Manager | None = None,
         **of_manager: Unpack[ManagerOptions],
     ) -> None:
+        if where is not None and checkpoint_manager is not None:
+            raise UsageError("checkpoint_manager is given and where as well: they are one argument")
+        where = checkpoint_manager if where is None else where
         self.job = _check_job(job, resume)
         self.resume_from_epoch = check_epoch(resume_from_epoch)
         self.upload_task_group_builder = upload_task_group_builder
         self.run_directory = _run_directory(where)
-        given = {**_check_names(of_manager), "metadata_handler": _check_handler(metadata_handler)}
+        given = {**_check_names(of_manager), "metadata_handler": check_handler(metadata_handler)}
         self.manager = self._manager(where, given)
         self.trackers = self._sinks(trackers)
         self.exports = self._exports(exports, best)
@@ -398,15 +404,6 @@ def _check_names(given: ManagerOptions) -> dict[str, Any]:
             hint = f"; did you mean {near[0]}?" if near else ""
             raise TypeError(f"JobRunner() got an unexpected keyword argument {name!r}{hint}")
     return dict(given)
-
-
-def _check_handler(handler: Any) -> MetadataHandler | None:
-    if handler is None or (isinstance(handler, MetadataHandler) and not isinstance(handler, type)):
-        return handler
-    raise UsageError(
-        f"metadata_handler is {handler!r:.80}; it is an object with set_params, last_epoch, write, report "
-        "and cp_accessible"
-    )
 
 
 def _check_best(best: Any) -> tuple[str, str] | None:
