@@ -201,9 +201,10 @@ class Engine:
                 "@job.setup"
             )
 
-    def seal_like(self, session: Session, epoch: int) -> None:
-        """Fix the set to what an epoch holds, and what is registered now."""
-        self._seal_like(session, self.ledger.prove(session.peers, epoch).manifest)
+    def seal_like(self, session: Session, epoch: int, prefix: str | None = None) -> None:
+        """Fix the set to what an epoch holds, of another directory if given, and what is registered now."""
+        ledger = self.ledger if prefix is None else self.reading_from(prefix).ledger
+        self._seal_like(session, ledger.prove(session.peers, epoch).manifest)
 
     def _seal_like(self, session: Session, manifest: Manifest) -> None:
         watch_steps()

@@ -199,7 +199,8 @@ class Manager:
     ) -> Work:
         """Fix the checkpoint set: the names that the nodes hold now, or those of an epoch.
 
-        The set of the first call is kept: later calls return an empty group.
+        `path_prefix` is another directory to look up that epoch in. The set of the first call is kept: later
+        calls return an empty group.
         """
         self._use_nodes(nodes)
         if self.engine.has_set:
@@ -207,7 +208,9 @@ class Manager:
         if retrieve_from_epoch is None:
             return SessionGroup("checkpoint init", self.engine.seal)
         epoch = retrieve_from_epoch
-        return SessionGroup("checkpoint init", lambda session: self.engine.seal_like(session, epoch))
+        return SessionGroup(
+            "checkpoint init", lambda session: self.engine.seal_like(session, epoch, path_prefix)
+        )
 
     def note(self, facts: Facts) -> None:
         """What the manifest of the next save shall remember of the run."""

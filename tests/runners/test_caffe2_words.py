@@ -13,6 +13,7 @@ from torchrelay import (
     Task,
     TaskGroup,
     max_epochs,
+    open_checkpoint,
 )
 from torchrelay.errors import UsageError
 
@@ -58,3 +59,14 @@ def test_the_outputs_of_a_task_may_be_called() -> None:
     with LocalSession() as session:
         session.run(task)
         assert task.outputs()[0].fetch() == 1
+
+
+def test_init_takes_the_names_of_an_epoch_elsewhere(tmp_path) -> None:
+    """`init(retrieve_from_epoch, path_prefix=)` looks in that directory; the next save has these names."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    JobRunner(counting(stop_conditions=[max_epochs(2)]), CheckpointManager(there, "n")).train(LocalSession())
+    session, manager = LocalSession(), CheckpointManager(here, "n")
+    session.run(manager.init(["trainer_0"], retrieve_from_epoch=2, path_prefix=str(there)))
+    session.run(manager.load(2, path_prefix=str(there)))
+    session.run(manager.save(3))
+    assert session.workspace()["n"] == open_checkpoint(here, 3).value("n") == 2
