@@ -28,6 +28,7 @@ from torchrelay.checkpoint.reading.lookup import (
 from torchrelay.checkpoint.reading.sharing import options_of
 from torchrelay.checkpoint.reading.two_passes import Loading, Wanted
 from torchrelay.checkpoint.reshard import same_nodes
+from torchrelay.checkpoint.state.leaf import Role
 from torchrelay.checkpoint.state.restore import Restoration, restoration
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.timing import Clock, patience_secs
@@ -131,7 +132,7 @@ def _parts(
         leaves = [leaf for leaf in manifest.rows if leaf == blob or leaf.startswith(f"{blob}.")]
     if not leaves:
         if strict:
-            known = [*(one.name for one in manifest.blobs), *manifest.rows]
+            known = dict.fromkeys([*(one.name for one in manifest.blobs), *manifest.rows])
             raise UsageError(f"there is no blob or leaf {blob!r}{nearest(blob, known)}")
         return []
     hosted = node is not None and node in stored
@@ -163,13 +164,18 @@ def _plan(
     for leaf in leaves:
         row = find_row(reader.manifest, leaf, node)
         holder_of(reader.manifest, row, node)
-        specs[leaf] = spec_of_row(reader.manifest.leaves[row], reader.manifest)
-        if specs[leaf].kind == "value":
-            values[leaf] = reader.value_json(leaf, node)
+        stored = spec_of_row(reader.manifest.leaves[row], reader.manifest)
+        alias = None if stored.name == leaf else stored.name
+        own = reader.manifest.leaves[reader.manifest.rows[leaf][0]]
+        specs[leaf] = replace(
+            stored, name=leaf, blob=own.blob, role=Role(own.role), frozen=own.frozen, alias_of=alias
+        )
+        if stored.kind == "value":
+            values[stored.name] = reader.value_json(leaf, node)
     entries = workspace.entries() if target == blob else {}
     owners = {owner for spec in specs.values() for owner in (spec.blob, *dotted_prefixes(spec.blob))}
     registered = {name: entry.target for name, entry in entries.items() if entry.blob is not None}
-    objects = {name: value for name, value in registered.items() if name in owners}
+    objects = registered if owners.intersection(registered) else {}
     for leaf, spec in specs.items():  # a tensor of a container that nobody holds here comes alone
         if spec.blob not in objects and spec.blob not in specs and _is_value(reader.manifest, spec.blob):
             specs[leaf] = replace(spec, blob=leaf)
@@ -178,6 +184,7 @@ def _plan(
         specs,
         values,
         strict=False,
+        untouched=[name for name in objects if name not in owners],  # they name parameters
         late_buffers=True,
         exclude=None,
         same_content=lambda one, other: reader.same_content((one, node), (other, node)),

@@ -47,7 +47,7 @@ def _bind_all(job: Job, session: SessionBase, *, before_setup: bool) -> None:
 
 
 def bind_for_load(job: Job, session: SessionBase, names: Iterable[str]) -> None:
-    """Register what a load of these blobs fills in, where a session has not run the job.
+    """Register what a load of these blobs fills in, where a session has nothing of these names.
 
     Factories are called in their order, as one may need what an earlier one has made.
     """
@@ -58,13 +58,14 @@ def bind_for_load(job: Job, session: SessionBase, names: Iterable[str]) -> None:
         return any(is_pattern(one) or f"{one}.".startswith(own) or own.startswith(f"{one}.") for one in asked)
 
     def bind() -> None:
-        wanted = [blob for blob in job.blobs if means(blob)]
-        if any(blob.is_factory for blob in wanted):
-            wanted = list(job.blobs)
+        makes = any(blob.is_factory and means(blob) for blob in job.blobs)
+        alone = len(session.local_nodes) == 1
+        # Objects that are not asked for name the parameters of an optimizer that is.
+        wanted = [one for one in job.blobs if means(one) or makes or (alone and not one.is_factory)]
         for place in session.local_nodes:
             workspace = session.workspace(place.name)
             for blob in wanted:
-                if not workspace.registered(blob):
+                if blob.name not in workspace.entries():
                     _bind(blob, session, workspace)
 
     together(session.peers, "blobs", bind)

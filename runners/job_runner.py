@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import partial
@@ -319,10 +319,11 @@ class JobRunner:
         save_by_hand(Life(self, session, self._plan, None), manager, epoch)
 
     def load_blobs_from_checkpoints(self, blob_names: list[str], epoch: int, session: SessionBase) -> bool:
-        """Load some blobs of an epoch, without training: for evaluation, or to begin another training with.
+        """Load some blobs of an epoch, for evaluation. A training begins with them by `init_from`.
 
         Registered modules, tensors, containers and optimizers are filled in place, also in a session that has
-        run nothing. Values, and tensors without an object, arrive in the workspaces of nodes that have them.
+        run nothing; factories are called then, and `setup` is not. Values, and tensors without an object,
+        arrive in the workspaces of nodes that have them.
 
         Args:
             blob_names: Names as `open_checkpoint(...).blobs` has them, of leaves (`model.weight`), or
@@ -340,8 +341,9 @@ class JobRunner:
             DamagedError: Stored bytes are not those that were committed.
         """
         manager = self._required_manager("load_blobs_from_checkpoints")
-        if isinstance(blob_names, str):
-            raise UsageError(f"blob_names={blob_names!r} is one str: give a list of blob names")
+        if isinstance(blob_names, str) or not isinstance(blob_names, Iterable):
+            raise UsageError(f"blob_names={blob_names!r:.80} is no list: give a list of blob names")
+        blob_names = list(blob_names)
         if odd := [name for name in blob_names if not isinstance(name, str)]:
             raise UsageError(f"blob_names has {odd[0]!r:.80}: give the names of blobs or leaves as text")
         nodes = self.job.nodes_to_checkpoint()

@@ -140,7 +140,12 @@ def _warn_of(objects: Mapping[str, Any], names: Names, listing: _Listing) -> Non
             getattr(group, "_partial_reduce_output", None) is not None for group in _fsdp_groups(value)
         ):
             found.append(f"{blob} (FSDP2 without the sums over its replicas)")
-    if unnamed := [(what, one.grad) for what, one in _unnamed(objects, names) if one.grad is not None]:
+    unnamed = [
+        (what, one.grad)
+        for what, one in _unnamed(objects, names)
+        if what not in _warned and one.grad is not None
+    ]
+    if unnamed:
         used = {
             id(grad): (version, step.begins_anew)
             for step in STEPS.values()
@@ -160,10 +165,10 @@ def _warn_of(objects: Mapping[str, Any], names: Names, listing: _Listing) -> Non
 def _unnamed(objects: Mapping[str, Any], names: Names) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters whose gradients no save has, as they have no names, each once with what has it."""
     held = [
-        (f"{blob} ({'FSDP1' if isinstance(value, FsdpState) else 'a model inside of it'})", one)
+        (f"{blob} (FSDP1)", one)
         for blob, value in objects.items()
-        for module in _modules_inside(value)
-        for one in module.parameters()
+        if isinstance(value, FsdpState)
+        for one in value.module.parameters()
     ]
     for step in list(STEPS.values()):
         optimizer = step.optimizer()
@@ -182,15 +187,10 @@ def _is_open(grad: torch.Tensor, used: Mapping[int, tuple[int, bool | None]]) ->
     version, begins_anew = used.get(id(grad), (None, False))
     if version is not None and (begins_anew is not False or version == grad._version):
         return False
-    return grad.layout is not torch.strided or not _is_zero(grad)
-
-
-def _modules_inside(value: Any) -> list[nn.Module]:
-    """The modules that an object with `state_dict` is known to have."""
-    if isinstance(value, FsdpState):
-        return [value.module]
-    held = vars(value).values() if hasattr(value, "__dict__") and kind_of(value) is Kind.STATEFUL else ()
-    return [one for one in held if isinstance(one, nn.Module)]
+    try:
+        return not _is_zero(grad)
+    except (RuntimeError, TypeError):  # of a kind that has no bytes to look at
+        return True
 
 
 # Where they are

@@ -37,16 +37,19 @@ def own_process(rank: int) -> ProcessId:
 def is_orphan(parent: int) -> bool:
     """Whether the launcher is gone that was the parent, by this pid, when this process asked first.
 
-    It was gone before where init has adopted this process: a launcher is a Python program, also where it is
-    the first process of a container itself.
+    It was gone before where init has adopted this process. The first process of a container may be the
+    launcher, which is a Python program, or what that started, which has its variables.
     """
-    if os.getppid() != parent:
-        return True
+    if os.getppid() != parent or parent != 1:
+        return os.getppid() != parent
     try:
-        words = Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")[:2] if parent == 1 else []
+        words = Path("/proc/1/cmdline").read_bytes().split(b"\0")[:2]
+        started = b"TORCHELASTIC_RUN_ID=" in Path("/proc/1/environ").read_bytes()
+    except PermissionError:  # of another user's
+        started = False
     except OSError:
         return False
-    return bool(words) and not any(b"python" in word or b"torchrun" in word for word in words)
+    return not (started or any(b"python" in word or b"torchrun" in word for word in words))
 
 
 def _boot_id() -> str:

@@ -24,6 +24,8 @@ from torchrelay.runners.distributed.store import Deadline, StoreClient
 
 _SHORTEST_SECS, _LONGEST_SECS = 0.01, 0.1
 """Between two looks. Nobody can wait for keys here: those of an earlier attempt are there already."""
+_HOLDS_SECS = 0.2
+"""A roll may have an old token of another rank, and is replaced then."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def _follow(
             pause = min(2 * pause, _LONGEST_SECS)
             continue
         store.put(_ack(roll.nonce, rank), b"")
-        if store.wait([_holds(roll.nonce)]):
+        if store.wait([_holds(roll.nonce)], _HOLDS_SECS):
             return roll.nonce
     raise DeadlineError(
         f"rank {rank} waited {deadline.secs:g} s for rank 0 to gather all {size} ranks; "

@@ -177,3 +177,53 @@ def test_emulated_nodes_fill_what_their_factories_make(tmp_path) -> None:
     runner = JobRunner(job(), manager())
     assert runner.load_blobs_from_checkpoints(["layer"], 1, session)
     assert [session.workspace(node)["layer"].weight.tolist()[0] for node in NODES] == [[0, 0], [1, 1]]
+
+
+def test_an_optimizer_alone_gets_the_moments_of_its_parameters(trained) -> None:
+    """State goes to the parameters that it was saved for, also where the program lists them otherwise."""
+    run, first = trained
+    blobs = objects()
+    turned = list(blobs["model"].parameters())[::-1]
+    blobs["optimizer"] = torch.optim.SGD(turned, lr=0.1, momentum=0.9)
+    assert load(run, ["optimizer"], blobs) == (True, [])
+    moments = [blobs["optimizer"].state[one]["momentum_buffer"] for one in blobs["model"].parameters()]
+    kept = [first["optimizer"].state[one]["momentum_buffer"] for one in first["model"].parameters()]
+    assert [one.tolist() for one in moments] == [one.tolist() for one in kept]
+
+
+def test_what_is_tied_to_another_blob_loads_by_its_own_name(tmp_path) -> None:
+    """A module whose weight is that of another registered one is filled when it alone is asked for."""
+
+    def tied() -> dict[str, Any]:
+        first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+        second.weight = first.weight
+        return {"first": first, "second": second}
+
+    def job(blobs: dict[str, Any]) -> Job:
+        found = Job("tied", blobs=blobs)
+        found.epoch(lambda: None)
+        found.stop_when(max_epochs(1))
+        return found
+
+    saved, blobs = tied(), tied()
+    JobRunner(job(saved), tmp_path / "run", best=None, code=False).train()
+    with LocalSession() as session:
+        runner = JobRunner(job(blobs), tmp_path / "run")
+        assert runner.load_blobs_from_checkpoints(["second"], 1, session)
+    for name in ("weight", "bias"):
+        assert getattr(blobs["second"], name).tolist() == getattr(saved["second"], name).tolist()
+    assert blobs["second"].weight is blobs["first"].weight
+
+
+def test_what_a_session_has_is_not_put_back(trained) -> None:
+    """A load in a session that has values of its own changes what it is asked for alone."""
+    run, _ = trained
+    blobs = {**objects(), "note": "as built"}
+    with LocalSession() as session, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        session.workspace()["note"] = "of the session"
+        runner = JobRunner(job_of(blobs), run)
+        assert not runner.load_blobs_from_checkpoints(["nothing"], 2, session)
+        assert runner.load_blobs_from_checkpoints(iter(["count"]), 2, session)
+        assert session.workspace()["note"] == "of the session"
+    assert blobs["count"].tolist() == [2, 2]
