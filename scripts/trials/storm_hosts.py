@@ -200,10 +200,13 @@ class TorchrunAcrossHosts:
         Ranks that have not met yet know nothing of each other, and a torchrun may wait for one that is gone
         for minutes. Schedulers kill a job that has lost a node.
         """
-        if len(lines_of(self.logs / "starts")) == self._began and any(one.ended() for one in self._launches):
+        lost = any(
+            not is_running(one.process.pid) for one in self._launches
+        )  # its threads may still be ending
+        if lost and len(lines_of(self.logs / "starts")) == self._began:
             self._kill_all()
         wait_until(lambda: not any(map(is_running, self._pids)), LEAVE_SECS + 30, "all ranks to end")
-        if any(one.ended() for one in self._launches):
+        if lost:
             self._kill_all()
 
     def close(self) -> None:
