@@ -32,7 +32,7 @@ from torchrelay.checkpoint.state.leaf import Role
 from torchrelay.checkpoint.state.restore import Restoration, restoration
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.timing import Clock, patience_secs
-from torchrelay.checkpoint.wildcards import is_pattern, matches
+from torchrelay.checkpoint.wildcards import matches
 from torchrelay.errors import MissingShardError, UsageError
 from torchrelay.jobs.names import GRADIENTS, dotted_prefixes
 from torchrelay.jobs.peers import together
@@ -126,10 +126,7 @@ def _parts(
     """
     stored = {stored_name(place.name): place.name for place in session.local_nodes}
     node, blob = split_name(name, manifest.world.names)
-    if is_pattern(blob):
-        leaves = [leaf for leaf in manifest.rows if matches(leaf, blob) and not leaf.startswith(GRADIENTS)]
-    else:
-        leaves = [leaf for leaf in manifest.rows if leaf == blob or leaf.startswith(f"{blob}.")]
+    leaves = [leaf for leaf in manifest.rows if matches(leaf, blob) and not leaf.startswith(GRADIENTS)]
     if not leaves:
         if strict:
             known = dict.fromkeys([*(one.name for one in manifest.blobs), *manifest.rows])
@@ -142,7 +139,8 @@ def _parts(
     for place in places:
         own = node or stored_name(place)
         mine = [leaf for leaf in leaves if is_owned(manifest, leaf, own)]
-        rest = [] if node is not None or alike else [leaf for leaf in leaves if leaf not in set(mine)]
+        owned = set(mine)
+        rest = [] if node is not None or alike else [leaf for leaf in leaves if leaf not in owned]
         if mine:  # of its own blob a node takes no other's leaves
             rest = [leaf for leaf in rest if not several_owners(manifest, leaf)]
         for leaf in rest:

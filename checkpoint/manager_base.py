@@ -273,8 +273,8 @@ class Manager:
     ) -> bool:
         """Load names of an epoch into this session, also such as other nodes saved (`node:name`).
 
-        False, with nothing changed, when the epoch is not committed or a shard that holds a
-        requested blob is gone.
+        False, with nothing changed and a warning that says why, when the epoch is not committed, has nothing
+        of a name, or lacks a shard that holds it.
         """
         if epoch is None:
             raise UsageError("give the epoch to load blobs from")

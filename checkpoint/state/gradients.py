@@ -33,7 +33,7 @@ from torchrelay.checkpoint.state.fsdp_state import FsdpState
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import OPTIM_GROUP, Leaf, LeafSpec, Role, Value
 from torchrelay.checkpoint.state.module_leaves import parts_of
-from torchrelay.checkpoint.state.optimizer_steps import STEPS, is_left, left_behind, memory_of
+from torchrelay.checkpoint.state.optimizer_steps import STEPS, is_left, left_behind, written_memory
 from torchrelay.checkpoint.state.reads import Read
 from torchrelay.checkpoint.state.restoring import Draft
 from torchrelay.errors import DamagedError
@@ -151,7 +151,7 @@ def _warn_of(objects: Mapping[str, Any], names: Names, listing: _Listing) -> Non
             for step in STEPS.values()
             for grad, version in step.living()
         }
-        found += dict.fromkeys(what for what, grad in unnamed if _is_open(memory_of(grad), used))
+        found += dict.fromkeys(what for what, grad in unnamed if _is_open(written_memory(grad), used))
     new = [one for one in found if one not in _warned]
     _warned.update(new)
     if new:

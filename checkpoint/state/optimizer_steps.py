@@ -22,7 +22,7 @@ from torchrelay.checkpoint.state.leaf import Leaf, Value
 from torchrelay.checkpoint.state.tensor_names import memory_place
 
 
-class Step:
+class LastStep:
     """What an optimizer's last step found; made once, and again where its parameters are others."""
 
     def __init__(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
@@ -30,7 +30,7 @@ class Step:
         self.parameters = frozenset(map(id, parameters))
         self.count = len(parameters)
         self.plain = all(type(one) in (torch.Tensor, nn.Parameter) for one in parameters)
-        self.beside: list[Step] = [one for one in STEPS.values() if one.parameters & self.parameters]
+        self.beside: list[LastStep] = [one for one in STEPS.values() if one.parameters & self.parameters]
         """Those of other optimizers of the same parameters."""
         for one in self.beside:
             one.beside.append(self)
@@ -45,7 +45,7 @@ class Step:
         """Keep what a step has found."""
         found = [grad for grad in map(_grad_of, parameters) if grad is not None]
         if not self.plain:
-            found = list(map(memory_of, found))
+            found = list(map(written_memory, found))
         grads, before = list(map(weakref.ref, found)), self.grads
         if before and self.begins_anew is not False:
             if len(grads) == len(before) == self.count:
@@ -68,7 +68,7 @@ class Step:
 
 
 _grad_of, _version_of = attrgetter("grad"), attrgetter("_version")
-STEPS: dict[int, Step] = {}
+STEPS: dict[int, LastStep] = {}
 _installed: list[Any] = []
 
 
@@ -92,7 +92,7 @@ def _stepped(optimizer: Optimizer, *_: Any) -> None:
     if step is None or step.count != len(parameters) or step.optimizer() is not optimizer:
         for number in [number for number, one in STEPS.items() if one.optimizer() in (None, optimizer)]:
             del STEPS[number]
-        step = STEPS[id(optimizer)] = Step(optimizer, parameters)
+        step = STEPS[id(optimizer)] = LastStep(optimizer, parameters)
     try:
         step.note(parameters)
     except Exception:  # gradients of a kind that cannot be followed: what is not known is saved
@@ -134,11 +134,11 @@ def left_behind() -> dict[int, int]:
 
 def is_left(grad: torch.Tensor, left: Mapping[int, int]) -> bool:
     """Whether a gradient is what a step left behind, not written since."""
-    memory = memory_of(grad)
+    memory = written_memory(grad)
     known = left.get(id(memory))
     return known is not None and known == memory._version and not grad.requires_grad
 
 
-def memory_of(grad: torch.Tensor) -> torch.Tensor:
+def written_memory(grad: torch.Tensor) -> torch.Tensor:
     """What is written: FSDP2 adds to the local part of a DTensor, whose own version stays."""
     return memory_of_shard(grad) if is_sharded(grad) else grad

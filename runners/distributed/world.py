@@ -149,7 +149,7 @@ class World:
 
         def check() -> None:
             if parent is not None and is_orphan(parent):
-                raise PeerError("torchrun, which started this rank, is gone")
+                raise PeerError("torchrun, which started this rank, is gone: start the job again")
 
         self._served = connect(self.env, start_secs, check)  # kept: a store that rank 0 serves ends with it
         below = self._served.clone(self.env.store_prefix)
