@@ -411,5 +411,5 @@ def spec_of_row(row: LeafRow, manifest: Manifest) -> LeafSpec:
     return LeafSpec(
         row.name, row.blob, Role(row.role), row.group, "tensor" if row.kind == "tensor" else "value",
         row.dtype, row.shape, row.nbytes, row.alias_of, layout if isinstance(layout, Mesh) else None,
-        row.frozen, row.order, row.order_changed, row.device,
+        row.frozen, row.order, row.order_changed, row.device, row.same_as,
     )  # fmt: skip

@@ -127,7 +127,7 @@ def _check_optimizers(
 
 
 def _with_own_content(leaves: Sequence[Leaf]) -> list[Leaf]:
-    """Aliases of names that were left out: the first becomes the owner."""
+    """Aliases of names that were left out: the first becomes the owner, and what others are the same as."""
     names = {leaf.name for leaf in leaves}
     owners: dict[str, str] = {}
     found = []
@@ -138,6 +138,9 @@ def _with_own_content(leaves: Sequence[Leaf]) -> list[Leaf]:
         owner = owners.setdefault(leaf.alias_of, leaf.name)
         alias = None if owner == leaf.name else owner
         found.append(replace(leaf, alias_of=alias))
+    apart = [at for at, leaf in enumerate(found) if leaf.same_as is not None and leaf.same_as not in names]
+    for at in apart:
+        found[at] = replace(found[at], same_as=owners.get(found[at].same_as or ""))
     return found
 
 

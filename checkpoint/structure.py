@@ -163,6 +163,7 @@ def _unchanged(leaf: Leaf, known: LeafSpec) -> bool:
         and leaf.group == known.group
         and leaf.alias_of == known.alias_of
         and leaf.frozen is known.frozen
+        and leaf.same_as == known.same_as
     )
 
 

@@ -88,6 +88,8 @@ class LeafRow(NamedTuple):
     """Whether the program had built the tensor in another order than it was saved in."""
     device: str | None = None
     """The GPU of a parameter or a tensor, counted from the process's own: `cuda`, `cuda:1`. None: the CPU."""
+    same_as: str | None = None
+    """The leaf of another file that was the same tensor; both files hold it."""
 
     @property
     def gradient_is_odd(self) -> bool:

@@ -9,7 +9,7 @@
              of sharded leaves {mesh, placements, rule}
     blobs    {name, kind, scope}
     leaves   {name, blob, kind, role, dtype, shape, bytes, scope, group, layout, alias_of, try[, frozen]
-             [, learning][, order][, order_changed][, device]}
+             [, learning][, order][, order_changed][, device][, same_as]}
     shards   {node, group, part, bytes, header_bytes, try} and header_sha256: base64 of all, joined
     values   [leaf row, typed value]
 
@@ -340,6 +340,8 @@ def _leaves_text(leaves: Sequence[LeafRow], words: _Numbers) -> bytes:
     if devices := sorted({device for device in of["device"] if device is not None}):
         on = {device: [row for row, one in enumerate(of["device"]) if one == device] for device in devices}
         table["device"] = [[device, pack_numbers(on[device])] for device in devices]
+    if shared := [[row, name] for row, name in enumerate(of["same_as"]) if name is not None]:
+        table["same_as"] = shared
     texts = {key: _text(column) for key, column in table.items()}
     return canonical.object_of({**texts, "shape": _shapes_text(of["shape"])})
 
@@ -357,9 +359,8 @@ def _shapes_text(shapes: Sequence[tuple[int, ...]]) -> bytes:
 
 def _leaves(columns: Columns) -> tuple[LeafRow, ...]:
     names = columns.names("name")
-    aliases = _by_row(columns.fields.items("alias_of"), columns.fields, "alias_of")
-    if not all(isinstance(target, str) and row < len(names) for row, target in aliases.items()):
-        raise columns.fields.wrong("alias_of")
+    aliases = _names_by_row(columns.fields, "alias_of", len(names))
+    shared = _names_by_row(columns.fields, "same_as", len(names))
     shapes = _shapes(columns)
     words = {key: columns.words(key) for key in ("blob", "kind", "role", "dtype", "scope", "group")}
     numbers = {key: columns.numbers(key) for key in ("bytes", "layout", "try")}
@@ -371,8 +372,16 @@ def _leaves(columns: Columns) -> tuple[LeafRow, ...]:
         map(_orders(columns.fields, shapes).get, range(len(names))),
         map(_rows(columns.fields, "order_changed", len(names)).__contains__, range(len(names))),
         map(_devices(columns.fields, len(names)).get, range(len(names))),
+        map(shared.get, range(len(names))),
     )
     return tuple(map(LeafRow, *table))
+
+
+def _names_by_row(fields: Fields, key: str, count: int) -> dict[int, str]:
+    found = _by_row(fields.items(key) if key in fields.values or key == "alias_of" else [], fields, key)
+    if not all(isinstance(name, str) and row < count for row, name in found.items()):
+        raise fields.wrong(key)
+    return found
 
 
 _DEVICE = re.compile(r"[a-z]{1,32}(:[0-9]{1,4})?")

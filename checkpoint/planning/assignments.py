@@ -208,7 +208,7 @@ class Plan:
             (
                 leaf.name, leaf.blob, leaf.kind, leaf.role._value_, leaf.dtype, leaf.shape, leaf.nbytes,
                 scope, leaf.group, layout, leaf.alias_of, 0, leaf.frozen, leaf.order,
-                leaf.order_changed, leaf.device,
+                leaf.order_changed, leaf.device, leaf.same_as,
             )
             for leaf, scope, layout in self.rows
         ]  # fmt: skip

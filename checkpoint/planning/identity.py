@@ -19,7 +19,10 @@ def sorted_leaves(leaves: Iterable[LeafSpec]) -> list[LeafSpec]:
 
 
 def same(leaf: LeafSpec) -> tuple[object, ...]:
-    """Equal for leaves that are one leaf on several nodes. The size of a value may differ between them."""
+    """Equal for leaves that are one leaf on several nodes.
+
+    The size of a value may differ between them, and with what else a tensor is shared.
+    """
     mesh = leaf.sharding
     described = (leaf.group, leaf.alias_of, leaf.kind, leaf.role, leaf.dtype, leaf.shape)
     size = leaf.nbytes if leaf.kind == "tensor" else 0
@@ -54,6 +57,7 @@ def leaves_digest(leaves: Sequence[LeafSpec]) -> str:
             *(() if leaf.order is None else (("order", *leaf.order),)),
             *(("order changed",) if leaf.order_changed else ()),
             *(() if leaf.device is None else (("device", leaf.device),)),
+            *(() if leaf.same_as is None else (("same as", leaf.same_as),)),
         )
         column.append(numbers.setdefault(form, len(numbers)))
     names = ",".join(words([leaf.name for leaf in ordered]))

@@ -14,7 +14,7 @@ every node whose class has an identical leaf.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.disk import canonical
@@ -137,10 +137,16 @@ def _holders(
             check_complete(leaf, nodes)
         return [(leaf, nodes) for leaf in leaves]
     found: dict[object, tuple[LeafSpec, list[int]]] = {}
+    shared: dict[object, str] = {}
     for number, node_class in enumerate(classes):
         for leaf in node_class.leaves:
             if leaf.name not in referenced:
                 found.setdefault(same(leaf), (leaf, []))[1].append(number)
+                if leaf.same_as is not None:
+                    shared.setdefault(same(leaf), leaf.same_as)
+    for place, other in shared.items():
+        shown, some_of = found[place]
+        found[place] = _shared_by_some(shown, other, [classes[number].leaves for number in some_of]), some_of
     sets: dict[tuple[int, ...], tuple[int, ...]] = {}
     held = []
     for leaf, numbers in found.values():
@@ -149,6 +155,18 @@ def _holders(
             sets[some] = tuple(sorted(node for number in some for node in classes[number].nodes))
         held.append((leaf, sets[some]))
     return sorted(joined(held), key=lambda pair: (pair[0].name, pair[1]))
+
+
+def _shared_by_some(leaf: LeafSpec, other: str, leaves: Sequence[Sequence[LeafSpec]]) -> LeafSpec:
+    """A leaf that is the same tensor as the leaf `other` on some nodes; `leaves` are of all that have it.
+
+    It is said of all, unless one of them has both and keeps them apart: loads look whether both are there.
+    """
+    for some in leaves:
+        known = {one.name: one.same_as for one in some if one.name in (leaf.name, other)}
+        if other in known and known[leaf.name] != other:
+            return replace(leaf, same_as=None)
+    return replace(leaf, same_as=other)
 
 
 def _splits(leaf: LeafSpec) -> bool:

@@ -83,14 +83,15 @@ def _of_plan(one: PlannedLeaf) -> list[object]:
     leaf = one.leaf
     stated = (leaf.blob, leaf.group, leaf.role.value, leaf.dtype, leaf.shape, one.scope, elements(leaf))
     odd = has_odd_gradient(leaf.role.value, leaf.frozen)
-    return _stated(*stated, odd, leaf.order, leaf.order_changed, leaf.device)
+    return _stated(*stated, odd, leaf.order, leaf.order_changed, leaf.device, leaf.same_as)
 
 
 def _of_manifest(leaf: LeafRow) -> list[object]:
     if leaf.alias_of is not None:
         return []
     stated = (leaf.blob, leaf.group, leaf.role, leaf.dtype, leaf.shape, leaf.scope, leaf.elements)
-    return _stated(*stated, leaf.gradient_is_odd, leaf.order, leaf.order_changed, leaf.device)
+    odd = leaf.gradient_is_odd
+    return _stated(*stated, odd, leaf.order, leaf.order_changed, leaf.device, leaf.same_as)
 
 
 def _stated(*of_leaf: object) -> list[object]:

@@ -258,6 +258,9 @@ def _find(reader: LeafReader, objects: Mapping[str, Any], wish: _Wish) -> dict[s
         source = first.setdefault(manifest.leaves[row].name, new)
         blob = blob_of(new, objects) or declared.blob
         found[new] = _Found(_spec(manifest, row, stored, new, blob, source), stored, node)
+    for new, one in found.items():
+        if one.spec.same_as is not None:
+            found[new] = replace(one, spec=replace(one.spec, same_as=first.get(one.spec.same_as)))
     return found
 
 
@@ -322,6 +325,7 @@ def _spec(manifest: Manifest, number: int, stored: str, name: str, blob: str, so
         frozen=own.frozen,
         order=row.order,
         device=own.device,
+        same_as=row.same_as,
     )
 
 

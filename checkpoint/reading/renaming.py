@@ -87,7 +87,8 @@ class Renaming:
                 blob, kinds.get(leaf.blob, BlobRow(blob, "stateful", leaf.scope))._replace(name=blob)
             )
             alias = None if leaf.alias_of is None else new.get(leaf.alias_of, leaf.alias_of)
-            leaves.append(leaf._replace(name=name, blob=blob, alias_of=alias))
+            same = None if leaf.same_as is None else new.get(leaf.same_as)
+            leaves.append(leaf._replace(name=name, blob=blob, alias_of=alias, same_as=same))
         made = self.manifest.facts.made_by_init
         facts = self.manifest.facts
         if made is not None:

@@ -6,7 +6,7 @@ same place stays the object that it is, tensors of the same form included.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import zip_longest
@@ -24,7 +24,6 @@ from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role, learnin
 from torchrelay.checkpoint.state.reads import device_for, empty, same_form
 from torchrelay.checkpoint.state.restoring import Draft
 from torchrelay.checkpoint.state.subclasses import is_wrapper
-from torchrelay.checkpoint.state.tensor_names import extent_of
 from torchrelay.errors import BlobError, DamagedError
 from torchrelay.jobs.blobs import is_factory, is_stateful
 from torchrelay.jobs.containers import (
@@ -138,8 +137,6 @@ class ContainerLoad:
         self.adopted: set[int] = set()
         self.made: dict[tuple[str, Role, bool | None], torch.Tensor] = {}
         self.replaced: list[str] = []
-        self._extents: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-        self._looked_at = 0
 
     def as_saved(self, spec: LeafSpec, memory: torch.Tensor, twin: torch.Tensor | None) -> torch.Tensor:
         """The tensor of a leaf in new memory: a parameter and what was detached of it are two."""
@@ -147,15 +144,6 @@ class ContainerLoad:
         if form not in self.made:
             self.made[form] = learning(memory.detach(), spec, twin)
         return self.made[form]
-
-    def shares_memory(self, draft: Draft, tensor: torch.Tensor) -> bool:
-        """Whether some byte of a tensor is one that another leaf is read into."""
-        for other in draft.live_tensors[self._looked_at :]:
-            storage, first, behind = extent_of(other)
-            self._extents[storage].append((first, behind))
-        self._looked_at = len(draft.live_tensors)
-        storage, begin, end = extent_of(tensor)
-        return any(first < end and begin < behind for first, behind in self._extents.get(storage, ()))
 
 
 def draft_container(
@@ -295,7 +283,7 @@ def _maker(
         if not detached and (first.frozen is spec.frozen or None in (first.frozen, spec.frozen)):
             return lambda: known
         return lambda: load.as_saved(spec, known, None)
-    if twin is not None and _fits(draft, load, spec, twin):
+    if twin is not None and _fits(draft, spec, twin):
         draft.into(blob, spec, twin)
         return lambda: twin
     if twin is None:
@@ -308,7 +296,7 @@ def _maker(
     return lambda: load.as_saved(spec, make(device), twin)
 
 
-def _fits(draft: Draft, load: ContainerLoad, spec: LeafSpec, twin: torch.Tensor) -> bool:
+def _fits(draft: Draft, spec: LeafSpec, twin: torch.Tensor) -> bool:
     """Whether a leaf can be read into a live tensor, whose memory nothing else of the load has."""
     if spec.role is Role.SUBCLASS or is_wrapper(twin):
         return spec.role is Role.SUBCLASS and is_wrapper(twin)
@@ -319,7 +307,7 @@ def _fits(draft: Draft, load: ContainerLoad, spec: LeafSpec, twin: torch.Tensor)
     same_device = twin.device == (
         device_for(spec) or twin.device
     )  # a task may have put one on the GPU in its place
-    return same_form(spec, twin) and same_device and not load.shares_memory(draft, twin)
+    return same_form(spec, twin) and same_device and not draft.shares_memory(twin)
 
 
 def change_container(live: Any, value: Any) -> Any:

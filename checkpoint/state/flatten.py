@@ -8,7 +8,8 @@ first one wins.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from itertools import repeat
 from operator import attrgetter
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from torchrelay.checkpoint.disk.many_tensors import AT_ONCE
 from torchrelay.checkpoint.state.admission import admitted, all_plain_memory, is_plain_memory
 from torchrelay.checkpoint.state.container_leaves import container_leaves, container_tensors
-from torchrelay.checkpoint.state.kinds import Kind, kind_of
+from torchrelay.checkpoint.state.kinds import Kind, kind_of, local_part
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, OPTIM_GROUP, Leaf, Role, Value, frozen_of
 from torchrelay.checkpoint.state.module_leaves import (
     ModuleStates,
@@ -96,18 +97,37 @@ def named_leaves(
             _check_unused(leaf, found)
             found[leaf.name] = leaf
     inner: dict[str, list[Leaf]] = {}
+    optim = first_names[OPTIM_GROUP]
+    same_as = dict(optim.shared_with(main))
     held = {*names, *_buffers(objects.values())} if asked else set()
+    of_optimizers = cache(lambda: frozenset(_of_optimizers(objects.values())))
 
     def alias_of(group: str, tensor: torch.Tensor, name: str) -> str | None:
         """Of a tensor that others hold, too; a view made for the state is a picture of the moment."""
-        first, is_held = first_names[group].earlier(tensor, name), id(tensor) in held
+        is_held = id(tensor) in held or (optim.of(tensor) is not None and id(tensor) in of_optimizers())
+        first = first_names[group].earlier(tensor, name)
         held.add(id(tensor))  # the states stay alive meanwhile
+        if is_held and (other := main.of(tensor)) and (own := optim.of(tensor)):
+            same_as.setdefault(own, other)
         return first if is_held else None
 
     for blob, state in asked.items():  # last: what is read into place has the name that stands for its bytes
         value, group = objects[blob], group_of(objects[blob])
         found[blob], *inner[blob] = stateful_leaves(blob, value, state, group, partial(alias_of, group))
-    return _in_order(found, inner), names
+    leaves = _in_order(found, inner)
+    if same_as:
+        leaves = [
+            replace(leaf, same_as=same_as[leaf.name]) if leaf.name in same_as else leaf for leaf in leaves
+        ]
+    return leaves, names
+
+
+def _of_optimizers(objects: Iterable[Any]) -> Iterator[int]:
+    """The identities of the tensors in groups and state of optimizers."""
+    for value in objects:
+        if kind_of(value) is Kind.OPTIMIZER:
+            entries = [*value.param_groups, *local_part(value).state.values()]
+            yield from (id(one) for _, one in container_tensors("", entries))
 
 
 def _buffers(objects: Iterable[Any]) -> Iterator[int]:

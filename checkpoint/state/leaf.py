@@ -82,7 +82,8 @@ class Leaf:
 
     `content` is a detached tensor that shares the memory of the user's, or a Value. A leaf with
     `alias_of` is the same object as the leaf of that name and is stored only there. `frozen` says of a
-    parameter, or of a tensor that a user holds, that it has no gradient (see `frozen_of`).
+    parameter, or of a tensor that a user holds, that it has no gradient (see `frozen_of`). A leaf `same_as`
+    another is the same tensor as that one, which lies in another file: both are stored.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Leaf:
     content: torch.Tensor | Value
     alias_of: str | None = None
     frozen: bool | None = None
+    same_as: str | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class LeafSpec:
     the logical size, also where an alias stores nothing. Of a sharded tensor dtype, shape and bytes are
     those of the whole, and `sharding` says who has which part. `frozen` is None where that is not known.
     `order` has the dimensions from the outermost in memory (see `order_of`); `order_changed` says that the
-    program had built the tensor in another order. `device`: see `device_of`.
+    program had built the tensor in another order. `device`: see `device_of`; `same_as`: see `Leaf`.
     """
 
     name: str
@@ -119,6 +121,7 @@ class LeafSpec:
     order: tuple[int, ...] | None = None
     order_changed: bool = False
     device: str | None = None
+    same_as: str | None = None
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}" if self.kind == "tensor" else "value"
@@ -143,11 +146,11 @@ def spec_of(leaf: Leaf) -> LeafSpec:
     shape = tuple(content.shape)
     spec = _spec(leaf, "tensor", element.name, shape, element.nbytes(shape))
     if is_sharded(content):
-        return replace(spec, sharding=sharding_of(content, leaf.name))
+        return replace(spec, sharding=sharding_of(content, leaf.name), same_as=leaf.same_as)
     order, device = order_of(content), device_of(leaf.role, content)
-    if order is None and device is None:
+    if order is None and device is None and leaf.same_as is None:
         return spec
-    return replace(spec, order=order, device=device)
+    return replace(spec, order=order, device=device, same_as=leaf.same_as)
 
 
 def _spec(

@@ -28,6 +28,7 @@ from torchrelay.checkpoint.state.optimizer_leaves import (
     steps_as_torch,
 )
 from torchrelay.checkpoint.state.reads import (
+    device_for,
     dtype_name,
     empty,
     outside_inference_mode,
@@ -97,9 +98,10 @@ def _in_container(draft: Draft, name: str) -> torch.Tensor | None:
         return None
     if (found := draft.live(spec)) is None:
         found = dict(container_tensors(spec.blob, draft.containers[spec.blob])).get(name)
-        if found is None or not found.is_leaf or not same_form(spec, found):
+        usable = found is not None and found.is_leaf and same_form(spec, found)
+        if found is None or not usable or draft.shares_memory(found):
             with outside_inference_mode():
-                found = learning(empty(spec), spec, None)
+                found = learning(empty(spec, device_for(spec) or "cpu"), spec, None)
         draft.into(spec.blob, spec, found)
     return found
 
@@ -228,6 +230,7 @@ class _Load:
             stored = self.draft.specs.get(name)
             followed = stored is not None and stored.dtype == spec.dtype and self.draft.fits(stored, owner)
             key = spec.name[len(prefix) + len(name) + 1 :]
+            followed = followed and self.draft.specs.get(spec.alias_of or spec.name, spec).blob == self.blob
             if followed and spec.dtype != dtype_name(owner.dtype) and key != "step":
                 self.draft.converted[spec.alias_of or spec.name] = owner.dtype
         parts = {self._owner(one[len(prefix) :]) for one in self.draft.kept if one.startswith(prefix)}
@@ -337,6 +340,10 @@ class _Load:
 
     def _tensor(self, key: str, spec: LeafSpec, live: Any, owner: torch.Tensor | None) -> Builder:
         subclass = spec.role is Role.SUBCLASS
+        if (shared := self._shared_tensor(spec)) is not None and shared is not live:
+            if owner is not None and shared.requires_grad:
+                shared = shared.detach()
+            return lambda device: shared
         fits = isinstance(live, torch.Tensor) and (subclass or same_form(spec, live))
         if fits and (subclass or self.draft.is_free_for(spec, live)):
             self.draft.into(self.blob, spec, live)
@@ -358,6 +365,13 @@ class _Load:
             return placed.setdefault(found.device, with_strides_of(owner, found))
 
         return as_owner
+
+    def _shared_tensor(self, spec: LeafSpec) -> torch.Tensor | None:
+        """The live tensor of another blob, or of another optimizer, that an entry was the same tensor as."""
+        if spec.role is Role.SUBCLASS or (spec.alias_of is None and spec.name not in self.draft.aliased):
+            return None
+        live = self.draft.live(spec)
+        return _in_container(self.draft, spec.alias_of or spec.name) if live is None else live
 
     def _install(
         self, groups: list[dict[str, Builder]], state: dict[str, dict[str, Builder]], shared: Builder

@@ -34,7 +34,7 @@ from torchrelay.checkpoint.state.module_names import EXTRA_STATE, has_extra_stat
 from torchrelay.checkpoint.state.optimizer_leaves import PARAMS, orphans
 from torchrelay.checkpoint.state.reads import form
 from torchrelay.checkpoint.state.restore import drafted
-from torchrelay.checkpoint.state.restoring import Draft, Maker
+from torchrelay.checkpoint.state.restoring import Draft, Maker, shared_across_files
 from torchrelay.checkpoint.state.subclasses import is_wrapper, made_by_an_optimizer, told
 from torchrelay.checkpoint.state.tensor_names import TensorNames, overlaps_of
 from torchrelay.errors import BlobError
@@ -238,6 +238,7 @@ def rehearse(
     }
     in_place = _in_place(objects, stored)
     stored = {name: spec for name, spec in stored.items() if name not in in_place.tensors}
+    stored = shared_across_files(stored, in_place.tensors)
     draft = Rehearsal(stored, values, objects, kept, in_place.tensors, listed, shown, states)
     drafted(draft, in_place.rest(objects), objects, ContainerLoad(objects), ())
     draft.conclude(strict=True, late_buffers=True)

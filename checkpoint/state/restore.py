@@ -24,7 +24,7 @@ from torchrelay.checkpoint.state.module_restore import draft_module
 from torchrelay.checkpoint.state.optimizer_leaves import parameters
 from torchrelay.checkpoint.state.optimizer_restore import draft_optimizer
 from torchrelay.checkpoint.state.reads import Read, outside_inference_mode
-from torchrelay.checkpoint.state.restoring import Draft
+from torchrelay.checkpoint.state.restoring import Draft, shared_across_files
 from torchrelay.checkpoint.state.stateful_restore import draft_new, draft_stateful, draft_tensor, draft_value
 from torchrelay.errors import PartiallyLoadedError, RelayError
 
@@ -106,6 +106,7 @@ def restoration(
     stored = {name: spec for name, spec in specs.items() if spec.role not in OF_POSITION}
     stored, values, partial = regrouped(objects, stored, values)
     settled = in_place or {}
+    stored = shared_across_files(stored, settled)
     alone = bool(stored) or len(settled) < len(objects)
     known, placed = (objects, settled) if alone else ({}, {})
     draft = Draft(stored, values, known, kept, placed, offered, may_lack, same_content=same_content)

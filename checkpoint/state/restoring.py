@@ -33,7 +33,7 @@ from torchrelay.checkpoint.state.subclasses import (
     rebuilder,
     told,
 )
-from torchrelay.checkpoint.state.tensor_names import TensorNames
+from torchrelay.checkpoint.state.tensor_names import Extents, TensorNames
 from torchrelay.checkpoint.state.trees import Tree
 from torchrelay.errors import BlobError, DamagedError
 
@@ -110,6 +110,7 @@ class Draft:
         self._live: dict[str, torch.Tensor] = dict(settled)
         self.live_tensors = list(settled.values())
         """The live tensors that leaves are read into, in the order in which they were found."""
+        self._extents = Extents()
         if not self._read_into.add_new(list(settled), list(settled.values())):
             for source, live in settled.items():
                 self._read_into.earlier(live, source)
@@ -290,6 +291,10 @@ class Draft:
         known, source = self._read_into.of(live), _source(spec)
         return known in (None, source) or (known is not None and self._same_content(source, known))
 
+    def shares_memory(self, tensor: torch.Tensor) -> bool:
+        """Whether some byte of a tensor is one that a leaf is read into."""
+        return self._extents.overlap(tensor, self.live_tensors)
+
     def _is_read(self, live: torch.Tensor) -> bool:
         if is_wrapper(live):
             return all(self._is_read(part) for part in inner_tensors(live, "").values())
@@ -346,7 +351,8 @@ class Draft:
         """Read a leaf into fresh memory, the same for all its names."""
         source = _source(spec)
         if source not in self._fresh:
-            self._fresh[source] = Read(source, spec, becomes=self.converted.get(source))
+            own = self.specs.get(source, spec)
+            self._fresh[source] = Read(source, own, becomes=self.converted.get(source))
             self.reads.append(self._fresh[source])
         return self._fresh[source]
 
@@ -406,6 +412,29 @@ class Draft:
             self.unlike(f"{spec.name} is {form(live)} here, {spec} in the checkpoint")
             return False
         return True
+
+
+def shared_across_files(specs: dict[str, LeafSpec], in_place: Collection[str] = ()) -> dict[str, LeafSpec]:
+    """Take for one tensor what lies in two files and was the same, where both are among what is loaded.
+
+    The tensors `in_place` are among it, too.
+    """
+    shared = {
+        spec.name: spec.same_as
+        for spec in specs.values()
+        if spec.same_as is not None
+        and (other := specs.get(spec.same_as, spec if spec.same_as in in_place else None)) is not None
+        and (other.kind, other.dtype, other.shape) == (spec.kind, spec.dtype, spec.shape)
+    }
+    if not shared:
+        return specs
+    sources = {name: _source(specs[other]) if other in specs else other for name, other in shared.items()}
+    return {
+        name: replace(spec, alias_of=source)
+        if (source := sources.get(_source(spec))) is not None and source != name
+        else spec
+        for name, spec in specs.items()
+    }
 
 
 def _source(spec: LeafSpec) -> str:

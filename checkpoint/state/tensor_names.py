@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any
@@ -48,6 +49,13 @@ class TensorNames:
             return False
         self._first.update(found)
         return True
+
+    def shared_with(self, other: TensorNames) -> Iterator[tuple[str, str]]:
+        """What has a name here and another one there, by both names."""
+        for place in self._first.keys() & other._first.keys():
+            for name, tensor in (self._first[place], *self._others.get(place, ())):
+                if (known := other.of(tensor)) is not None:
+                    yield name, known
 
     def of(self, tensor: torch.Tensor) -> str | None:
         """The name that this tensor has; None where it has none."""
@@ -109,6 +117,23 @@ def extent_of(tensor: torch.Tensor) -> tuple[int, int, int]:
     last = sum(int(size - 1) * int(step) for size, step in zip(memory.shape, memory.stride(), strict=True))
     begin = int(memory.storage_offset()) * memory.itemsize
     return memory.untyped_storage().data_ptr(), begin, begin + (last + 1) * memory.itemsize
+
+
+class Extents:
+    """Which bytes a growing list of tensors may have."""
+
+    def __init__(self) -> None:
+        self._found: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        self._looked_at = 0
+
+    def overlap(self, tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
+        """Whether a tensor may share a byte with the others, which are those of the last call and more."""
+        for other in others[self._looked_at :]:
+            storage, first, behind = extent_of(other)
+            self._found[storage].append((first, behind))
+        self._looked_at = len(others)
+        storage, begin, end = extent_of(tensor)
+        return any(first < end and begin < behind for first, behind in self._found.get(storage, ()))
 
 
 def overlaps_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, int]]:

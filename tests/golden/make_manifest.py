@@ -5,7 +5,7 @@ classes, a value of every place, references to an earlier try of another world, 
 Run it only for a new format version, under a new name: `python tests/golden/make_manifest.py > ...`; with
 `frozen` it makes `manifest_frozen.json`, with `learning` `manifest_learning.json`, with `ordered`
 `manifest_ordered.json`, with `order_changed` `manifest_order_changed.json`, with `on_devices`
-`manifest_devices.json`.
+`manifest_devices.json`, with `shared` `manifest_shared.json`.
 """
 
 from __future__ import annotations
@@ -125,7 +125,14 @@ def on_devices() -> Manifest:
     return replace(made, leaves=tuple(one._replace(device=devices.get(one.name)) for one in made.leaves))
 
 
+def shared() -> Manifest:
+    """The same, where a moment of the optimizer is a layer of the model: `manifest_shared.json`."""
+    made = on_devices()
+    leaves = [x._replace(same_as="model.body") if x.name == "optim.moment" else x for x in made.leaves]
+    return replace(made, leaves=tuple(leaves))
+
+
 if __name__ == "__main__":
-    kinds = {one.__name__: one for one in (frozen, learning, ordered, order_changed, on_devices)}
+    kinds = {one.__name__: one for one in (frozen, learning, ordered, order_changed, on_devices, shared)}
     which = kinds.get(sys.argv[-1], manifest)
     sys.stdout.buffer.write(which().encode())
