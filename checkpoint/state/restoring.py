@@ -110,7 +110,6 @@ class Draft:
         self._live: dict[str, torch.Tensor] = dict(settled)
         self.live_tensors = list(settled.values())
         """The live tensors that leaves are read into, in the order in which they were found."""
-        self._extents = Extents()
         if not self._read_into.add_new(list(settled), list(settled.values())):
             for source, live in settled.items():
                 self._read_into.earlier(live, source)
@@ -294,6 +293,10 @@ class Draft:
     def shares_memory(self, tensor: torch.Tensor) -> bool:
         """Whether some byte of a tensor is one that a leaf is read into."""
         return self._extents.overlap(tensor, self.live_tensors)
+
+    @cached_property
+    def _extents(self) -> Extents:
+        return Extents()
 
     def _is_read(self, live: torch.Tensor) -> bool:
         if is_wrapper(live):
