@@ -22,7 +22,7 @@ from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, LeafSpec, Role, V
 from torchrelay.checkpoint.state.module_leaves import ModuleStates
 from torchrelay.checkpoint.state.rehearsal import Start, arrays_of, groups_of, rehearse
 from torchrelay.checkpoint.structure import Structures
-from torchrelay.errors import SaveFailedError
+from torchrelay.errors import BlobError, SaveFailedError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.places import NodePlace
 from torchrelay.jobs.random_streams import RandomStreams
@@ -122,6 +122,16 @@ def capture(
         objects,
         names,
     )
+
+
+def check_whole(state: NodeState) -> None:
+    """Refuse shards of a node, by BlobError, where not all nodes are saved: nobody would have the rest."""
+    for spec in state.specs:
+        if spec.sharding is not None:
+            raise BlobError(
+                f"{spec.name} of {state.place} is a shard, and nodes_to_checkpoint leaves out other nodes: "
+                "name all nodes, or leave nodes_to_checkpoint out"
+            )
 
 
 def _objects(workspace: Workspace, place: NodePlace, members: Mapping[str, Member]) -> dict[str, Any]:

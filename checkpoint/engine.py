@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchrelay.checkpoint.boundary import NodeState, built_by_program, capture
+from torchrelay.checkpoint.boundary import NodeState, built_by_program, capture, check_whole
 from torchrelay.checkpoint.buffers import touch_buffers
 from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.disk.manifest import OF_POSITION, Manifest
@@ -138,10 +138,16 @@ class Engine:
         other._members, other._registered = self._members, self._registered
         return other
 
+    def _saved(self, session: Session) -> dict[str, NodePlace]:
+        """The places of the nodes that are saved, by name, numbered among themselves."""
+        named = [place for place in session.nodes if place.name in self.stored_names] or session.nodes
+        return {
+            place.name: replace(place, rank=number, world_size=len(named))
+            for number, place in enumerate(named)
+        }
+
     def _places(self, session: Session) -> tuple[NodePlace, ...]:
-        if not self.stored_names:
-            return tuple(session.nodes)
-        return tuple(replace(place, name=self._stored(place.name)) for place in session.nodes)
+        return tuple(replace(one, name=self._stored(name)) for name, one in self._saved(session).items())
 
     def _stored(self, node: str) -> str:
         return self.stored_names.get(node, node)
@@ -162,9 +168,12 @@ class Engine:
 
         def look(found: Members) -> set[str]:
             made: set[str] = set()
+            saved = self._saved(session)
             for place in session.local_nodes:
                 workspace = session.workspace(place.name)
                 found[place.name] = members_of(workspace)
+                if place.name not in saved:
+                    continue
                 held = workspace.entries()  # a copy of all
                 entries = {name: held[name] for name in found[place.name]}
                 registered = {name for name, entry in entries.items() if entry.blob is not None}
@@ -211,9 +220,12 @@ class Engine:
 
         def look(found: Members) -> set[str]:
             made: set[str] = set()
+            saved = self._saved(session)
             for place in session.local_nodes:
                 workspace = session.workspace(place.name)
-                registered = members_of(workspace)
+                registered = found[place.name] = members_of(workspace)
+                if place.name not in saved:
+                    continue
                 today = renamed_manifest(manifest, self.resume.rename, registered)
                 gone = frozenset() if self.resume.strict else gone_blobs(today, registered)
                 # Entries of dicts were blobs of their own once.
@@ -334,12 +346,15 @@ class Engine:
         """The hosted nodes, or what kept this process from listing them: that is told to all later."""
         members = self._members or {}
         states: list[NodeState] = []
+        saved = self._saved(session)
         try:
-            for place in session.local_nodes:
+            for place in (saved[one.name] for one in session.local_nodes if one.name in saved):
                 stored, names = self._stored(place.name), members.get(place.name, {})
                 self._unsaved.late_names(session, place, names)
                 known = (names, self._demoted, self._structures)
                 states.append(capture(session, place, stored, *known, self.selection, self._resumes))
+                if len(saved) < len(session.nodes):
+                    check_whole(states[-1])
                 self._unsaved.training(session, place, states[-1])
         except BlobError as error:
             return (), type(error)(f"{error} (on {place})")
@@ -400,12 +415,13 @@ class Engine:
             self._stored,
             members,
             self._registered,
+            frozenset(self._saved(session)),
             selection,
             self.share_reads,
             self.resume,
         )
         self._streams, self._gradients, self._stats["checkpoint_load"], changes = load_all(job)
-        self._tell_changes(session, changes.lines(target.position))
+        self._tell_changes(session, [*changes.lines(target.position), *self._left_out(session)])
         registered = frozenset(name for known in members.values() for name in known)
         today = renamed_manifest(target.manifest, self.resume.rename, registered)
         wrappers = frozenset(leaf.name for leaf in today.leaves if leaf.role == "subclass")
@@ -413,6 +429,15 @@ class Engine:
             self._structures.loaded(place.name, wrappers)
         if self._reuse is not None:
             self._reuse.loaded(target.manifest)
+
+    def _left_out(self, session: Session) -> list[str]:
+        saved = self._saved(session)
+        names = [place.name for place in session.nodes if place.name not in saved]
+        some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        return [
+            f"{some} is not saved (nodes_to_checkpoint): only replicated blobs are loaded there, and the "
+            "rest, random streams too, begins as in a new run"
+        ][: len(names)]
 
     def _tell_changes(self, session: Session, lines: Sequence[str]) -> None:
         """Say what a load made of a program that has changed, once; all processes have the same lines."""

@@ -32,7 +32,13 @@ from torchrelay.checkpoint.reading.read_plan import LeafRead
 from torchrelay.checkpoint.reading.renaming import RenamedReader, Renaming, excluded_leaves
 from torchrelay.checkpoint.reading.shared_reads import SharedReads
 from torchrelay.checkpoint.reading.sharing import options_of
-from torchrelay.checkpoint.reshard import Assigned, assign, blobs_of_absent_nodes, same_nodes
+from torchrelay.checkpoint.reshard import (
+    Assigned,
+    assign,
+    assign_replicated,
+    blobs_of_absent_nodes,
+    same_nodes,
+)
 from torchrelay.checkpoint.selecting import left_out
 from torchrelay.checkpoint.selection import EVERYTHING, Selection
 from torchrelay.checkpoint.state.container_restore import change_container
@@ -67,6 +73,8 @@ class LoadJob:
     members: Mapping[str, Mapping[str, Member]]
     registered: frozenset[str]
     """The blobs that some node of the job has registered."""
+    saved: frozenset[str]
+    """The nodes that saves take; the others begin as the program makes them, but for what is replicated."""
     selection: Selection = EVERYTHING
     """What the saves of this run take; what they leave out, and the epoch lacks, stays as it is."""
     share_reads: bool = False
@@ -81,8 +89,8 @@ class LoadJob:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """All nodes of the job, under the names of the directory."""
-        return tuple(self.stored_name(one.name) for one in self.session.nodes)
+        """The nodes of the job that are saved, under the names of the directory."""
+        return tuple(self.stored_name(one.name) for one in self.session.nodes if one.name in self.saved)
 
     @property
     def anywhere(self) -> frozenset[str]:
@@ -218,10 +226,7 @@ def _prepare(
         }
         changes = _changes(job, registered)
         excluded = excluded_leaves(job.manifest, exclude) if exclude else lambda name: False
-        assigned = assign(
-            job.manifest, replace(place, name=stored), job.nodes, members, reader, job.anywhere,
-            changes.gone | job.target.lost_blobs, excluded,
-        )  # fmt: skip
+        assigned = _assigned(job, reader, replace(place, name=stored), members, changes, excluded)
         changes.buffers.update(assigned.buffers)
         _check_computed(place, entries, assigned.computed)
         left = assigned.kept | job.target.lost_blobs
@@ -258,6 +263,20 @@ def _prepare(
     return _NodeLoad(
         place, stored, assigned, found, held, streams, changes, learn, rates, new, turned, clock=clock
     )
+
+
+def _assigned(
+    job: LoadJob,
+    reader: LeafReader,
+    place: NodePlace,
+    members: Mapping[str, Member],
+    changes: Changes,
+    excluded: Callable[[str], bool],
+) -> Assigned:
+    without = changes.gone | job.target.lost_blobs
+    if place.name not in job.nodes:
+        return assign_replicated(job.manifest, place, members, reader, without)
+    return assign(job.manifest, place, job.nodes, members, reader, job.anywhere, without, excluded)
 
 
 def _gradients(

@@ -128,6 +128,22 @@ def assign(
     return found
 
 
+def assign_replicated(
+    manifest: Manifest,
+    place: NodePlace,
+    members: Mapping[str, Member],
+    reader: LeafReader,
+    without: Collection[str] = (),
+) -> Assigned:
+    """Decide for a node that no save takes: it gets what is replicated, all else stays as it is."""
+    choice = _Choice(manifest, place, (), members, reader, frozenset())
+    for unit in _units(manifest):
+        if choice.blob_of(unit[0]) not in without:
+            choice.take_replicated(unit)
+    choice.found.may_lack.update(members)
+    return choice.found
+
+
 def _units(manifest: Manifest) -> Iterator[list[str]]:
     """The names of leaves that only make sense together."""
     first = {name: manifest.leaves[rows[0]] for name, rows in manifest.rows.items()}
@@ -206,6 +222,17 @@ class _Choice:
             whose = ", ".join(self._owners(name))
             self.found.foreign[name] = whose
             self.found.foreign.setdefault(leaf.blob, whose)
+
+    def take_replicated(self, unit: Sequence[str]) -> None:
+        """Take leaves that belong together if all nodes of the epoch had one content and it is registered."""
+        leaves = [self._first(name) for name in unit]
+        member = self.members.get(leaves[0].blob)
+        alike = all(leaf.scope == "replicated" and self.manifest.is_shared(leaf) for leaf in leaves)
+        if member is not None and member.registered and alike:
+            for leaf in leaves:
+                self.take(leaf)
+        else:
+            self.found.kept.update(unit)
 
     def decide(self, unit: Sequence[str]) -> None:
         """Decide on leaves that belong together, where the nodes are others than those of the epoch."""

@@ -110,13 +110,18 @@ class SpecExchange:
         for process, part in enumerate(posted):
             for _, digest in part:
                 first.setdefault(digest, process)
-        self._explain(peers, first, mine)
+        self._explain(peers, first, mine, everybody=all(posted))
         self._known.update(mine)  # of values, which are as long as they are now
 
-    def _explain(self, peers: Peers, first: Mapping[str, int], mine: Mapping[str, Described]) -> None:
-        """Hear of classes that are new, from the lowest process that has each; one class is everybody's."""
+    def _explain(
+        self, peers: Peers, first: Mapping[str, int], mine: Mapping[str, Described], *, everybody: bool
+    ) -> None:
+        """Hear of classes that are new, from the lowest process that has each.
+
+        One class alone is known to all where `everybody` has a node that is saved.
+        """
         unknown = [digest for digest in first if digest not in self._known]
-        if len(first) == 1 or not unknown:
+        if (len(first) == 1 and everybody) or not unknown:
             return
         told = [class_json(mine[digest]) for digest in unknown if first[digest] == peers.rank]
         for part in peers.exchange("save: classes", told):

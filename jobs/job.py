@@ -82,6 +82,8 @@ class Job(Managed):
     `with Job() as job:` makes the job and its epoch group current, so that plain tasks inside join
     the epoch group; `with job.init_group:` and its siblings redirect. `job.blobs` is the registry of
     the blobs: call it to add some, iterate it to see them. `stop_conditions` are what `stop_when` takes.
+    Of the other nodes than `nodes_to_checkpoint` nothing is saved. A resume gives them the registered blobs
+    that are replicated; all else, their random streams too, begins there as in a new run.
     Raises UsageError for a bad name; everything else is checked by `check`.
     """
 
@@ -172,11 +174,15 @@ class Job(Managed):
         return tuple(dict.fromkeys(node for group in groups for node in group.used_nodes()))
 
     def nodes_to_checkpoint(self) -> tuple[str, ...]:
-        """Return the nodes whose state is saved: as given, else those of the init group, else all declared.
+        """Return the nodes as given, else those of the init group, else all declared, as in Caffe2.
 
-        Empty where no node was declared: then every node of the session is saved.
+        A run saves the nodes that were given alone, and without them every node of its session.
         """
         return self._nodes_to_checkpoint or self.init_group.used_nodes() or self.nodes()
+
+    def saved_among(self, nodes: Iterable[str]) -> tuple[str, ...]:
+        """Return the nodes of a session that a run saves: `nodes_to_checkpoint` as given, else all."""
+        return self._nodes_to_checkpoint or tuple(nodes)
 
     def compile(self, session_class: type | None = None) -> Job:
         """Check the job, fix its groups, and return it; doing so again changes nothing.

@@ -346,8 +346,8 @@ class JobRunner:
         blob_names = list(blob_names)
         if odd := [name for name in blob_names if not isinstance(name, str)]:
             raise UsageError(f"blob_names has {odd[0]!r:.80}: give the names of blobs or leaves as text")
-        nodes = self.job.nodes_to_checkpoint()
         session.place(self.job.nodes())
+        nodes = self.job.saved_among(place.name for place in session.nodes)
         manager.bind(self.job)
         decide(session.peers, "set_params", lambda: manager.set_params(nodes))
         bind_for_load(self.job, session, blob_names)

@@ -175,7 +175,7 @@ class Life:
     @property
     def nodes(self) -> tuple[str, ...]:
         """The names of the nodes that are saved."""
-        return self.job.nodes_to_checkpoint() or tuple(place.name for place in self.session.nodes)
+        return self.job.saved_among(place.name for place in self.session.nodes)
 
     def _live(self, choice: Choice) -> RunResult:
         try:
