@@ -14,7 +14,6 @@ from torchrelay.checkpoint.boundary import NodeState, built_by_program, capture,
 from torchrelay.checkpoint.buffers import touch_buffers
 from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.disk.manifest import OF_POSITION, Manifest
-from torchrelay.checkpoint.disk.paths import shard_paths
 from torchrelay.checkpoint.exclusion import SingleWriter, check_single_writer
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.ledger_words import Target
@@ -278,7 +277,7 @@ class Engine:
         if self.background is not None and self.ledger.in_run:
             self.background.begin(session, job, plan, clock, whole, self.retaining.behind)
             return
-        self._stats["checkpoint_save"] = save_epoch(job, plan, clock, whole, self._exchange)
+        self._took("checkpoint_save", save_epoch(job, plan, clock, whole, self._exchange))
         self.retaining.now(session.peers)
 
     def _job(self, session: Session, states: States, position: Position, facts: Facts) -> SaveJob:
@@ -326,7 +325,7 @@ class Engine:
         self.wait()
         for outcome in self.background.take_outcomes() if self.background is not None else []:
             if outcome.stats is not None:
-                self._stats["checkpoint_save"] = outcome.stats
+                self._took("checkpoint_save", outcome.stats)
             yield outcome
 
     def finish(self, session: Session) -> None:
@@ -367,12 +366,8 @@ class Engine:
         return not matches_any(name, self.resume.exclude)
 
     def _forced(self) -> frozenset[str]:
-        return frozenset(
-            name
-            for members in (self._members or {}).values()
-            for name, member in members.items()
-            if member.scope is Scope.REPLICATED
-        )
+        members = [one for known in (self._members or {}).values() for one in known.values()]
+        return frozenset(one.name for one in members if one.scope is Scope.REPLICATED)
 
     def _demote(self, names: frozenset[str], *, say: bool) -> None:
         """Leaves that differ are kept per node from now on; said once, by one process.
@@ -420,8 +415,9 @@ class Engine:
             self.share_reads,
             self.resume,
         )
-        self._streams, self._gradients, self._stats["checkpoint_load"], changes = load_all(job)
-        self._tell_changes(session, [*changes.lines(target.position), *self._left_out(session)])
+        self._streams, self._gradients, stats, changes = load_all(job)
+        self._took("checkpoint_load", stats)
+        self._tell_changes(session, changes.lines(target.position))
         registered = frozenset(name for known in members.values() for name in known)
         today = renamed_manifest(target.manifest, self.resume.rename, registered)
         wrappers = frozenset(leaf.name for leaf in today.leaves if leaf.role == "subclass")
@@ -429,15 +425,6 @@ class Engine:
             self._structures.loaded(place.name, wrappers)
         if self._reuse is not None:
             self._reuse.loaded(target.manifest)
-
-    def _left_out(self, session: Session) -> list[str]:
-        saved = self._saved(session)
-        names = [place.name for place in session.nodes if place.name not in saved]
-        some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        return [
-            f"{some} is not saved (nodes_to_checkpoint): only replicated blobs are loaded there, and the "
-            "rest, random streams too, begins as in a new run"
-        ][: len(names)]
 
     def _tell_changes(self, session: Session, lines: Sequence[str]) -> None:
         """Say what a load made of a program that has changed, once; all processes have the same lines."""
@@ -483,9 +470,8 @@ class Engine:
         )
         from torchrelay.checkpoint.load_blobs import load_some
 
-        why, self._stats["checkpoint_partial_load"] = load_some(
-            self.storage, session, read[0], names, self._stored, strict=strict
-        )
+        why, stats = load_some(self.storage, session, read[0], names, self._stored, strict=strict)
+        self._took("checkpoint_partial_load", stats)
         return why is None or self._nothing_loaded(session, f"epoch {epoch}: {why}")
 
     @staticmethod
@@ -496,14 +482,18 @@ class Engine:
 
     # Telling
 
-    def last_stats(self, action: str) -> NodeStats:
-        """The times of the last save or load; empty when there was none."""
-        return self._stats.get(action, NodeStats([]))
+    def _took(self, action: str, stats: NodeStats) -> None:
+        self._stats.pop(action, None)  # the last one stands last
+        self._stats[action] = stats
 
-    def files(self, stored_name: str, epoch: int) -> list[str]:
-        """The files of a node in a committed epoch of the current branch."""
-        entry = self.ledger.view().find(epoch)
-        if entry is None:
-            return []
-        manifest = manifest_disk.read(self.storage, entry)
-        return [f"{self.storage.url}/{path}" for path in shard_paths(manifest, stored_name)]
+    def last_stats(self, action: str | None = None) -> NodeStats:
+        """The times of the last save or load, or of whatever was last; empty when there was none."""
+        last = next(reversed(self._stats), "") if action is None else action
+        return self._stats.get(last, NodeStats([]))
+
+    def names(self) -> list[str]:
+        """What the hosted nodes save, by its names, sorted; raises UsageError before these are fixed."""
+        if self._members is None:
+            raise UsageError("the names are not fixed yet: run manager.init(nodes) first")
+        saved = self.stored_names or self._members
+        return sorted({name for node in self._members if node in saved for name in self._members[node]})

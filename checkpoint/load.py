@@ -275,6 +275,7 @@ def _assigned(
 ) -> Assigned:
     without = changes.gone | job.target.lost_blobs
     if place.name not in job.nodes:
+        changes.unsaved.add(place.name)
         return assign_replicated(job.manifest, place, members, reader, without)
     return assign(job.manifest, place, job.nodes, members, reader, job.anywhere, without, excluded)
 

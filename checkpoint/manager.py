@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torchrelay.checkpoint.asynchronous.samples import Verify
 from torchrelay.checkpoint.exclusion import SingleWriter
 from torchrelay.checkpoint.log.keeping import BestEpochs
-from torchrelay.checkpoint.manager_base import Manager
+from torchrelay.checkpoint.manager_base import Manager, db_name
 from torchrelay.checkpoint.selection import Patterns
-from torchrelay.checkpoint.storage_places import joined
 from torchrelay.checkpoint.tier.options import Tier
 from torchrelay.errors import UsageError
 from torchrelay.jobs.names import check_node_name
@@ -25,7 +25,7 @@ class CheckpointManager(Manager):
         db_prefix: str | Path,
         node_name: str,
         metadata_handler: MetadataHandler | None = None,
-        *,
+        *of_caffe2: Any,
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_best: BestEpochs = None,
@@ -48,6 +48,7 @@ class CheckpointManager(Manager):
         super().__init__(
             db_prefix,
             metadata_handler,
+            *of_caffe2,
             keep_last=keep_last,
             keep_every=keep_every,
             keep_best=keep_best,
@@ -86,7 +87,7 @@ class CheckpointManager(Manager):
         """The logical name `prefix/node_name.epoch`, asked by either name of the node."""
         if node != self.node_name and (self._nodes is None or node not in self._nodes):
             return None
-        return joined(self.db_prefix, f"{self.node_name}.{epoch}")
+        return db_name(epoch, self.node_name, self.db_prefix)
 
     def files(self, node: str, epoch: int) -> list[str]:
         """The committed files of an epoch, asked by either name of the node; none for any other name."""

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchrelay.checkpoint.disk import manifest_disk
+from torchrelay.checkpoint.disk.paths import shard_paths
 from torchrelay.checkpoint.engine import Engine
 from torchrelay.checkpoint.exclusion import SingleWriter
 from torchrelay.checkpoint.facts import Facts
@@ -84,7 +86,7 @@ class Manager:
         self,
         db_prefix: str | Path,
         metadata_handler: MetadataHandler | None = None,
-        *,
+        *of_caffe2: Any,
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_best: BestEpochs = None,
@@ -105,7 +107,7 @@ class Manager:
         resume_strict: bool = False,
     ) -> None:
         self.db_prefix = str(db_prefix)
-        self.metadata_handler = check_handler(metadata_handler)
+        self.metadata_handler = check_handler(metadata_handler, *of_caffe2)
         self.engine = Engine(
             db_prefix,
             keeping=Keeping(keep_last, keep_every, keep_optimizer_last, Best.of(keep_best)),
@@ -202,6 +204,7 @@ class Manager:
         `path_prefix` is another directory to look up that epoch in. The set of the first call is kept: later
         calls return an empty group.
         """
+        _check_path_type(path_type)
         self._use_nodes(nodes)
         if self.engine.has_set:
             return TaskGroup(name="checkpoint init (done before)")
@@ -250,6 +253,7 @@ class Manager:
 
         `path_prefix` is another directory to read from.
         """
+        _check_path_type(path_type)
         engine = self.engine if path_prefix is None else self.engine.reading_from(path_prefix)
         return SessionGroup(f"checkpoint load {epoch}", lambda session: engine.load_epoch(session, epoch))
 
@@ -285,11 +289,19 @@ class Manager:
         """The logical name `prefix/node.epoch`; None for a node that this manager does not know."""
         if self._nodes is None or node not in self._nodes:
             return None
-        return joined(self.db_prefix, f"{self.stored_name(node)}.{epoch}")
+        return db_name(epoch, self.stored_name(node), self.db_prefix)
 
     def files(self, node: str, epoch: int) -> list[str]:
         """The committed files of a node in an epoch of the current branch; empty when there are none."""
-        return self.engine.files(self.stored_name(node), epoch)
+        entry = self.engine.ledger.view().find(epoch)
+        if entry is None:
+            return []
+        manifest = manifest_disk.read(self.engine.storage, entry)
+        return [f"{self.engine.storage.url}/{one}" for one in shard_paths(manifest, self.stored_name(node))]
+
+    def blob_list(self) -> list[str]:
+        """The names that the nodes of this process save, sorted; UsageError before `init` has fixed them."""
+        return self.engine.names()
 
     def check_db_exists(self, epoch: int) -> bool:
         """Whether an epoch is committed on the current branch."""
@@ -312,6 +324,10 @@ class Manager:
         if self.metadata_handler is not None:
             self._tell_holder(self.metadata_handler)
             self.metadata_handler.report(action, self.engine.last_stats(action))
+
+    def collect_checkpoint_stats(self, stats: dict[str, float]) -> None:
+        """Add the seconds of the last save or load to `stats`, by logical path."""
+        stats.update(self.engine.last_stats())
 
     def _note_holder(self) -> None:
         ledger = self.engine.ledger
@@ -336,19 +352,44 @@ class Manager:
         return f"{type(self).__name__}({self.db_prefix!r})"
 
 
-def check_handler(handler: Any) -> MetadataHandler | None:
-    """The handler; raises UsageError for what cannot be one, and for a `db_type` in Caffe2's place."""
-    if handler is None or (isinstance(handler, MetadataHandler) and not isinstance(handler, type)):
+def check_handler(handler: Any, *of_caffe2: Any) -> MetadataHandler | None:
+    """The handler; raises UsageError for what cannot be one, and for a `db_type` in Caffe2's place.
+
+    `of_caffe2` is what stands behind it there.
+    """
+    if not of_caffe2 and (
+        handler is None or (isinstance(handler, MetadataHandler) and not isinstance(handler, type))
+    ):
         return handler
     if isinstance(handler, str):
         raise UsageError(
             f"metadata_handler is {handler!r:.80}: leave Caffe2's db_type out, files are safetensors; "
             "a handler is given as metadata_handler=..."
         )
+    if of_caffe2:
+        raise UsageError("the handler is the last argument by place: give what follows by its name")
     raise UsageError(
         f"metadata_handler is {handler!r:.80}; it is an object with set_params, last_epoch, write, report "
         "and cp_accessible"
     )
+
+
+def get_ckpt_filename(node_name: str, epoch: int) -> str:
+    """The logical name of a node's part of an epoch, `node.epoch`, as Caffe2 named its file."""
+    return f"{check_node_name(node_name)}.{epoch}"
+
+
+def db_name(epoch: int, node_name: str, db_prefix: str | Path, path_prefix: str | Path | None = None) -> str:
+    """The same below a directory: `db_prefix/node.epoch`, or below `path_prefix` where that is given."""
+    return joined(str(db_prefix if path_prefix is None else path_prefix), get_ckpt_filename(node_name, epoch))
+
+
+def _check_path_type(path_type: str | None) -> None:
+    if path_type is not None:
+        raise UsageError(
+            f"path_type is {path_type!r:.80}; leave it out: path_prefix is a directory, or a URL that names "
+            "its storage (s3://bucket/run). A handler is told a path_type by set_params"
+        )
 
 
 def _background_of(asynchronous: bool, staging_limit: int | None, verify: str) -> Background | None:

@@ -68,7 +68,10 @@ def newcomers(workspace: Workspace, members: Mapping[str, Member]) -> list[str]:
     return [
         name
         for name, entry in workspace.entries().items()
-        if name not in members and entry.origin is Origin.LATER and ":" not in name
+        if name not in members
+        and entry.origin is Origin.LATER
+        and ":" not in name
+        and name not in workspace.outliving
     ]
 
 

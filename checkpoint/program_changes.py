@@ -102,6 +102,8 @@ class Changes:
     """Containers of another type than what was saved, which no load changes into that."""
     renamed: dict[str, str] = field(default_factory=dict)
     """The one blob that is gone, and the one that is new, where they may be one."""
+    unsaved: set[str] = field(default_factory=set)
+    """The nodes that no save takes."""
 
     def to_json(self) -> Json:
         """For the other processes."""
@@ -112,24 +114,26 @@ class Changes:
             self.buffers,
             sorted(self.retyped),
             self.renamed,
+            sorted(self.unsaved),
         ]
 
     @staticmethod
     def of_all(parts: Iterable[Json]) -> Changes:
         """What all nodes found; a blob is gone if no node has it any more."""
         found, gone = Changes(), list[set[str]]()
-        for new, here, excluded, buffers, retyped, renamed in parts:
+        for new, here, excluded, buffers, retyped, renamed, unsaved in parts:
             found.new.update(new)
             found.excluded.update(excluded)
             found.buffers.update(buffers)
             found.retyped.update(retyped)
             found.renamed.update(renamed)
+            found.unsaved.update(unsaved)
             gone.append(set(here))
         found.gone = set.intersection(*gone) if gone else set()
         return found
 
     def lines(self, position: Position) -> list[str]:
-        """A line for each blob, one for what was excluded, and one for buffers of other nodes."""
+        """A line for each blob, and one each for what was excluded, buffers of other nodes, and unsaved nodes."""
         excluded, buffers = _some(self.excluded), _some(self.buffers)
         owners = ", ".join(sorted(set(self.buffers.values())))
         renamed = ""
@@ -147,6 +151,8 @@ class Changes:
               if excluded else []),
             *([f"buffers that differed between the nodes of epoch {position}: each node takes its own, a new "
                f"one those of {owners} ({buffers})"] if buffers else []),
+            *([f"{_some(self.unsaved)}: not saved (nodes_to_checkpoint), so only replicated blobs are loaded "
+               "there, and the rest, random streams too, begins as in a new run"] if self.unsaved else []),
         ]  # fmt: skip
 
 

@@ -49,6 +49,11 @@ class AskedValue:
     limit: bool = field(default=False, init=False)
     settings: Mapping[str, Any] | None = None
 
+    @property
+    def blob(self) -> tuple[str, str | None] | None:
+        """The name of the blob that it reads, and on which node (None: on all)."""
+        return (self.read.blob, self.read.node) if isinstance(self.read, _BlobValue) else None
+
     def holds(self, saved: Mapping[str, Any]) -> bool:
         """Whether a verdict by those settings is one by these; of other Pythons that cannot be compared."""
         mine = self.settings or {}
@@ -188,8 +193,7 @@ class _BlobValue:
             return workspace[self.blob]
         raise UsageError(
             f"the stop condition reads blob {self.blob!r}, which {workspace.node} does not have after the "
-            f"epoch (it has {', '.join(workspace) or 'none'}): make it in the init group, because names "
-            "that a PRIVATE epoch task creates vanish with it"
+            f"epoch (it has {', '.join(workspace) or 'none'}): make it in the init group, or in each epoch"
         )
 
 

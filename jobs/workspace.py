@@ -82,6 +82,8 @@ class Workspace(MutableMapping[str, Any]):
         self.node = node
         self.parent = parent
         self.gate: Callable[[], None] | None = None
+        self.outliving: set[str] = set()
+        """Names that stay here when a task makes them in a PRIVATE workspace on top."""
         self._entries: dict[str, Entry] = {}
         self._creating = Origin.LATER
         self._lock: threading.RLock = threading.RLock() if parent is None else parent._lock
@@ -122,7 +124,7 @@ class Workspace(MutableMapping[str, Any]):
             if owner is None and (place := self._within(name)) is not None:
                 self._assign_inside(name, *place, value)
             else:
-                (owner or self)._assign(name, value)
+                (owner or self._home(name))._assign(name, value)
 
     def setdefault(self, name: str, default: Any = None, /) -> Any:
         """Return the value of `name`; where there is none, make it `default` first."""
@@ -215,6 +217,11 @@ class Workspace(MutableMapping[str, Any]):
         if name in self._entries:
             return self
         return None if self.parent is None else self.parent._owner(name)
+
+    def _home(self, name: str) -> Workspace:
+        """Where a name that is new is made."""
+        above = None if self.parent is None else self.parent._home(name)
+        return above if above is not None and name in above.outliving else self
 
     def target(self, name: str) -> Any:
         """What a load of `name` changes: a registered container, whatever took its place, or the value."""

@@ -115,6 +115,7 @@ class Life:
         )
         self._verdict = Verdict()
         """Of the newest epoch that is over."""
+        self.resumed_from: int | None = None
         self._target_inside: Target | None = None
         self._places: Mapping[str, Any] = {}
         """Where the nodes were in the epoch to be continued."""
@@ -311,7 +312,7 @@ class Life:
         self.journal.say_fallback(choice, self.look, target.position)
         self.stages.resumed(self.session, self.journal, target.position)
         self._begin_branch(choice)
-        epoch = target.position.epoch
+        epoch = self.resumed_from = target.position.epoch
         self.saver.tell_loaded(self.session, target, self.look)
         self._take_counters(target, manager)
         facts = target.facts
@@ -431,6 +432,7 @@ class Life:
             run_dir=self.run_directory.where if self.run_directory else None,
             committed=self.saver.newest_saved,
             warm_starts=self.stages.warmed,
+            resumed_from=self.resumed_from,
         )
         self.journal.finished(result)
         return result

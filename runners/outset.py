@@ -90,6 +90,7 @@ def ended_result(life: Life, choice: Choice) -> RunResult | None:
         metrics=look.facts.last_metrics,
         run_dir=run.where if run else None,
         committed=look.epoch,
+        resumed_from=look.epoch,
     )
 
 

@@ -17,6 +17,7 @@ class RunResult(int):
 
     `metrics` has the last value of each metric, of whatever epoch. `run_dir` is the run's directory, or its
     URL; `warm_starts` tells what each `init_from` took and skipped, where this call began the run.
+    `resumed_from` is the epoch that this call went on from; None where it began the run.
     `elsewhere`: other hosts alone were told to leave, so that this one may go on.
     Always true, epoch 0 included: a train call that returns has done what it was asked.
     """
@@ -28,6 +29,7 @@ class RunResult(int):
     committed: int | None
     warm_starts: tuple[WarmStart, ...]
     elsewhere: bool
+    resumed_from: int | None
 
     def __new__(
         cls,
@@ -40,6 +42,7 @@ class RunResult(int):
         committed: int | None = None,
         warm_starts: tuple[WarmStart, ...] = (),
         elsewhere: bool = False,
+        resumed_from: int | None = None,
     ) -> RunResult:
         """Make the result of a run whose last epoch is `epoch`; `committed` is the newest saved one."""
         self = super().__new__(cls, epoch)
@@ -50,6 +53,7 @@ class RunResult(int):
         self.committed = committed
         self.warm_starts = warm_starts
         self.elsewhere = elsewhere
+        self.resumed_from = resumed_from
         return self
 
     def __bool__(self) -> bool:

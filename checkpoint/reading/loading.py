@@ -130,7 +130,7 @@ def _plan(
     """The stored leaves of all objects that are not in place, and what to do."""
     settled, rename = in_place.tensors, wish.rename
     rest = in_place.rest(objects)
-    found = _find(reader, rest, wish)
+    found = _find(reader, rest, wish, settled)
     _check_blobs(reader, rest, found, rename)
     kept = _excluded(reader.manifest, rest, wish) if wish.exclude else []
     check_kept(reader, entry, [one.stored for one in found.values()])
@@ -241,14 +241,16 @@ def check_kept(reader: LeafReader, entry: Entry, names: Iterable[str]) -> None:
                 )
 
 
-def _find(reader: LeafReader, objects: Mapping[str, Any], wish: _Wish) -> dict[str, _Found]:
-    """The stored leaves that are of the objects' blobs once they are renamed."""
+def _find(
+    reader: LeafReader, objects: Mapping[str, Any], wish: _Wish, settled: Collection[str]
+) -> dict[str, _Found]:
+    """The stored leaves that are of the objects' blobs once they are renamed; others are `settled`."""
     manifest, nodes = reader.manifest, wish.nodes
     names = _names(Renaming(manifest, wish.rename), objects, wish)
     check_decided(manifest, names.values(), nodes)
     if nodes is not None:
         names = {new: stored for new, stored in names.items() if _is_meant(manifest, stored, nodes)}
-    first: dict[str, str] = {}
+    first = {name: name for name in settled}
     found: dict[str, _Found] = {}
     for new, stored in names.items():
         declared = manifest.leaves[manifest.rows[stored][0]]

@@ -283,7 +283,7 @@ def _maker(
         if not detached and (first.frozen is spec.frozen or None in (first.frozen, spec.frozen)):
             return lambda: known
         return lambda: load.as_saved(spec, known, None)
-    if twin is not None and _fits(draft, spec, twin):
+    if twin is not None and fits_in_place(draft, spec, twin):
         draft.into(blob, spec, twin)
         return lambda: twin
     if twin is None:
@@ -296,7 +296,7 @@ def _maker(
     return lambda: load.as_saved(spec, make(device), twin)
 
 
-def _fits(draft: Draft, spec: LeafSpec, twin: torch.Tensor) -> bool:
+def fits_in_place(draft: Draft, spec: LeafSpec, twin: torch.Tensor) -> bool:
     """Whether a leaf can be read into a live tensor, whose memory nothing else of the load has."""
     if spec.role is Role.SUBCLASS or is_wrapper(twin):
         return spec.role is Role.SUBCLASS and is_wrapper(twin)

@@ -15,6 +15,7 @@ import torch
 from torch.optim import LBFGS, Optimizer
 
 from torchrelay.checkpoint.state.container_leaves import container_tensors
+from torchrelay.checkpoint.state.container_restore import fits_in_place
 from torchrelay.checkpoint.state.dtensors import is_sharded
 from torchrelay.checkpoint.state.kinds import local_part
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role, learning
@@ -33,6 +34,7 @@ from torchrelay.checkpoint.state.reads import (
     empty,
     outside_inference_mode,
     same_form,
+    take_memory_of,
     with_strides_of,
 )
 from torchrelay.checkpoint.state.restoring import Draft
@@ -98,8 +100,8 @@ def _in_container(draft: Draft, name: str) -> torch.Tensor | None:
         return None
     if (found := draft.live(spec)) is None:
         found = dict(container_tensors(spec.blob, draft.containers[spec.blob])).get(name)
-        usable = found is not None and found.is_leaf and same_form(spec, found)
-        if found is None or not usable or draft.shares_memory(found):
+        usable = found is not None and found.is_leaf and not found.is_inference()
+        if found is None or not usable or not fits_in_place(draft, spec, found):
             with outside_inference_mode():
                 found = learning(empty(spec, device_for(spec) or "cpu"), spec, None)
         draft.into(spec.blob, spec, found)
@@ -340,11 +342,9 @@ class _Load:
 
     def _tensor(self, key: str, spec: LeafSpec, live: Any, owner: torch.Tensor | None) -> Builder:
         subclass = spec.role is Role.SUBCLASS
-        if (shared := self._shared_tensor(spec)) is not None and shared is not live:
-            if owner is not None and shared.requires_grad:
-                shared = shared.detach()
-            return lambda device: shared
         fits = isinstance(live, torch.Tensor) and (subclass or same_form(spec, live))
+        if not subclass and (shared := self._shared_tensor(spec, own=fits)) is not None:
+            return self._as_shared(shared, live, owner, fits=fits)
         if fits and (subclass or self.draft.is_free_for(spec, live)):
             self.draft.into(self.blob, spec, live)
             return lambda device: live
@@ -366,12 +366,34 @@ class _Load:
 
         return as_owner
 
-    def _shared_tensor(self, spec: LeafSpec) -> torch.Tensor | None:
-        """The live tensor of another blob, or of another optimizer, that an entry was the same tensor as."""
-        if spec.role is Role.SUBCLASS or (spec.alias_of is None and spec.name not in self.draft.aliased):
+    def _shared_tensor(self, spec: LeafSpec, *, own: bool) -> torch.Tensor | None:
+        """The live tensor of another blob, or of another optimizer, that an entry was the same tensor as.
+
+        A container is given the entry's `own` tensor, if there is one that fits: the program may hold it.
+        """
+        if spec.alias_of is None and spec.name not in self.draft.aliased:
             return None
-        live = self.draft.live(spec)
-        return _in_container(self.draft, spec.alias_of or spec.name) if live is None else live
+        if (live := self.draft.live(spec)) is not None or own:
+            return live
+        return _in_container(self.draft, spec.alias_of or spec.name)
+
+    def _as_shared(
+        self, shared: torch.Tensor, live: Any, owner: torch.Tensor | None, *, fits: bool
+    ) -> Builder:
+        """The shared tensor; where the entry has one of its own, that one, in the memory of the other.
+
+        A program may hold either of the two, and change it. Not so where others of the load have the own one.
+        """
+        if shared is live:
+            return lambda device: shared
+        plain = all(type(one) in (torch.Tensor, torch.nn.Parameter) for one in (shared, live))
+        free = fits and plain and self.draft.name_of(live) is None and self.draft.is_untouched(live)
+        if free and live.device == shared.device:
+            self.draft.fills.append((self.blob, lambda: take_memory_of(shared, live)))
+            return lambda device: live
+        if owner is not None and shared.requires_grad:
+            shared = shared.detach()
+        return lambda device: shared
 
     def _install(
         self, groups: list[dict[str, Builder]], state: dict[str, dict[str, Builder]], shared: Builder

@@ -290,6 +290,10 @@ class Draft:
         known, source = self._read_into.of(live), _source(spec)
         return known in (None, source) or (known is not None and self._same_content(source, known))
 
+    def is_untouched(self, live: torch.Tensor) -> bool:
+        """Whether no leaf is read into a tensor."""
+        return self._read_into.of(live) is None
+
     def shares_memory(self, tensor: torch.Tensor) -> bool:
         """Whether some byte of a tensor is one that a leaf is read into."""
         return self._extents.overlap(tensor, self.live_tensors)

@@ -50,6 +50,7 @@ def leave_for_now(life: Life, untried: Choice | None = None) -> RunResult:
         run_dir=life.run_directory.where if life.run_directory else None,
         committed=life.look.whole if goes_on else life.saver.newest_saved,
         elsewhere=outlook.elsewhere,
+        resumed_from=life.resumed_from,
     )
     lost = outlook.why_not if inside and outlook.why_not != NOTHING_NEW else None
     life.journal.preempted(result, saved, lost)

@@ -60,6 +60,7 @@ _HOMES = {
     "WorkspaceType": "jobs.workspace",
     "compile": "checkpoint.package.compiling",
     "data_parallel": "jobs.data_parallel",
+    "db_name": "checkpoint.manager_base",
     "early_stopping": "jobs.early_stopping",
     "epoch_limiter": "jobs.stop_limits",
     "estimate_bytes": "checkpoint.blob_files",
@@ -67,6 +68,7 @@ _HOMES = {
     "final_output": "jobs.output",
     "from_onnx": "checkpoint.onnx_in.onnx_module",
     "fsdp_state": "checkpoint.state.fsdp_state",
+    "get_ckpt_filename": "checkpoint.manager_base",
     "get_params": "checkpoint.archive.states",
     "get_states": "checkpoint.archive.states",
     "import_checkpoint": "checkpoint.interop.importing",
@@ -111,6 +113,10 @@ if TYPE_CHECKING:
     from torchrelay.checkpoint.interop.importing import import_checkpoint as import_checkpoint
     from torchrelay.checkpoint.load_into import load_into as load_into
     from torchrelay.checkpoint.manager import CheckpointManager as CheckpointManager
+    from torchrelay.checkpoint.manager_base import (
+        db_name as db_name,
+        get_ckpt_filename as get_ckpt_filename,
+    )
     from torchrelay.checkpoint.multi_node import MultiNodeCheckpointManager as MultiNodeCheckpointManager
     from torchrelay.checkpoint.onnx_in.onnx_module import OnnxModule as OnnxModule, from_onnx as from_onnx
     from torchrelay.checkpoint.onnx_out.to_onnx import to_onnx as to_onnx

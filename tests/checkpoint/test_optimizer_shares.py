@@ -184,3 +184,90 @@ def test_what_names_nothing_that_fits_is_a_tensor_of_its_own() -> None:
         assert shared_across_files(specs) == specs
     fits = {"a": spec, "b": replace(other, shape=(2,))}
     assert shared_across_files(fits)["a"].alias_of == "b"
+
+
+@pytest.mark.parametrize("holder", ("a dict", "an optimizer", "an optimizer that comes first", "defaults"))
+def test_the_tensor_that_the_program_holds_stays_the_one(tmp_path: Path, holder: str) -> None:
+    """A rate that the program changes by its own name, and that others got, is changed everywhere."""
+
+    def run(folder: str, epochs: int) -> list[float]:
+        torch.manual_seed(0)
+        weight, lr = nn.Parameter(torch.ones(2)), torch.tensor(0.1)
+        optimizer = torch.optim.SGD([weight], lr=lr, foreach=False)
+        other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=torch.tensor(0.3), foreach=False)
+        held: dict[str, Any] = {"like": torch.tensor(5.0)}
+        blobs = {"weight": weight, "optimizer": optimizer, "held": held}
+        job = Job(
+            "holds", blobs={"other": other, **blobs} if "first" in holder else {**blobs, "other": other}
+        )
+
+        @job.epoch
+        def epoch(ctx: Any) -> None:
+            weight.grad = torch.ones(2)
+            optimizer.step()
+            if ctx.epoch == 1 and holder == "a dict":
+                held["like"] = lr
+            elif ctx.epoch == 1 and holder == "defaults":
+                held["like"] = optimizer.defaults["lr"]
+            elif ctx.epoch == 1:
+                other.param_groups[0]["lr"] = lr
+            lr.mul_(0.5)
+
+        job.stop_when(max_epochs(epochs))
+        JobRunner(job, tmp_path / folder, best=None, code=False).train()
+        ends = [optimizer.param_groups[0]["lr"], other.param_groups[0]["lr"], held["like"], lr]
+        return [*weight.tolist(), *map(float, ends)]
+
+    whole = run("whole", 3)
+    run("cut", 1)
+    assert run("cut", 3) == whole
+
+
+@pytest.mark.parametrize("twin", ("expanded", "of inference", "a view of the model"))
+def test_a_dict_that_cannot_be_filled_is_given_a_new_tensor(tmp_path: Path, twin: str) -> None:
+    """What lay in the dict at the start has no memory that a momentum could be read into."""
+
+    def run(folder: str, epochs: int) -> tuple[bool, list[Any]]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+        with torch.inference_mode():
+            flat = torch.zeros(2, 3)
+        twins = {"expanded": torch.zeros(1).expand(2, 3), "of inference": flat}
+        held = {"moment": twins.get(twin, model.weight.detach())}
+        job = Job("twins", blobs={"model": model, "optimizer": optimizer, "held": held})
+
+        @job.epoch
+        def epoch(ctx: Any) -> None:
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            moment = optimizer.state[model.weight]["momentum_buffer"]
+            if ctx.epoch == 1:
+                held["moment"] = moment
+            held["moment"].mul_(0.5)
+
+        job.stop_when(max_epochs(epochs))
+        JobRunner(job, tmp_path / folder, best=None, code=False).train()
+        moment = optimizer.state[model.weight]["momentum_buffer"]
+        return held["moment"].data_ptr() == moment.data_ptr(), [model.weight.tolist(), moment.tolist()]
+
+    whole = run("whole", 3)
+    run("cut", 1)
+    assert run("cut", 3) == whole and whole[0]
+
+
+def test_a_load_of_all_keeps_a_registered_tensor(tmp_path: Path) -> None:
+    """A rate that is registered, that a dict holds and that an optimizer steps by is one after a load."""
+
+    def build_all() -> dict[str, Any]:
+        lr = torch.tensor(0.1)
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=lr)
+        return {"lr": lr, "optimizer": optimizer, "held": {"x": [lr]}}
+
+    job = Job("all", blobs=build_all())
+    job.epoch(lambda: None)
+    job.stop_when(max_epochs(1))
+    JobRunner(job, tmp_path / "run", best=None, code=False).train()
+    blobs = build_all()
+    open_checkpoint(tmp_path / "run").load(blobs)
+    assert blobs["optimizer"].param_groups[0]["lr"] is blobs["lr"] is blobs["held"]["x"][0]
