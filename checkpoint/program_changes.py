@@ -133,7 +133,7 @@ class Changes:
         return found
 
     def lines(self, position: Position) -> list[str]:
-        """A line for each blob, and one each for what was excluded, buffers of other nodes, and unsaved nodes."""
+        """A line for each blob, and one each for what is excluded, others' buffers, and unsaved nodes."""
         excluded, buffers = _some(self.excluded), _some(self.buffers)
         owners = ", ".join(sorted(set(self.buffers.values())))
         renamed = ""
