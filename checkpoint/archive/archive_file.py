@@ -52,6 +52,8 @@ class Contents:
     order: tuple[str, ...] = ()
     """The names of all states as the model has them."""
     package: Json = None
+    signature: Json = None
+    """What goes in and out of the model of a state archive, where it was compiled."""
     members: Mapping[str, bytes] = field(default_factory=dict)
 
 
@@ -82,7 +84,9 @@ def _manifest(contents: Contents, said: Json) -> Json:
         "order": list(contents.order),
         "aux": contents.aux,
     }
-    return found if contents.package is None else {**found, "package": contents.package}
+    for key, said_of_it in (("package", contents.package), ("signature", contents.signature)):
+        found.update({} if said_of_it is None else {key: said_of_it})
+    return found
 
 
 class ArchiveFile:

@@ -23,9 +23,10 @@ from torchrelay.checkpoint.state.admission import admitted_in_place, unwritable
 from torchrelay.checkpoint.state.in_place import NOTHING, InPlace, fitting
 from torchrelay.checkpoint.state.load_hooks import has_load_code
 from torchrelay.checkpoint.state.module_leaves import ModuleEntry, parts_of
-from torchrelay.checkpoint.state.reads import put
+from torchrelay.checkpoint.state.reads import form, put
 from torchrelay.checkpoint.state.subclasses import is_wrapper
-from torchrelay.errors import BlobError, PartiallyLoadedError
+from torchrelay.checkpoint.state.tensor_names import TensorNames
+from torchrelay.errors import BlobError, PartiallyLoadedError, UsageError
 
 
 @overload
@@ -54,6 +55,57 @@ def load_states(
         aux = archive.aux()
         report = fill(archive, model, strict=strict)
     return aux if strict else (aux, report)
+
+
+def set_states(model: nn.Module, states: Mapping[str, torch.Tensor]) -> None:
+    """Put what `get_states` gave into a model that was made by the same code, all or nothing.
+
+    Tied states may be given under any of their names, or all if they are equal. Values are copied, and
+    modules on the meta device get memory. States that are no tensors stay as they are.
+
+    Args:
+        model: Gets the states, in place.
+        states: Tensors by dotted name, of the shapes and element types of the model's.
+
+    Raises:
+        BlobError: With a list of all that is missing, unexpected or of another form; nothing has changed.
+
+    Example:
+        >>> set_states(other, get_states(model))
+    """
+    if not isinstance(states, Mapping):
+        raise UsageError(f"states are tensors by name, as get_states gives them, not {type(states).__name__}")
+    wanted = {one.name: one for one in entries_of(model) if isinstance(one.value, torch.Tensor)}
+    first, known = TensorNames(), dict[str, str]()
+    for name, entry in wanted.items():
+        lazy = nn.parameter.is_lazy(entry.value)
+        known[name] = name if lazy else first.earlier(entry.value, name) or name
+    given: dict[str, torch.Tensor] = {}
+    wrong = [f"{name} is no state of the model" for name in states if name not in wanted]
+    for name in [one for one in states if one in wanted]:
+        value, live = states[name], wanted[name].value
+        if why := _unlike(value, live):
+            wrong.append(f"{name} is {why}")
+        elif not torch.equal(given.setdefault(known[name], value), value):
+            wrong.append(f"{name} and another name of the same tensor have different values")
+    wrong += [f"{name} is missing" for name in dict.fromkeys(known.values()) if name not in given]
+    if wrong:
+        more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+        raise BlobError(
+            f"the states do not fit the model, so nothing was changed: {'; '.join(wrong[:8])}{more}"
+        )
+    _check_memory(list(wanted.values()))
+    gate()
+    _put(model, [(entry, given[known[name]].detach().clone()) for name, entry in wanted.items()])
+
+
+def _unlike(value: Any, live: torch.Tensor) -> str:
+    """How a given state differs in form from the model's; empty where it does not."""
+    if not isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__}, no tensor"
+    if nn.parameter.is_lazy(live) or (value.shape == live.shape and value.dtype == live.dtype):
+        return ""
+    return f"{form(value)}, in the model {form(live)}"
 
 
 def fill(archive: ArchiveFile, model: nn.Module, *, strict: bool) -> StateReport:

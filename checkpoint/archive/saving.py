@@ -14,6 +14,7 @@ from torchrelay.checkpoint.archive.publishing import Where
 from torchrelay.checkpoint.archive.states import States, checked, states_of
 from torchrelay.checkpoint.disk import values
 from torchrelay.checkpoint.disk.canonical import Json
+from torchrelay.checkpoint.package.recorded import recorded_call
 from torchrelay.checkpoint.state.admission import admitted
 from torchrelay.errors import UsageError
 
@@ -25,20 +26,24 @@ def save_states(
 
     `aux_states` has a value for each name: numbers, texts, bytes, tensors, what `optimizer.state_dict()`
     gives, and lists, tuples, sets and dicts of these; all come back as what they were. `path` is taken as it
-    is written; URLs of fsspec are fine. The file appears whole and durable or not at all, and replaces
-    another only with `overwrite`.
+    is written; URLs of fsspec are fine. After `compile(model, inputs)` the archive tells what goes in and out
+    of the model, too, which `summary(path)` shows. The file appears whole and durable or not at all, and
+    replaces another only with `overwrite`.
     Raises UsageError (a name taken, an aux name that is a state's, states without content), BlobError with
     the path of what cannot be stored, StorageError.
     """
     states = states_of(checked(model))
-    aux, tensors = _aux(aux_states or {}, states)
+    aux, tensors = aux_of(aux_states or {}, states)
     groups = {MODEL: states.tensors, AUX: tensors}
-    write_contents(
-        path, Contents(STATES, groups, states.ties, states.extra, aux, states.order), overwrite=overwrite
-    )
+    known = recorded_call(model)
+    contents = Contents(
+        STATES, groups, states.ties, states.extra, aux, states.order,
+        signature=None if known is None else known.signature.to_json(),
+    )  # fmt: skip
+    write_contents(path, contents, overwrite=overwrite)
 
 
-def _aux(given: Mapping[str, Any], states: States) -> tuple[Json, dict[str, Outgoing]]:
+def aux_of(given: Mapping[str, Any], states: States) -> tuple[Json, dict[str, Outgoing]]:
     """The values as JSON, in order, and the tensors inside them by the name that stands for them."""
     if not isinstance(given, Mapping):
         raise UsageError(f'aux_states has values by name, {{"epoch": 3}}, not {type(given).__name__}')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -48,6 +49,12 @@ class OnnxModule(nn.Module):
     ) -> None:
         super().__init__()
         model, beside = read_model(source)
+        if model.training_info:
+            warnings.warn(
+                "the file has training_info (an optimizer and initial values), which is left out: train the "
+                "module with an optimizer of torch",
+                stacklevel=2,
+            )
         content = content_of(known_model(model), Path(folder) if folder is not None else beside, supported)
         self._graph = content.graph
         self._ends: _Ends = (_names(outputs), (), drop_last)

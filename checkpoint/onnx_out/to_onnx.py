@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from torchrelay.checkpoint.onnx_out.needed import check_packages
 from torchrelay.checkpoint.onnx_out.own_copy import bare_module, kept_buffers, own_copy
 from torchrelay.checkpoint.onnx_out.quiet import undisturbing
 from torchrelay.checkpoint.onnx_out.targets import Target, target_of
+from torchrelay.checkpoint.package.recorded import recorded_call
 from torchrelay.errors import UsageError
 from torchrelay.jobs.signature import Signature, TensorSpec
 from torchrelay.records import dataclass
@@ -45,10 +47,10 @@ class OnnxFile:
 
 def to_onnx(
     model: torch.nn.Module,
-    inputs: Any,
-    path: str | os.PathLike[str],
+    inputs: Any = None,
+    path: str | os.PathLike[str] | None = None,
     *,
-    dynamic: Dynamic = True,
+    dynamic: Dynamic | None = None,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     opset: int | None = None,
@@ -58,14 +60,17 @@ def to_onnx(
     drop_unused: bool = False,
     metadata: Mapping[str, str] | None = None,
     overwrite: bool = False,
-) -> OnnxFile:
+) -> Any:
     """Write a module in evaluation mode as an ONNX file, at a path or fsspec URL, or raise and write nothing.
 
+    Returns an OnnxFile; without a path nothing is written, and an `onnx.ModelProto` comes back.
+
     `inputs` are an example: a tensor, a sequence of the arguments of `forward`, or a mapping of them by name;
-    nested, too. Names are those of the parameters of `forward` and of the keys of what it returns. The first
-    dimension is the `batch`, of any size, where it is as long as that of the first input; `dynamic=False`
-    fixes all sizes, `dynamic={"tokens": {0: "batch", 1: "time"}}` names those of an input (one name, one
-    size). `drop_unused` leaves inputs out that no answer depends on.
+    nested, too. Without any they are those that `compile(model, inputs)` was called with. Names are those of
+    the parameters of `forward` and of the keys of what it returns. The first dimension is the `batch`, of any
+    size, where it is as long as that of the first input; `dynamic=False` fixes all sizes,
+    `dynamic={"tokens": {0: "batch", 1: "time"}}` names those of an input (one name, one size). `drop_unused`
+    leaves inputs out that no answer depends on.
 
     The file passes ONNX's checker, and onnxruntime answers as torch on the CPU in the sizes of the example
     and in others, where |onnx - torch| <= atol + rtol * |torch| (whole numbers: equal); with `compare=False`
@@ -77,6 +82,14 @@ def to_onnx(
     where the extra is missing; StorageError.
     """
     check_packages()
+    if inputs is None:
+        inputs, recorded = _recorded(model)
+        dynamic = recorded if dynamic is None else dynamic
+    dynamic = True if dynamic is None else dynamic
+    if path is None:
+        return _proto(model, inputs, dynamic=dynamic, input_names=input_names, output_names=output_names,
+                      opset=opset, rtol=rtol, atol=atol, compare=compare, drop_unused=drop_unused,
+                      metadata=metadata)  # fmt: skip
     target = target_of(path, overwrite=overwrite)
     target.check()
     example = example_of(bare_module(model), inputs, input_names, dynamic)
@@ -90,6 +103,24 @@ def to_onnx(
         graph, signature = _graph(copied, example, cases, opset, drop_unused=drop_unused)
         _describe(graph, signature, metadata or {})
         return _written(graph, signature, target, cases if compare else (), tolerance)
+
+
+def _recorded(model: torch.nn.Module) -> tuple[Any, Any]:
+    known = recorded_call(bare_module(model))
+    if known is None:
+        raise UsageError(
+            "to_onnx needs inputs: give an example, or call torchrelay.compile(model, inputs) before"
+        )
+    return known.inputs, known.dynamic
+
+
+def _proto(model: torch.nn.Module, inputs: Any, **options: Any) -> Any:
+    """The content of the file that it would write."""
+    import onnx
+
+    with tempfile.TemporaryDirectory(prefix="torchrelay-onnx-") as folder:
+        to_onnx(model, inputs, Path(folder) / "model.onnx", **options)
+        return onnx.load(str(Path(folder) / "model.onnx"))
 
 
 def _checked(rtol: float, atol: float) -> Tolerance:

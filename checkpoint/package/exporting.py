@@ -28,6 +28,29 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             part.training = mode
 
 
+_UNLIKE_IN_TRAINING = (
+    *(nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase, nn.RReLU),
+    *(nn.FractionalMaxPool2d, nn.FractionalMaxPool3d),
+)
+
+
+def parts_that_train_otherwise(model: nn.Module) -> list[str]:
+    """The parts of a model that do, or may do, something else in training than in eval mode."""
+    return [
+        f"{name or 'the model'} ({type(part).__name__})"
+        for name, part in model.named_modules()
+        if _trains_otherwise(part)
+    ]
+
+
+def _trains_otherwise(part: nn.Module) -> bool:
+    if isinstance(part, _UNLIKE_IN_TRAINING):
+        return getattr(part, "p", 1) != 0
+    if type(part).__module__.startswith("torch.nn."):  # recurrent layers, attention, encoders
+        return isinstance(dropout := getattr(part, "dropout", 0), (int, float)) and dropout > 0
+    return "training" in getattr(type(part).forward, "__code__", _trains_otherwise.__code__).co_names
+
+
 def export(
     model: nn.Module, inputs: Any, dynamic: Dynamic | None = None, *, drop_unused: bool = False
 ) -> Exported:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,8 @@ class Package:
     `signature` is None where nobody gave inputs. `metadata` has what was known of the run: `run`, `epoch`,
     `code_id`, whatever of these there is. `preprocessing` refers to what makes inputs (a text, or a value of
     the author's). `class_path` is "module:Class"; `source` names the archived files; `without` says, for
-    what a package lacks, why.
+    what a package lacks, why. `still` names the parts of the model that the program has in eval mode alone,
+    None where an earlier version wrote the package.
     """
 
     where: str
@@ -52,6 +53,7 @@ class Package:
     has_constructor: bool
     source: tuple[str, ...]
     without: tuple[str, ...]
+    still: tuple[str, ...] | None
     place: Where = field(repr=False, compare=False)
     """As it was given; `where` is for messages."""
 
@@ -63,12 +65,17 @@ class Package:
         if not self.has_program or self.signature is None:
             raise UsageError(f"{self.where} has no program to run: {self._instead()}")
         with open_archive_file(self.place) as archive:
-            return _module(archive, self.signature)
+            return _module(archive, self.signature, self.still)
 
     def states(self) -> dict[str, torch.Tensor]:
         """The states alone, tied names with one tensor; raises DamagedError."""
         with open_archive_file(self.place) as archive:
             return archive.states()
+
+    def aux(self) -> dict[str, Any]:
+        """What `save` was given as `aux_states`, tensors on the CPU; raises DamagedError."""
+        with open_archive_file(self.place) as archive:
+            return archive.aux()
 
     def _instead(self) -> str:
         reason = "; ".join(self.without) or "it was saved without inputs"
@@ -98,7 +105,7 @@ def package_of(archive: ArchiveFile, where: Where) -> Package:
     labels = fields.optional("labels", fields.texts)
     return Package(
         archive.what,
-        None if found is None else _signature(found),
+        None if found is None else signature_in(found),
         labels,
         decode(fields.values.get("preprocessing")),
         _mapping(decode(fields.fields("metadata").values), fields),
@@ -107,6 +114,7 @@ def package_of(archive: ArchiveFile, where: Where) -> Package:
         fields.values.get("constructor") is not None,
         tuple(sorted(name.removeprefix(SOURCE) for name in archive.members if name.startswith(SOURCE))),
         fields.texts("without"),
+        fields.texts("still") if "still" in fields.values else None,
         where,
     )
 
@@ -117,14 +125,15 @@ def _mapping(found: Any, fields: Fields) -> Mapping[str, Any]:
     return found
 
 
-def _signature(fields: Fields) -> Signature:
+def signature_in(fields: Fields) -> Signature:
+    """What goes in and out, as a manifest says; raises DamagedError."""
     try:
         return Signature.from_json(fields.values)
     except UsageError as error:
         raise DamagedError(f"{fields.what} is damaged: {error}") from None
 
 
-def _module(archive: ArchiveFile, signature: Signature) -> nn.Module:
+def _module(archive: ArchiveFile, signature: Signature, still: Sequence[str] | None) -> nn.Module:
     from torchrelay.checkpoint.package.program import program_from_json
     from torchrelay.checkpoint.package.program_module import ProgramModule, Tensors
 
@@ -140,7 +149,7 @@ def _module(archive: ArchiveFile, signature: Signature) -> nn.Module:
         frozenset(name for name, entry in kinds.items() if entry.role == PARAMETER),
         frozenset(name for name, entry in kinds.items() if entry.trainable),
     )
-    return ProgramModule(program, signature, tensors)
+    return ProgramModule(program, signature, tensors, still)
 
 
 def _program_json(archive: ArchiveFile) -> Json:

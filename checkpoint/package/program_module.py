@@ -34,11 +34,15 @@ class ProgramModule(nn.Module):
     """A model as its package tells it, in eval mode; its state dict has the names of the original.
 
     Called as the original was when the program was made; `flat` takes and gives tensors in the order of
-    `signature`. `train()` changes nothing: the steps are those of the eval mode. Gradients flow.
+    `signature`. Gradients flow. The steps are those of the eval mode: `train()` is refused where parts of the
+    original do otherwise in training (`still`), as dropout and batch normalisation.
     """
 
-    def __init__(self, program: Program, signature: Signature, tensors: Tensors) -> None:
+    def __init__(
+        self, program: Program, signature: Signature, tensors: Tensors, still: Sequence[str] | None = ()
+    ) -> None:
         super().__init__()
+        self._still = ("parts that the package does not name",) if still is None else tuple(still)
         self.signature = signature
         self._program = program
         self._calls = tuple((step, operator_of(step.operator)) for step in program.steps)
@@ -54,6 +58,17 @@ class ProgramModule(nn.Module):
             raise DamagedError(f"the program needs {missing[0]!r}, which the package does not have")
         self.forward = MethodType(_with_names(program.arguments), self)
         self.eval()
+
+    def train(self, mode: bool = True) -> ProgramModule:
+        """Set the mode; raises UsageError for training where parts of the model would stand still."""
+        if mode and self._still:
+            more = f" and {len(self._still) - 5} more" if len(self._still) > 5 else ""
+            raise UsageError(
+                f"this program is the model in eval mode: {', '.join(self._still[:5])}{more} would stand "
+                "still in training. load(path, trust_source=True) makes the real class, if you trust its "
+                "source; without train() the parameters train as they are"
+            )
+        return super().train(mode)
 
     def _hold(self, name: str, tensor: torch.Tensor, *, persistent: bool) -> None:
         """Put a tensor where its name says.

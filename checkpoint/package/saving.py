@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchrelay.checkpoint.archive.archive_file import (
@@ -20,13 +21,14 @@ from torchrelay.checkpoint.archive.archive_file import (
 )
 from torchrelay.checkpoint.archive.members import Outgoing
 from torchrelay.checkpoint.archive.publishing import Where
+from torchrelay.checkpoint.archive.saving import aux_of
 from torchrelay.checkpoint.archive.states import States, checked, states_of
 from torchrelay.checkpoint.disk import canonical, values
 from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.package import opening
 from torchrelay.checkpoint.package.calls import Dynamic
 from torchrelay.checkpoint.package.epochs import of_epoch
-from torchrelay.checkpoint.package.exporting import export
+from torchrelay.checkpoint.package.exporting import export, parts_that_train_otherwise
 from torchrelay.checkpoint.package.opening import Package, open_package
 from torchrelay.checkpoint.package.recorded import recorded_call
 from torchrelay.checkpoint.package.rewriting import Exported
@@ -46,6 +48,7 @@ def save(
     labels: Sequence[str] | None = None,
     preprocessing: Any = None,
     metadata: Mapping[str, Any] | None = None,
+    aux_states: Mapping[str, Any] | None = None,
     source: bool = True,
     drop_unused: bool = False,
     run: str | os.PathLike[str] | None = None,
@@ -63,11 +66,13 @@ def save(
     `source=False` no source is archived. `drop_unused` leaves inputs out that no answer depends on. With
     `run`, a run directory or checkpoints, the states are those that the blob `blob` has in its `epoch`
     (of a copy: `model` stays as it is), and `metadata` tells of both. `labels` name the classes of the
-    output, `preprocessing` refers to what makes inputs. The file appears whole and durable or not at all;
-    it replaces another only with `overwrite`.
+    output, `preprocessing` refers to what makes inputs. `aux_states` are values and tensors that belong to
+    the states, an optimizer's say, as `save_states` takes them: `load_states(path, model)` gives them back.
+    The file appears whole and durable or not at all; it replaces another only with `overwrite`.
 
     What cannot be part of the package (no inputs, an operator that programs may not use, no source) is left
-    out, told by the package's `without`; a package that has states only is warned of.
+    out, told by the package's `without`; a package that has states only is warned of, and one whose source
+    nobody could run for want of `constructor`.
     Raises UsageError, BlobError for a state or value that cannot be stored, StorageError.
     """
     if inputs is None and (known := recorded_call(checked(model))) is not None:
@@ -80,24 +85,32 @@ def save(
     exported = _exported(model, inputs, dynamic, without, drop_unused=drop_unused)
     class_path, files = _source(model, wanted=source, without=without)
     arguments = _constructor(model, constructor, without) if files else None
+    aux = aux_of(aux_states or {}, states)
     package = {
         "signature": None if exported is None else exported.signature.to_json(),
         "labels": _labels(labels),
         "preprocessing": values.encode(preprocessing, "preprocessing"),
-        "metadata": values.encode(dict(metadata or {}), "metadata"),
+        "metadata": values.encode(dict(metadata or {}), "metadata", tensor=_no_tensor),
+        "still": parts_that_train_otherwise(model),
         "class_path": class_path,
         "constructor": arguments,
         "program": exported is not None,
         "without": without,
     }
-    where = write_contents(path, _contents(states, exported, files, package), overwrite=overwrite)
+    where = write_contents(path, _contents(states, exported, files, aux, package), overwrite=overwrite)
     if exported is None and arguments is None:
         warnings.warn(f"{where} has states only: {'; '.join(without)}", stacklevel=2)
+    elif files and arguments is None:
+        warnings.warn(f"the source in {where} cannot make the model: {without[-1]}", stacklevel=2)
     return open_package(path)
 
 
 def _contents(
-    states: States, exported: Exported | None, files: Mapping[str, bytes], package: Json
+    states: States,
+    exported: Exported | None,
+    files: Mapping[str, bytes],
+    aux: tuple[Json, Mapping[str, Outgoing]],
+    package: Json,
 ) -> Contents:
     constants = {} if exported is None else dict(exported.constants)
     members = {opening.SOURCE + name: data for name, data in files.items()}
@@ -105,11 +118,18 @@ def _contents(
         members[opening.PROGRAM] = canonical.dumps(exported.json)
     groups = {
         MODEL: states.tensors,
-        AUX: dict[str, Outgoing](),
+        AUX: aux[1],
         CONSTANTS: {name: Outgoing(tensor) for name, tensor in constants.items()},
     }
     return Contents(
-        PACKAGE, groups, states.ties, states.extra, order=states.order, package=package, members=members
+        PACKAGE, groups, states.ties, states.extra, aux[0], states.order, package=package, members=members
+    )
+
+
+def _no_tensor(path: str, tensor: torch.Tensor) -> Json:
+    raise BlobError(
+        f"{path} is a tensor, and metadata has plain values: give tensors as aux_states={{...}}, which "
+        "load_states(path, model) and open_package(path).aux() give back"
     )
 
 

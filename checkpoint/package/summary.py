@@ -10,7 +10,7 @@ from torchrelay.checkpoint.archive.archive_file import MODEL, PACKAGE, ArchiveFi
 from torchrelay.checkpoint.archive.entries import PARAMETER, Entry
 from torchrelay.checkpoint.archive.publishing import Where
 from torchrelay.checkpoint.disk.value_decoding import references
-from torchrelay.checkpoint.package.opening import Package, package_of
+from torchrelay.checkpoint.package.opening import Package, package_of, signature_in
 from torchrelay.jobs.signature import Signature, TensorSpec
 
 ROWS = 200
@@ -35,6 +35,8 @@ def _of_file(where: Where) -> Iterable[str]:
         yield f"{archive.what}: {kind}"
         if archive.kind == PACKAGE:
             yield from _of_package(package_of(archive, where))
+        elif "signature" in archive.fields.values:
+            yield from signature_lines(signature_in(archive.fields.fields("signature")))
         yield from _states(entries, archive.ties, archive.extra)
         yield from _aux(archive)
 

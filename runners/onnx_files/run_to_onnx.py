@@ -41,4 +41,7 @@ def run_to_onnx(
         options.setdefault("drop_unused", found.of_batches)
         known = run_facts(found.run, str(found.opened.position), found.opened.metrics)
         facts = known | dict(options.pop("metadata", None) or {})
-        return to_onnx(found.module, found.inputs, path, overwrite=overwrite, metadata=facts, **options)
+        done: OnnxFile = to_onnx(
+            found.module, found.inputs, path, overwrite=overwrite, metadata=facts, **options
+        )
+        return done

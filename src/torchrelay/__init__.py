@@ -90,12 +90,13 @@ _HOMES = {
     "save_blobs": "checkpoint.blob_files",
     "save_states": "checkpoint.archive.saving",
     "seed": "jobs.seeding",
+    "set_states": "checkpoint.archive.loading",
     "summary": "checkpoint.package.summary",
     "to_onnx": "checkpoint.onnx_out.to_onnx",
 }
 
 if TYPE_CHECKING:
-    from torchrelay.checkpoint.archive.loading import load_states as load_states
+    from torchrelay.checkpoint.archive.loading import load_states as load_states, set_states as set_states
     from torchrelay.checkpoint.archive.saving import save_states as save_states
     from torchrelay.checkpoint.archive.states import get_params as get_params, get_states as get_states
     from torchrelay.checkpoint.package.compiling import compile as compile
