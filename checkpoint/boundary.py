@@ -17,7 +17,7 @@ from torchrelay.checkpoint.selection import EVERYTHING, Selection
 from torchrelay.checkpoint.state.dtensors import local_of
 from torchrelay.checkpoint.state.flatten import named_leaves
 from torchrelay.checkpoint.state.gradients import gradient_leaves
-from torchrelay.checkpoint.state.kinds import kind_of
+from torchrelay.checkpoint.state.kinds import kind_of, local_part
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, LeafSpec, Role, Value
 from torchrelay.checkpoint.state.module_leaves import ModuleStates
 from torchrelay.checkpoint.state.rehearsal import Start, arrays_of, groups_of, rehearse
@@ -126,12 +126,17 @@ def capture(
 
 def check_whole(state: NodeState) -> None:
     """Refuse shards of a node, by BlobError, where not all nodes are saved: nobody would have the rest."""
-    for spec in state.specs:
-        if spec.sharding is not None:
-            raise BlobError(
-                f"{spec.name} of {state.place} is a shard, and nodes_to_checkpoint leaves out other nodes: "
-                "name all nodes, or leave nodes_to_checkpoint out"
-            )
+    shards = [spec.name for spec in state.specs if spec.sharding is not None]
+    shards += [
+        blob
+        for blob, value in state.objects.items()
+        if isinstance(value, torch.optim.Optimizer) and local_part(value) is not value
+    ]
+    if shards:
+        raise BlobError(
+            f"{shards[0]} of {state.place} is in shards, and nodes_to_checkpoint leaves out other nodes: "
+            "name all nodes, or leave nodes_to_checkpoint out"
+        )
 
 
 def _objects(workspace: Workspace, place: NodePlace, members: Mapping[str, Member]) -> dict[str, Any]:

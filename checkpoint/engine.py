@@ -6,6 +6,7 @@ Every verb is called by all processes of the session in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -138,15 +139,12 @@ class Engine:
         return other
 
     def _saved(self, session: Session) -> dict[str, NodePlace]:
-        """The places of the nodes that are saved, by name, numbered among themselves."""
+        """By the nodes that are saved: their places under stored names, numbered among themselves."""
         named = [place for place in session.nodes if place.name in self.stored_names] or session.nodes
         return {
-            place.name: replace(place, rank=number, world_size=len(named))
+            place.name: replace(place, name=self._stored(place.name), rank=number, world_size=len(named))
             for number, place in enumerate(named)
         }
-
-    def _places(self, session: Session) -> tuple[NodePlace, ...]:
-        return tuple(replace(one, name=self._stored(name)) for name, one in self._saved(session).items())
 
     def _stored(self, node: str) -> str:
         return self.stored_names.get(node, node)
@@ -268,11 +266,13 @@ class Engine:
         clock = Clock()
         with clock.spent("stage"):
             states, failed = self._capture(session)
-        job = self._job(session, states, position, facts)
+        everybody = self._job(session, states, position, facts)
         with clock.spent("plan"):
-            demoted, whole = self._replicas.run(job, self._forced(), failed=failed)
+            demoted, whole = self._replicas.run(everybody, self._forced(), failed=failed)
             self._unsaved.patterns(session, states, position)
             self._demote(demoted, say=session.peers.rank == 0)
+            saved = self._saved(session)
+            job = everybody.of_nodes({one.rank: saved.get(one.name) for one in session.nodes})
             plan = make_plan(job := job.with_rank_scope(self._demoted | demoted), self._exchange)
         if self.background is not None and self.ledger.in_run:
             self.background.begin(session, job, plan, clock, whole, self.retaining.behind)
@@ -284,7 +284,7 @@ class Engine:
         return SaveJob(
             self.storage,
             session.peers,
-            self._places(session),
+            tuple(replace(one, name=self._stored(one.name)) for one in session.nodes),
             states,
             position,
             replace(facts, selection=self.selection, made_by_init=self._made_by_init),
@@ -347,14 +347,18 @@ class Engine:
         states: list[NodeState] = []
         saved = self._saved(session)
         try:
-            for place in (saved[one.name] for one in session.local_nodes if one.name in saved):
+            for place in session.local_nodes:
                 stored, names = self._stored(place.name), members.get(place.name, {})
-                self._unsaved.late_names(session, place, names)
                 known = (names, self._demoted, self._structures)
+                if place.name not in saved:  # it is compared, and need not be such that it could be saved
+                    with suppress(Exception):
+                        states.append(capture(session, place, stored, *known, self.selection, self._resumes))
+                    continue
+                self._unsaved.late_names(session, place, names)
                 states.append(capture(session, place, stored, *known, self.selection, self._resumes))
+                self._unsaved.training(session, place, states[-1])
                 if len(saved) < len(session.nodes):
                     check_whole(states[-1])
-                self._unsaved.training(session, place, states[-1])
         except BlobError as error:
             return (), type(error)(f"{error} (on {place})")
         except Exception as error:
@@ -404,17 +408,9 @@ class Engine:
         self.wait(unguarded=True)
         members, selection = self._members or {}, self.selection
         job = LoadJob(
-            self.storage,
-            session,
-            target,
-            self._stored,
-            members,
-            self._registered,
-            frozenset(self._saved(session)),
-            selection,
-            self.share_reads,
-            self.resume,
-        )
+            self.storage, session, target, self._stored, members, self._registered,
+            frozenset(self._saved(session)), selection, self.share_reads, self.resume,
+        )  # fmt: skip
         self._streams, self._gradients, stats, changes = load_all(job)
         self._took("checkpoint_load", stats)
         self._tell_changes(session, changes.lines(target.position))

@@ -226,7 +226,7 @@ def _prepare(
         }
         changes = _changes(job, registered)
         excluded = excluded_leaves(job.manifest, exclude) if exclude else lambda name: False
-        assigned = _assigned(job, reader, replace(place, name=stored), members, changes, excluded)
+        assigned = _assigned(job, reader, place, members, changes, excluded)
         changes.buffers.update(assigned.buffers)
         _check_computed(place, entries, assigned.computed)
         left = assigned.kept | job.target.lost_blobs
@@ -274,9 +274,10 @@ def _assigned(
     excluded: Callable[[str], bool],
 ) -> Assigned:
     without = changes.gone | job.target.lost_blobs
-    if place.name not in job.nodes:
+    if place.name not in job.saved:
         changes.unsaved.add(place.name)
         return assign_replicated(job.manifest, place, members, reader, without)
+    place = replace(place, name=job.stored_name(place.name))
     return assign(job.manifest, place, job.nodes, members, reader, job.anywhere, without, excluded)
 
 

@@ -228,9 +228,12 @@ class _Choice:
         leaves = [self._first(name) for name in unit]
         member = self.members.get(leaves[0].blob)
         alike = all(leaf.scope == "replicated" and self.manifest.is_shared(leaf) for leaf in leaves)
-        if member is not None and member.registered and alike:
+        registered = member is not None and member.registered
+        if registered and alike:
             for leaf in leaves:
                 self.take(leaf)
+        elif registered and self._only_buffers_differ(leaves):
+            self._take_own_or_first(leaves)
         else:
             self.found.kept.update(unit)
 

@@ -89,6 +89,14 @@ class SaveJob:
         """Whether this process makes and gives up directories where it writes."""
         return self.peers.rank == (0 if self.apart is None else min(self.apart.ranks))
 
+    def of_nodes(self, saved: Mapping[int, NodePlace | None]) -> SaveJob:
+        """The same for some nodes: their places by the rank that they have here, None for the others."""
+        if all(saved.get(place.rank) is not None for place in self.places):
+            return self
+        states = [replace(one, place=place) for one in self.states if (place := saved[one.rank]) is not None]
+        places = tuple(place for place in saved.values() if place is not None)
+        return replace(self, places=places, states=tuple(states))
+
     def with_rank_scope(self, names: set[str]) -> SaveJob:
         """The same, with these leaves owned by each node; this very job where they are so already."""
         if all(state.scopes.get(name, "rank") == "rank" for state in self.states for name in names):

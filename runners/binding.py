@@ -38,6 +38,8 @@ def _bind_all(job: Job, session: SessionBase, *, before_setup: bool) -> None:
         workspace = session.workspace(place.name)
         if before_setup:
             workspace.forget_others(job.blobs)
+            for name in workspace.outliving & workspace.entries().keys():  # of an earlier job
+                del workspace[name]
             read = [one for condition in job.stop_conditions if (one := getattr(condition, "blob", None))]
             workspace.outliving = {name for name, node in read if node in (None, place.name)}
         for blob in job.blobs:

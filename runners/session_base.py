@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -207,7 +207,11 @@ class SessionBase(Managed):
         self._run_group(_alone(task))
         return task.result
 
-    def _run_group(self, group: TaskGroup) -> None:
+    def run_on(self, group: TaskGroup, nodes: Collection[str]) -> None:
+        """Run the tasks that a group has on these nodes; all processes call this together."""
+        self._run_group(group, nodes)
+
+    def _run_group(self, group: TaskGroup, nodes: Collection[str] | None = None) -> None:
         group.freeze()
         self.prepare(group)
         tasks = group.tasks()
@@ -218,6 +222,8 @@ class SessionBase(Managed):
 
         def work() -> Any:
             for place in self.local_nodes:
+                if nodes is not None and place.name not in nodes:
+                    continue
                 try:
                     own[place.name] = self._run_node(group, by_node[place.name], place.name, ranks)
                 except Interrupted:  # all processes are, at one step: they meet as after any group

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -24,6 +23,7 @@ from torchrelay.checkpoint.onnx_in.operators import supported
 from torchrelay.checkpoint.onnx_in.plan import Plan, plan_of
 from torchrelay.checkpoint.onnx_in.running import Surroundings, run_plan
 from torchrelay.errors import UsageError
+from torchrelay.jobs.peers import warn
 
 _Ends = tuple[tuple[str, ...] | None, tuple[str, ...], int]
 
@@ -50,7 +50,7 @@ class OnnxModule(nn.Module):
         super().__init__()
         model, beside = read_model(source)
         if model.training_info:
-            warnings.warn(
+            warn(
                 "the file has training_info (an optimizer and initial values), which is left out: train the "
                 "module with an optimizer of torch",
                 stacklevel=2,

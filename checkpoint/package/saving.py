@@ -85,24 +85,34 @@ def save(
     exported = _exported(model, inputs, dynamic, without, drop_unused=drop_unused)
     class_path, files = _source(model, wanted=source, without=without)
     arguments = _constructor(model, constructor, without) if files else None
-    aux = aux_of(aux_states or {}, states)
     package = {
+        **_described(exported, labels, preprocessing, metadata),
+        "still": parts_that_train_otherwise(model),
+        "class_path": class_path,
+        "constructor": arguments,
+        "without": without,
+    }
+    aux = aux_of(aux_states or {}, states)
+    where = write_contents(path, _contents(states, exported, files, aux, package), overwrite=overwrite)
+    if arguments is None and (files or exported is None):
+        lacks = "cannot make the model of its source" if exported is not None else "has states only"
+        warnings.warn(f"{where} {lacks}: {'; '.join(without)}", stacklevel=2)
+    return open_package(path)
+
+
+def _described(
+    exported: Exported | None,
+    labels: Sequence[str] | None,
+    preprocessing: Any,
+    metadata: Mapping[str, Any] | None,
+) -> dict[str, Json]:
+    return {
+        "program": exported is not None,
         "signature": None if exported is None else exported.signature.to_json(),
         "labels": _labels(labels),
         "preprocessing": values.encode(preprocessing, "preprocessing"),
         "metadata": values.encode(dict(metadata or {}), "metadata", tensor=_no_tensor),
-        "still": parts_that_train_otherwise(model),
-        "class_path": class_path,
-        "constructor": arguments,
-        "program": exported is not None,
-        "without": without,
     }
-    where = write_contents(path, _contents(states, exported, files, aux, package), overwrite=overwrite)
-    if exported is None and arguments is None:
-        warnings.warn(f"{where} has states only: {'; '.join(without)}", stacklevel=2)
-    elif files and arguments is None:
-        warnings.warn(f"the source in {where} cannot make the model: {without[-1]}", stacklevel=2)
-    return open_package(path)
 
 
 def _contents(

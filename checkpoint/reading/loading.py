@@ -281,12 +281,23 @@ def _inner_unrenamed(found: Mapping[str, _Found], json: Mapping[str, Any]) -> di
         for stored in references(value)
         if new_names.get(stored, stored) != stored
     }
+    if not back:
+        return dict(found)
     kept = {new: one for new, one in found.items() if new not in back}
     inner = {
         stored: replace(found[new], spec=replace(found[new].spec, name=stored, blob=blob))
         for new, (stored, blob) in back.items()
     }
-    return {**kept, **inner}
+
+    def named(name: str | None) -> str | None:
+        return back[name][0] if name in back else name
+
+    return {
+        name: replace(
+            one, spec=replace(one.spec, alias_of=named(one.spec.alias_of), same_as=named(one.spec.same_as))
+        )
+        for name, one in {**kept, **inner}.items()
+    }
 
 
 def _names(renaming: Renaming, objects: Mapping[str, Any], wish: _Wish) -> dict[str, str]:

@@ -23,6 +23,7 @@ from torchrelay.checkpoint.state.optimizer_leaves import (
     PARAMS,
     group_prefix,
     groups_prefix,
+    orphans,
     parameters,
     shared_name,
     state_prefix,
@@ -57,6 +58,14 @@ def draft_optimizer(draft: Draft, blob: str, optimizer: Optimizer) -> None:
     if members is None:
         return
     _Load(draft, blob, optimizer, members, added).plan()
+
+
+def draft_shared_parameters(draft: Draft, blob: str, optimizer: Optimizer) -> None:
+    """Plan the parameters that no other blob holds and that an optimizer before this one shares, too."""
+    for name, parameter in orphans(blob, optimizer) if draft.aliased else ():
+        spec = draft.specs.get(name)
+        if name in draft.aliased and spec is not None and spec.blob == blob and draft.fits(spec, parameter):
+            draft.into(blob, spec, parameter)
 
 
 def _stored_groups(draft: Draft, blob: str) -> list[list[str]]:

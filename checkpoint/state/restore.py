@@ -22,7 +22,7 @@ from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import LeafSpec
 from torchrelay.checkpoint.state.module_restore import draft_module
 from torchrelay.checkpoint.state.optimizer_leaves import parameters
-from torchrelay.checkpoint.state.optimizer_restore import draft_optimizer
+from torchrelay.checkpoint.state.optimizer_restore import draft_optimizer, draft_shared_parameters
 from torchrelay.checkpoint.state.reads import Read, outside_inference_mode
 from torchrelay.checkpoint.state.restoring import Draft, shared_across_files
 from torchrelay.checkpoint.state.stateful_restore import draft_new, draft_stateful, draft_tensor, draft_value
@@ -142,6 +142,9 @@ def drafted(
     # Modules first, as their load hooks may tell optimizers what parameters were called; and tensors, as what
     # an optimizer shared with one may have become two, of which only the optimizer can get a new one.
     fixed_first = sorted(given, key=lambda blob: not isinstance(given[blob], nn.Module | torch.Tensor))
+    for blob, value in given.items():
+        if isinstance(value, torch.optim.Optimizer):
+            draft_shared_parameters(draft, blob, value)
     for blob in fixed_first:
         if blob in containers:
             continue

@@ -162,7 +162,7 @@ def test_a_program_that_has_one_mode_trains(tmp_path: Path) -> None:
 
 def test_a_source_that_nobody_could_run_is_warned_of(tmp_path: Path) -> None:
     """A class that needs arguments is said at the save, not at the load elsewhere."""
-    with pytest.warns(UserWarning, match=r"cannot make the model.*give constructor="):
+    with pytest.warns(UserWarning, match=r"cannot make the model of its source.*give constructor="):
         torchrelay.save(tmp_path / "a", Sized(2), torch.ones(1, 3))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -78,6 +78,7 @@ KINDS: dict[str, Callable[[dict[str, Any]], tuple[Place, Place]]] = {
     "a moment in the place of another tensor": lambda b: ((b["held"], "like"), moment(b)),
     "a rate in an object": lambda b: ((b["object"].kept, "it"), rate(b)),
     "a moment in an object": lambda b: ((b["object"].kept, "it"), moment(b)),
+    "a rate of a dict in an object": lambda b: ((b["object"].kept, "it"), (b["held"], "lr")),
     "one of several rates": lambda b: ((b["object"].kept, "it"), (rate(b)[0]["rates"], 1)),
     "one of several rates in a dict": lambda b: ((b["held"], "gained"), (rate(b)[0]["rates"], 1)),
     "a parameter in the state": lambda b: ((moment(b)[0], "kept"), (b["model"]._parameters, "bias")),
@@ -271,3 +272,42 @@ def test_a_load_of_all_keeps_a_registered_tensor(tmp_path: Path) -> None:
     blobs = build_all()
     open_checkpoint(tmp_path / "run").load(blobs)
     assert blobs["optimizer"].param_groups[0]["lr"] is blobs["lr"] is blobs["held"]["x"][0]
+
+
+def test_a_parameter_of_a_later_optimizer_is_shared_too(tmp_path: Path) -> None:
+    """State of the first optimizer may be a parameter that only the second one holds."""
+
+    def run(folder: str, epochs: int) -> tuple[bool, list[Any]]:
+        torch.manual_seed(0)
+        model, alone = nn.Linear(3, 2), nn.Parameter(torch.ones(2))
+        one = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+        two = torch.optim.SGD([alone], lr=0.1, foreach=False)
+        job = Job("later", blobs={"model": model, "one": one, "two": two})
+
+        @job.epoch
+        def epoch(ctx: Any) -> None:
+            (model(torch.ones(1, 3)).sum() + alone.square().sum()).backward()
+            one.step()
+            if ctx.epoch == 1:
+                one.state[model.weight]["kept"] = alone
+            with torch.no_grad():
+                one.state[model.weight]["kept"].mul_(0.5)
+            two.step()
+
+        job.stop_when(max_epochs(epochs))
+        JobRunner(job, tmp_path / folder, best=None, code=False).train()
+        kept = one.state[model.weight]["kept"]
+        return kept.data_ptr() == alone.data_ptr(), [model.weight.tolist(), alone.tolist(), kept.tolist()]
+
+    whole = run("whole", 3)
+    run("cut", 1)
+    assert run("cut", 3) == whole and whole[0]
+
+
+def test_renamed_containers_keep_what_others_share(tmp_path: Path) -> None:
+    """`rename=` gives a dict another name, and the load still finds what an object and an optimizer share."""
+    whole = train(tmp_path / "run", 2, "a rate of a dict in an object")
+    blobs = build(first=False)
+    renamed = {"held2": blobs["held"], **{name: one for name, one in blobs.items() if name != "held"}}
+    open_checkpoint(tmp_path / "run").load(renamed, rename={"held": "held2"})
+    assert bits(blobs) == bits(whole)

@@ -19,6 +19,7 @@ from torchrelay import (
     Node,
     Task,
     epoch_limiter,
+    max_epochs,
     open_checkpoint,
 )
 from torchrelay.errors import UsageError
@@ -109,3 +110,36 @@ def test_ranks_that_are_not_saved_go_on_with_what_is_replicated(tmp_path: Path, 
         assert (one == other) is (one[:6] in kept), "what a rank owns is loaded where it was saved"
     assert said.count("not saved (nodes_to_checkpoint)") == 1
     assert open_checkpoint(tmp_path / "cut").nodes == tuple(saved.split(","))
+
+
+@pytest.mark.parametrize("saved", ("trainer_0", "trainer_1"))
+def test_what_init_makes_on_other_nodes_is_made_again(tmp_path: Path, saved: str) -> None:
+    """A resume runs init on the nodes that are not saved, so their tasks find their names."""
+    first, resumed = LocalSession(), LocalSession()
+    JobRunner(job_of(2, [saved]), MultiNodeCheckpointManager(tmp_path)).train(first)
+    runner = JobRunner(job_of(4, [saved]), MultiNodeCheckpointManager(tmp_path), resume_from_epoch=2)
+    assert runner.train(resumed) == 4
+    totals = {name: int(resumed.workspace(name)["total"]) for name in ("trainer_0", "trainer_1")}
+    begun = {"trainer_0": 0, "trainer_1": 10}
+    assert totals == {name: start + (4 if name == saved else 2) for name, start in begun.items()}
+
+
+def test_what_differs_between_nodes_stays_with_each(tmp_path: Path) -> None:
+    """Nodes that are not saved are compared, so that their own counters are not taken for replicas."""
+
+    def job_with(epochs: int) -> Job:
+        def count(ws: Any) -> None:
+            ws["own"]["n"] += 1 if ws.node == "trainer_0" else 10
+
+        with Job("own", blobs={"own": lambda: {"n": 0}}, nodes_to_checkpoint=["trainer_0"]) as job:
+            for name in ("trainer_0", "trainer_1"):
+                with Node(name):
+                    Task(count)
+            job.stop_when(max_epochs(epochs))
+        return job
+
+    session = LocalSession()
+    with pytest.warns(UserWarning, match="own differs between nodes"):
+        JobRunner(job_with(2), MultiNodeCheckpointManager(tmp_path)).train(LocalSession())
+    JobRunner(job_with(3), MultiNodeCheckpointManager(tmp_path), resume_from_epoch=2).train(session)
+    assert [session.workspace(name)["own"]["n"] for name in ("trainer_0", "trainer_1")] == [3, 10]
