@@ -82,8 +82,9 @@ class Job(Managed):
     `with Job() as job:` makes the job and its epoch group current, so that plain tasks inside join
     the epoch group; `with job.init_group:` and its siblings redirect. `job.blobs` is the registry of
     the blobs: call it to add some, iterate it to see them. `stop_conditions` are what `stop_when` takes.
-    Of the other nodes than `nodes_to_checkpoint` nothing is saved. A resume runs init there and gives them
-    the registered blobs that are replicated; all else, random streams too, begins as in a new run.
+    Of the other nodes than `nodes_to_checkpoint` nothing is saved. A resume runs init there (of ranks on
+    all, as its tasks may communicate) and gives them the registered blobs that are replicated; all else,
+    random streams too, begins as in a new run.
     Raises UsageError for a bad name; everything else is checked by `check`.
     """
 

@@ -307,9 +307,11 @@ class Life:
         manager = self.manager
         if manager is None:
             raise NotImplementedError  # a target comes from a manager
-        all_nodes = [place.name for place in self.session.nodes]
-        if unsaved := set(all_nodes).difference(self.nodes):  # they begin as in a new run
-            self.session.run_on(self.job.init_group, unsaved)
+        nodes = {place.name for place in self.session.nodes}
+        if unsaved := nodes.difference(
+            self.nodes
+        ):  # they begin as in a new run; tasks of ranks may communicate
+            self.session.run_on(self.job.init_group, unsaved if self.session.peers.size == 1 else nodes)
         target = self._load(choice, target, manager)
         self.from_program.apply(self.session, target.facts.built, self.journal.say)
         self.journal.say_fallback(choice, self.look, target.position)

@@ -1,5 +1,8 @@
 """Test results of a run: a file each, `results/test-e<epoch>-<code>.json`.
 
+Results of other code or of another configuration than the run's (`test --ignore`) lie beside them, with the
+configuration in their name: they are no results of the run.
+
 Files of their own, so that tests beside a running training take nothing from each other or from it.
 """
 
@@ -14,25 +17,31 @@ from torchrelay.errors import StorageError
 from torchrelay.metadata.files import read_json, write_json
 
 FOLDER = "results"
-_NAME = re.compile(r"test-e([0-9]{8,})-([0-9a-z]{1,12})\.json")
-_NO_CODE = "unknown"
+_NAME = re.compile(r"test-e([0-9]{8,})-([0-9a-z]{1,12})(-[0-9a-z]{1,12})?\.json")
+_NO_CODE, _NO_CONFIG = "unknown", "none"
 _SHORT = 12
 
 
-def result_path(run: Path, epoch: int, code_id: str | None) -> Path:
+def result_path(
+    run: Path, epoch: int, code_id: str | None, config_id: str | None = None, *, own: bool = True
+) -> Path:
     """Where the result of an epoch under some code lies."""
-    return run / FOLDER / f"test-e{epoch:08d}-{(code_id or _NO_CODE)[:_SHORT]}.json"
+    other = "" if own else f"-{(config_id or _NO_CONFIG)[:_SHORT]}"
+    return run / FOLDER / f"test-e{epoch:08d}-{(code_id or _NO_CODE)[:_SHORT]}{other}.json"
 
 
-def read_result(run: Path, epoch: int, code_id: str | None) -> dict[str, Any] | None:
+def read_result(
+    run: Path, epoch: int, code_id: str | None, config_id: str | None = None, *, own: bool = True
+) -> dict[str, Any] | None:
     """None where there is none; raises DamagedError, StorageError."""
-    found = read_json(result_path(run, epoch, code_id))
+    found = read_json(result_path(run, epoch, code_id, config_id, own=own))
     return None if found is None else _sound(found)
 
 
 def write_result(run: Path, epoch: int, code_id: str | None, content: Mapping[str, Any]) -> Path:
     """Store a result, in place of an older one of the same epoch and code; raises StorageError."""
-    path = result_path(run, epoch, code_id)
+    own = content.get("own", True) is not False
+    path = result_path(run, epoch, code_id, content.get("config_id"), own=own)
     try:
         path.parent.mkdir(exist_ok=True)
     except OSError as error:
@@ -50,8 +59,8 @@ def results(run: Path) -> list[dict[str, Any]]:
 
 
 def newest_result(run: Path) -> dict[str, Any] | None:
-    """The newest one of the highest epoch."""
-    found = results(run)
+    """The newest one of the highest epoch that is the run's own."""
+    found = [one for one in results(run) if one.get("own", True) is not False]
     return found[-1] if found else None
 
 

@@ -74,7 +74,7 @@ def _stored(scene: ConfiguredScene, used: Used, profiles: Sequence[RunnerKeys]) 
     several = scene.request.epoch is None and any(map(_chooses, profiles))
     if scene.request.retest or writes or several:
         return None
-    found = read_result(Path(used.path), used.epoch, used.code_id)
+    found = read_result(Path(used.path), used.epoch, used.code_id, scene.config.id, own=used.own)
     if found is None or found.get("profiles") != _ids(scene, profiles) or found.get("branch") != used.branch:
         return None
     return found
@@ -104,6 +104,7 @@ def _result(scene: ConfiguredScene, used: Used, epoch: int, metrics: Mapping[str
         "branch": used.branch,
         "code_id": used.code_id,
         "config_id": scene.config.id,
+        "own": used.own,
         "profiles": _ids(scene, scene.inferring()),
         "time": round(time.time(), 3),
         "metrics": dict(metrics),

@@ -60,8 +60,16 @@ def start_of(scene: ConfiguredScene) -> Start:
     """What this start is, as choices need it."""
     request = scene.request
     rewinds = request.epoch is not None and request.verb == "train"
+    run = request.run_id if request.verb == "train" else None
     return Start(
-        scene.identity, limits_of(scene), request.force, request.retrain, rewinds, launch_of(), is_restart()
+        scene.identity,
+        limits_of(scene),
+        request.force,
+        request.retrain,
+        rewinds,
+        run,
+        launch_of(),
+        is_restart(),
     )
 
 

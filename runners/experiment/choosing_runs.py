@@ -40,6 +40,8 @@ class Start:
     force: bool = False
     retrain: bool = False
     rewind: bool = False
+    run: str | None = None
+    """The run that was named."""
     launch: str = ""
     restarted: bool = False
 
@@ -65,6 +67,8 @@ def choose_to_train(start: Start, runs: Sequence[Known]) -> Chosen:
     if start.force:
         return Chosen("new", None, "--force")
     same = [one for one in runs if one.identity.same(start.identity)]
+    if start.run is not None:
+        return _of_same(start, _named(start.run, same, runs))
     if not same:
         if start.retrain or start.rewind:
             option = "--retrain" if start.retrain else "--epoch"
@@ -74,6 +78,19 @@ def choose_to_train(start: Start, runs: Sequence[Known]) -> Chosen:
             )
         return Chosen("new", None, "no run yet" if not runs else "code or configuration changed")
     return _of_same(start, same[-1])
+
+
+def _named(run: str, same: Sequence[Known], runs: Sequence[Known]) -> Known:
+    for one in same:
+        if one.id == run:
+            return one
+    if any(one.id == run for one in runs):
+        raise NotAllowedNowError(
+            f"code or configuration changed since {run}, so it cannot go on: train without --run makes a new "
+            "run"
+        )
+    known = ", ".join(one.id for one in runs[-5:]) or "none"
+    raise UsageError(f"there is no run {run:.80}; the newest are: {known}")
 
 
 def _of_this_launch(start: Start, runs: Sequence[Known]) -> Known | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torchrelay.errors import DirectoryInUseError
 from torchrelay.metadata.experiment.note import Note
 from torchrelay.metadata.experiment.run_store import ProgramRun, RunStore, update_note
@@ -19,7 +21,9 @@ def made_run(
     if chosen.run is None:
         run = store.create(note, best, ranks)
     elif chosen.action == "again":
-        run, aside = store.begin_again(_free(store.find(chosen.run), chosen), note, best, ranks)
+        found = _free(store.find(chosen.run), chosen)
+        note = replace(note, message=note.message or found.note.message)
+        run, aside = store.begin_again(found, note, best, ranks)
         more = f"; what it had lies in {aside}"
     else:
         run = store.find(chosen.run)

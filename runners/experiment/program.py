@@ -70,8 +70,9 @@ class Program(Samples):
     def train(self, where: str | Path | None = None, *, resume_from_epoch: int | None = None) -> RunResult:
         """Train in this process: in memory, or in the run directory `where`, which is then continued.
 
-        In memory `rows` tells what was measured, and a second call goes on with the same weights. Raises
-        the errors of `JobRunner.train`.
+        In memory `rows` tells what was measured, and a second call goes on with the same weights. A class may
+        write its own, which the verb calls with the directory of the run. Raises the errors of
+        `JobRunner.train`.
         """
         if "model" not in self.__dict__:  # what is there stays as it is
             set_seed(self.seed)
@@ -80,7 +81,8 @@ class Program(Samples):
             self._where, self._history = (None, []) if where is None else (Path(where), self._history)
             if where is None:
                 job.stop_when(self._note_in_memory)
-            return self.runner(job, where).train(session, resume_from_epoch)
+            options = {} if where is None else self.options_of_verb
+            return self.runner(job, where, **options).train(session, resume_from_epoch)
 
     def test(self, data: Any = None) -> dict[str, Any]:
         """Measure a dataset (`test` if None) with the weights as they are now; returns numbers by name."""
@@ -181,6 +183,8 @@ class Program(Samples):
             )
         return {name: one for name, one in blobs.items() if one is not None} | more
 
+    options_of_verb: Mapping[str, Any] = {}
+    """Options of JobRunner that were typed behind the verb which called `train`."""
     _history: list[tuple[int, dict[str, float]]] = []  # noqa: RUF012 - replaced, never changed
     _where: Path | None = None
 

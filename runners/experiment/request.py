@@ -67,6 +67,8 @@ class Request:
             raise UsageError("-o changes a configuration: name its file with -m")
         if found.strict_config and found.config is None:
             raise UsageError("--strict-config is for a configuration: name its file with -m")
+        if verb == "train" and found.force and found.run_id:
+            raise UsageError("--force makes a new run, and --run names one that there is: leave one out")
         if verb == "eval" and len(found.paths) < 2:
             raise UsageError("eval takes files to read and, last, the file or directory to write: IN... OUT")
         return found
@@ -89,7 +91,8 @@ def read_request(argv: Sequence[str] | None = None) -> Request:
     parser = Parser(epilog=_CODES, allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for verb, text in VERBS.items():
-        one = verbs.add_parser(verb, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=_CODES)
+        description = f"{text[0].upper()}{text[1:]}."
+        one = verbs.add_parser(verb, help=text, description=description, epilog=_CODES, allow_abbrev=False)
         one.add_argument("--json", action="store_true", help="one JSON object instead of lines")
         add_options(one, verb)
         one.set_defaults(parser=one)
@@ -123,6 +126,9 @@ def _starting(parser: argparse.ArgumentParser) -> None:
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--force", action="store_true", help="make a new run, though nothing changed")
     either.add_argument("--retrain", action="store_true", help="train the same run again from the beginning")
+    parser.add_argument(
+        "--run", dest="run_id", metavar="ID", help="this run of the same code (default: the newest)"
+    )
     parser.add_argument("--epoch", metavar="N", help="go back to epoch N of the run of this very code")
     parser.add_argument("--max-epochs", metavar="N", type=_count, help="train until so many epochs are done")
     parser.add_argument(

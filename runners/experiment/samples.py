@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,17 @@ class Samples(Steps):
     None: only where `prepare_sample` is torchrelay's own, of which it is known."""
 
     def load_sample(self, path: Path) -> Any:
-        """The sample in a file: numbers as text, or JSON. Raises UsageError for anything else."""
+        """The sample in a file: numbers as text, or JSON. Raises UsageError for anything else.
+
+        A single row of text is a vector, as `[1, 2]` of JSON; several are a matrix.
+        """
         try:
             text = path.read_text(encoding="utf-8")
             if path.suffix == ".json":
-                return torch.tensor(json.loads(text))
+                return self._as_inputs(torch.tensor(json.loads(text)))
             rows = [[float(word) for word in line.replace(",", " ").split()] for line in text.splitlines()]
-            return torch.tensor([row for row in rows if row])
+            rows = [row for row in rows if row]
+            return torch.tensor(rows[0] if len(rows) == 1 else rows)
         except (ValueError, TypeError, RecursionError) as error:
             raise UsageError(
                 f"{path} holds no numbers as text or JSON ({error}): write load_sample(self, path) for it"
@@ -77,9 +82,22 @@ class Samples(Steps):
         if isinstance(sent, torch.Tensor):
             return sent
         try:
-            return torch.tensor(sent)
+            return self._as_inputs(torch.tensor(sent))
         except (RuntimeError, OverflowError) as error:
             raise ValueError(f"no numbers: {error}") from None
+
+    def _as_inputs(self, sample: torch.Tensor) -> torch.Tensor:
+        """Whole numbers as the inputs of the datasets are: of a model that takes fractions, fractions."""
+        whole = not sample.is_floating_point() and not sample.is_complex() and sample.dtype is not torch.bool
+        return sample.to(torch.get_default_dtype()) if whole and self._takes_fractions else sample
+
+    @cached_property
+    def _takes_fractions(self) -> bool:
+        try:
+            inputs = self.example_inputs()[0]
+        except Exception:  # no dataset that could say
+            return False
+        return isinstance(inputs, torch.Tensor) and inputs.is_floating_point()
 
     def encode_result(self, result: Any) -> Any:
         """What a client gets of a result: tensors, numbers, texts, lists and dicts of these. As it is."""

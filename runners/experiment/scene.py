@@ -6,7 +6,7 @@ import os
 import sys
 from functools import cached_property
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from torchrelay.errors import DamagedError, StorageError, UsageError
 from torchrelay.jobs.config.config import Config
@@ -143,6 +143,16 @@ class Scene(BaseScene):
         """The first profile of the configuration that trains."""
         runners = self.config.settings.runners_of_mode() if self.config is not None else ()
         return next((one for one in runners if not one.infers), None)
+
+    def limits(self, program: Program | None = None) -> dict[str, Any]:
+        """The limits of a training: typed, else configured, else those of the program or its class."""
+        source = self.program if program is None else program
+        said = self.profile.max_epochs if self.profile is not None else None
+        wished = said if self.request.max_epochs is None else self.request.max_epochs
+        return {
+            "max_epochs": source.max_epochs if wished is None else wished,
+            "max_steps": source.max_steps,
+        }
 
     def made(self) -> Program:
         """A new object of the program."""

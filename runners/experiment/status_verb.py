@@ -12,7 +12,7 @@ from torchrelay.metadata.code.manifest import SHORT
 from torchrelay.metadata.experiment.results import newest_result
 from torchrelay.metadata.experiment.run_store import ProgramRun
 from torchrelay.runners.experiment.choosing_runs import Start, choose_to_train
-from torchrelay.runners.experiment.scene import BaseScene, say
+from torchrelay.runners.experiment.scene import BaseScene, Scene, say
 from torchrelay.runners.standing import standing
 
 
@@ -68,10 +68,13 @@ def _changed(scene: BaseScene, run: ProgramRun | None) -> dict[str, Any] | None:
 
 
 def _would(scene: BaseScene) -> dict[str, Any]:
-    """What `train` would do now, with the limits that the run had."""
+    """What `train` would do now."""
     known = scene.known()
     same = [one for one in known if one.identity.same(scene.identity)]
-    limits = {name: same[-1].limits.get(name) for name in ("max_epochs", "max_steps")} if same else {}
+    if isinstance(scene, Scene):
+        limits = scene.limits()
+    else:
+        limits = {name: same[-1].limits.get(name) for name in ("max_epochs", "max_steps")} if same else {}
     with suppress(RelayError):
         chosen = choose_to_train(Start(scene.identity, limits), known)
         return {"trains": True, "what": chosen.action, "run": chosen.run, "why": chosen.reason}
@@ -99,7 +102,7 @@ def _lines(scene: BaseScene, found: dict[str, Any]) -> list[str]:
         + {
             "new": f"makes a new run: {would['why']}",
             "continue": goes_on,
-            "refused": "refused, trained already",
+            "refused": f"refused, {would['run']} has trained this code already",
         }[would["what"]]
     )
     return lines

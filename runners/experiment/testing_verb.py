@@ -36,7 +36,7 @@ def test(scene: Scene) -> int:
 def _stored(scene: Scene, used: Used) -> dict[str, Any] | None:
     if scene.request.retest:
         return None
-    return read_result(Path(used.path), used.epoch, used.code_id)
+    return read_result(Path(used.path), used.epoch, used.code_id, used.config_id, own=used.own)
 
 
 def _measured(scene: Scene, used: Used, peers: Peers) -> dict[str, Any]:
@@ -49,7 +49,8 @@ def _measured(scene: Scene, used: Used, peers: Peers) -> dict[str, Any]:
         "epoch": used.epoch,
         "branch": used.branch,
         "code_id": used.code_id,
-        "config_id": scene.identity.config_id if scene.archived is None else None,
+        "config_id": used.config_id,
+        "own": used.own,
         "time": round(time.time(), 3),
         "ranks": peers.size,
         "metrics": {name: _told(one) for name, one in found.items() if not isinstance(one, list)},

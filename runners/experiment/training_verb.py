@@ -19,6 +19,7 @@ from torchrelay.runners.experiment.scene import Scene, say
 from torchrelay.runners.leaving import code_of_result
 from torchrelay.runners.lifecycle.recording import recorded
 from torchrelay.runners.lifecycle.unread import Unread
+from torchrelay.runners.result import RunResult
 from torchrelay.runners.session_base import SessionBase
 from torchrelay.runners.start import current_or_new_session
 
@@ -36,8 +37,10 @@ def train(scene: Scene) -> int:
         if chosen.action == "over":
             say(f"run {chosen.run}: finished already ({chosen.reason})")
             return 0
+        if type(program).train is not Program.train:
+            return _trained_by_itself(scene, program, start, chosen, session, epoch)
         set_seed(program.seed)
-        job = program.job(epochs=_max_epochs(scene, program))
+        job = program.job(epochs=scene.limits(program)["max_epochs"])
         job.name = program.name or scene.origin.name
         if scene.config is not None:
             Unread(scene.config, scene.request.strict_config).tell_all(session.peers)
@@ -46,6 +49,19 @@ def train(scene: Scene) -> int:
         say(made["said"])
         runner = program.runner(job, made["path"], **_options(scene))
         return code_of_result(runner.train(session, epoch))
+
+
+def _trained_by_itself(
+    scene: Scene, program: Program, start: Start, chosen: Chosen, session: SessionBase, epoch: int | None
+) -> int:
+    """Let the program's own `train` do it, in the run's directory; what it calls of ours has our options."""
+    made = decide(session.peers, "make the run", lambda: _made(scene, program, start, chosen, session))
+    say(made["said"])
+    program.name = program.name or scene.origin.name
+    program.max_epochs = scene.limits(program)["max_epochs"]
+    program.options_of_verb = _options(scene)
+    result = program.train(made["path"], resume_from_epoch=epoch)
+    return code_of_result(result) if isinstance(result, RunResult) else 0
 
 
 def check_alike(identity: Identity, peers: Peers) -> None:
@@ -69,10 +85,11 @@ def _start(scene: Scene, program: Program) -> Start:
     request = scene.request
     return Start(
         scene.identity,
-        _limits(scene, program),
+        scene.limits(program),
         request.force,
         request.retrain,
         request.epoch is not None,
+        request.run_id,
         launch_of(),
         is_restart(),
     )
@@ -93,18 +110,6 @@ def _made(
         limits=start.limits,
     )
     return made_run(scene.store, note, chosen, program.best, len(session.nodes))
-
-
-def _limits(scene: Scene, program: Program) -> dict[str, Any]:
-    return {"max_epochs": _max_epochs(scene, program), "max_steps": program.max_steps}
-
-
-def _max_epochs(scene: Scene, program: Program) -> int | None:
-    """Typed, else of the configuration, else of the class."""
-    if scene.request.max_epochs is not None:
-        return scene.request.max_epochs
-    said = scene.profile.max_epochs if scene.profile is not None else None
-    return said if said is not None else program.max_epochs
 
 
 def _options(scene: Scene) -> dict[str, Any]:

@@ -24,6 +24,9 @@ class Used:
     epoch: int
     branch: int
     code_id: str | None
+    config_id: str | None
+    own: bool
+    """Whether the code and the configuration are those of the run."""
     said: str = ""
 
     @property
@@ -47,14 +50,15 @@ def chosen_run(scene: BaseScene) -> ProgramRun:
 def use(scene: BaseScene) -> dict[str, Any]:
     """Rank 0: choose run and epoch, as a dict for the others. Raises what choosing and opening raise."""
     run = chosen_run(scene)
-    said, code = "", run.note.code_id
+    said, code, config = "", run.note.code_id, run.note.config_id
+    own = scene.archived is not None or run.note.identity.same(scene.identity)
     if scene.archived is not None:
         said = f"runs the archived code {(code or '')[:SHORT]} of {run.id}"
-    elif not run.note.identity.same(scene.identity):
-        code = scene.identity.code_id
+    elif not own:
+        code, config = scene.identity.code_id, scene.identity.config_id
         said = f"--ignore: runs the current code, not that of {run.id}{_what(scene, run)}"
     epoch, branch = _newest(run, scene.request.epoch)
-    return vars(Used(run.id, str(run.path), epoch, branch, code, said))
+    return vars(Used(run.id, str(run.path), epoch, branch, code, config, own, said))
 
 
 def _what(scene: BaseScene, run: ProgramRun) -> str:

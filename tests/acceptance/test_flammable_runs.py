@@ -300,6 +300,8 @@ def test_flm_14_the_example_has_all_verbs_in_25_lines(
     (tmp_path / "digit.txt").write_text("\n".join(" ".join(map(str, row)) for row in scan))
     assert script("eval", "digit.txt", "digit.json").rc == 0
     assert json.loads((tmp_path / "digit.json").read_text()) in range(10)
+    assert "max_epochs raised" in script("status").out, "the class says more epochs than were typed"
+    assert script("train").rc == 0
     assert script("status", "--check").rc == 0
     script.path.write_text(text + "# a comment\n")
     assert script("status", "--check").rc == 1

@@ -26,8 +26,14 @@ def main(run: str, nodes: str, epochs: int) -> None:
     job = Job("some", blobs={"model": model, "optimizer": optimizer}, nodes_to_checkpoint=nodes.split(","))
     job.blobs.add(own=own, scope="rank")
 
+    @job.init
+    def init(ctx: Any) -> None:
+        dist.barrier()
+        ctx["step"] = ctx.rank + 1
+
     @job.epoch
     def epoch(ctx: Any) -> None:
+        assert ctx["step"] == ctx.rank + 1
         own.add_(ctx.rank + 1)
         loss = trained(torch.ones(2, 3) * ctx.epoch).square().mean()
         optimizer.zero_grad()

@@ -1,0 +1,132 @@
+"""What users of Flammable type: a run by its id, comments that stay, a train() of their own, samples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from program_cases import Script
+
+from torchrelay.metadata.experiment.note import read_note
+from torchrelay.metadata.experiment.results import newest_result, results
+from torchrelay.runners.standing import standing
+
+OWN = """def train(self, where=None, *, resume_from_epoch=None):
+        print("own train in", where)
+        {}"""
+
+
+@pytest.fixture
+def line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Script:
+    return Script(tmp_path, capsys)
+
+
+def test_a_run_goes_on_by_its_id(line: Script) -> None:
+    """`train --run ID` continues that run, also behind a newer one of the same code."""
+    assert line("train", "--max-epochs", "1").rc == 0
+    older = line.run
+    assert line("train", "--force", "--max-epochs", "2").rc == 0
+    assert line("train", "--run", older.name).rc == 0
+    assert [standing(one).epoch for one in line.runs] == [2, 2] and line.runs[0] == older
+    refused = line("train", "--run", older.name)
+    assert refused.rc == 2 and older.name in refused.err
+
+
+def test_a_run_that_cannot_go_on_is_refused_by_its_id(line: Script) -> None:
+    """An unknown id, one of other code, an id beside --force, and an option cut short end with 2."""
+    assert line("train", "--max-epochs", "1").rc == 0
+    unknown = line("train", "--run", "20200101-000000-aaaaa")
+    assert unknown.rc == 2 and "the newest are" in unknown.err
+    both = line("train", "--force", "--run", line.run.name)
+    assert both.rc == 2 and "leave one out" in both.err
+    assert line("train", "--ru", line.run.name).rc == 2, "no option is guessed from its beginning"
+    line.more("momentum = 1")
+    changed = line("train", "--run", line.run.name)
+    assert changed.rc == 2 and "code or configuration changed" in changed.err
+    assert len(line.runs) == 1
+
+
+def test_status_says_what_train_does(line: Script) -> None:
+    """A run that was trained to a lower limit than the class says goes on, and `status` says so."""
+    assert line("train", "--max-epochs", "1").rc == 0
+    told = line("status", "--check")
+    assert told.rc == 1 and "goes on" in told.out and "max_epochs raised" in told.out
+    assert line("train").rc == 0
+    told = line("status", "--check")
+    assert told.rc == 0 and f"refused, {line.run.name} has trained this code already" in told.out
+
+
+def test_a_comment_stays_when_a_run_begins_again(line: Script) -> None:
+    """`--retrain` keeps the message, and takes a new one where it is given."""
+    assert line("train", "--message", "hello").rc == 0
+    assert line("train", "--retrain").rc == 0
+    assert read_note(line.run).message == "hello"
+    assert line("train", "--retrain", "--message", "again").rc == 0
+    assert read_note(line.run).message == "again"
+
+
+@pytest.mark.parametrize(
+    ("rest", "rc", "epochs"),
+    (
+        ("return super().train(where, resume_from_epoch=resume_from_epoch)", 0, 1),
+        ("raise SystemExit(7)", 7, None),
+        ("return None", 0, None),
+    ),
+)
+def test_a_train_of_its_own_is_called(line: Script, rest: str, rc: int, epochs: int | None) -> None:
+    """The verb calls the class's `train` with the run's directory; ours has what was typed."""
+    line.more(OWN.format(rest))
+    done = line("train", "--max-epochs", "1")
+    assert done.rc == rc and f"own train in {line.run}" in done.out
+    if epochs is not None:
+        assert standing(line.run).epoch == epochs and standing(line.run).over
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    (
+        ("a.txt", "1 2\n"),
+        ("a.csv", "1,2"),
+        ("a.json", "[1, 2]"),
+        ("b.json", "[1.0, 2.0]"),
+        ("b.txt", "\n1 2\n\n"),
+    ),
+)
+def test_one_row_of_numbers_is_one_sample(line: Script, name: str, text: str) -> None:
+    """Text and JSON, whole numbers and fractions, give the same answer for a model of fractions."""
+    assert line("train").rc == 0
+    (line.directory / name).write_text(text)
+    done = line("eval", str(line.directory / name), str(line.directory / "out.json"))
+    assert done.rc == 0, done.err
+    result = json.loads((line.directory / "out.json").read_text())
+    (line.directory / "c.json").write_text("[1.0, 2.0]")
+    assert line("eval", str(line.directory / "c.json"), str(line.directory / "ref.json")).rc == 0
+    assert result == json.loads((line.directory / "ref.json").read_text()) and len(result) == 1
+
+
+def test_whole_numbers_stay_whole_for_a_model_that_takes_them() -> None:
+    """Tokens are whole numbers where the datasets have such."""
+    import torchrelay
+
+    class Words(torchrelay.Program):
+        def make_data(self):
+            return {"train": (torch.arange(8).reshape(4, 2), torch.zeros(4).long())}
+
+        def make_model(self):
+            return torch.nn.Embedding(8, 2)
+
+    assert Words().decode_sample([1, 2]).dtype is torch.int64
+
+
+def test_a_measurement_of_other_code_is_not_the_runs_own(line: Script) -> None:
+    """`test --ignore` is kept beside the run's result, and `status` shows the run's own."""
+    assert line("train").rc == 0
+    own = json.loads(line("test", "--json").out)
+    line.more("batch_size = 4")
+    ignored = json.loads(line("test", "--ignore", "--json").out)
+    assert own["own"] is True and ignored["own"] is False and own["code_id"] != ignored["code_id"]
+    assert newest_result(line.run)["time"] == own["time"]  # type: ignore[index]
+    assert [one["own"] for one in results(line.run)] == [True, False]
+    assert json.loads(line("test", "--ignore", "--json").out)["time"] == ignored["time"], "it is kept"
