@@ -86,6 +86,10 @@ class OnnxModule(nn.Module):
         """Names of the values that operators make, in their order: what `aux` and `outputs` take."""
         return tuple(name for node in self._graph.nodes for name in node.outputs if name)
 
+    def trains_otherwise(self) -> bool:
+        """Whether some operator does something else in train mode than in eval mode."""
+        return any(node.operator in ("BatchNormalization", "Dropout") for node in self._graph.nodes)
+
     def freeze(self, *patterns: str) -> None:
         """No gradient for the parameters that a pattern matches; UsageError for one that matches none."""
         for one in choosing.matching(dict(self._named()), patterns):

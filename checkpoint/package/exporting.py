@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -34,6 +35,9 @@ _UNLIKE_IN_TRAINING = (
 )
 
 
+_OF_LIBRARIES = ("torch.", "torchrelay.", "builtins.")
+
+
 def parts_that_train_otherwise(model: nn.Module) -> list[str]:
     """The parts of a model that do, or may do, something else in training than in eval mode."""
     return [
@@ -48,7 +52,11 @@ def _trains_otherwise(part: nn.Module) -> bool:
         return getattr(part, "p", 1) != 0
     if type(part).__module__.startswith("torch.nn."):  # recurrent layers, attention, encoders
         return isinstance(dropout := getattr(part, "dropout", 0), (int, float)) and dropout > 0
-    return "training" in getattr(type(part).forward, "__code__", _trains_otherwise.__code__).co_names
+    if callable(says := getattr(part, "trains_otherwise", None)) and says():  # the model of an ONNX file
+        return True
+    own = [kind for kind in type(part).__mro__ if not f"{kind.__module__}.".startswith(_OF_LIBRARIES)]
+    functions = [one for kind in own for one in vars(kind).values() if isinstance(one, FunctionType)]
+    return any("training" in one.__code__.co_names for one in functions)
 
 
 def export(

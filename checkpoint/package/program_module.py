@@ -15,6 +15,7 @@ from torchrelay.checkpoint.package.operators import operator_of
 from torchrelay.checkpoint.package.program import STATE, Argument, Program
 from torchrelay.checkpoint.package.trees import built, leaves_in
 from torchrelay.errors import DamagedError, UsageError
+from torchrelay.jobs.peers import warn
 from torchrelay.jobs.signature import Signature, TensorSpec
 from torchrelay.records import dataclass
 
@@ -42,7 +43,7 @@ class ProgramModule(nn.Module):
         self, program: Program, signature: Signature, tensors: Tensors, still: Sequence[str] | None = ()
     ) -> None:
         super().__init__()
-        self._still = ("parts that the package does not name",) if still is None else tuple(still)
+        self._still = None if still is None else tuple(still)
         self.signature = signature
         self._program = program
         self._calls = tuple((step, operator_of(step.operator)) for step in program.steps)
@@ -61,6 +62,12 @@ class ProgramModule(nn.Module):
 
     def train(self, mode: bool = True) -> ProgramModule:
         """Set the mode; raises UsageError for training where parts of the model would stand still."""
+        if mode and self._still is None and self.__dict__.get("_held"):  # not while it is being made
+            warn(
+                "the package is of an earlier version and does not say which parts train otherwise than its "
+                "program, which is the model in eval mode: dropout and batch normalisation stand still",
+                stacklevel=2,
+            )
         if mode and self._still:
             more = f" and {len(self._still) - 5} more" if len(self._still) > 5 else ""
             raise UsageError(

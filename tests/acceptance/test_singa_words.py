@@ -40,6 +40,16 @@ class Sized(nn.Module):
         return self.layer(x)
 
 
+class Helped(nn.Module):
+    """Looks at its mode in another method."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.noise(x)
+
+    def noise(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(x, 0.5, self.training)
+
+
 class Noisy(nn.Module):
     """Looks at its mode by itself."""
 
@@ -136,6 +146,7 @@ def test_one_file_has_a_model_and_the_states_of_its_training(tmp_path: Path) -> 
         (nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)), "1 (Dropout)"),
         (nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), "1 (BatchNorm1d)"),
         (nn.Sequential(nn.Linear(3, 3), Noisy()), "1 (Noisy)"),
+        (nn.Sequential(nn.Linear(3, 3), Helped()), "1 (Helped)"),
         (nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), "dropout (Dropout)"),
     ),
 )
@@ -158,6 +169,37 @@ def test_a_program_that_has_one_mode_trains(tmp_path: Path) -> None:
     loaded = torchrelay.load(tmp_path / "p").train()
     loaded(torch.randn(4, 3)).sum().backward()
     assert loaded.training and all(one.grad is not None for one in loaded.parameters())
+
+
+@pytest.mark.parametrize(("operator", "still"), (("Relu", False), ("Dropout", True)))
+def test_a_program_of_an_onnx_model_knows_its_operators(tmp_path: Path, operator: str, still: bool) -> None:
+    """Dropout of an imported file stands still in a program; a file without such operators trains."""
+    ends = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n", 3]) for name in "xy"]
+    node = onnx.helper.make_node(operator, ["x"], ["y"])
+    proto = onnx.helper.make_model(onnx.helper.make_graph([node], "g", ends[:1], ends[1:]))
+    torchrelay.save(tmp_path / "p", torchrelay.from_onnx(proto), torch.randn(4, 3), source=False)
+    loaded = torchrelay.load(tmp_path / "p")
+    if not still:
+        assert loaded.train().training
+        return
+    with pytest.raises(UsageError, match="stand still in training"):
+        loaded.train()
+
+
+def test_a_package_of_an_earlier_version_trains_with_a_warning(tmp_path: Path) -> None:
+    """Such a package does not say what stands still, so that it is said instead of refused."""
+    torchrelay.save(tmp_path / "new", nn.Linear(3, 3), torch.randn(4, 3))
+    with zipfile.ZipFile(tmp_path / "new") as new, zipfile.ZipFile(tmp_path / "old", "w") as old:
+        for name in new.namelist():
+            data = new.read(name)
+            if name == "manifest.json":
+                manifest = json.loads(data)
+                del manifest["package"]["still"]
+                data = json.dumps(manifest).encode()
+            old.writestr(name, data)
+    loaded = torchrelay.load(tmp_path / "old")
+    with pytest.warns(UserWarning, match="stand still"):
+        assert loaded.train().training
 
 
 def test_a_source_that_nobody_could_run_is_warned_of(tmp_path: Path) -> None:
