@@ -20,12 +20,12 @@ from torchrelay.checkpoint.disk import canonical
 from torchrelay.checkpoint.disk.mesh import Mesh, placements_json, placements_of
 from torchrelay.checkpoint.planning.assignments import NodeClass, Plan
 from torchrelay.checkpoint.planning.identity import leaves_digest, same
-from torchrelay.checkpoint.planning.plan import unusual
+from torchrelay.checkpoint.planning.plan import shared_unlike, unusual
 from torchrelay.checkpoint.planning.repeated import RepeatedPlans
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.errors import SaveFailedError
 from torchrelay.jobs.blobs import Scope
-from torchrelay.jobs.peers import Peers
+from torchrelay.jobs.peers import Peers, warn
 from torchrelay.records import dataclass
 
 
@@ -93,6 +93,13 @@ class SpecExchange:
             classes = tuple(_class(ranks, self._known[digest]) for digest, ranks in members.items())
             scopes = _merged_scopes(self._known[digest].scopes for digest in members)
             _check_alike(classes, scopes, names)
+            if (unlike := shared_unlike(classes)) and peers.rank == 0:
+                some = ", ".join(f"{name} with {other}" for name, other in list(unlike.items())[:3])
+                warn(
+                    f"some ranks share {some}, and others do not: a resume makes two tensors of it on all; "
+                    "share it on all ranks, or on none",
+                    stacklevel=2,
+                )
             self._last = members, dict(self._known), classes, scopes
         return self._last[2], self._last[3]
 

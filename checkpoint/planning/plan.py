@@ -137,16 +137,15 @@ def _holders(
             check_complete(leaf, nodes)
         return [(leaf, nodes) for leaf in leaves]
     found: dict[object, tuple[LeafSpec, list[int]]] = {}
-    shared: dict[object, str] = {}
+    unlike = shared_unlike(classes)
     for number, node_class in enumerate(classes):
         for leaf in node_class.leaves:
             if leaf.name not in referenced:
-                found.setdefault(same(leaf), (leaf, []))[1].append(number)
-                if leaf.same_as is not None:
-                    shared.setdefault(same(leaf), leaf.same_as)
-    for place, other in shared.items():
-        shown, some_of = found[place]
-        found[place] = _shared_by_some(shown, other, [classes[number].leaves for number in some_of]), some_of
+                first, numbers = found.setdefault(key := same(leaf), (leaf, []))
+                numbers.append(number)
+                same_as = None if leaf.name in unlike else first.same_as or leaf.same_as
+                if same_as != first.same_as:
+                    found[key] = replace(first, same_as=same_as), numbers
     sets: dict[tuple[int, ...], tuple[int, ...]] = {}
     held = []
     for leaf, numbers in found.values():
@@ -157,16 +156,19 @@ def _holders(
     return sorted(joined(held), key=lambda pair: (pair[0].name, pair[1]))
 
 
-def _shared_by_some(leaf: LeafSpec, other: str, leaves: Sequence[Sequence[LeafSpec]]) -> LeafSpec:
-    """A leaf that is the same tensor as the leaf `other` on some nodes; `leaves` are of all that have it.
+def shared_unlike(classes: Sequence[NodeClass]) -> dict[str, str]:
+    """Leaves that some nodes share with the leaf of the second name, and others keep apart from it.
 
-    It is said of all, unless one of them has both and keeps them apart: loads look whether both are there.
+    Of those a plan says of no node that they are shared; of others it says it of all, as loads look whether
+    both are there.
     """
-    for some in leaves:
-        known = {one.name: one.same_as for one in some if one.name in (leaf.name, other)}
-        if other in known and known[leaf.name] != other:
-            return replace(leaf, same_as=None)
-    return replace(leaf, same_as=other)
+    shared = {leaf.name: leaf.same_as for one in classes for leaf in one.leaves if leaf.same_as is not None}
+    found: dict[str, str] = {}
+    for some in [one.leaves for one in classes] if shared else ():
+        known = {leaf.name: leaf.same_as for leaf in some}
+        unlike = {name: other for name, other in shared.items() if known.get(name, other) != other}
+        found.update({name: other for name, other in unlike.items() if other in known or known[name]})
+    return found
 
 
 def _splits(leaf: LeafSpec) -> bool:

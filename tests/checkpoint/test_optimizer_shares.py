@@ -16,6 +16,7 @@ from torch import nn
 
 from torchrelay import Job, JobRunner, max_epochs, open_checkpoint
 from torchrelay.checkpoint.disk.manifest import Manifest
+from torchrelay.checkpoint.planning.plan import NodeClass, plan_classes, shared_unlike
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import Leaf, Role, spec_of
 from torchrelay.checkpoint.state.restoring import shared_across_files
@@ -311,3 +312,21 @@ def test_renamed_containers_keep_what_others_share(tmp_path: Path) -> None:
     renamed = {"held2": blobs["held"], **{name: one for name, one in blobs.items() if name != "held"}}
     open_checkpoint(tmp_path / "run").load(renamed, rename={"held": "held2"})
     assert bits(blobs) == bits(whole)
+
+
+def test_a_plan_keeps_what_all_nodes_with_both_leaves_say() -> None:
+    """A node without the other leaf says nothing; one that has both apart, or shares otherwise, unties all."""
+    leaf = spec_of(Leaf("o", "o", Role.OPTIMIZER, "optim", torch.zeros(2)))
+    other = spec_of(Leaf("a", "a", Role.TENSOR, "main", torch.zeros(2)))
+    third = replace(other, name="b", blob="b")
+    shares, shares_third = replace(leaf, same_as="a"), replace(leaf, same_as="b")
+    for one, two, kept in (
+        ((shares, other), (shares, other), "a"),
+        ((shares, other), (leaf,), "a"),
+        ((leaf,), (shares, other), "a"),
+        ((shares, other), (leaf, other), None),
+        ((shares, other), (shares_third, third), None),
+    ):
+        classes = [NodeClass((0,), one), NodeClass((1,), two)]
+        assert [row.leaf.same_as for row in plan_classes(classes).rows if row.leaf.name == "o"] == [kept]
+        assert ("o" in shared_unlike(classes)) is (kept is None)

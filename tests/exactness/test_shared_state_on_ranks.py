@@ -36,6 +36,7 @@ def test_a_moment_that_a_dict_holds_is_one_again_where_it_was(
     tmp_path: Path, which: str, shared: Any
 ) -> None:
     """A cut run on two ranks ends as the whole one; where ranks share unlike, it goes on with two tensors."""
+    said: list[str] = []
 
     def run(folder: str, epochs: int, ranks: int = 2) -> list[dict[str, Any]]:
         where = tmp_path / folder
@@ -44,6 +45,7 @@ def test_a_moment_that_a_dict_holds_is_one_again_where_it_was(
             SHARES, str(where), which, str(epochs), warm=True, ranks=ranks, cwd=where, timeout_secs=90
         )
         assert done.rc == 0, done
+        said.append(done.err)
         return [json.loads((where / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
     whole = run("whole", 3)
@@ -53,5 +55,7 @@ def test_a_moment_that_a_dict_holds_is_one_again_where_it_was(
     parts = ("weight", "moment") if which == "copies" else ("weight", "moment", "held")
     for one, other in zip(whole, resumed, strict=True):
         assert {part: one[part] for part in parts} == {part: other[part] for part in parts}
+    told = "some ranks share optimizer.state.model.weight.momentum_buffer with held.moment"
+    assert [told in err for err in said] == [which == "copies"] * 2 + [False], "once, where it is lost"
     if which == "all":
         assert all(one["one"] for one in run("cut", 4, ranks=1))
