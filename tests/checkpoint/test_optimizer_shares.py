@@ -315,7 +315,7 @@ def test_renamed_containers_keep_what_others_share(tmp_path: Path) -> None:
 
 
 def test_a_plan_keeps_what_all_nodes_with_both_leaves_say() -> None:
-    """A node without the other leaf says nothing; one that has both apart, or shares otherwise, unties all."""
+    """A node without the other leaf says nothing; one that keeps both apart unties all."""
     leaf = spec_of(Leaf("o", "o", Role.OPTIMIZER, "optim", torch.zeros(2)))
     other = spec_of(Leaf("a", "a", Role.TENSOR, "main", torch.zeros(2)))
     third = replace(other, name="b", blob="b")
