@@ -47,6 +47,8 @@ from torchrelay.metadata.same_place import SamePlace
 State = Literal["RUNNING", "FINISHED", "STOPPED", "PREEMPTED", "FAILED"]
 FORMAT = {"major": 1, "minor": 0, "features": []}
 _DIGEST = "sha256"
+_BEFORE_DIGESTS = {"format", "uuid", "job", "created", "best", "world_size", "command", "python"}
+"""What a file without a digest may hold: where the key `sha256` itself is damaged there is another name."""
 _MENDS = "the next start, or torchrelay ckpt repair, writes it again"
 _TEXT = 64 << 10
 """Characters of a reason in `status.json`: an exception's text may be of any length."""
@@ -207,9 +209,10 @@ class RunDirectory:
                 f"{self.where}/run.json was written by another version of torchrelay (format {version}, this "
                 f"one reads {FORMAT['major']}): use the one that wrote it, or a newer one"
             )
-        digest = found.pop(_DIGEST, None)  # older ones have none
-        odd = version is None or not all(isinstance(found.get(key), str) for key in ("job", "uuid"))
-        if odd or digest not in (None, _digest_of(found)):
+        sealed, digest = _DIGEST in found, found.pop(_DIGEST, None)
+        whole = digest == _digest_of(found) if sealed else found.keys() <= _BEFORE_DIGESTS
+        named = version is not None and all(isinstance(found.get(key), str) for key in ("job", "uuid"))
+        if not (named and whole):
             raise DamagedError(f"{self.where}/run.json is damaged: it is no identity of a run")
         return found
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from pathlib import Path
 
 import pytest
 import rot_hunt
 
+from torchrelay.errors import DamagedError, FormatError
 from torchrelay.metadata.run_directory import RunDirectory
 
 SEED = 20261125
@@ -52,6 +54,18 @@ def test_each_damage_of_an_identity_is_seen(made: Path, name: str, tmp_path: Pat
             seen = Path(name).name in told or _same_text((run / name).read_bytes(), whole)
             assert not list(answers.wrong(name)) and seen, (harm, told)
             (run / name).write_bytes(whole)
+
+
+def test_no_flipped_bit_of_an_identity_passes_for_another(made: Path, tmp_path: Path) -> None:
+    """Each single bit of run.json, also those of the names of its entries: refused, or what was written."""
+    run = RunDirectory(rot_hunt.copy_of(made, tmp_path))
+    whole, identity = (run.path / "run.json").read_bytes(), run.identity()
+    for bit in range(8 * len(whole)):
+        data = bytearray(whole)
+        data[bit // 8] ^= 1 << bit % 8
+        (run.path / "run.json").write_bytes(data)
+        with contextlib.suppress(DamagedError, FormatError):
+            assert run.identity() == identity, bytes(data)
 
 
 def _same_text(data: bytes, whole: bytes) -> bool:
