@@ -322,27 +322,18 @@ def _world(session: SessionBase) -> dict[str, Any]:
 def _script_in(snapshot: Snapshot, script: Script | None) -> str | None:
     if script is None:
         return None
-    return _in_archive(snapshot, script.root.path / script.name, must_be_file=True)
+    name = snapshot.name_of(script.root.path / script.name)
+    return name if name in snapshot.contents else None
 
 
 def _import_path(snapshot: Snapshot) -> list[str]:
     """The folders of the archive that imports of this process look into, in its order."""
     found = []
     for entry in sys.path:
-        inside = _in_archive(snapshot, Path(entry or "."))
+        inside = snapshot.name_of(Path(entry or "."))
         if inside is not None and any(not inside or n.startswith(f"{inside}/") for n in snapshot.contents):
             found.append(inside)
     return list(dict.fromkeys(found))
-
-
-def _in_archive(snapshot: Snapshot, path: Path, *, must_be_file: bool = False) -> str | None:
-    path = path.resolve()
-    for root in snapshot.roots:
-        if path.is_relative_to(root.path):
-            inside = path.relative_to(root.path).as_posix()
-            name = "/".join(part for part in (root.label, inside) if part not in ("", "."))
-            return name if not must_be_file or name in snapshot.contents else None
-    return None
 
 
 def _hidden_ref(root: Root, snapshot: Snapshot) -> str:

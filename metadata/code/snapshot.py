@@ -35,6 +35,15 @@ class Snapshot:
     submodules: Mapping[str, str]
     git: Mapping[str, Provenance]
 
+    def name_of(self, path: Path) -> str | None:
+        """What a path below one of the roots is called in the archive; empty for the root at its top."""
+        path = path.resolve()
+        for root in self.roots:
+            if path.is_relative_to(root.path):
+                inside = path.relative_to(root.path).as_posix()
+                return "/".join(part for part in (root.label, inside) if part not in ("", "."))
+        return None
+
 
 def take(sources: Sources, *, roots: tuple[Root, ...] | None = None, with_git: bool = True) -> Snapshot:
     """Read the source; `with_git` also asks git where it comes from.

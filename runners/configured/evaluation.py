@@ -16,9 +16,15 @@ from torchrelay.jobs.config.data_keys import Dataset
 from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
 from torchrelay.jobs.peers import Peers, decide, together
 from torchrelay.runners.configured.scene import ConfiguredScene, processes
-from torchrelay.runners.experiment.evaluation_verb import Work, check_writable, planned, refuse_to_replace
+from torchrelay.runners.experiment.evaluation_verb import (
+    Work,
+    check_writable,
+    planned,
+    refuse_to_replace,
+    used_for,
+)
 from torchrelay.runners.experiment.scene import say
-from torchrelay.runners.experiment.using import Used, use
+from torchrelay.runners.experiment.using import Used
 from torchrelay.runners.lifecycle.apart import apart
 from torchrelay.runners.lifecycle.context import StepContext
 from torchrelay.runners.lifecycle.loading import Loader, load_classes
@@ -45,7 +51,7 @@ def evaluate(scene: ConfiguredScene) -> int:
     refuse_to_replace(work, [Path(scene.file)], data)
     with processes(runner) as peers:
         together(peers, "paths", lambda: check_writable([out for _, out in work]))
-        used = Used(**decide(peers, "run to evaluate", lambda: use(scene)))
+        used = Used(**decide(peers, "run to evaluate", lambda: used_for(scene, work)))
     if used.said:
         say(used.said)
     with apart(), ExitStack() as stack:

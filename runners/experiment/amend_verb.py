@@ -38,7 +38,7 @@ def amend(scene: BaseScene) -> int:
         raise UsageError(
             f"the configuration is not that of {run.id}, and only code can be amended: train makes a new run"
         )
-    if old == new:
+    if scene.identity_of(run).code_id == new:
         raise UsageError(f"nothing to amend: the code is that of {run.id}, {new[:SHORT]}")
     attempt = _record(run, scene, snapshot)
     past = {"code_id": old, "time": round(time.time(), 3), "message": scene.request.message}

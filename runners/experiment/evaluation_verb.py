@@ -7,13 +7,14 @@ import secrets
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from torchrelay.errors import RelayError, StorageError, UsageError
 from torchrelay.jobs.peers import decide, together
 from torchrelay.jobs.seeding import seed as set_seed
 from torchrelay.metadata.files import sync_directory
 from torchrelay.runners.experiment.program import Program
-from torchrelay.runners.experiment.scene import Scene, say
+from torchrelay.runners.experiment.scene import BaseScene, Scene, say
 from torchrelay.runners.experiment.using import Used, use
 from torchrelay.runners.start import current_or_new_session
 
@@ -28,7 +29,7 @@ def evaluate(scene: Scene) -> int:
         work = planned(scene.request.paths, scene.program.result_suffix)
         refuse_to_replace(work, [scene.origin.file], ())
         together(peers, "paths", lambda: check_writable([out for _, out in work]))
-        used = Used(**decide(peers, "run to evaluate", lambda: use(scene)))
+        used = Used(**decide(peers, "run to evaluate", lambda: used_for(scene, work)))
         if used.said:
             say(used.said)
         program = scene.made()
@@ -38,6 +39,12 @@ def evaluate(scene: Scene) -> int:
         together(peers, "evaluation", lambda: _all(program, own))
         say(f"{len(work)} evaluated with epoch {used.epoch} of {used.run}: {scene.request.paths[-1]}")
     return 0
+
+
+def used_for(scene: BaseScene, work: Work) -> dict[str, Any]:
+    """Rank 0: what `use` chooses, the files noted before, so that they do not look like changed source."""
+    scene.note_evaluated(work)
+    return use(scene)
 
 
 def planned(paths: Sequence[str], suffix: str) -> list[tuple[Path, Path]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
@@ -13,7 +15,7 @@ from torchrelay.jobs.config.config import Config
 from torchrelay.jobs.config.reading import load_config
 from torchrelay.jobs.config.runner_keys import Runner
 from torchrelay.metadata.code.archive import open_archive
-from torchrelay.metadata.code.changes import Changes, changes
+from torchrelay.metadata.code.changes import NO_CHANGES, Changes, changes
 from torchrelay.metadata.code.snapshot import Snapshot, of_manifest
 from torchrelay.metadata.experiment.note import Identity
 from torchrelay.metadata.experiment.run_store import ProgramRun, RunStore
@@ -94,17 +96,58 @@ class BaseScene:
 
     def known(self) -> list[Known]:
         """The runs, as choices need them."""
-        return [known(run) for run in self.runs()]
+        return [
+            Known(
+                run.id,
+                self.identity_of(run),
+                standing(run.path),
+                run.note.launch,
+                run.note.limits,
+                run.note.created,
+            )
+            for run in self.runs()
+        ]
+
+    def identity_of(self, run: ProgramRun) -> Identity:
+        """What a run is of; where nothing but files of `eval` differs, its code is that of now."""
+        found = run.note.identity
+        if self._evaluated and found.code_id != self.identity.code_id and self.changed(run) == NO_CHANGES:
+            return Identity(self.identity.code_id, found.config_id)
+        return found
 
     def changed(self, run: ProgramRun) -> Changes | None:
-        """What source differs from that of a run; None where that cannot be told."""
+        """What source differs from that of a run, but for files of `eval`; None where that cannot be told."""
         if self.snapshot is None or run.note.code_id is None:
             return None
         try:
             with open_archive(run.path / "code" / f"{run.note.code_id}.zip") as archive:
-                return changes(of_manifest(archive.manifest), of_manifest(self.snapshot.manifest))
+                found = changes(of_manifest(archive.manifest), of_manifest(self.snapshot.manifest))
         except (DamagedError, StorageError):
             return None
+        return found.beyond(*self._evaluated) if self._evaluated else found
+
+    def note_evaluated(self, work: Iterable[tuple[Path, Path]]) -> None:
+        """Note the files of an `eval` that lie where source lies: they are no source."""
+        files: dict[Path, bool] = {}
+        for path, out in work:
+            files.setdefault(path.resolve(), False)
+            files[out.resolve()] = True
+        roots = [root.path for root in self.snapshot.roots] if self.snapshot is not None else []
+        if self.archived is not None:  # what is archived ran there
+            roots.append(Path(self.store.find(self.archived).note.origin).parent)
+        inside = {
+            path: one for path, one in files.items() if any(path.is_relative_to(root) for root in roots)
+        }
+        with suppress(StorageError):  # where nobody may write, such files go on looking like source
+            self.store.note_evaluated(inside)
+
+    @cached_property
+    def _evaluated(self) -> tuple[set[str], set[str]] | None:
+        """What `eval` read and wrote below the source, as the archive calls it; None where it did nothing."""
+        found = self.store.evaluated() if self.snapshot is not None else {}
+        named = [(self.snapshot.name_of(path), one) for path, one in found.items()] if self.snapshot else []
+        read, written = ({name for name, one in named if name and one is which} for which in (False, True))
+        return (read, written) if read or written else None
 
 
 @dataclass(frozen=True)
@@ -157,12 +200,6 @@ class Scene(BaseScene):
     def made(self) -> Program:
         """A new object of the program."""
         return made_program(self.program, self.config)
-
-
-def known(run: ProgramRun) -> Known:
-    """A run, as choices need it."""
-    note = run.note
-    return Known(run.id, note.identity, standing(run.path), note.launch, note.limits, note.created)
 
 
 def say(text: str, *, to: TextIO | None = None) -> None:

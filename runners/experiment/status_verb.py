@@ -56,12 +56,12 @@ def _changed(scene: BaseScene, run: ProgramRun | None) -> dict[str, Any] | None:
     """None without a run; `files` is None where the archived source cannot be looked at."""
     if run is None:
         return None
-    files = scene.changed(run)
+    files, code = scene.changed(run), scene.identity_of(run).code_id
     told = None
     if files is not None:
         told = {"added": files.added, "changed": files.changed, "removed": files.removed}
     return {
-        "code": run.note.code_id is None or scene.identity.code_id != run.note.code_id,
+        "code": code is None or code != scene.identity.code_id,
         "config": scene.identity.config_id != run.note.config_id,
         "files": told,
     }

@@ -51,7 +51,7 @@ def use(scene: BaseScene) -> dict[str, Any]:
     """Rank 0: choose run and epoch, as a dict for the others. Raises what choosing and opening raise."""
     run = chosen_run(scene)
     said, code, config = "", run.note.code_id, run.note.config_id
-    own = scene.archived is not None or run.note.identity.same(scene.identity)
+    own = scene.archived is not None or scene.identity_of(run).same(scene.identity)
     if scene.archived is not None:
         said = f"runs the archived code {(code or '')[:SHORT]} of {run.id}"
     elif not own:

@@ -130,3 +130,47 @@ def test_a_measurement_of_other_code_is_not_the_runs_own(line: Script) -> None:
     assert newest_result(line.run)["time"] == own["time"]  # type: ignore[index]
     assert [one["own"] for one in results(line.run)] == [True, False]
     assert json.loads(line("test", "--ignore", "--json").out)["time"] == ignored["time"], "it is kept"
+
+
+def test_files_of_eval_are_no_source(line: Script) -> None:
+    """What eval read and wrote beside the script changes nothing for eval, test, status, train and amend."""
+    (line.path.parent / "there.json").write_text("[1, 2]")  # at the time of the training, too
+    assert line("train", "--max-epochs", "1").rc == 0
+    (line.path.parent / "sample.txt").write_text("1 2")
+    for name in ("sample.txt", "sample.txt", "there.json"):
+        told = line("eval", f"source/{name}", "source/result.json")
+        assert told.rc == 0, told.err
+    (line.path.parent / "sample.txt").write_text("2 1")
+    told = line("eval", "source/sample.txt", "source/there.json")
+    assert told.rc == 0, "a result takes the place of a file that the run knew"
+    status = line("status")
+    assert "code: unchanged" in status.out and "added" not in status.out
+    assert line("test").rc == 0 and newest_result(line.run) is not None
+    assert line("train", "--max-epochs", "1").rc == 2 and len(line.runs) == 1
+    assert "nothing to amend" in line("amend").err
+
+
+def test_other_files_beside_those_of_eval_are_source(line: Script) -> None:
+    """A new file that looks like source, and a changed one that the run knew and eval read, are changes."""
+    (line.path.parent / "table.json").write_text("[1, 2]")
+    assert line("train", "--max-epochs", "1").rc == 0
+    assert line("eval", "source/table.json", "source/result.json").rc == 0
+    (line.path.parent / "table.json").write_text("[2, 1]")
+    assert "changed: table.json" in line("status").out
+    assert "table.json" in line("eval", "source/table.json", "source/result.json").err
+    (line.path.parent / "table.json").write_text("[1, 2]")
+    assert line("eval", "source/table.json", "source/result.json").rc == 0
+    (line.path.parent / "more.py").write_text("x = 1\n")
+    assert line("eval", "source/table.json", "source/result.json").rc == 2
+
+
+def test_files_of_eval_by_archived_code_are_no_source(line: Script) -> None:
+    """The same of `eval --run ID`, in a directory of results."""
+    assert line("train", "--max-epochs", "1").rc == 0
+    samples = line.path.parent / "samples"
+    samples.mkdir()
+    for name in "ab":
+        (samples / f"{name}.txt").write_text("1 2")
+    told = line("eval", "--run", line.run.name, "source/samples", "source/out")
+    assert told.rc == 0, told.err
+    assert "code: unchanged" in line("status").out
