@@ -56,10 +56,10 @@ def add_package(add: Add) -> None:
 def _add(add: Add, verb: str) -> argparse.ArgumentParser:
     parser = add(verb, VERBS[verb], partial(_perform, verb))
     text = "script.py, or package.module:Class"
-    text += {"package": ", or a run, RUN@best", "server": "", "status": ", or a run or its URL"}.get(
+    text += {"package": ", or a run, RUN@best", "status": ", or a run or its URL"}.get(
         verb, "; without one -m says all"
     )
-    alone = verb not in ("package", "server")  # what a configuration alone can do
+    alone = verb != "package"  # what a configuration alone can do
     nargs = "?" if alone else None
     parser.add_argument("program", metavar="PROGRAM", nargs=nargs, help=text)
     add_options(parser, verb)

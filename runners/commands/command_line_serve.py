@@ -7,7 +7,6 @@ process of its own.
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -89,17 +88,10 @@ def _serve_configured(chosen: argparse.Namespace, selector: Selector, options: S
 
 def _by_program(chosen: argparse.Namespace, selector: Selector, options: ServeOptions) -> int:
     """Serve a program of the model that the run's archived source and configuration make."""
-    from torchrelay.runners.serving.configured import configured_model
-    from torchrelay.runners.serving.epochs import EpochSource
+    from torchrelay.runners.serving.configured import serve_run
 
     _refuse_given(chosen, ("signature",), "the program of the run's model has its own")
-
-    def source(scratch: Path) -> Source:
-        model = configured_model(Path(selector.path).resolve(), scratch, chosen.blob, chosen.device)
-        return EpochSource(selector.path, selector.epoch, model, say)
-
-    with tempfile.TemporaryDirectory(prefix="torchrelay-serve-") as scratch:
-        return serve(options, lambda: source(Path(scratch)))
+    return serve_run(selector.path, selector.epoch, options, chosen.blob, chosen.device)
 
 
 def _by_handler(chosen: argparse.Namespace, selector: Selector, options: ServeOptions) -> int:

@@ -35,7 +35,7 @@ def run_archived(scene: ConfiguredScene) -> int | None:
     folder, workspace = captured.get("config"), (captured["code"].get("roots") or {}).get("")
     if not (isinstance(folder, str) and isinstance(workspace, str)):
         raise UsageError(f"the configuration of {run.id} was not recorded, so it cannot be run")
-    if run.note.identity.same(scene.identity):
+    if scene.identity_of(run).same(scene.identity):
         return None
     with tempfile.TemporaryDirectory(prefix="torchrelay-archived-") as scratch:
         source = Path(scratch) / "source"

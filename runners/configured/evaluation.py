@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,11 @@ from torchrelay.errors import UsageError
 from torchrelay.jobs.config.config import Config
 from torchrelay.jobs.config.data_keys import Dataset
 from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
+from torchrelay.jobs.config.schema import Settings
 from torchrelay.jobs.peers import Peers, decide, together
 from torchrelay.runners.configured.scene import ConfiguredScene, processes
+from torchrelay.runners.distributed.launch_env import PLACE
+from torchrelay.runners.experiment.base_scene import say
 from torchrelay.runners.experiment.evaluation_verb import (
     Work,
     check_writable,
@@ -23,7 +27,6 @@ from torchrelay.runners.experiment.evaluation_verb import (
     refuse_to_replace,
     used_for,
 )
-from torchrelay.runners.experiment.scene import say
 from torchrelay.runners.experiment.using import Used
 from torchrelay.runners.lifecycle.apart import apart
 from torchrelay.runners.lifecycle.context import StepContext
@@ -55,13 +58,24 @@ def evaluate(scene: ConfiguredScene) -> int:
     if used.said:
         say(used.said)
     with apart(), ExitStack() as stack:
-        context = _built(scene.config, runner, dataset, work[0][0], stack)
+        context = _built(scene.config, _reading(scene.config.settings, dataset, work[0][0]), runner, stack)
         (phase,) = context.phases.values()
         peers = context.session.peers
         together(peers, "load", lambda: load_weights(phase, context.settings, runner, used.path, used.name))
         together(peers, "evaluation", lambda: _all(context, phase, dataset, work, peers))
     say(f"{len(work)} evaluated with epoch {used.epoch} of {used.run}: {scene.request.paths[-1]}")
     return 0
+
+
+def fit(scene: ConfiguredScene, run: Path, epoch: str) -> None:
+    """Load an epoch into the models as they are made now, in this process alone; raises what that raises."""
+    runner = replace(scene.runner, kind="infer", **_NO_WARM_START)
+    with apart(), ExitStack() as stack:
+        for name in PLACE:
+            os.environ.pop(name, None)
+        context = _built(scene.config, scene.config.settings, runner, stack)
+        for phase in context.phases.values():
+            load_weights(phase, context.settings, runner, str(run), epoch)
 
 
 def _profile(scene: ConfiguredScene) -> tuple[RunnerKeys, Dataset]:
@@ -81,14 +95,14 @@ def _profile(scene: ConfiguredScene) -> tuple[RunnerKeys, Dataset]:
     return runner, dataset
 
 
-def _built(
-    config: Config, runner: RunnerKeys, dataset: Dataset, first: Path, stack: ExitStack
-) -> StepContext:
-    """The context behind the steps `setup` and `build`, over the first of the files."""
-    datasets = tuple(
-        _of(dataset, first) if one.name == dataset.name else one for one in config.settings.dataset
-    )
-    settings = replace(config.settings, dataset=datasets)
+def _reading(settings: Settings, dataset: Dataset, file: Path) -> Settings:
+    """The same, with that dataset over one file."""
+    datasets = tuple(_of(dataset, file) if one.name == dataset.name else one for one in settings.dataset)
+    return replace(settings, dataset=datasets)
+
+
+def _built(config: Config, settings: Settings, runner: RunnerKeys, stack: ExitStack) -> StepContext:
+    """The context behind the steps `setup` and `build`."""
     loader = Loader()
     stack.callback(loader.forget)
     context = StepContext(

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from torchrelay.checkpoint.remote.urls import is_url
 from torchrelay.errors import UsageError
@@ -23,14 +24,13 @@ from torchrelay.jobs.peers import Peers, Solo
 from torchrelay.metadata.experiment.run_store import RunStore
 from torchrelay.records import dataclass
 from torchrelay.runners.distributed.launch_env import read_launch_env
+from torchrelay.runners.experiment.base_scene import BaseScene
 from torchrelay.runners.experiment.origin import RUNS, Origin
 from torchrelay.runners.experiment.request import Request
-from torchrelay.runners.experiment.scene import BaseScene
 from torchrelay.runners.lifecycle.devices import device_of
 from torchrelay.runners.lifecycle.packages import config_file
-from torchrelay.runners.lifecycle.processes_of_run import let_go, session_on
 from torchrelay.runners.lifecycle.recording import source_of
-from torchrelay.runners.lifecycle.selection import run_directory_of
+from torchrelay.runners.lifecycle.selection import phases_of, run_directory_of
 from torchrelay.runners.stored_runs.run_url import refuse_remote
 
 
@@ -56,7 +56,7 @@ class ConfiguredScene(BaseScene):
     @cached_property
     def config(self) -> Config:
         """What is configured; raises ConfigError with all that is wrong."""
-        return self.with_overrides(self._limits())
+        return self.with_overrides(self._typed_limits())
 
     def with_overrides(self, more: Sequence[str]) -> Config:
         """The same with more overrides."""
@@ -97,6 +97,22 @@ class ConfiguredScene(BaseScene):
         """The id of the part that the profile uses."""
         return self.config.id_of(self.runner.name)
 
+    def limits(self) -> dict[str, Any]:
+        """What may be raised to go on with a run that is over; of growing data the newest that is there."""
+        runner = self.runner
+        steps = None if runner.stop is None else runner.stop.max_steps
+        found: dict[str, Any] = {"max_epochs": runner.max_epochs, "max_steps": steps}
+        if runner.epochs_per_partition is not None:
+            found["newest_data"] = self._newest_data()
+        return found
+
+    def _newest_data(self) -> str:
+        from torchrelay.runners.lifecycle.growing import partitions_there
+
+        datasets = [one for _, one in phases_of(self.config.settings, self.runner) if one is not None]
+        names = [one[0] for two in datasets for one in partitions_there(two.data_path, self.config.workspace)]
+        return max(names, default="")
+
     @property
     def _place(self) -> Path:
         text = run_directory_of(self.config.settings, self.runner)
@@ -104,7 +120,7 @@ class ConfiguredScene(BaseScene):
             raise UsageError(f"runs cannot lie at {text} so far: give a path, or --runs DIR")
         return Path(text)
 
-    def _limits(self) -> list[str]:
+    def _typed_limits(self) -> list[str]:
         """`--max-epochs` and `--time-limit` as overrides of the profile."""
         asked = {"epochs": self.request.max_epochs, "time_limit": self.request.time_limit}
         if not any(value is not None for value in asked.values()):
@@ -122,6 +138,8 @@ def processes(runner: RunnerKeys) -> Iterator[Peers]:
     if not env.launched:
         yield Solo()
         return
+    from torchrelay.runners.lifecycle.processes_of_run import let_go, session_on
+
     session = session_on(device_of(runner, env.local_rank))
     try:
         yield session.peers

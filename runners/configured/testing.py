@@ -16,7 +16,7 @@ from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
 from torchrelay.jobs.peers import decide
 from torchrelay.metadata.experiment.results import read_result, write_result
 from torchrelay.runners.configured.scene import ConfiguredScene, processes
-from torchrelay.runners.experiment.scene import say
+from torchrelay.runners.experiment.base_scene import say
 from torchrelay.runners.experiment.using import Used, use
 from torchrelay.runners.lifecycle.profiles import ConfigResult, run_config
 

@@ -11,20 +11,17 @@ from typing import Any
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.runner_keys import LOCAL_TRAIN
-from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
 from torchrelay.jobs.peers import Peers, decide
 from torchrelay.metadata.experiment.note import Note
 from torchrelay.runners.configured.scene import ConfiguredScene, processes
 from torchrelay.runners.distributed.launch_env import read_launch_env
+from torchrelay.runners.experiment.base_scene import say
 from torchrelay.runners.experiment.choosing_runs import Chosen, Start, choose_to_train
 from torchrelay.runners.experiment.launched import is_restart, launch_of
 from torchrelay.runners.experiment.making_runs import made_run
 from torchrelay.runners.experiment.request import rewind_of
-from torchrelay.runners.experiment.scene import say
 from torchrelay.runners.experiment.training_verb import check_alike
-from torchrelay.runners.lifecycle.growing import partitions_there
 from torchrelay.runners.lifecycle.profiles import run_config
-from torchrelay.runners.lifecycle.selection import phases_of
 from torchrelay.runners.standing import standing
 
 
@@ -63,7 +60,7 @@ def start_of(scene: ConfiguredScene) -> Start:
     run = request.run_id if request.verb == "train" else None
     return Start(
         scene.identity,
-        limits_of(scene),
+        scene.limits(),
         request.force,
         request.retrain,
         rewinds,
@@ -71,23 +68,6 @@ def start_of(scene: ConfiguredScene) -> Start:
         launch_of(),
         is_restart(),
     )
-
-
-def limits_of(scene: ConfiguredScene) -> dict[str, Any]:
-    """What may be raised to go on with a run that is over; of growing data the newest that is there."""
-    runner = scene.runner
-    steps = None if runner.stop is None else runner.stop.max_steps
-    limits: dict[str, Any] = {"max_epochs": runner.max_epochs, "max_steps": steps}
-    if runner.epochs_per_partition is not None:
-        limits["newest_data"] = _newest_data(scene, runner)
-    return limits
-
-
-def _newest_data(scene: ConfiguredScene, runner: RunnerKeys) -> str:
-    config = scene.config
-    datasets = [one for _, one in phases_of(config.settings, runner) if one is not None]
-    names = [one[0] for two in datasets for one in partitions_there(two.data_path, config.workspace)]
-    return max(names, default="")
 
 
 class _Place:

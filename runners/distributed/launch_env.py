@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torchrelay.errors import UsageError
 from torchrelay.records import dataclass
 
-_PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _HIGHEST_PORT = 65535
 
 
@@ -94,7 +94,7 @@ def _alone(env: Mapping[str, str]) -> LaunchEnv:
 
 
 def _require(env: Mapping[str, str]) -> None:
-    missing = [name for name in _PLACE if not env.get(name)]
+    missing = [name for name in PLACE if not env.get(name)]
     if missing:
         present = next(name for name in ("RANK", "WORLD_SIZE") if name in env)
         raise UsageError(

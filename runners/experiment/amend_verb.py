@@ -1,28 +1,36 @@
 """`amend`: the changed code becomes that of an existing run, beside what it really ran, which stays.
 
 For changes that do not touch what was trained: a comment, a plot, another test. Allowed in every state but
-running.
+running, for code that takes the run's newest epoch.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from pathlib import Path
 
-from torchrelay.errors import DirectoryInUseError, UsageError
+from torchrelay.checkpoint.reader import open_checkpoint
+from torchrelay.errors import DamagedError, DirectoryInUseError, RelayError, StorageError, UsageError
 from torchrelay.metadata.capture import captures, command, surroundings, write_capture
 from torchrelay.metadata.code.manifest import SHORT
 from torchrelay.metadata.code.snapshot import Snapshot
 from torchrelay.metadata.experiment.run_store import ProgramRun, update_note
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.capturing import Capturing
-from torchrelay.runners.experiment.scene import BaseScene, say
+from torchrelay.runners.experiment.base_scene import BaseScene, say
 from torchrelay.runners.standing import standing
 
+Fit = Callable[[Path, str], None]
+"""Loads an epoch of a run, by its name, into what the code makes now."""
 _OF_THE_CONFIGURATION = ("config", "config_files", "config_id", "overrides")
 
 
-def amend(scene: BaseScene) -> int:
-    """Record it, and say both ids. Raises UsageError, DirectoryInUseError, StorageError."""
+def amend(scene: BaseScene, fit: Fit) -> int:
+    """Record it, and say both ids. Raises UsageError, DirectoryInUseError, StorageError.
+
+    `fit` raises where the epoch cannot be loaded.
+    """
     runs = scene.runs()
     if not runs:
         raise UsageError("there is no run to amend: train first")
@@ -40,6 +48,7 @@ def amend(scene: BaseScene) -> int:
         )
     if scene.identity_of(run).code_id == new:
         raise UsageError(f"nothing to amend: the code is that of {run.id}, {new[:SHORT]}")
+    _check_fit(run, fit)
     attempt = _record(run, scene, snapshot)
     past = {"code_id": old, "time": round(time.time(), 3), "message": scene.request.message}
     update_note(run, code_id=new, amended=(*run.note.amended, past))
@@ -48,6 +57,24 @@ def amend(scene: BaseScene) -> int:
         f"`torchrelay runs code {run.path}` has the new one, with --attempt the others (this is {attempt})"
     )
     return 0
+
+
+def _check_fit(run: ProgramRun, fit: Fit) -> None:
+    """Refuse code that would be of no use to `test` and `eval`; a run without an epoch takes any."""
+    try:
+        opened = open_checkpoint(run.path)
+    except RelayError:
+        return
+    try:
+        fit(run.path, f"{opened.epoch},branch={opened.branch}")
+    except (DamagedError, StorageError):
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise UsageError(
+            f"{run.id} cannot be amended: the changed code does not take its epoch {opened.epoch} "
+            f"({type(error).__name__}: {text:.500}); train makes a new run"
+        ) from error
 
 
 def _record(run: ProgramRun, scene: BaseScene, snapshot: Snapshot) -> int:

@@ -36,7 +36,7 @@ _VERBS: dict[str, Callable[[Scene], int]] = {
     "eval": evaluate,
     "server": server,
     "status": status,
-    "amend": amend,
+    "amend": lambda scene: amend(scene, scene.fit),
     "package": package,
 }
 _ON_ONE_RANK = ("status", "amend", "package")

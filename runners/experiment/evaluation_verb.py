@@ -13,8 +13,9 @@ from torchrelay.errors import RelayError, StorageError, UsageError
 from torchrelay.jobs.peers import decide, together
 from torchrelay.jobs.seeding import seed as set_seed
 from torchrelay.metadata.files import sync_directory
+from torchrelay.runners.experiment.base_scene import BaseScene, say
 from torchrelay.runners.experiment.program import Program
-from torchrelay.runners.experiment.scene import BaseScene, Scene, say
+from torchrelay.runners.experiment.scene import Scene
 from torchrelay.runners.experiment.using import Used, use
 from torchrelay.runners.start import current_or_new_session
 

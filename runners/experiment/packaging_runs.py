@@ -63,8 +63,8 @@ def package_run(target: str, request: Request, typed: Typed) -> int | None:
 
 def _package_here(selector: Selector, epoch: str, request: Request, typed: Typed) -> int:
     from torchrelay.checkpoint.package.saving import save
+    from torchrelay.runners.experiment.base_scene import say
     from torchrelay.runners.experiment.packaging_verb import lacking
-    from torchrelay.runners.experiment.scene import say
     from torchrelay.runners.rebuilding.loaded_model import loaded_model
     from torchrelay.runners.rebuilding.named_functions import named
     from torchrelay.runners.rebuilding.typed_inputs import typed_inputs

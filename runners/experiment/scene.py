@@ -1,153 +1,21 @@
-"""What every verb begins with: the program, what was asked, its runs, and whether anything changed."""
+"""A program and a request: what the verbs of a program begin with."""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterable
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from torchrelay.errors import DamagedError, StorageError, UsageError
+from torchrelay.checkpoint.reader import open_checkpoint
+from torchrelay.jobs.blobs import is_stateful
 from torchrelay.jobs.config.config import Config
 from torchrelay.jobs.config.reading import load_config
 from torchrelay.jobs.config.runner_keys import Runner
-from torchrelay.metadata.code.archive import open_archive
-from torchrelay.metadata.code.changes import NO_CHANGES, Changes, changes
-from torchrelay.metadata.code.snapshot import Snapshot, of_manifest
-from torchrelay.metadata.experiment.note import Identity
-from torchrelay.metadata.experiment.run_store import ProgramRun, RunStore
 from torchrelay.records import dataclass
-from torchrelay.runners.experiment.choosing_runs import Known
+from torchrelay.runners.experiment.base_scene import BaseScene
 from torchrelay.runners.experiment.origin import Origin, origin_of
 from torchrelay.runners.experiment.program import Program, made_program
 from torchrelay.runners.experiment.request import Request
-from torchrelay.runners.standing import standing
-
-
-class BaseScene:
-    """A request and the runs it is about; `archived` is the run whose archived code this process runs."""
-
-    request: Request
-    archived: str | None
-
-    @property
-    def title(self) -> str:
-        """What is run, as messages call it."""
-        raise NotImplementedError
-
-    @property
-    def rename(self) -> str:
-        """How it gets another name, so that its runs lie elsewhere."""
-        raise NotImplementedError
-
-    @cached_property
-    def origin(self) -> Origin:
-        """Where its source and its runs lie."""
-        raise NotImplementedError
-
-    @cached_property
-    def store(self) -> RunStore:
-        """Its runs."""
-        return self.origin.store(self.request.runs)
-
-    @cached_property
-    def snapshot(self) -> Snapshot | None:
-        """The source as it was when this was first asked."""
-        return self.origin.snapshot()
-
-    @cached_property
-    def config_id(self) -> str | None:
-        """The id of what is configured; None without a configuration."""
-        raise NotImplementedError
-
-    @cached_property
-    def identity(self) -> Identity:
-        """Of the code and the configuration as they are now."""
-        code = self.snapshot.manifest.code_id if self.snapshot is not None else None
-        return Identity(code, self.config_id)
-
-    def runs(self) -> list[ProgramRun]:
-        """The runs; raises UsageError where they are those of something else of this name.
-
-        Of one that is damaged people are told, once, and the others are what they are.
-        """
-        there = self.store.look()
-        for path, error in there.unread.items():
-            if path not in self._told:
-                self._told.add(path)
-                say(f"{path.name} is passed over: {error}", to=sys.stderr)
-        found = list(there.runs)
-        for run in found[-1:]:
-            other = run.note.origin
-            if other != str(self.origin.file) and Path(other).exists():
-                raise UsageError(
-                    f"the runs in {self.store.directory} are those of {other}, this is {self.origin.file}: "
-                    f"give one of them another name ({self.rename}), or other --runs"
-                )
-        return found
-
-    @cached_property
-    def _told(self) -> set[Path]:
-        """Damaged runs that people have heard of."""
-        return set()
-
-    def known(self) -> list[Known]:
-        """The runs, as choices need them."""
-        return [
-            Known(
-                run.id,
-                self.identity_of(run),
-                standing(run.path),
-                run.note.launch,
-                run.note.limits,
-                run.note.created,
-            )
-            for run in self.runs()
-        ]
-
-    def identity_of(self, run: ProgramRun) -> Identity:
-        """What a run is of; where nothing but files of `eval` differs, its code is that of now."""
-        found = run.note.identity
-        if self._evaluated and found.code_id != self.identity.code_id and self.changed(run) == NO_CHANGES:
-            return Identity(self.identity.code_id, found.config_id)
-        return found
-
-    def changed(self, run: ProgramRun) -> Changes | None:
-        """What source differs from that of a run, but for files of `eval`; None where that cannot be told."""
-        if self.snapshot is None or run.note.code_id is None:
-            return None
-        try:
-            with open_archive(run.path / "code" / f"{run.note.code_id}.zip") as archive:
-                found = changes(of_manifest(archive.manifest), of_manifest(self.snapshot.manifest))
-        except (DamagedError, StorageError):
-            return None
-        return found.beyond(*self._evaluated) if self._evaluated else found
-
-    def note_evaluated(self, work: Iterable[tuple[Path, Path]]) -> None:
-        """Note the files of an `eval` that lie where source lies: they are no source."""
-        files: dict[Path, bool] = {}
-        for path, out in work:
-            files.setdefault(path.resolve(), False)
-            files[out.resolve()] = True
-        roots = [root.path for root in self.snapshot.roots] if self.snapshot is not None else []
-        if self.archived is not None:  # what is archived ran there
-            roots.append(Path(self.store.find(self.archived).note.origin).parent)
-        inside = {
-            path: one for path, one in files.items() if any(path.is_relative_to(root) for root in roots)
-        }
-        with suppress(StorageError):  # where nobody may write, such files go on looking like source
-            self.store.note_evaluated(inside)
-
-    @cached_property
-    def _evaluated(self) -> tuple[set[str], set[str]] | None:
-        """What `eval` read and wrote below the source, as the archive calls it; None where it did nothing."""
-        found = self.store.evaluated() if self.snapshot is not None else {}
-        named = [(self.snapshot.name_of(path), one) for path, one in found.items()] if self.snapshot else []
-        read, written = ({name for name, one in named if name and one is which} for which in (False, True))
-        return (read, written) if read or written else None
 
 
 @dataclass(frozen=True)
@@ -197,12 +65,12 @@ class Scene(BaseScene):
             "max_steps": source.max_steps,
         }
 
+    def fit(self, run: Path, epoch: str) -> None:
+        """Load what of an epoch the program knows into a new object of it; raises what that raises."""
+        opened = open_checkpoint(run, epoch)
+        known = {blob.name: blob.source for blob in self.made().job().blobs if is_stateful(blob.source)}
+        opened.load({name: one for name, one in known.items() if name == "model" or name in opened.blobs})
+
     def made(self) -> Program:
         """A new object of the program."""
         return made_program(self.program, self.config)
-
-
-def say(text: str, *, to: TextIO | None = None) -> None:
-    """A line for the person who typed the verb: rank 0 alone says it."""
-    if os.environ.get("RANK", "0") == "0":
-        print(text, file=to or sys.stdout, flush=True)

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 from torchrelay.checkpoint.reader import Checkpoint
 from torchrelay.errors import UsageError
 from torchrelay.jobs.seeding import seed as set_seed
-from torchrelay.runners.experiment.scene import Scene, say
+from torchrelay.runners.experiment.base_scene import say
+from torchrelay.runners.experiment.request import Request
+from torchrelay.runners.experiment.scene import Scene
 from torchrelay.runners.experiment.using import Used, use
 from torchrelay.runners.serving.options import ServeOptions
 from torchrelay.runners.serving.serve import check_installed, serve
@@ -39,15 +41,20 @@ def server(scene: Scene) -> int:
 
 
 def _source(scene: Scene, used: Used) -> EpochSource:
-    """With `--watch` what is newest or best, else the very epoch that was found."""
     from torchrelay.runners.serving.epochs import EpochSource
 
-    wish = scene.request.epoch or "last"
-    follows = scene.request.serve is not None and scene.request.serve.watch
-    if follows and wish not in ("last", "best"):
-        raise UsageError(f"--watch follows last or best: leave --epoch {wish:.40} out")
-    where = wish if follows else used.name
+    where = followed(scene.request, used)
     return EpochSource(used.path, where, lambda opened: served_of(scene, used, opened), say)
+
+
+def followed(request: Request, used: Used) -> str:
+    """The epoch to serve: with `--watch` what is newest or best, else the very one that was found."""
+    wish = request.epoch or "last"
+    if request.serve is None or not request.serve.watch:
+        return used.name
+    if wish not in ("last", "best"):
+        raise UsageError(f"--watch follows last or best: leave --epoch {wish:.40} out")
+    return wish
 
 
 def served_of(scene: Scene, used: Used, opened: Checkpoint) -> Served:

@@ -6,13 +6,14 @@ import json
 from contextlib import suppress
 from typing import Any
 
-from torchrelay.checkpoint.reader import open_checkpoint
+from torchrelay.checkpoint.local_storage import LocalStorage
+from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.errors import RelayError
 from torchrelay.metadata.code.manifest import SHORT
 from torchrelay.metadata.experiment.results import newest_result
 from torchrelay.metadata.experiment.run_store import ProgramRun
+from torchrelay.runners.experiment.base_scene import BaseScene, say
 from torchrelay.runners.experiment.choosing_runs import Start, choose_to_train
-from torchrelay.runners.experiment.scene import BaseScene, Scene, say
 from torchrelay.runners.standing import standing
 
 
@@ -38,7 +39,8 @@ def _run(run: ProgramRun) -> dict[str, Any]:
     stands, result = standing(run.path), newest_result(run.path)
     epoch = None
     with suppress(RelayError):
-        epoch = open_checkpoint(run.path).epoch
+        newest = open_log(LocalStorage(run.path / "checkpoints")).newest()
+        epoch = None if newest is None else newest.position.epoch
     return {
         "id": run.id,
         "path": str(run.path),
@@ -71,10 +73,7 @@ def _would(scene: BaseScene) -> dict[str, Any]:
     """What `train` would do now."""
     known = scene.known()
     same = [one for one in known if one.identity.same(scene.identity)]
-    if isinstance(scene, Scene):
-        limits = scene.limits()
-    else:
-        limits = {name: same[-1].limits.get(name) for name in ("max_epochs", "max_steps")} if same else {}
+    limits = scene.limits()
     with suppress(RelayError):
         chosen = choose_to_train(Start(scene.identity, limits), known)
         return {"trains": True, "what": chosen.action, "run": chosen.run, "why": chosen.reason}

@@ -12,7 +12,8 @@ from typing import Any
 from torchrelay.jobs.peers import Peers, decide
 from torchrelay.jobs.seeding import seed as set_seed
 from torchrelay.metadata.experiment.results import read_result, write_result
-from torchrelay.runners.experiment.scene import Scene, say
+from torchrelay.runners.experiment.base_scene import say
+from torchrelay.runners.experiment.scene import Scene
 from torchrelay.runners.experiment.using import Used, use
 from torchrelay.runners.start import current_or_new_session
 

@@ -10,12 +10,13 @@ from torchrelay.errors import UsageError
 from torchrelay.jobs.peers import Peers, decide
 from torchrelay.jobs.seeding import seed as set_seed
 from torchrelay.metadata.experiment.note import Identity, Note
+from torchrelay.runners.experiment.base_scene import say
 from torchrelay.runners.experiment.choosing_runs import Chosen, Start, choose_to_train
 from torchrelay.runners.experiment.launched import is_restart, launch_of
 from torchrelay.runners.experiment.making_runs import made_run
 from torchrelay.runners.experiment.program import Program
 from torchrelay.runners.experiment.request import rewind_of
-from torchrelay.runners.experiment.scene import Scene, say
+from torchrelay.runners.experiment.scene import Scene
 from torchrelay.runners.leaving import code_of_result
 from torchrelay.runners.lifecycle.recording import recorded
 from torchrelay.runners.lifecycle.unread import Unread

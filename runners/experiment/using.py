@@ -10,8 +10,8 @@ from torchrelay.errors import NoProvableEpochError, NotAllowedNowError, UnknownE
 from torchrelay.metadata.code.manifest import SHORT
 from torchrelay.metadata.experiment.run_store import ProgramRun
 from torchrelay.records import dataclass
+from torchrelay.runners.experiment.base_scene import BaseScene
 from torchrelay.runners.experiment.choosing_runs import choose_to_use
-from torchrelay.runners.experiment.scene import BaseScene
 from torchrelay.runners.standing import standing
 
 

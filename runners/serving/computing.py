@@ -97,7 +97,7 @@ def _results(handler: ServingHandler, samples: Sequence[Any]) -> list[Any]:
         return [handler.encode(one) for one in found]
 
 
-def refusal_of(error: BaseException) -> BaseException:
+def refusal_of(error: BaseException, what: str = "the model refuses this sample") -> BaseException:
     """What a client is told of an error of the handler: its own fault where the sample may be the cause.
 
     It may be any exception: torch says RuntimeError for shapes and types, a model AttributeError for a
@@ -108,7 +108,7 @@ def refusal_of(error: BaseException) -> BaseException:
     if isinstance(error, (MemoryError, *_OF_THE_MACHINE)):
         return unavailable("there is no memory for this now", 5)
     if isinstance(error, Exception):
-        return RefusedError(422, f"the model refuses this sample: {_line(error)}")
+        return RefusedError(422, f"{what}: {_line(error)}")
     return FaultyAnswerError(f"the model failed: {_line(error)}")
 
 

@@ -6,17 +6,53 @@ that `--watch` runs nothing of the user's beside requests.
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from torchrelay.checkpoint.package.saving import save
 from torchrelay.errors import UsageError
 from torchrelay.jobs.signature import Signature
+from torchrelay.runners.experiment.server_verb import followed
+from torchrelay.runners.experiment.using import Used, use
 from torchrelay.runners.rebuilding.model_of_run import rebuilt
+from torchrelay.runners.serving.epochs import EpochSource
 from torchrelay.runners.serving.models import PlainModel, code_id_of_run
+from torchrelay.runners.serving.options import ServeOptions
 from torchrelay.runners.serving.packages import PackageHandler
+from torchrelay.runners.serving.serve import check_installed, say, serve
+
+if TYPE_CHECKING:
+    from torchrelay.runners.configured.scene import ConfiguredScene
+
+
+def server(scene: ConfiguredScene) -> int:
+    """`server -m config.yaml`: serve the run that `eval` would use; returns the exit code."""
+    check_installed()
+    request = scene.request
+    if request.ignore:
+        raise UsageError(
+            f"server -m {scene.file} serves by the code archived with a run, so that --ignore does nothing: "
+            "leave it out, or name the run with --run"
+        )
+    used = Used(**use(scene))
+    return serve_run(used.path, followed(request, used), request.serve or ServeOptions())
+
+
+def serve_run(
+    run: str, epoch: str, options: ServeOptions, blob: str | None = None, device: str | None = None
+) -> int:
+    """Serve a program of the model that the run's archived source and configuration make."""
+
+    def source(scratch: Path) -> EpochSource:
+        model = configured_model(Path(run).resolve(), scratch, blob, device)
+        return EpochSource(run, epoch, model, say)
+
+    with tempfile.TemporaryDirectory(prefix="torchrelay-serve-") as scratch:
+        return serve(options, lambda: source(Path(scratch)))
 
 
 def configured_model(run: Path, into: Path, blob: str | None = None, device: str | None = None) -> PlainModel:

@@ -10,11 +10,12 @@ from typing import Any
 import anyio
 
 from torchrelay.runners.serving.batching import Asked, Queue
+from torchrelay.runners.serving.computing import refusal_of
 from torchrelay.runners.serving.desk import SMALL_BYTES, SMALL_ELEMENTS, Desk, settle
 from torchrelay.runners.serving.limits import Budget, Limits
 from torchrelay.runners.serving.questions import JSON, Form, Question, form_of, read_question, write_answer
 from torchrelay.runners.serving.reading import Body, GoneError, Receive
-from torchrelay.runners.serving.refusal import RefusedError, busy, unavailable, wrong
+from torchrelay.runners.serving.refusal import busy, unavailable
 from torchrelay.runners.serving.served import Holder, Served
 from torchrelay.runners.serving.tensor_bodies import MEDIA_TYPE
 from torchrelay.runners.serving.trees import elements
@@ -103,7 +104,5 @@ def _understood(data: bytearray, form: Form, served: Served, limits: Limits) -> 
     question = read_question(data, form, limits)
     try:
         return question, [served.handler.decode(one) for one in question.samples]
-    except RefusedError:
-        raise
-    except (ValueError, TypeError, LookupError, ArithmeticError) as error:
-        raise wrong(f"the sample: {str(error)[:300]}", 422) from None
+    except Exception as error:  # whatever the program's code says of what a client sent
+        raise refusal_of(error, "the sample cannot be decoded") from None

@@ -174,3 +174,29 @@ def test_files_of_eval_by_archived_code_are_no_source(line: Script) -> None:
     told = line("eval", "--run", line.run.name, "source/samples", "source/out")
     assert told.rc == 0, told.err
     assert "code: unchanged" in line("status").out
+
+
+@pytest.mark.parametrize(
+    ("text", "tells"),
+    [
+        ("def make_model(self):\n        return torch.nn.Linear(2, 1, bias=False)", "model"),
+        ("def make_optimizer(self):\n        return torch.optim.Rprop(self.model.parameters())", "optimizer"),
+        ("def make_model(self):\n        raise ZeroDivisionError('oh')", "ZeroDivisionError: oh"),
+    ],
+)
+def test_amend_refuses_code_that_does_not_take_the_epoch(line: Script, text: str, tells: str) -> None:
+    """`amend` loads the newest epoch into what the code makes; where that fails it records nothing."""
+    assert line("train", "--max-epochs", "1").rc == 0
+    before = read_note(line.run)
+    line.more(text)
+    told = line("amend")
+    assert told.rc == 2 and "does not take its epoch 1" in told.err and tells in told.err
+    assert "Traceback" not in told.err and read_note(line.run) == before
+
+
+def test_amend_records_code_that_takes_the_epoch(line: Script) -> None:
+    """A new method changes nothing that is saved: the run has the new code, and goes on with it."""
+    assert line("train", "--max-epochs", "1").rc == 0
+    line.more("def plot(self):\n        return None")
+    assert line("amend").rc == 0
+    assert line("train", "--max-epochs", "2").rc == 0 and len(line.runs) == 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -160,6 +162,24 @@ def test_flm_7_status_and_amend_of_a_configuration(project: Project) -> None:
     assert amended.rc == 0 and "amended to" in amended.out
     assert project("status", *SHORT, "--check").rc == 0
     assert project("amend", *SHORT).rc == 2  # nothing to amend
+    project.change("model.py", "nn.ReLU()", "nn.ReLU(), nn.Linear(hidden, hidden)")
+    refused = project("amend", *SHORT)
+    assert refused.rc == 2 and "does not take its epoch 1" in refused.err and "Traceback" not in refused.err
+    assert project("status", "--check").rc == 1
+
+
+def test_status_of_a_configuration_says_what_train_does(project: Project) -> None:
+    """A limit that the configuration raises is one that `train` goes on with; nothing imports torch for it."""
+    assert project("train", *SHORT).rc == 0
+    told = project("status")
+    assert "goes on with" in told.out and "max_epochs raised" in told.out
+    assert "refused" in project("status", *SHORT).out
+    code = "import sys; from torchrelay.runners.commands.command_line import main\n"
+    code += "try: main(['status', '-m', 'config.yaml'])\nfinally: assert 'torch' not in sys.modules"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0 and "goes on with" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(

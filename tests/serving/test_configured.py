@@ -85,27 +85,72 @@ def test_a_model_without_a_program_is_refused_with_the_reason(tmp_path: Path) ->
         configured_model(tmp_path / "run", tmp_path)
 
 
+def asked(folder: Path, serving: str, row: list[float], *words: str) -> dict[str, object]:
+    """The answer of a server of this command, which leaves with 0 after SIGTERM and nothing behind."""
+    log, scratch = folder / "out.log", folder / "scratch"
+    scratch.mkdir()
+    with log.open("w") as out:
+        server = subprocess.Popen(
+            lifecycle_cases.command(*words, "--port", "0"), cwd=folder,
+            env={**clean_environment(None), "TMPDIR": str(scratch)}, stdout=out, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    try:
+        wait_until(lambda: "serving" in log.read_text() or server.poll() is not None, 90)
+        found = re.search(rf"serving {serving} at (http://127\.0\.0\.1:\d+)/", log.read_text())
+        assert found, log.read_text()
+        answer = httpx.post(f"{found[1]}/predict", json={"sample": row}, timeout=60).json()
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+        assert not list(scratch.iterdir())
+        return dict(answer)
+    finally:
+        server.kill()
+        server.wait(60)
+
+
 @pytest.mark.ranks
 def test_flm_6_the_command_serves_a_configured_run(tmp_path: Path) -> None:
     """FLM-6: `torchrelay serve run@best`, asked over HTTP, leaves with 0 after SIGTERM and nothing behind."""
     lifecycle_cases.run(tmp_path, "runner.train1.epochs=1")
     ((row, said), *_) = predictions(tmp_path)
-    log, scratch = tmp_path / "out.log", tmp_path / "scratch"
-    scratch.mkdir()
-    with log.open("w") as out:
-        server = subprocess.Popen(
-            lifecycle_cases.command("serve", "run@last", "--watch", "--port", "0"), cwd=tmp_path,
-            env={**clean_environment(None), "TMPDIR": str(scratch)}, stdout=out, stderr=subprocess.STDOUT,
+    answer = asked(tmp_path, "epoch 1 of run", row, "serve", "run@last", "--watch")
+    assert (answer["result"], answer["epoch"]) == (approx(said), 1)
+
+
+@pytest.mark.ranks
+def test_flm_6_the_verb_serves_the_newest_run_of_a_configuration(tmp_path: Path) -> None:
+    """FLM-6: `server -m config.yaml` answers as `eval` does; changed code and --ignore are refused."""
+    lifecycle_cases.written(tmp_path)
+
+    def typed(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*lifecycle_cases.command(words[0]), "-m", "config.yaml", "--runs", "runs", *words[1:]],
+            cwd=tmp_path, env=clean_environment(None), capture_output=True, text=True, timeout=120,
+            check=False,
         )  # fmt: skip
-    try:
-        wait_until(lambda: "serving" in log.read_text() or server.poll() is not None, 90)
-        found = re.search(r"serving epoch 1 of run at (http://127\.0\.0\.1:\d+)/", log.read_text())
-        assert found, log.read_text()
-        answer = httpx.post(f"{found[1]}/predict", json={"sample": row}, timeout=60).json()
-        assert (answer["result"], answer["epoch"]) == (approx(said), 1)
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(60) == 0
-        assert not list(scratch.iterdir())
-    finally:
-        server.kill()
-        server.wait(60)
+
+    untrained = typed("server")
+    assert (untrained.returncode, "train first" in untrained.stderr) == (2, True), untrained.stderr
+    assert typed("train", "--max-epochs", "1").returncode == 0
+    (tmp_path / "sample.txt").write_text(
+        "\n".join((tmp_path / "data/1.txt").read_text().splitlines()[:1]) + "\n"
+    )
+    told = typed("eval", "sample.txt", "out.jsonl")
+    assert told.returncode == 0, told.stderr
+    row = [float(one) for one in (tmp_path / "sample.txt").read_text().split()[:2]]
+    answer = asked(
+        tmp_path,
+        r"epoch 1 of [0-9a-z-]+",
+        row,
+        "server",
+        "-m",
+        "config.yaml",
+        "--runs",
+        "runs",
+        "--epoch",
+        "last",
+    )
+    assert answer["result"] == approx(json.loads((tmp_path / "out.jsonl").read_text())["prediction"])
+    assert "--ignore does nothing" in typed("server", "--ignore").stderr
+    (tmp_path / "model.py").write_text(lifecycle_cases.MODEL + "# changed\n")
+    assert typed("server").returncode == 2
