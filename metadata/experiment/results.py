@@ -1,22 +1,25 @@
 """Test results of a run: a file each, `results/test-e<epoch>-<code>.json`.
 
 Results of other code or of another configuration than the run's (`test --ignore`) lie beside them, with the
-configuration in their name: they are no results of the run.
+configuration in their name: they are no results of the run. `results/evaluated.jsonl` names the files that
+`eval` read and wrote by an epoch of the run.
 
 Files of their own, so that tests beside a running training take nothing from each other or from it.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import StorageError
-from torchrelay.metadata.files import read_json, write_json
+from torchrelay.metadata.files import append_lines, read_json, read_lines, write_json
 
 FOLDER = "results"
+_EVALUATED = "evaluated.jsonl"
 _NAME = re.compile(r"test-e([0-9]{8,})-([0-9a-z]{1,12})(-[0-9a-z]{1,12})?\.json")
 _NO_CODE, _NO_CONFIG = "unknown", "none"
 _SHORT = 12
@@ -75,3 +78,28 @@ def _sound(result: dict[str, Any]) -> dict[str, Any]:
 def _when(result: Mapping[str, Any]) -> tuple[int, float]:
     epoch, time = result.get("epoch"), result.get("time")
     return (epoch if type(epoch) is int else 0), (time if type(time) in (int, float) else 0.0)  # type: ignore[return-value]
+
+
+def evaluated(run: Path) -> dict[Path, bool]:
+    """The files that `eval` read (False) and wrote (True), absolute; raises StorageError."""
+    found: dict[Path, bool] = {}
+    for line in read_lines(run / FOLDER / _EVALUATED):
+        name, written = line.get("name"), line.get("written") is True
+        if isinstance(name, str) and "\0" not in name:
+            path = Path(os.path.normpath(run.resolve() / name))
+            found[path] = found.get(path, False) or written
+    return found
+
+
+def note_evaluated(run: Path, files: Mapping[Path, bool]) -> None:
+    """Note what `eval` reads and writes, by names that a move of all leaves true; raises StorageError."""
+    known, here = evaluated(run), run.resolve()
+    new = {path: written for path, written in files.items() if written > known.get(path, -1)}
+    lines = [{"name": os.path.relpath(path, here), "written": one} for path, one in sorted(new.items())]
+    if lines:
+        folder = run / FOLDER
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"cannot make {folder}: {error.strerror}") from error
+        append_lines(folder / _EVALUATED, lines)

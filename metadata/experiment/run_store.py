@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import string
 import time
@@ -13,13 +12,12 @@ from typing import Any
 
 from torchrelay.errors import DamagedError, RelayError, StorageError, UsageError
 from torchrelay.metadata.experiment.note import Note, read_note, write_note
-from torchrelay.metadata.files import append_lines, read_lines, sync_directory
+from torchrelay.metadata.files import sync_directory
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
 
 ASIDE = ".retrained"
 """Where earlier contents of runs that were trained again lie."""
-_EVALUATED = ".evaluated.jsonl"
 _TRIES = 20
 
 
@@ -94,25 +92,6 @@ class RunStore:
         what = f"{len(found)} runs have {wanted!r} in their ids" if found else f"there is no run {wanted!r}"
         known = ", ".join(run.id for run in (found or runs)[-5:]) or "none"
         raise UsageError(f"{what} in {self.directory}; there is {known}")
-
-    def evaluated(self) -> dict[Path, bool]:
-        """The files that `eval` read (False) and wrote (True), absolute; raises StorageError."""
-        found: dict[Path, bool] = {}
-        for line in read_lines(self.directory / _EVALUATED):
-            name, written = line.get("name"), line.get("written") is True
-            if isinstance(name, str) and "\0" not in name:
-                path = Path(os.path.normpath(self.directory.resolve() / name))
-                found[path] = found.get(path, False) or written
-        return found
-
-    def note_evaluated(self, files: Mapping[Path, bool]) -> None:
-        """Note what `eval` reads and writes, by names that a move of all leaves true; raises StorageError."""
-        known = self.evaluated()
-        here = self.directory.resolve()
-        new = {path: written for path, written in files.items() if written > known.get(path, -1)}
-        lines = [{"name": os.path.relpath(path, here), "written": one} for path, one in sorted(new.items())]
-        if lines:
-            append_lines(self.directory / _EVALUATED, lines)
 
     def create(self, note: Note, best: tuple[str, str] | None, world_size: int) -> ProgramRun:
         """Make a run of a new id, with its identity; raises StorageError."""

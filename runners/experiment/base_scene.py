@@ -15,6 +15,7 @@ from torchrelay.metadata.code.archive import open_archive
 from torchrelay.metadata.code.changes import NO_CHANGES, Changes, changes
 from torchrelay.metadata.code.snapshot import Snapshot, of_manifest
 from torchrelay.metadata.experiment.note import Identity
+from torchrelay.metadata.experiment.results import evaluated
 from torchrelay.metadata.experiment.run_store import ProgramRun, RunStore
 from torchrelay.runners.experiment.choosing_runs import Known
 from torchrelay.runners.experiment.origin import Origin
@@ -110,7 +111,7 @@ class BaseScene:
     def identity_of(self, run: ProgramRun) -> Identity:
         """What a run is of; where nothing but files of `eval` differs, its code is that of now."""
         found = run.note.identity
-        if self._evaluated and found.code_id != self.identity.code_id and self.changed(run) == NO_CHANGES:
+        if self.evaluated and found.code_id != self.identity.code_id and self.changed(run) == NO_CHANGES:
             return Identity(self.identity.code_id, found.config_id)
         return found
 
@@ -123,10 +124,10 @@ class BaseScene:
                 found = changes(of_manifest(archive.manifest), of_manifest(self.snapshot.manifest))
         except (DamagedError, StorageError):
             return None
-        return found.beyond(*self._evaluated) if self._evaluated else found
+        return self._but_evaluated(found)
 
-    def note_evaluated(self, work: Iterable[tuple[Path, Path]]) -> None:
-        """Note the files of an `eval` that lie where source lies: they are no source."""
+    def files_of(self, work: Iterable[tuple[Path, Path]]) -> dict[Path, bool]:
+        """The files of an `eval` that lie where source lies, and whether it writes them."""
         files: dict[Path, bool] = {}
         for path, out in work:
             files.setdefault(path.resolve(), False)
@@ -134,19 +135,24 @@ class BaseScene:
         roots = [root.path for root in self.snapshot.roots] if self.snapshot is not None else []
         if self.archived is not None:  # what is archived ran there
             roots.append(Path(self.store.find(self.archived).note.origin).parent)
-        inside = {
-            path: one for path, one in files.items() if any(path.is_relative_to(root) for root in roots)
-        }
-        with suppress(StorageError):  # where nobody may write, such files go on looking like source
-            self.store.note_evaluated(inside)
+        return {path: one for path, one in files.items() if any(path.is_relative_to(root) for root in roots)}
 
     @cached_property
-    def _evaluated(self) -> tuple[set[str], set[str]] | None:
-        """What `eval` read and wrote below the source, as the archive calls it; None where it did nothing."""
-        found = self.store.evaluated() if self.snapshot is not None else {}
-        named = [(self.snapshot.name_of(path), one) for path, one in found.items()] if self.snapshot else []
+    def evaluated(self) -> dict[Path, bool]:
+        """The files that `eval` read, and those that it wrote (True): they are no source."""
+        found: dict[Path, bool] = {}
+        for run in self.store.runs():
+            with suppress(StorageError):
+                found |= {path: one or found.get(path, False) for path, one in evaluated(run.path).items()}
+        return found
+
+    def _but_evaluated(self, found: Changes) -> Changes:
+        """What differs beyond files of `eval`."""
+        if self.snapshot is None or not (found and self.evaluated):
+            return found
+        named = [(self.snapshot.name_of(path), one) for path, one in self.evaluated.items()]
         read, written = ({name for name, one in named if name and one is which} for which in (False, True))
-        return (read, written) if read or written else None
+        return found.beyond(read, written)
 
 
 def say(text: str, *, to: TextIO | None = None) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from torchrelay.errors import RelayError, StorageError, UsageError
 from torchrelay.jobs.peers import decide, together
 from torchrelay.jobs.seeding import seed as set_seed
+from torchrelay.metadata.experiment.results import note_evaluated
 from torchrelay.metadata.files import sync_directory
 from torchrelay.runners.experiment.base_scene import BaseScene, say
 from torchrelay.runners.experiment.program import Program
@@ -43,9 +44,14 @@ def evaluate(scene: Scene) -> int:
 
 
 def used_for(scene: BaseScene, work: Work) -> dict[str, Any]:
-    """Rank 0: what `use` chooses, the files noted before, so that they do not look like changed source."""
-    scene.note_evaluated(work)
-    return use(scene)
+    """Rank 0: what `use` chooses where the files are no source, and a note of them in the run."""
+    files = scene.files_of(work)
+    for path, written in files.items():
+        scene.evaluated[path] = written or scene.evaluated.get(path, False)
+    used = use(scene)
+    with suppress(StorageError):  # where nobody may write, such files go on looking like source
+        note_evaluated(Path(used["path"]), files)
+    return used
 
 
 def planned(paths: Sequence[str], suffix: str) -> list[tuple[Path, Path]]:

@@ -169,7 +169,7 @@ def test_flm_7_status_and_amend_of_a_configuration(project: Project) -> None:
 
 
 def test_status_of_a_configuration_says_what_train_does(project: Project) -> None:
-    """A limit that the configuration raises is one that `train` goes on with; nothing imports torch for it."""
+    """A limit that the configuration raises is one `train` goes on with; nothing imports torch for it."""
     assert project("train", *SHORT).rc == 0
     told = project("status")
     assert "goes on with" in told.out and "max_epochs raised" in told.out

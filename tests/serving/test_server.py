@@ -257,3 +257,28 @@ def test_threads_end_with_their_server():
         assert computing.is_alive()
     computing.join(60)
     assert not computing.is_alive()
+
+
+class Picky(TensorHandler):
+    """Understands no sample, in the words of any exception that a program may raise."""
+
+    def decode(self, sent):
+        raise {1: AttributeError, 2: RuntimeError, 3: KeyError, 4: AssertionError}[sent["x"]]("not this")
+
+
+@pytest.mark.parametrize(
+    ("sent", "name"), [(1, "AttributeError"), (2, "RuntimeError"), (3, "KeyError"), (4, "Assert")]
+)
+def test_a_sample_that_cannot_be_decoded_is_the_clients(
+    sent: int, name: str, capsys: pytest.CaptureFixture[str]
+):
+    """Whatever `decode` raises of what was sent is a 422 with its text, and no traceback in the log."""
+    with serving(served(Picky(linear()))) as here:
+        answer = here.predict({"x": sent})
+        assert (
+            answer.status_code == 422
+            and name in answer.json()["error"]
+            and "not this" in answer.json()["error"]
+        )
+        assert here.metric("torchrelay_faults_total") == 0
+    assert "Traceback" not in capsys.readouterr().err
