@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torchrun import REPOSITORY, torchrun
 
 from torchrelay import (
     Job,
@@ -227,3 +228,12 @@ def test_what_a_session_has_is_not_put_back(trained) -> None:
         assert runner.load_blobs_from_checkpoints(iter(["count"]), 2, session)
         assert session.workspace()["note"] == "of the session"
     assert blobs["count"].tolist() == [2, 2]
+
+
+@pytest.mark.ranks
+def test_ranks_fill_their_objects_in_a_launch_that_has_trained_nothing(tmp_path: Path) -> None:
+    """A DDP model, its optimizer, and tensors of all and of each rank, by names and patterns, on each rank."""
+    program = REPOSITORY / "tests/programs/partial_load.py"
+    for verb in ("train", "load"):
+        done = torchrun(program, str(tmp_path), verb, ranks=2, cwd=tmp_path, timeout_secs=100)
+        assert done.rc == 0 and all(f"rank {rank} {verb} ok" in str(done) for rank in range(2)), str(done)
