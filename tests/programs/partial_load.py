@@ -1,6 +1,6 @@
 """Run by torchrun: some blobs of a run of ranks, in a launch that has trained nothing.
 
-partial_load.py <folder> train      trains a DDP model with its optimizer and counters; writes what it ended with
+partial_load.py <folder> train      trains a DDP model with optimizer and counters; writes how it ended
 partial_load.py <folder> load       fills new objects from epoch 2 and compares, rank by rank
 """
 

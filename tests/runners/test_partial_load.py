@@ -232,7 +232,7 @@ def test_what_a_session_has_is_not_put_back(trained) -> None:
 
 @pytest.mark.ranks
 def test_ranks_fill_their_objects_in_a_launch_that_has_trained_nothing(tmp_path: Path) -> None:
-    """A DDP model, its optimizer, and tensors of all and of each rank, by names and patterns, on each rank."""
+    """A DDP model, its optimizer, tensors of all and of each rank, by names and patterns, on each rank."""
     program = REPOSITORY / "tests/programs/partial_load.py"
     for verb in ("train", "load"):
         done = torchrun(program, str(tmp_path), verb, ranks=2, cwd=tmp_path, timeout_secs=100)
