@@ -7,7 +7,7 @@ full name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -44,7 +44,10 @@ from torchrelay.records import dataclass
 
 @dataclass(frozen=True)
 class _Plan:
-    """Leaves of one requested name for one workspace; `node` is whose they are, None of a common value."""
+    """Leaves for one workspace; `node` is whose they are, None of a common value.
+
+    Names that keep their names share a plan, so that what they share becomes one. `blob` is called `target`.
+    """
 
     workspace: Workspace
     blob: str
@@ -72,18 +75,19 @@ def load_some(
     plans: list[_Plan] = []
 
     def prepare() -> str | None:
-        for name in names:
-            try:
-                parts = _parts(session, manifest, name, stored_name, strict=strict)
-            except UsageError as error:
-                return str(error)
-            try:
-                for workspace, blob, target, node, leaves in parts:
-                    plans.append(_plan(workspace, reader, leaves, blob, target, node))
-                    for read in plans[-1].restoration.reads:  # a missing file shows now, not half-way
-                        reader.digest(read.leaf, node)
-            except MissingShardError as error:
-                return str(error)
+        try:
+            parts = [
+                one for name in names for one in _parts(session, manifest, name, stored_name, strict=strict)
+            ]
+        except UsageError as error:
+            return str(error)
+        try:
+            for workspace, blob, target, node, leaves in _joined(parts):
+                plans.append(_plan(workspace, reader, leaves, blob, target, node))
+                for read in plans[-1].restoration.reads:  # a missing file shows now, not half-way
+                    reader.digest(read.leaf, node)
+        except MissingShardError as error:
+            return str(error)
         return None
 
     with clock.spent("prove"):
@@ -107,7 +111,7 @@ def load_some(
     return why, NodeStats(NodeTimes(*row) for row in rows)
 
 
-_Part = tuple[Workspace, str, str, str | None, Sequence[str]]
+_Part = tuple[Workspace, str, str, str | None, Collection[str]]
 """A workspace, the blob that is asked for and what it is called there, and whose leaves it gets."""
 
 
@@ -155,8 +159,29 @@ def _parts(
     return found
 
 
+def _joined(parts: Sequence[_Part]) -> list[_Part]:
+    """The same, with all leaves that keep their names in one part for each workspace and node."""
+    joined: dict[tuple[int, str | None], dict[str, None]] = {}
+    found: list[_Part] = []
+    for workspace, blob, target, node, leaves in parts:
+        if blob != target:
+            found.append((workspace, blob, target, node, leaves))
+            continue
+        key = (id(workspace), node)
+        if key not in joined:
+            joined[key] = {}
+            found.append((workspace, "", "", node, joined[key]))
+        joined[key].update(dict.fromkeys(leaves))
+    return found
+
+
 def _plan(
-    workspace: Workspace, reader: LeafReader, leaves: Sequence[str], blob: str, target: str, node: str | None
+    workspace: Workspace,
+    reader: LeafReader,
+    leaves: Collection[str],
+    blob: str,
+    target: str,
+    node: str | None,
 ) -> _Plan:
     specs, values = {}, {}
     for leaf in leaves:

@@ -230,6 +230,32 @@ def test_what_a_session_has_is_not_put_back(trained) -> None:
     assert blobs["count"].tolist() == [2, 2]
 
 
+@pytest.mark.parametrize(
+    "names", [["rate", "optimizer"], ["optimizer", "rate"], ["optimizer"], ["rat*", "opt*"]]
+)
+def test_names_that_share_a_tensor_load_together(tmp_path: Path, names: list[str]) -> None:
+    """A tensor that is the optimizer's rate and a blob is filled once, and stays one."""
+
+    def made() -> dict[str, Any]:
+        model, rate = nn.Linear(2, 1), torch.tensor(0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+        return {"model": model, "rate": rate, "optimizer": optimizer}
+
+    def job(blobs: dict[str, Any]) -> Job:
+        found = Job("shared", blobs=blobs)
+        found.epoch(lambda: blobs["rate"].mul_(0.5))
+        found.stop_when(max_epochs(2))
+        return found
+
+    JobRunner(job(made()), tmp_path / "run", code=False).train()
+    blobs = made()
+    with LocalSession() as session, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert JobRunner(job(blobs), tmp_path / "run").load_blobs_from_checkpoints(names, 2, session)
+    assert blobs["rate"].item() == pytest.approx(0.025)
+    assert blobs["optimizer"].param_groups[0]["lr"] is blobs["rate"]
+
+
 @pytest.mark.ranks
 def test_ranks_fill_their_objects_in_a_launch_that_has_trained_nothing(tmp_path: Path) -> None:
     """A DDP model, its optimizer, tensors of all and of each rank, by names and patterns, on each rank."""
