@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import unicodedata
+from collections.abc import Callable
 from pathlib import Path
 from stat import S_ISDIR
 
@@ -12,6 +13,7 @@ from torchrelay.errors import StorageError, UsageError
 
 IMPOSSIBLE = (errno.ELOOP, errno.ENAMETOOLONG)
 """Where the path itself is wrong, whatever lies there."""
+_TAG = "@tag="
 
 
 def local_directory(given: str | os.PathLike[str], what: str) -> Path:
@@ -67,3 +69,11 @@ def check_target(path: Path) -> None:
     is_directory(path)
     if is_directory(path.parent) is False:
         raise UsageError(f"{path.parent} is a file, so {path} cannot lie in it: choose another place")
+
+
+def split_run(text: str, exists: Callable[[str], bool] = os.path.exists) -> tuple[str, str | None]:
+    """A run and what is written of its epoch behind `@`; a path that exists as it stands has none."""
+    path, at, epoch = text.rpartition(_TAG) if _TAG in text else text.rpartition("@")
+    if not path or ("/" in epoch and at != _TAG) or exists(text):
+        return text, None
+    return path, f"{at[1:]}{epoch}"

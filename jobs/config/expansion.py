@@ -14,9 +14,12 @@ from typing import Any
 
 from torchrelay.jobs.config.expressions import Mark, Part, Reference, Unreadable, Variable, parts_of, written
 from torchrelay.jobs.config.nearest import hint, nearest
+from torchrelay.jobs.config.path_forms import local_path
 from torchrelay.jobs.config.problems import ConfigProblem, Origin
+from torchrelay.jobs.config.runner_keys import is_infer
 from torchrelay.jobs.config.schema_lookup import form_at, key_at
 from torchrelay.jobs.config.tree import Missing, Tree, find, value_at
+from torchrelay.jobs.config.upstream import UPSTREAM, UpstreamValueError, stage_folder, value_of
 from torchrelay.jobs.yaml_scalars import NotOne, plain
 from torchrelay.jobs.yaml_text import LIMIT_BYTES, LIMIT_DEPTH, LIMIT_VALUES, Place, Where
 from torchrelay.records import dataclass
@@ -36,18 +39,29 @@ class Expanded:
 
 
 @dataclass(frozen=True)
+class RunPlace:
+    """Where the runs of a configuration lie if not where it says: `run` is one, `runs` a directory of all."""
+
+    run: str | None = None
+    runs: str | None = None
+
+
+@dataclass(frozen=True)
 class _Text:
     """A text whose parts are literal, or the workspace."""
 
     parts: tuple[str | Mark, ...]
 
 
-def expanded(tree: Tree, folder: Path, environ: Mapping[str, str]) -> tuple[Expanded, list[ConfigProblem]]:
+def expanded(
+    tree: Tree, folder: Path, environ: Mapping[str, str], place: RunPlace | None = None
+) -> tuple[Expanded, list[ConfigProblem]]:
     """Expand a tree. `folder` is where a relative workspace begins; complaints are returned."""
-    work = _Work(tree, environ)
+    work = _Work(tree, environ, place or RunPlace())
     begins = work.node(_WORKSPACE) if "workspace" in tree.value else None
     text = "".join(str(one) for one in begins.parts) if isinstance(begins, _Text) else "."
     workspace = Path(os.path.normpath(folder / os.path.expanduser(text)))  # noqa: PTH111 - as in local_path
+    work.workspace = workspace
     top = work.node(())
     value, portable = _rendered(top, str(workspace)), _rendered(top, None)
     if isinstance(begins, _Text):
@@ -65,6 +79,8 @@ class _Work:
 
     tree: Tree
     environ: Mapping[str, str]
+    place: RunPlace
+    workspace: Path | None = None
     problems: list[ConfigProblem] = field(default_factory=list)
     broken: set[Where] = field(default_factory=set)
     _done: dict[Where, Any] = field(default_factory=dict)
@@ -169,12 +185,61 @@ class _Work:
             return self._workspace(where, part.written)
         target = find(self.tree.value, part.path)
         if isinstance(target, Missing):
+            upstream = len(target.where) == 2 and target.where[0] == UPSTREAM
+            if upstream and key_at((*target.where, target.rest[0])) is None:
+                return self._of_upstream(target, part, where)
             return self._default(target, part, where)
         if target in self._doing:
             return self._cycle(target, where, part.written)
         if len(self._doing) > LIMIT_CHAIN:
             return self.wrong(where, f"more than {LIMIT_CHAIN} references one behind another", part.written)
         return self.node(target)
+
+    def _of_upstream(self, missing: Missing, part: Reference, where: Where) -> Any:
+        """A value of the configuration of an earlier run."""
+        if self.workspace is None:
+            message = "the workspace cannot come from an upstream, whose path begins there"
+            return self.wrong(where, message, part.written)
+        short = isinstance(value_at(self.tree.value, missing.where), str)
+        run = missing.where if short else (*missing.where, "run")
+        if run in self._doing:
+            return self._cycle(run, where, part.written)
+        text = self._text(run)
+        if text is None:  # complained of where it stands
+            self.broken.add(where)
+            return _BROKEN
+        alias, path = str(missing.where[1]), text if "://" in text else str(local_path(text, self.workspace))
+        try:
+            folder = stage_folder(alias, path, self._own_runs(self.workspace))
+            return _node_of_value(value_of(alias, folder, ".".join(missing.rest)))
+        except UpstreamValueError as error:
+            return self.wrong(where, str(error), part.written, error.near)
+
+    def _own_runs(self, workspace: Path) -> list[Path]:
+        """Where the runs of this configuration lie, as far as that can be told without an upstream."""
+        if self.place.run is not None:
+            return [Path(self.place.run)]
+        listed = self.tree.value.get("runner")
+        found: list[str] = []
+        for at, runner in enumerate(listed if isinstance(listed, list) else []):
+            name, run_dir = self._text(("name",)), self._text(("run_dir",)) or "runs"
+            infers = isinstance(runner, dict) and is_infer(runner)
+            said = self._text(("runner", at, "init_model_path" if infers else "save_checkpoint_path"))
+            if self.place.runs is not None and not infers:
+                run_dir, name, said = os.path.abspath(self.place.runs), name or workspace.name, None  # noqa: PTH100
+            if said is None and not infers:
+                said = "/".join(filter(None, (run_dir, name, self._text(("runner", at, "name")))))
+            found += [said] if said is not None and "://" not in said else []
+        return [local_path(one, workspace) for one in found]
+
+    def _text(self, where: Where) -> str | None:
+        """The text at a place; None where there is none, or it is being expanded."""
+        try:
+            value = value_at(self.tree.value, where)
+        except (LookupError, TypeError):
+            return None
+        node = self.node(where) if isinstance(value, str) and where not in self._doing else None
+        return str(_rendered(node, str(self.workspace))) if isinstance(node, _Text) else None
 
     def _default(self, missing: Missing, part: Reference, where: Where) -> Any:
         """What the schema gives to a key that is not there."""
@@ -214,6 +279,15 @@ class _Variable(_Text):
 
 def _shown(value: bool | float) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _node_of_value(value: Any) -> Any:
+    """A value of another configuration as a node: its texts are literal."""
+    if isinstance(value, dict):
+        return {name: _node_of_value(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_node_of_value(one) for one in value]
+    return _Text((value,)) if isinstance(value, str) else value
 
 
 def _rendered(node: Any, workspace: str | None) -> Any:

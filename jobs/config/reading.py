@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torchrelay.jobs.config.config import Config
-from torchrelay.jobs.config.expansion import expanded
+from torchrelay.jobs.config.expansion import RunPlace, expanded
 from torchrelay.jobs.config.forms import At, Reading
 from torchrelay.jobs.config.overrides import Overrides, overridden
 from torchrelay.jobs.config.problems import ConfigError, ConfigProblem
@@ -24,15 +24,18 @@ def load_config(
     overrides: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
     source: Path | None = None,
+    *,
+    place: RunPlace | None = None,
 ) -> Config:
     """Read a configuration file; a relative workspace begins at its directory.
 
     `overrides` are texts `key.path=value`; `environ` is what `${env:NAME}` sees, the process's own if None.
-    Files with classes in the workspace are taken from `source` instead, where it is given.
+    Files with classes in the workspace are taken from `source` instead, where it is given. `place` says where
+    the runs lie if not where the configuration does: `${upstream...}` looks for `lineage/` there first.
     Raises ConfigError with all problems, UsageError where the file cannot be read at all.
     """
     data = yaml_content(path)
-    return read_config(data, os.fspath(path), Path(path).absolute().parent, overrides, environ, source)
+    return read_config(data, os.fspath(path), Path(path).absolute().parent, overrides, environ, source, place)
 
 
 def read_config(
@@ -42,6 +45,7 @@ def read_config(
     overrides: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
     source: Path | None = None,
+    place: RunPlace | None = None,
 ) -> Config:
     """Read a text; `name` stands for it in messages, a relative workspace begins at `folder`.
 
@@ -52,7 +56,7 @@ def read_config(
     if read.tree is None:
         raise ConfigError(read.problems)
     tree, problems = overridden(read.tree, given)
-    done, more = expanded(tree, folder, os.environ if environ is None else environ)
+    done, more = expanded(tree, folder, os.environ if environ is None else environ, place)
     reading = Reading(done.tree, done.workspace, source=source)
     settings = TOP.take(done.tree.value, At(reading))
     check_references(reading)

@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.config import Config
+from torchrelay.jobs.config.expansion import RunPlace
 from torchrelay.jobs.config.reading import load_config
 from torchrelay.runners.commands.command_line_arguments import Add, add_strict
 from torchrelay.runners.commands.command_line_output import Output
@@ -39,7 +40,7 @@ def run(chosen: argparse.Namespace, output: Output) -> int:
     """Run it and leave with its code; with `--check` no torch is needed."""
     if chosen.run_dir == "":
         raise UsageError("--run-dir is empty: give a directory, or leave it out")
-    config = load_config(config_file(chosen.path), chosen.overrides)
+    config = load_config(config_file(chosen.path), chosen.overrides, place=RunPlace(run=chosen.run_dir))
     if not chosen.check:
         _run_and_leave(config, chosen.run_dir, strict=chosen.strict_config)
     output.line(f"ok, id {config.id[:12]}")

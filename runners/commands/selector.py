@@ -20,10 +20,10 @@ from torchrelay.checkpoint.reading.epoch_choice import Wanted, named_entry, want
 from torchrelay.checkpoint.remote.urls import is_url, shown
 from torchrelay.errors import UnknownEpochError, UsageError
 from torchrelay.jobs.collector import undisturbed
+from torchrelay.jobs.directories import split_run
 from torchrelay.records import dataclass
 from torchrelay.runners.commands.command_line_place import Place, locate
 
-_TAG = "@tag="
 LAST = Wanted(None, "last")
 
 
@@ -60,10 +60,9 @@ def parse_selector(text: str, exists: Callable[[str], bool] | None = None) -> Se
 
     `exists` says whether a path is there as it stands (by default: asks the file system).
     """
-    path, at, epoch = text.rpartition(_TAG) if _TAG in text else text.rpartition("@")
-    if not path or ("/" in epoch and at != _TAG) or _there(text, exists):
+    path, said = split_run(text, exists or _there)
+    if said is None:
         return Selector(text)
-    said = f"{at[1:]}{epoch}"
     try:
         return Selector(path, wanted(said), said)
     except UsageError as error:
@@ -106,7 +105,5 @@ def find_entry(place: Place, view: LogView, wish: Wanted) -> Entry:
     return found[0]
 
 
-def _there(text: str, exists: Callable[[str], bool] | None) -> bool:
-    if exists is not None:
-        return exists(text)
+def _there(text: str) -> bool:
     return not is_url(text) and Path(text).exists()

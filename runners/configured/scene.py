@@ -18,6 +18,7 @@ from typing import Any
 from torchrelay.checkpoint.remote.urls import is_url
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.config import Config
+from torchrelay.jobs.config.expansion import RunPlace
 from torchrelay.jobs.config.reading import load_config
 from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
 from torchrelay.jobs.peers import Peers, Solo
@@ -60,7 +61,8 @@ class ConfiguredScene(BaseScene):
 
     def with_overrides(self, more: Sequence[str]) -> Config:
         """The same with more overrides."""
-        return load_config(self.file, [*self.request.overrides, *more], source=self.source)
+        place = RunPlace(runs=self._runs)
+        return load_config(self.file, [*self.request.overrides, *more], source=self.source, place=place)
 
     @cached_property
     def runner(self) -> RunnerKeys:
@@ -81,7 +83,7 @@ class ConfiguredScene(BaseScene):
     @cached_property
     def store(self) -> RunStore:
         """The runs of the profile; raises UsageError where `torchrelay run` keeps one run."""
-        said = self.request.runs or os.environ.get(RUNS)
+        said = self._runs
         refuse_remote(said or "", "torchrelay train -m")
         name = self.config.settings.name or self.config.workspace.name
         place = Path(os.path.abspath(said)) / name / self.runner.name if said else self._place  # noqa: PTH100
@@ -112,6 +114,11 @@ class ConfiguredScene(BaseScene):
         datasets = [one for _, one in phases_of(self.config.settings, self.runner) if one is not None]
         names = [one[0] for two in datasets for one in partitions_there(two.data_path, self.config.workspace)]
         return max(names, default="")
+
+    @property
+    def _runs(self) -> str | None:
+        """The directory of runs that was typed, or that the environment names."""
+        return self.request.runs or os.environ.get(RUNS)
 
     @property
     def _place(self) -> Path:

@@ -9,6 +9,7 @@ from typing import Any
 from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.jobs.blobs import is_stateful
 from torchrelay.jobs.config.config import Config
+from torchrelay.jobs.config.expansion import RunPlace
 from torchrelay.jobs.config.reading import load_config
 from torchrelay.jobs.config.runner_keys import Runner
 from torchrelay.records import dataclass
@@ -42,7 +43,8 @@ class Scene(BaseScene):
         """The configuration of `-m`; raises ConfigError with all that is wrong."""
         if self.request.config is None:
             return None
-        return load_config(self.request.config, self.request.overrides)
+        place = RunPlace(run=str(self.store.directory))
+        return load_config(self.request.config, self.request.overrides, place=place)
 
     @cached_property
     def config_id(self) -> str | None:
