@@ -20,12 +20,12 @@ def test_the_page_runs(
     """The blocks are one program that trains both runs and opens the second; each command says something."""
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     (tmp_path / "page.py").write_text("\n".join(blocks))
     runpy.run_path(str(tmp_path / "page.py"))
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("2 leaves of encoder (")
-    assert printed[-1] == "[]"
+    assert printed[-2:] == ["[]", str(tmp_path / "runs/expert/lineage/encoder")]
     lines = re.findall(r"^\$ torchrelay (.*?)(?: +#.*)?$", PAGE, re.MULTILINE)
     assert len(lines) == 3
     for line in lines:

@@ -20,7 +20,7 @@ def json_schema() -> Json:
     expression = {
         "type": "string",
         "pattern": r"\$\{[^{}]+\}",
-        "description": "`${key.path}` or `${env:NAME}`",
+        "description": "`${key.path}`, `${upstream.low.key.path}` or `${env:NAME}`",
     }
     return {
         "$schema": DIALECT,

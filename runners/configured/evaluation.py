@@ -58,7 +58,8 @@ def evaluate(scene: ConfiguredScene) -> int:
     if used.said:
         say(used.said)
     with apart(), ExitStack() as stack:
-        context = _built(scene.config, _reading(scene.config.settings, dataset, work[0][0]), runner, stack)
+        settings = _reading(scene.config.settings, dataset, work[0][0])
+        context = _built(scene.config, settings, runner, used.path, stack)
         (phase,) = context.phases.values()
         peers = context.session.peers
         together(peers, "load", lambda: load_weights(phase, context.settings, runner, used.path, used.name))
@@ -73,7 +74,7 @@ def fit(scene: ConfiguredScene, run: Path, epoch: str) -> None:
     with apart(), ExitStack() as stack:
         for name in PLACE:
             os.environ.pop(name, None)
-        context = _built(scene.config, scene.config.settings, runner, stack)
+        context = _built(scene.config, scene.config.settings, runner, str(run), stack)
         for phase in context.phases.values():
             load_weights(phase, context.settings, runner, str(run), epoch)
 
@@ -101,13 +102,15 @@ def _reading(settings: Settings, dataset: Dataset, file: Path) -> Settings:
     return replace(settings, dataset=datasets)
 
 
-def _built(config: Config, settings: Settings, runner: RunnerKeys, stack: ExitStack) -> StepContext:
+def _built(
+    config: Config, settings: Settings, runner: RunnerKeys, run_dir: str, stack: ExitStack
+) -> StepContext:
     """The context behind the steps `setup` and `build`."""
     loader = Loader()
     stack.callback(loader.forget)
     context = StepContext(
         config=config, settings=settings, runner=runner, runner_name=runner.name, is_infer=True,
-        run_dir="", job_options={}, classes=load_classes(settings, runner, loader), env=config.resolved,
+        run_dir=run_dir, job_options={}, classes=load_classes(settings, runner, loader), env=config.resolved,
         config_yaml=config.name, workspace=config.workspace,
     )  # fmt: skip
     call_step(step_named("setup"), context)

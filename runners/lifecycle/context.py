@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torchrelay.errors import UsageError
 from torchrelay.runners.lifecycle.order import STEPS, status_of
+from torchrelay.runners.lifecycle.recording import run_of
 from torchrelay.runners.lifecycle.slots import Slot
+from torchrelay.runners.stages.using import LoadedUpstream, load_upstream
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,6 +92,11 @@ class StepContext(MutableMapping[str, Any]):
     def get(self, key: str, default: Any = None, /) -> Any:
         """The entry, or `default` where nobody has set it."""
         return self._held.get(key, default)
+
+    def load_upstream(self, alias: str) -> LoadedUpstream:
+        """The configuration and source of a run that `upstream` names; see `torchrelay.load_upstream`."""
+        known = {name: run_of(self.config, one.run) for name, one in self.settings.upstream.items()}
+        return load_upstream(alias, self.run_dir, known or None)
 
     def _missing(self, key: str) -> str:
         slot = getattr(type(self), key, None) if isinstance(key, str) else None

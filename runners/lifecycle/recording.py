@@ -51,7 +51,7 @@ def built_on(config: Config) -> dict[str, Any]:
     known = config.settings.upstream
     if not known:
         return {}
-    runs = {alias: Upstream(_run(config, one.run), one.keep or ()) for alias, one in known.items()}
+    runs = {alias: Upstream(run_of(config, one.run), one.keep or ()) for alias, one in known.items()}
     starts = [_start(alias, one) for alias, one in known.items() if one.into or one.prefix or one.rename]
     return {"upstream": runs, "init_from": starts}
 
@@ -68,7 +68,7 @@ def _start(alias: str, keys: UpstreamKeys) -> InitFrom:
     return InitFrom(alias, keys.into, keys.prefix, dict(keys.rename or {}), strict=keys.strict)
 
 
-def _run(config: Config, text: str) -> str:
+def run_of(config: Config, text: str) -> str:
     """Relative runs begin at the workspace, as all paths of a configuration do."""
     return text if is_url(text) or Path(text).is_absolute() else str(config.workspace / text)
 

@@ -77,8 +77,8 @@ class Archives:
         runner = settings.runner_named(runner_name)
         return StepContext(
             config=self.config, settings=settings, runner=runner, runner_name=runner.name, is_infer=False,
-            classes=load_classes(settings, runner, self.loader), workspace=self.config.workspace,
-            device=torch.device("cpu"),
+            run_dir=str(self.run), classes=load_classes(settings, runner, self.loader),
+            workspace=self.config.workspace, device=torch.device("cpu"),
         )  # fmt: skip
 
     def _made(self, recipe: Recipe) -> Any:

@@ -78,6 +78,7 @@ _HOMES = {
     "load_code": "metadata.code.loading",
     "load_into": "checkpoint.load_into",
     "load_states": "checkpoint.archive.loading",
+    "load_upstream": "runners.stages.using",
     "main": "runners.experiment.entry",
     "max_epochs": "jobs.stop_limits",
     "max_steps": "jobs.stop_limits",
@@ -166,6 +167,7 @@ if TYPE_CHECKING:
     from torchrelay.runners.serving.served import ServingHandler as ServingHandler
     from torchrelay.runners.serving.tensor_handler import TensorHandler as TensorHandler
     from torchrelay.runners.stages.given import InitFrom as InitFrom, Upstream as Upstream
+    from torchrelay.runners.stages.using import load_upstream as load_upstream
     from torchrelay.runners.start import init as init
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - the keys are strings

@@ -12,7 +12,9 @@ import pytest
 from lifecycle_cases import CONFIG, run, written
 from torchrun import torchrun
 
+import torchrelay
 from torchrelay import open_checkpoint
+from torchrelay.errors import UsageError
 from torchrelay.jobs.config.config import Config
 from torchrelay.jobs.config.problems import ConfigError
 from torchrelay.jobs.config.reading import load_config
@@ -222,3 +224,110 @@ def test_two_ranks_train_and_resume_with_values_of_the_upstream(low: Path) -> No
     assert open_checkpoint(high / "run").epoch == 2
     starts = [json.loads((high / f"run/captured.{number}.json").read_text()) for number in (0, 1)]
     assert starts[0]["config_id"] == starts[1]["config_id"]
+
+
+NETWORK = """\
+from torchrelay.lifecycle import Network as Base
+
+class Network(Base):
+    def build_model(self, context, phase):
+        low = context.load_upstream("low")
+        return low.code.import_module("model").Model(low.config["hyper_parameters"])
+"""
+
+
+def test_a_step_of_a_configured_stage_uses_the_source_of_the_upstream(
+    low: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`context.load_upstream` serves training, resume, `infer`, `eval` and replay alike."""
+    high = stage(low.parent / "high")
+    monkeypatch.chdir(high)
+    (high / "network.py").write_text(NETWORK)
+    more = ["-o", "runner.train1.network_class_path=network.py", "-o", "runner.train1.replay=true"]
+    more += ["-o", "runner.infer1.network_class_path=network.py"]
+    assert code_of("train", "-m", "config.yaml", *more) == 0
+    shutil.rmtree(low)
+    assert code_of("train", "-m", "config.yaml", *more, "--max-epochs", "3") == 0
+    assert code_of("test", "-m", "config.yaml", *more, "-o", "mode=[train1,infer1]") == 0
+    assert code_of("eval", "-m", "config.yaml", *more, "data/1.txt", "out.jsonl") == 0
+    (ran,) = (one.parent for one in (high / "run").glob("*/run.json"))
+    assert code_of("verify", str(ran), "--replay") == 0 and open_checkpoint(ran).epoch == 3
+    assert "same bits" in capsys.readouterr().out
+
+
+CONF = "import torch\n\nWIDTH = {}\n\ndef make():\n    return torch.nn.Linear(WIDTH, 1)\n"
+PROGRAM = """\
+import sys
+import torch
+import torchrelay
+from torchrelay import InitFrom, Job, JobRunner, Upstream, max_epochs
+import conf
+
+name, epochs, *above = sys.argv[1:]
+upstream = {above[0]: Upstream(f"runs/{above[0]}", keep="model")} if above else None
+if above:
+    first = "low" if above[0] == "low" else above[0] + "/low"
+    low = torchrelay.load_upstream(first, f"runs/{name}", upstream)
+    model = low.code.import_module("conf").make()
+    print("width", model.in_features)
+else:
+    model = conf.make()
+job = Job(name, blobs={"model": model})
+
+@job.epoch
+def step(ctx):
+    ctx.log("val/acc", 1.0)
+
+job.stop_when(max_epochs(int(epochs)))
+starts = [above[0]] if above else None
+print("epoch", int(JobRunner(job, f"runs/{name}", upstream=upstream, init_from=starts).train()))
+"""
+
+
+def programs(folder: Path, *words: str, width: int) -> str:
+    """What a stage prints; its source lies in a folder of its own and is deleted behind it."""
+    source = folder / "source"
+    source.mkdir()
+    (source / "conf.py").write_text(CONF.format(width))
+    (source / "stage.py").write_text(PROGRAM)
+    command = [sys.executable, "source/stage.py", *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    shutil.rmtree(source)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_one_program_uses_the_source_of_its_upstream_in_every_start(tmp_path: Path) -> None:
+    """Training, resume, and the next stage have the first stage's module, with all else deleted."""
+    assert programs(tmp_path, "low", "1", width=5) == "epoch 1\n"
+    assert programs(tmp_path, "expert", "1", "low", width=9) == "width 5\nepoch 1\n"
+    shutil.rmtree(tmp_path / "runs/low")
+    assert programs(tmp_path, "expert", "2", "low", width=9) == "width 5\nepoch 2\n"
+    assert programs(tmp_path, "agent", "1", "expert", width=9) == "width 5\nepoch 1\n"
+    shutil.rmtree(tmp_path / "runs/expert")
+    assert programs(tmp_path, "agent", "2", "expert", width=9) == "width 5\nepoch 2\n"
+    alone = torchrelay.load_upstream("expert/low", tmp_path / "runs/agent")
+    assert alone.path == tmp_path / "runs/agent/lineage/expert/lineage/low"
+    assert torchrelay.load_code(alone.path).id == alone.code.id
+    with pytest.raises(UsageError, match="only a run of a YAML file has values"):
+        _ = alone.config
+
+
+def test_load_upstream_tells_what_is_wrong(low: Path) -> None:
+    """An upstream that is nowhere, or not in the mapping, no alias, and a stage that is not there."""
+    with pytest.raises(UsageError, match=r"there is no run .*nowhere.*train that stage first"):
+        torchrelay.load_upstream("low", low.parent / "high", {"low": low / "nowhere@best"})
+    with pytest.raises(UsageError, match="give upstream="):
+        torchrelay.load_upstream("low", low.parent / "high")
+    with pytest.raises(UsageError, match="mapping that has 'low'"):
+        torchrelay.load_upstream("low", low.parent / "high", {"expert": low})
+    with pytest.raises(UsageError, match="cannot be the alias"):
+        torchrelay.load_upstream("../low", low.parent / "high")
+    with pytest.raises(UsageError, match=r"there is no stage .*lineage/first"):
+        torchrelay.load_upstream("low/first", low.parent / "high", {"low": low / "run"})
+    loaded = torchrelay.load_upstream(
+        "low", low.parent / "high", {"low": torchrelay.Upstream(low / "run@last")}
+    )
+    assert loaded.config["hyper_parameters"]["width"] == 2 and loaded.path == low / "run"
+    loaded.config["hyper_parameters"]["width"] = 3
+    assert loaded.config["hyper_parameters"]["width"] == 2
