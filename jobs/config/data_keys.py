@@ -15,6 +15,20 @@ from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
+class Validation:
+    """Measuring a phase's model while it trains; its metrics are called `val/<metric>`."""
+
+    dataset_name: str = key(
+        Text("the name of a dataset"), "the dataset that is measured", required=True, identity=False
+    )
+    every: int = key(Whole(1), "measure after every so many epochs", default=1, identity=False)
+    metrics: tuple[str, ...] | None = key(
+        ListOf(Text("the name of a metric"), lone=True), "only these, such as `loss`; all if it is missing",
+        identity=False,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
 class Phase:
     """A pair of a model and a dataset, executed once in each epoch."""
 
@@ -26,6 +40,9 @@ class Phase:
     )
     model: ClassPath = key(ClassAt("Model"), "the class of the model", required=True)
     dataset_name: str | None = key(Text("the name of a dataset"), "its dataset; the only one if there is one")
+    validation: Validation | None = key(
+        Section(Validation, short="dataset_name"), "measure the model while it trains", identity=False
+    )
     thread_num: int = key(Whole(1), "threads that read samples", default=1, identity=False)
     shuffle_filelist: bool = key(
         Truth(), "draw the order of the data files anew in each epoch", default=False
@@ -61,6 +78,18 @@ class Dataset:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Scheduler:
+    """How the learning rate changes. Keys that are not listed are arguments of the class."""
+
+    kind: str = key(
+        Text("a class of torch.optim.lr_scheduler such as `CosineAnnealingLR`"),
+        "a class of `torch.optim.lr_scheduler`", required=True, name="class",
+    )  # fmt: skip
+    per: str = key(OneOf(("step", "epoch")), "what it counts", default="step")
+    arguments: Tracked = free("any other key is an argument of the class")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Optimizer:
     """What the default steps make an optimizer of. Keys that are not listed are its arguments."""
 
@@ -69,6 +98,11 @@ class Optimizer:
         "a class of `torch.optim`, or `module:Class`", default="SGD", name="class",
     )  # fmt: skip
     learning_rate: float | None = key(Number(above=0), "the learning rate; the class's own if it is missing")
+    scheduler: Scheduler | None = key(Section(Scheduler), "how the learning rate changes")
+    decay_steps: int | None = key(
+        Whole(1), "multiply the learning rate by `decay_rate` behind every so many steps"
+    )
+    decay_rate: float | None = key(Number(above=0), "see `decay_steps`")
     arguments: Tracked = free("any other key is an argument of the class")
 
 
@@ -83,5 +117,7 @@ class HyperParameters:
 def user_sections(settings: Any) -> tuple[Tracked, ...]:
     """The parts of settings in which keys are the user's, and may be dead."""
     optimizer = settings.hyper_parameters.optimizer
-    own = (settings.hyper_parameters.extra, *(() if optimizer is None else (optimizer.arguments,)))
+    scheduler = None if optimizer is None else optimizer.scheduler
+    kept = tuple(one.arguments for one in (optimizer, scheduler) if one is not None)
+    own = (settings.hyper_parameters.extra, *kept)
     return (*(one.extra for one in settings.dataset), *own)

@@ -22,10 +22,29 @@ def check_references(reading: Reading) -> None:
     for where, runner in _items(reading, "runner"):
         _known(reading, (*where, "phases"), names["phase"], "phase")
         _consistent(reading, where, runner)
+    _rates(reading)
     for where, phase in _items(reading, "phase"):
         _known(reading, (*where, "dataset_name"), names["dataset"], "dataset")
+        validation = phase.get("validation")
+        inner = () if isinstance(validation, str) else ("dataset_name",)
+        if isinstance(validation, (str, dict)):
+            _known(reading, (*where, "validation", *inner), names["dataset"], "dataset")
         if phase.get("dataset_name") is None and len(names["dataset"]) > 1:
             reading.wrong(where, f"`dataset_name` missing; {hint('', names['dataset'])}")
+
+
+def _rates(reading: Reading) -> None:
+    """The two keys of a decay belong together, and one schedule is enough."""
+    where: Where = ("hyper_parameters", "optimizer")
+    optimizer = _value(reading, where)
+    if not isinstance(optimizer, dict):
+        return
+    given = [name for name in ("decay_steps", "decay_rate") if optimizer.get(name) is not None]
+    if len(given) == 1:
+        other = "decay_rate" if given[0] == "decay_steps" else "decay_steps"
+        reading.wrong((*where, given[0]), f"`{other}` missing", key=True)
+    if given and optimizer.get("scheduler") is not None:
+        reading.wrong((*where, given[0]), "`scheduler` says how the rate changes: keep one", key=True)
 
 
 def _items(reading: Reading, section: str) -> Iterator[tuple[Where, Mapping[str, Any]]]:

@@ -30,6 +30,7 @@ from torchrelay.runners.experiment.evaluation_verb import (
 from torchrelay.runners.experiment.using import Used
 from torchrelay.runners.lifecycle.apart import apart
 from torchrelay.runners.lifecycle.context import StepContext
+from torchrelay.runners.lifecycle.evaluating import moved_batch
 from torchrelay.runners.lifecycle.loading import Loader, load_classes
 from torchrelay.runners.lifecycle.order import step_named
 from torchrelay.runners.lifecycle.phase_state import PhaseState
@@ -38,7 +39,6 @@ from torchrelay.runners.lifecycle.processes_of_run import let_go
 from torchrelay.runners.lifecycle.selection import phases_of
 from torchrelay.runners.lifecycle.stepping import call_step
 from torchrelay.runners.lifecycle.steps import Network
-from torchrelay.runners.lifecycle.training import moved_batch
 from torchrelay.runners.lifecycle.weights import load_weights
 
 SUFFIX = ".jsonl"

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.checkpoint.reading.epoch_choice import ranges, whole_epochs
@@ -20,12 +16,9 @@ from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
 from torchrelay.jobs.group import TaskGroup
 from torchrelay.jobs.peers import decide, together
 from torchrelay.jobs.task import Task
-from torchrelay.runners.context import Context
 from torchrelay.runners.lifecycle.context import StepContext
-from torchrelay.runners.lifecycle.phase_state import PhaseState
-from torchrelay.runners.lifecycle.predictions import PredictionFile, format_of, put, rows_of, write_text
-from torchrelay.runners.lifecycle.tally import Tally
-from torchrelay.runners.lifecycle.training import log_tally, metrics_of, moved_batch
+from torchrelay.runners.lifecycle.evaluating import evaluation
+from torchrelay.runners.lifecycle.predictions import PredictionFile, format_of, write_text
 from torchrelay.runners.lifecycle.weights import load_weights
 from torchrelay.runners.run_state import RunState
 
@@ -107,47 +100,6 @@ def _one_epoch(context: StepContext, epoch: int, out: PredictionFile | None) -> 
 def _load(context: StepContext, epoch: int) -> None:
     for phase in context.phases.values():
         load_weights(phase, context.settings, context.runner, context.run_dir, epoch)
-
-
-def evaluation(
-    context: StepContext, phase: PhaseState, out: PredictionFile | None = None
-) -> Callable[[Context], None]:
-    """A task that goes over a phase's data once: logs metrics, and writes what the model predicts."""
-
-    def evaluate(ctx: Context) -> None:
-        phase.model.eval()
-        tally = Tally(phase.model)
-        with torch.no_grad(), out.part() if out is not None else nullcontext() as part:
-            for batch in ctx.steps(phase.loader, count=False):
-                outputs = _measured(phase, ctx, batch, tally)
-                if part is not None and batch.count:
-                    _write(context, phase, batch, outputs, part)
-        log_tally(phase, ctx, tally)
-
-    return evaluate
-
-
-def _measured(phase: PhaseState, ctx: Context, batch: Any, tally: Tally) -> Any:
-    """What the model gives; a rank without a sample in a step computes one that counts for nothing."""
-    moved = moved_batch(batch, ctx.device)
-    outputs = phase.model(moved)
-    tally.add(outputs, moved)
-    values = metrics_of(phase, outputs, moved)
-    if callable(loss := getattr(phase.model, "loss", None)):
-        values = {"loss": loss(outputs, moved), **values}
-    weight = phase.weight(batch.count, ctx.world_size)
-    for name, value in values.items():
-        ctx.log(f"{phase.prefix}{name}", value, weight=weight)
-    ctx.log(f"{phase.prefix}samples", weight, reduce="sum")
-    return outputs
-
-
-def _write(context: StepContext, phase: PhaseState, batch: Any, outputs: Any, part: Any) -> None:
-    predict = getattr(phase.model, "predict", None)
-    predicted = predict(outputs, batch) if callable(predict) else outputs
-    rows = rows_of(predicted, batch.count, f"phase {phase.name}")
-    for index, row in zip(batch.indices.tolist(), rows, strict=True):
-        put(part, index, row)
 
 
 def _tell(context: StepContext, rows: list[Row]) -> None:

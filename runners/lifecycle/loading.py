@@ -23,7 +23,12 @@ from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
 from torchrelay.jobs.config.schema import Settings
 from torchrelay.records import dataclass
 from torchrelay.runners.lifecycle.order import STEPS
-from torchrelay.runners.lifecycle.selection import optimizer_path, phases_of, reader_path
+from torchrelay.runners.lifecycle.selection import (
+    datasets_of,
+    optimizer_path,
+    phases_of,
+    reader_path,
+)
 
 _loads = itertools.count()
 _PREFIX = "_torchrelay_"
@@ -115,9 +120,10 @@ def load_classes(settings: Settings, runner: RunnerKeys, loader: Loader) -> Clas
 
 
 def _others(settings: Settings, runner: RunnerKeys) -> Iterator[tuple[str, ClassPath]]:
-    for phase, dataset in phases_of(settings, runner):
+    for phase, _ in phases_of(settings, runner):
         yield f"phase.{phase.name}.model", phase.model
-        if dataset is not None and (path := reader_path(dataset)) is not None:
+    for dataset in datasets_of(settings, runner):
+        if (path := reader_path(dataset)) is not None:
             yield f"dataset.{dataset.name}.data_converter", path
     if not runner.infers and (chosen := optimizer_path(settings)) is not None:
         yield "hyper_parameters.optimizer.class", chosen

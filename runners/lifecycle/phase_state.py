@@ -22,7 +22,8 @@ class PhaseState:
 
     `scope` is its part of the workspace. `prefix` stands before the names of its metrics: empty where the
     profile has one phase. `optimizer` is None where nothing is trained; `scheduler` is stepped behind each of
-    its steps, where there is one.
+    its steps, or behind each epoch, where there is one. `validation` is the same model with the data that it
+    is measured on while it trains.
     """
 
     name: str
@@ -34,6 +35,14 @@ class PhaseState:
     prefix: str
     optimizer: optim.Optimizer | None = None
     scheduler: Any = None
+    scheduled_by_epoch: bool = False
+    validation: PhaseState | None = None
+    metrics: tuple[str, ...] | None = None
+    """Which metrics an evaluation logs; all if it is None."""
+
+    def logs(self, metric: str) -> bool:
+        """Whether an evaluation logs this metric."""
+        return self.metrics is None or metric in self.metrics
 
     def weight(self, count: int, ranks: int) -> float:
         """What `count` samples of this process weigh: less where several ranks read the same ones."""

@@ -24,6 +24,22 @@ def phases_of(settings: Settings, runner: RunnerKeys) -> list[tuple[Phase, Datas
     return [(known[name], _dataset(settings, known[name])) for name in names]
 
 
+def validation_dataset(settings: Settings, phase: Phase) -> Dataset | None:
+    """What a phase is measured on while it trains."""
+    if phase.validation is None:
+        return None
+    return next(one for one in settings.dataset if one.name == phase.validation.dataset_name)
+
+
+def datasets_of(settings: Settings, runner: RunnerKeys) -> list[Dataset]:
+    """All datasets that a profile reads, each once."""
+    found: dict[str, Dataset] = {}
+    for phase, dataset in phases_of(settings, runner):
+        more = None if runner.infers else validation_dataset(settings, phase)
+        found |= {one.name: one for one in (dataset, more) if one is not None}
+    return list(found.values())
+
+
 def reader_path(dataset: Dataset) -> ClassPath | None:
     """The class that reads a dataset."""
     path, name = dataset.data_converter, dataset.reader_class_name

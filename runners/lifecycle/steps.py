@@ -11,6 +11,7 @@ of the method (`instance build_network startup run terminal`) is called by that.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -32,9 +33,21 @@ from torchrelay.runners.lifecycle.onnx_exports import with_onnx
 from torchrelay.runners.lifecycle.phase_state import PhaseState
 from torchrelay.runners.lifecycle.processes_of_run import session_on
 from torchrelay.runners.lifecycle.scope import PhaseScope
-from torchrelay.runners.lifecycle.selection import optimizer_path, phases_of, reader_path
+from torchrelay.runners.lifecycle.selection import (
+    optimizer_path,
+    phases_of,
+    reader_path,
+    validation_dataset,
+)
 from torchrelay.runners.lifecycle.training import train_job
-from torchrelay.runners.lifecycle.user_objects import made, made_dataset, made_model, made_optimizer
+from torchrelay.runners.lifecycle.user_objects import (
+    made,
+    made_dataset,
+    made_model,
+    made_optimizer,
+    made_scheduler,
+    scheduled_by_epoch,
+)
 from torchrelay.runners.lifecycle.weights import load_weights
 
 
@@ -82,7 +95,7 @@ class Network(Step):
         trained = self.build_trained(context, model)
         loader = self.build_loader(context, phase, dataset)
         optimizer = self.build_optimizer(context, model) if train else None
-        return PhaseState(
+        state = PhaseState(
             name=phase.name,
             keys=phase,
             model=model,
@@ -92,7 +105,14 @@ class Network(Step):
             prefix=prefix,
             optimizer=optimizer,
             scheduler=None if optimizer is None else self.build_scheduler(context, optimizer),
+            scheduled_by_epoch=scheduled_by_epoch(context.settings.hyper_parameters.optimizer),
         )
+        held_out = validation_dataset(context.settings, phase) if train else None
+        if held_out is not None:
+            measured = self.build_loader(context, replace(phase, shuffle_filelist=False), held_out)
+            only = phase.validation.metrics if phase.validation is not None else None
+            state.validation = replace(state, loader=measured, prefix=f"{prefix}val/", metrics=only)
+        return state
 
     def build_model(self, context: StepContext, phase: Phase) -> nn.Module:
         """The model of a phase, by its class alone; `verify --replay` makes it anew by this, too."""
@@ -134,8 +154,12 @@ class Network(Step):
         return made_optimizer(model, context.settings.hyper_parameters.optimizer, own)
 
     def build_scheduler(self, context: StepContext, optimizer: Any) -> Any:
-        """What is stepped behind every step of the optimizer, and saved as `<phase>.scheduler`; None here."""
-        return None
+        """The schedule of the configuration, else None. It is saved as `<phase>.scheduler`.
+
+        It is stepped behind every step of the optimizer; one of the configuration with `per: epoch` behind
+        every epoch.
+        """
+        return made_scheduler(optimizer, context.settings.hyper_parameters.optimizer)
 
 
 class Startup(Step):

@@ -12,7 +12,6 @@ from torchrelay.checkpoint.blob_files import save_blobs
 from torchrelay.checkpoint.disk.canonical import sha256
 from torchrelay.checkpoint.storage_places import joined
 from torchrelay.checkpoint.tier.options import Tier
-from torchrelay.jobs.batch import make_batch
 from torchrelay.jobs.config.runner_keys import CheckpointKeys
 from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
 from torchrelay.jobs.job import Job
@@ -21,6 +20,7 @@ from torchrelay.jobs.task import Task
 from torchrelay.metadata.files import append_line
 from torchrelay.runners.context import Context
 from torchrelay.runners.lifecycle.context import StepContext
+from torchrelay.runners.lifecycle.evaluating import evaluation, log_tally, metrics_of, moved_batch
 from torchrelay.runners.lifecycle.growing_data import ends_of_data, look
 from torchrelay.runners.lifecycle.inference_export import local_beside
 from torchrelay.runners.lifecycle.meter import Meter
@@ -28,7 +28,6 @@ from torchrelay.runners.lifecycle.operator_times import watched
 from torchrelay.runners.lifecycle.phase_state import PhaseState
 from torchrelay.runners.lifecycle.selection import keeping
 from torchrelay.runners.lifecycle.tally import Tally
-from torchrelay.runners.lifecycle.user_objects import on_device
 
 
 def train_job(context: StepContext) -> Job:
@@ -37,6 +36,9 @@ def train_job(context: StepContext) -> Job:
     for phase in context.phases.values():
         job.blobs.add(phase.blobs())
         Task(phase_task(context, phase), group=job.epoch_group, name=phase.name)
+        if phase.validation is not None and (said := phase.keys.validation) is not None:
+            measure = evaluation(context, phase.validation)
+            Task(measure, group=job.epoch_group, name=f"{phase.name}.validation", every=said.every)
     job.stop_when(*_ends(context.runner), *ends_of_data(context))
     return job
 
@@ -106,14 +108,10 @@ def phase_task(context: StepContext, phase: PhaseState) -> Callable[[Context], N
             _tell(context, phase, ctx, meter.step(batch.count, values))
             _keep(context, phase, ctx, values)
         log_tally(phase, ctx, tally)
+        if phase.scheduled_by_epoch:
+            phase.scheduler.step()
 
     return train
-
-
-def log_tally(phase: PhaseState, ctx: Context, tally: Tally) -> None:
-    """Log what the counts of a loop come to, over all ranks."""
-    for name, value in tally.metrics(ctx.session.peers).items():
-        ctx.log(f"{phase.prefix}{name}", value)
 
 
 def train_step(phase: PhaseState, ctx: Context, batch: Any, tally: Tally) -> dict[str, torch.Tensor]:
@@ -125,27 +123,13 @@ def train_step(phase: PhaseState, ctx: Context, batch: Any, tally: Tally) -> dic
         phase.optimizer.zero_grad()
         (loss * batch.weight).backward()
         phase.optimizer.step()
-        if phase.scheduler is not None:
+        if phase.scheduler is not None and not phase.scheduled_by_epoch:
             phase.scheduler.step()
     tally.add(outputs, moved)
     values = {"loss": loss.detach(), **metrics_of(phase, outputs, moved)}
     for name, value in values.items():
         ctx.log(f"{phase.prefix}{name}", value, weight=phase.weight(batch.count, ctx.world_size))
     return values
-
-
-def metrics_of(phase: PhaseState, outputs: Any, batch: Any) -> dict[str, Any]:
-    """What the model's `metrics(outputs, batch)` gives: means over the batch, by name; nothing without it."""
-    measure = getattr(phase.model, "metrics", None)
-    if not callable(measure):
-        return {}
-    with torch.no_grad():
-        return dict(measure(outputs, batch))
-
-
-def moved_batch(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on the device."""
-    return make_batch(on_device(batch.data, device), weight=batch.weight, indices=batch.indices)
 
 
 def _tell(context: StepContext, phase: PhaseState, ctx: Context, line: str | None) -> None:

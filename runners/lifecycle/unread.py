@@ -21,7 +21,7 @@ from torchrelay.jobs.config.tracking import Tracked
 from torchrelay.jobs.peers import Peers, decide
 from torchrelay.records import dataclass
 from torchrelay.runners.lifecycle.order import STEPS
-from torchrelay.runners.lifecycle.selection import phases_of, reader_path
+from torchrelay.runners.lifecycle.selection import datasets_of, phases_of, reader_path
 
 
 @dataclass
@@ -61,7 +61,7 @@ def line_of(name: str, found: Sequence[ConfigProblem]) -> str:
 
 def sections_of(settings: Settings, runner: RunnerKeys, started: Collection[ClassPath]) -> Iterator[Tracked]:
     """The user's sections that are to be read when a profile, and these classes, have started up. Pure."""
-    for dataset in {two.name: two for _, two in phases_of(settings, runner) if two is not None}.values():
+    for dataset in datasets_of(settings, runner):
         yield dataset.extra
     optimizer = settings.hyper_parameters.optimizer
     if optimizer is not None and not runner.infers:
@@ -72,10 +72,8 @@ def sections_of(settings: Settings, runner: RunnerKeys, started: Collection[Clas
 
 def _classes(settings: Settings, runner: RunnerKeys) -> Iterator[ClassPath]:
     """The classes of the user that a profile uses."""
-    for phase, dataset in phases_of(settings, runner):
-        yield phase.model
-        if dataset is not None and (path := reader_path(dataset)) is not None:
-            yield path
+    yield from (phase.model for phase, _ in phases_of(settings, runner))
+    yield from (path for one in datasets_of(settings, runner) if (path := reader_path(one)) is not None)
     yield from (path for step in STEPS if (path := getattr(runner, step.key)) is not None)
 
 

@@ -80,7 +80,7 @@ def made_optimizer(model: nn.Module, keys: Optimizer | None, own: type | None) -
     arguments.pop("strategy", None)  # PaddleRec's word for how gradients travel, which is not the optimizer's
     if keys is not None and keys.learning_rate is not None:
         arguments["lr"] = keys.learning_rate
-    kind = own or _of_torch("SGD" if keys is None else keys.kind)
+    kind = own or _of_module(optim, "SGD" if keys is None else keys.kind, "hyper_parameters.optimizer.class")
     try:
         return kind(model.parameters(), **arguments)  # type: ignore[no-any-return]
     except (TypeError, ValueError) as error:
@@ -89,11 +89,39 @@ def made_optimizer(model: nn.Module, keys: Optimizer | None, own: type | None) -
         ) from error
 
 
-def _of_torch(name: str) -> Any:
-    known = {one: kind for one, kind in vars(optim).items() if isinstance(kind, type)}
+def made_scheduler(optimizer: optim.Optimizer, keys: Optimizer | None) -> Any:
+    """The schedule of the configuration, None where it has none.
+
+    Raises UsageError for an unknown class, for one that waits for a metric, and for arguments that it does
+    not take.
+    """
+    if keys is None or (keys.scheduler is None and keys.decay_steps is None):
+        return None
+    if keys.scheduler is None:
+        rate = 1.0 if keys.decay_rate is None else keys.decay_rate
+        return optim.lr_scheduler.StepLR(optimizer, keys.decay_steps or 1, gamma=rate)
+    own = "hyper_parameters.optimizer.scheduler"
+    kind = _of_module(optim.lr_scheduler, keys.scheduler.kind, f"{own}.class")
+    if kind is optim.lr_scheduler.ReduceLROnPlateau:
+        raise UsageError(f"{own}.class: ReduceLROnPlateau waits for a metric: step it in a task of yours")
+    arguments = keys.scheduler.arguments.plain()
+    try:
+        return kind(optimizer, **arguments)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{own}: {kind.__name__} refuses {arguments}: {error}") from error
+
+
+def scheduled_by_epoch(keys: Optimizer | None) -> bool:
+    """Whether the schedule of the configuration counts epochs."""
+    return keys is not None and keys.scheduler is not None and keys.scheduler.per == "epoch"
+
+
+def _of_module(module: Any, name: str, key: str) -> Any:
+    """A class of a module of torch, whatever the case of its name."""
+    known = {one: kind for one, kind in vars(module).items() if isinstance(kind, type)}
     by_case = {one.lower(): one for one in known}
     if name.lower() not in by_case:
-        raise UsageError(f"hyper_parameters.optimizer.class: torch.optim has no {name}; {hint(name, known)}")
+        raise UsageError(f"{key}: {module.__name__} has no {name}; {hint(name, known)}")
     return known[by_case[name.lower()]]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchrelay.runners.lifecycle.context import ContextKeyError, StepContext
-from torchrelay.runners.lifecycle.inferring import evaluation
+from torchrelay.runners.lifecycle.evaluating import evaluation
 from torchrelay.runners.lifecycle.loading import ClassLoadError
 from torchrelay.runners.lifecycle.phase_state import PhaseState
 from torchrelay.runners.lifecycle.profiles import ConfigResult, ProfileResult, run_config
