@@ -53,7 +53,8 @@ def load_upstream(
     `run` is the run that is built on it, begun or not. Its copy in `lineage/` counts before the directory in
     `upstream`, which is what JobRunner is given; where that names another run than was copied, that one
     counts. A deployment leaves `upstream` out. `run` may be a directory of several runs, too: the newest copy
-    in them counts, and only where the upstream is gone. `"expert/low"` is what `expert` was built on.
+    in them counts, and only where the upstream is gone. `"expert/low"` is what `expert` was built on; so is
+    `"low"` where `run` is the `path` of the loaded `expert`. A path in `lineage/` has only what was copied.
 
     Nothing is run until a module is imported from `code`; that runs the archived code with this process's
     rights. Raises UsageError where the upstream is neither there nor copied.
@@ -66,6 +67,8 @@ def load_upstream(
         )
     given = None if upstream is None else _absolute(upstream[first])
     own = [] if "://" in os.fspath(run) else [local_directory(run, "run")]
+    if own and (own[0] / STAGE).is_file():
+        given = None
     folder = stage_folder(first, given, own)
     for one in inner:
         folder = folder / LINEAGE / one
