@@ -31,11 +31,15 @@ _BROKEN: Any = object()
 
 @dataclass(frozen=True)
 class Expanded:
-    """`tree` has texts as programs want them; in those of `portable` `{workspace}` still stands."""
+    """`tree` has texts as programs want them; in those of `portable` `{workspace}` still stands.
+
+    `referred` are the places that some `${key.path}` names.
+    """
 
     tree: Tree
     portable: dict[str, Any]
     workspace: Path
+    referred: frozenset[Where] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,8 @@ def expanded(
     if isinstance(begins, _Text) and not os.path.isdir(workspace):  # noqa: PTH112 - False for a name too long
         work.wrong(_WORKSPACE, f"there is no directory {workspace}")
     broken = tree.broken | work.broken
-    return Expanded(Tree(value, tree.origins, tree.keys, broken), portable, workspace), work.problems
+    done = Tree(value, tree.origins, tree.keys, broken)
+    return Expanded(done, portable, workspace, frozenset(work.referred)), work.problems
 
 
 @dataclass
@@ -83,6 +88,7 @@ class _Work:
     workspace: Path | None = None
     problems: list[ConfigProblem] = field(default_factory=list)
     broken: set[Where] = field(default_factory=set)
+    referred: set[Where] = field(default_factory=set)
     _done: dict[Where, Any] = field(default_factory=dict)
     _doing: list[Where] = field(default_factory=list)
     _values: int = 0
@@ -193,6 +199,7 @@ class _Work:
             return self._cycle(target, where, part.written)
         if len(self._doing) > LIMIT_CHAIN:
             return self.wrong(where, f"more than {LIMIT_CHAIN} references one behind another", part.written)
+        self.referred.add(target)
         return self.node(target)
 
     def _of_upstream(self, missing: Missing, part: Reference, where: Where) -> Any:

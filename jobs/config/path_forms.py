@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from torchrelay.jobs.config.forms import At, Form, Json
 from torchrelay.jobs.yaml_scalars import short
 from torchrelay.records import dataclass
+
+_EPOCH_BEHIND = re.compile(r"(?P<run>.+)@(?P<epoch>[0-9]{1,9}|best|last|latest)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,34 @@ class PathAt(Form):
     def json_schema(self) -> Json:
         """As JSON Schema."""
         return {"type": "string", "minLength": 1}
+
+
+@dataclass(frozen=True)
+class WeightsAt(PathAt):
+    """Where weights lie: a path or URL, of a run also with its epoch. The empty text means none."""
+
+    word = "a path or URL, of a run also with its epoch: `RUN@7`, `RUN@best` (an empty text: none)"
+
+    def take(self, value: Any, at: At) -> Any:
+        """As of a path; None for the empty text."""
+        return None if value == "" else super().take(value, at)
+
+    def normal(self, value: Any) -> Any:
+        """The empty text is null."""
+        return value or None
+
+    def json_schema(self) -> Json:
+        """As JSON Schema."""
+        return {"type": "string"}
+
+
+def split_epoch(text: str) -> tuple[str, int | str | None]:
+    """`RUN@7` and `RUN@best` taken apart; None where no epoch stands behind the path. Pure."""
+    found = _EPOCH_BEHIND.fullmatch(text)
+    if found is None:
+        return text, None
+    epoch = found["epoch"]
+    return found["run"], int(epoch) if epoch.isdigit() else "last" if epoch == "latest" else epoch
 
 
 def local_path(text: str, workspace: Path) -> Path:

@@ -14,6 +14,8 @@ from torchrelay.jobs.config.problems import ConfigError, ConfigProblem
 from torchrelay.jobs.config.recovering import recovered
 from torchrelay.jobs.config.references import check_references
 from torchrelay.jobs.config.schema_lookup import TOP
+from torchrelay.jobs.config.tracking import leaves
+from torchrelay.jobs.config.tree import value_at
 from torchrelay.jobs.yaml_text import yaml_content
 
 _MISSING = " missing"
@@ -57,7 +59,10 @@ def read_config(
         raise ConfigError(read.problems)
     tree, problems = overridden(read.tree, given)
     done, more = expanded(tree, folder, os.environ if environ is None else environ, place)
-    reading = Reading(done.tree, done.workspace, source=source)
+    read_by_names = {
+        one for where in done.referred for one in leaves(value_at(done.tree.value, where), where)
+    }
+    reading = Reading(done.tree, done.workspace, reads=read_by_names, source=source)
     settings = TOP.take(done.tree.value, At(reading))
     check_references(reading)
     found = [*problems, *more, *reading.problems]

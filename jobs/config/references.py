@@ -8,6 +8,7 @@ from typing import Any
 from torchrelay.jobs.config.forms import Reading
 from torchrelay.jobs.config.key import section_spec
 from torchrelay.jobs.config.nearest import hint, nearest
+from torchrelay.jobs.config.path_forms import local_path, split_epoch
 from torchrelay.jobs.config.runner_keys import LOCAL_TRAIN, Runner, is_infer
 from torchrelay.jobs.config.tree import item_name
 from torchrelay.jobs.yaml_text import Where
@@ -23,6 +24,7 @@ def check_references(reading: Reading) -> None:
         _known(reading, (*where, "phases"), names["phase"], "phase")
         _consistent(reading, where, runner)
     _rates(reading)
+    _profiles_in_order(reading)
     for where, phase in _items(reading, "phase"):
         _known(reading, (*where, "dataset_name"), names["dataset"], "dataset")
         validation = phase.get("validation")
@@ -112,6 +114,32 @@ def _consistent(reading: Reading, where: Where, runner: Mapping[str, Any]) -> No
         reading.wrong((*where, "worker_num"), message, key=True)
 
 
+def _profiles_in_order(reading: Reading) -> None:
+    """What the runners of the mode say together: a run each for those that train, epochs for the others."""
+    mode = _value(reading, ("mode",))
+    names = [mode] if isinstance(mode, str) else mode
+    known = list(_items(reading, "runner"))
+    chosen = [pair for pair in known if not isinstance(names, list) or item_name(pair[1]) in names]
+    training = [one for _, one in chosen if not is_infer(one)] or [
+        one for _, one in known if not is_infer(one)
+    ]
+    places: dict[str, str | None] = {}
+    for where, runner in chosen:
+        path, weights = runner.get("save_checkpoint_path"), runner.get("init_model_path")
+        if is_infer(runner):
+            if not weights and len(training) > 1 and (*where, "init_model_path") not in reading.tree.broken:
+                many = len(training)
+                reading.wrong(
+                    where, f"`init_model_path` missing, and {many} runners train: say where epochs are"
+                )
+        elif isinstance(path, str) and path:
+            place = path if "://" in path else str(local_path(path, reading.workspace))
+            if place in places:
+                message = f"the run of runner `{places[place]}` lies there: give each a path of its own"
+                reading.wrong((*where, "save_checkpoint_path"), message)
+            places.setdefault(place, item_name(runner))
+
+
 def _onnx_files(reading: Reading, where: Where, runner: Mapping[str, Any]) -> None:
     onnx = runner.get("onnx")
     if not isinstance(onnx, dict):
@@ -129,6 +157,10 @@ def _broken_below(reading: Reading, where: Where) -> bool:
 def _infer_range(reading: Reading, where: Where, runner: Mapping[str, Any]) -> None:
     first, behind = runner.get("infer_start_epoch"), runner.get("infer_end_epoch")
     given = [name for name in ("infer_start_epoch", "infer_end_epoch") if runner.get(name) is not None]
+    of_path = split_epoch(path)[1] if isinstance(path := runner.get("init_model_path"), str) else None
+    if of_path is not None and (given or runner.get("epoch") is not None):
+        also = given[0] if given else "epoch"
+        reading.wrong((*where, also), f"`init_model_path` ends with @{of_path}: keep one", key=True)
     if given and runner.get("epoch") is not None:
         reading.wrong((*where, given[0]), "`epoch` says which epochs already: keep one", key=True)
     elif len(given) == 1:

@@ -10,7 +10,7 @@ from torchrelay.jobs.config.epoch_choice import EpochChoice, EpochsChosen
 from torchrelay.jobs.config.forms import ListOf, Number, OneOf, RunName, Seconds, Text, TextMap, Truth, Whole
 from torchrelay.jobs.config.gpus import GpuNumbers
 from torchrelay.jobs.config.key import key
-from torchrelay.jobs.config.path_forms import PathAt
+from torchrelay.jobs.config.path_forms import PathAt, WeightsAt
 from torchrelay.jobs.config.section_forms import Section
 from torchrelay.records import dataclass
 
@@ -160,7 +160,8 @@ class Runner:
         "the phases of an epoch, in this order; all if it is missing",
     )
     init_model_path: str | None = key(
-        PathAt(), "`train`: start from these weights, once, never on resume; `infer`: where the epochs are"
+        WeightsAt(),
+        "`train`: start from these weights, once, never on resume; `infer`: where the epochs are",
     )
     init_prefix: str | None = key(
         Text("a dotted name"), "take only what lies below this name of `init_model_path`"

@@ -93,3 +93,8 @@ class Settings:
     def runners_of_mode(self) -> tuple[Runner, ...]:
         """The runners that run, in order."""
         return self.runner if self.mode is None else tuple(self.runner_named(name) for name in self.mode)
+
+    def training(self) -> tuple[Runner, ...]:
+        """The runners of the mode that train; of the whole file where none of the mode does."""
+        named = tuple(one for one in self.runners_of_mode() if not one.infers)
+        return named or tuple(one for one in self.runner if not one.infers)

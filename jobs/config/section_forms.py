@@ -44,7 +44,7 @@ class Section(Form):
         for name, one in value.items():
             if name in self.spec.keys:
                 made[name] = self._known(self.spec.keys[name], one, at.inner(name))
-            elif self.spec.free is None or name in self.spec.refused:
+            elif self._is_refused(name, one) or (self.spec.free is None and name not in self.spec.refused):
                 self._unknown(name, at.inner(name))
         missing = [
             spec.name for spec in self.spec.keys.values() if spec.required and made.get(spec.name) is None
@@ -63,7 +63,8 @@ class Section(Form):
             if value.get(name) is not None
         }
         known = {name: one for name, one in given.items() if one is not None}
-        return {**known, **{name: one for name, one in value.items() if name not in self.spec.keys}}
+        own = {**self.spec.keys, **self.spec.refused}
+        return {**known, **{name: one for name, one in value.items() if name not in own}}
 
     def json_schema(self) -> Json:
         """As a reference: the definition is made once."""
@@ -74,6 +75,10 @@ class Section(Form):
         if at.where in at.reading.tree.broken:
             return WRONG
         return None if value is None else spec.form.take(value, at)
+
+    def _is_refused(self, name: str, value: Any) -> bool:
+        """A key that asks for what is not supported; one with nothing in it asks for nothing."""
+        return name in self.spec.refused and value not in (None, "", [])
 
     def _unknown(self, name: str, at: At) -> None:
         if name in self.spec.refused:

@@ -156,8 +156,7 @@ def processes(runner: RunnerKeys) -> Iterator[Peers]:
 
 def _the_one(file: str, config: Config) -> RunnerKeys:
     """The profile of the mode that trains, else of the file."""
-    named = [one for one in config.settings.runners_of_mode() if not one.infers]
-    found = named or [one for one in config.settings.runner if not one.infers]
+    found = config.settings.training()
     if len(found) == 1:
         return found[0]
     names = ", ".join(one.name for one in found) or "none"

@@ -19,6 +19,7 @@ from torchrelay.runners.configured.scene import ConfiguredScene, processes
 from torchrelay.runners.experiment.base_scene import say
 from torchrelay.runners.experiment.using import Used, use
 from torchrelay.runners.lifecycle.profiles import ConfigResult, run_config
+from torchrelay.runners.lifecycle.selection import weights_place
 
 Rows = dict[int, dict[str, Any]]
 
@@ -61,11 +62,17 @@ def _epochs(scene: ConfiguredScene, used: Used, profiles: Sequence[RunnerKeys]) 
         for key in ("infer_start_epoch", "infer_end_epoch")
         if getattr(one, key) is not None
     ]
+    cleared += [
+        f"runner.{one.name}.init_model_path={weights_place(one)[0]!r}"
+        for one in fixed
+        if weights_place(one)[1] is not None
+    ]
     return [*cleared, *(f"runner.{one.name}.epoch={used.epoch}" for one in fixed)]
 
 
 def _chooses(runner: RunnerKeys) -> bool:
-    return runner.epoch is not None or runner.infer_start_epoch is not None
+    of_path = weights_place(runner)[1]
+    return runner.epoch is not None or runner.infer_start_epoch is not None or of_path is not None
 
 
 def _stored(scene: ConfiguredScene, used: Used, profiles: Sequence[RunnerKeys]) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ from torchrelay.checkpoint.reading.epoch_choice import ranges, whole_epochs
 from torchrelay.checkpoint.reading.opening import place_of, read_log
 from torchrelay.checkpoint.remote.urls import is_url
 from torchrelay.errors import UnknownEpochError, UsageError
+from torchrelay.jobs.config.epoch_choice import EpochChoice
 from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
 from torchrelay.jobs.group import TaskGroup
 from torchrelay.jobs.peers import decide, together
@@ -19,6 +20,7 @@ from torchrelay.jobs.task import Task
 from torchrelay.runners.lifecycle.context import StepContext
 from torchrelay.runners.lifecycle.evaluating import evaluation
 from torchrelay.runners.lifecycle.predictions import PredictionFile, format_of, write_text
+from torchrelay.runners.lifecycle.selection import weights_place
 from torchrelay.runners.lifecycle.weights import load_weights
 from torchrelay.runners.run_state import RunState
 
@@ -36,9 +38,12 @@ def chosen_epochs(runner: RunnerKeys, where: str) -> tuple[list[int], str | None
             f"runner.{runner.name}: {where} is not there: train first (`mode` is the order), or say by "
             "`init_model_path` where epochs are"
         )
-    choice = runner.infer_epochs
-    if choice.kind in ("latest", "best"):
-        return [open_checkpoint(where, "last" if choice.kind == "latest" else "best").epoch], None
+    choice, (_, behind) = runner.infer_epochs, weights_place(runner)
+    if isinstance(behind, int):
+        choice = EpochChoice("numbers", (behind,))
+    if choice.kind in ("latest", "best") or isinstance(behind, str):
+        word = behind or ("last" if choice.kind == "latest" else "best")
+        return [open_checkpoint(where, word).epoch], None
     there = [one.position.epoch for one in whole_epochs(read_log(place_of(where)), None) if one.healthy]
     chosen, absent = choice.chosen(there), choice.absent(there)
     said = f"{where} has no epoch {ranges(absent)}; there are {ranges(there) or 'none'}" if absent else None

@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from torchrelay.errors import PreemptedError, UsageError
+from torchrelay.checkpoint.reader import open_checkpoint
+from torchrelay.errors import PreemptedError, UnknownEpochError, UsageError
 from torchrelay.jobs.config.config import Config
 from torchrelay.jobs.config.nearest import hint
 from torchrelay.jobs.config.runner_keys import LOCAL_TRAIN
@@ -23,11 +24,16 @@ from torchrelay.runners.lifecycle.apart import apart
 from torchrelay.runners.lifecycle.context import StepContext
 from torchrelay.runners.lifecycle.loading import Classes, Loader, load_classes
 from torchrelay.runners.lifecycle.local_ranks import LocalRanksError, command_of, run_local_ranks
-from torchrelay.runners.lifecycle.order import step_named
+from torchrelay.runners.lifecycle.order import STEPS, step_named
 from torchrelay.runners.lifecycle.processes_of_run import let_go
 from torchrelay.runners.lifecycle.recording import built_on, recorded, replayed, source_of
 from torchrelay.runners.lifecycle.refused import check_launch
-from torchrelay.runners.lifecycle.selection import epochs_place, is_of_training, run_directory_of
+from torchrelay.runners.lifecycle.selection import (
+    epochs_place,
+    is_of_training,
+    run_directory_of,
+    weights_place,
+)
 from torchrelay.runners.lifecycle.stepping import StepFailedError, run_steps
 from torchrelay.runners.lifecycle.training import runner_options
 from torchrelay.runners.lifecycle.unread import Unread
@@ -89,6 +95,7 @@ def run_config(
         check_launch(runner, launched=env.launched, world_size=env.world_size)
         if run_dir is None and not runner.infers:
             _check_place(config, runner)
+    _check_weights(config, chosen)
     with ExitStack() as stack:
         loaded = [_loaded(config, runner, stack) for runner in chosen]
         where = run_dir() if callable(run_dir) else run_dir
@@ -124,6 +131,39 @@ def _check_place(config: Config, runner: RunnerKeys) -> None:
         f"{place} holds the runs of `torchrelay train -m {config.name}`, a directory each: go on with that, "
         "or give `torchrelay run` another --run-dir"
     )
+
+
+def _check_weights(config: Config, chosen: Sequence[RunnerKeys]) -> None:
+    """Refuse weights that are nowhere, before a profile in front of them trains for hours.
+
+    Steps of the user's may write anywhere, so behind such a profile nothing is refused.
+    """
+    written: list[str] = []
+    for runner in chosen:
+        where, epoch = weights_place(runner)
+        own = run_directory_of(config.settings, runner)
+        begun = not runner.infers and not is_remote(own) and (Path(own) / "run.json").exists()
+        later = any(f"{where}/".startswith(f"{one}/") for one in written)
+        if where is not None and not is_remote(where) and not begun and not later:
+            _check_found(f"runner.{runner.name}.init_model_path", where, epoch)
+        if any(getattr(runner, step.key) is not None for step in STEPS):
+            return
+        if not runner.infers:
+            other = (runner.save_step_path, runner.save_inference_path)
+            written += [own, *(one for one in other if one is not None)]
+
+
+def _check_found(key: str, where: str, epoch: int | str | None) -> None:
+    if not Path(where).exists():
+        raise UsageError(
+            f"{key}: {where} is not there, and no runner before it in `mode` writes it: correct the path, or "
+            "leave the key out to start from new weights"
+        )
+    if epoch is not None:
+        try:
+            open_checkpoint(where, epoch)
+        except UnknownEpochError as error:
+            raise UnknownEpochError(f"{key}: {error}") from None
 
 
 def _loaded(config: Config, runner: RunnerKeys, stack: ExitStack) -> Classes:

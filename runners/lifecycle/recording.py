@@ -13,15 +13,15 @@ from torchrelay.jobs.config.schema import Settings
 from torchrelay.jobs.config.schema import Upstream as UpstreamKeys
 from torchrelay.metadata.capture import Given
 from torchrelay.metadata.code.sources import Sources
-from torchrelay.runners.lifecycle.selection import MODEL, phases_of
+from torchrelay.runners.lifecycle.selection import MODEL, phases_of, weights_place
 from torchrelay.runners.rebuilding.recipe import Recipe
 from torchrelay.runners.stages.given import InitFrom, Upstream
 
 _WRITTEN = (
     "save_checkpoint_path", "save_step_path", "save_inference_path", "runner_result_dump_path",
-    "predictions_path", "metrics_path", "init_model_path",
+    "predictions_path", "metrics_path",
 )  # fmt: skip
-"""Keys of runners that name what is written, or read of what was."""
+"""Keys of runners that name what is written."""
 
 
 def source_of(config: Config) -> Sources:
@@ -30,6 +30,7 @@ def source_of(config: Config) -> Sources:
     paths = [config.name, settings.run_dir]
     paths += [path for one in settings.dataset for path in one.data_path]
     paths += [path for one in settings.runner for key in _WRITTEN if (path := getattr(one, key))]
+    paths += [path for one in settings.runner if (path := weights_place(one)[0])]
     inside = [Path(os.path.abspath(path)) for path in paths if not is_url(path)]  # noqa: PTH100
     left_out = [f"/{_literally(one.relative_to(workspace))}" for one in inside if workspace in one.parents]
     return Sources([workspace], exclude=left_out)

@@ -1,15 +1,17 @@
-"""Which parts of a configuration a profile uses. Pure."""
+"""Which parts of a configuration a profile uses."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.class_path import ClassPath
 from torchrelay.jobs.config.data_keys import Dataset, Phase
+from torchrelay.jobs.config.path_forms import split_epoch
 from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
 from torchrelay.jobs.config.schema import Settings
 
@@ -62,11 +64,30 @@ def run_directory_of(settings: Settings, runner: RunnerKeys) -> str:
     return "/".join(part for part in (settings.run_dir, settings.name, runner.name) if part)
 
 
+def weights_place(runner: RunnerKeys) -> tuple[str | None, int | str | None]:
+    """The run or file that `init_model_path` names, and the epoch behind it: `RUN@7`, `RUN@best`, `RUN/7`.
+
+    What lies there under the whole name is meant as it is.
+    """
+    where = runner.init_model_path
+    if where is None or ("://" not in where and Path(where).exists()):
+        return where, None
+    run, epoch = split_epoch(where)
+    folder, _, last = where.rpartition("/")
+    if epoch is None and folder and last.isdecimal() and "://" not in where:
+        return folder, int(last)
+    return run, epoch
+
+
 def epochs_place(settings: Settings, runner: RunnerKeys) -> str:
-    """Where `infer` finds epochs: its `init_model_path`, else the run of the only profile that trains."""
-    if runner.init_model_path is not None:
-        return runner.init_model_path
-    trained = [one for one in settings.runner if not one.infers]
+    """Where `infer` finds epochs: its `init_model_path`, else the run of the only profile that trains.
+
+    That is the only one of the mode, or of the file where the mode has none.
+    """
+    where, _ = weights_place(runner)
+    if where is not None:
+        return where
+    trained = settings.training()
     if len(trained) == 1:
         return run_directory_of(settings, trained[0])
     raise UsageError(
@@ -77,7 +98,7 @@ def epochs_place(settings: Settings, runner: RunnerKeys) -> str:
 
 def is_of_training(settings: Settings, runner: RunnerKeys) -> bool:
     """Whether `infer` looks at what a profile of this configuration trains, by name or for want of one."""
-    where = runner.init_model_path
+    where, _ = weights_place(runner)
     return where is None or where in [
         run_directory_of(settings, one) for one in settings.runner if not one.infers
     ]

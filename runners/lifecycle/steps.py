@@ -38,6 +38,7 @@ from torchrelay.runners.lifecycle.selection import (
     phases_of,
     reader_path,
     validation_dataset,
+    weights_place,
 )
 from torchrelay.runners.lifecycle.training import train_job
 from torchrelay.runners.lifecycle.user_objects import (
@@ -170,13 +171,15 @@ class Startup(Step):
         if context.is_infer:
             context.epochs = agreed_epochs(context)
             return
-        where = context.runner.init_model_path
+        where, epoch = weights_place(context.runner)
         if where is None:
             return
 
         def warm_start() -> None:
             for phase in context.phases.values():
-                load_weights(phase, context.settings, context.runner, where)
+                load_weights(
+                    phase, context.settings, context.runner, where, "last" if epoch is None else epoch
+                )
 
         context.job.init(warm_start)
 
