@@ -128,10 +128,8 @@ def _profiles_in_order(reading: Reading) -> None:
         path, weights = runner.get("save_checkpoint_path"), runner.get("init_model_path")
         if is_infer(runner):
             if not weights and len(training) > 1 and (*where, "init_model_path") not in reading.tree.broken:
-                many = len(training)
-                reading.wrong(
-                    where, f"`init_model_path` missing, and {many} runners train: say where epochs are"
-                )
+                message = f"`init_model_path` missing, and {len(training)} runners train"
+                reading.wrong(where, f"{message}: say where epochs are")
         elif isinstance(path, str) and path:
             place = path if "://" in path else str(local_path(path, reading.workspace))
             if place in places:

@@ -156,8 +156,8 @@ def _check_weights(config: Config, chosen: Sequence[RunnerKeys]) -> None:
 def _check_found(key: str, where: str, epoch: int | str | None) -> None:
     if not Path(where).exists():
         raise UsageError(
-            f"{key}: {where} is not there, and no runner before it in `mode` writes it: correct the path, or "
-            "leave the key out to start from new weights"
+            f"{key}: {where} is not there, and no runner before it in `mode` writes it: correct the path or "
+            "the order"
         )
     if epoch is not None:
         try:

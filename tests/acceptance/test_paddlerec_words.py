@@ -1,4 +1,4 @@
-"""What users of PaddleRec's YAML trainer type: where weights come from, mistakes told before anything trains."""
+"""What users of PaddleRec type: where weights come from, mistakes told before anything trains."""
 
 from __future__ import annotations
 
