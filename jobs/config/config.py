@@ -79,6 +79,36 @@ class Config:
             raise ConfigError(problems)
         return found
 
+    def value(self, path: str, default: Any = None) -> Any:
+        """What stands at a dotted path, names in it replaced; it counts as read, of a mapping what is read.
+
+        Where nothing stands it is the default of the schema, and `default` for a key that has none.
+        """
+        found = find(self._expanded.tree.value, path)
+        if isinstance(found, Missing):
+            where = (*found.where, *found.rest)
+            self._reading.misses[where] = None
+            spec = key_at(where)
+            return default if spec is None or spec.default is None else spec.default
+        value = value_at(self._expanded.tree.value, found)
+        if isinstance(value, dict):
+            return Tracked(value, found, self._reading)
+        self._reading.reads.update(leaves(value, found))
+        return default if value is None else value
+
+    def without_effect(self) -> tuple[ConfigProblem, ...]:
+        """Keys that are taken, because files of PaddleRec have them, and change nothing; each with why."""
+        optimizer = self.settings.hyper_parameters.optimizer
+        if optimizer is None or optimizer.strategy in (None, "sync"):
+            return ()
+        where: Where = ("hyper_parameters", "optimizer", "strategy")
+        tree = self._reading.tree
+        why = (
+            f"{optimizer.strategy} changes nothing: there are no parameter servers, gradients are reduced "
+            "between the ranks in every step; leave the key out"
+        )
+        return (ConfigProblem(tree.origin(where), tree.path(where), why),)
+
     def unused(self, sections: Sequence[Tracked] | None = None) -> tuple[ConfigProblem, ...]:
         """The user's keys that were written and that nobody has read so far, in the order of the text.
 

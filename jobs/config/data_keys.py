@@ -44,9 +44,7 @@ class Phase:
         Section(Validation, short="dataset_name"), "measure the model while it trains", identity=False
     )
     thread_num: int = key(Whole(1), "threads that read samples", default=1, identity=False)
-    shuffle_filelist: bool = key(
-        Truth(), "draw the order of the data files anew in each epoch", default=False
-    )
+    shuffle_filelist: bool = key(Truth(), "draw the order of all samples anew in each epoch", default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +65,17 @@ class Dataset:
         "look for new files in `data_path` before each epoch; which ones an epoch had is saved with it",
         default=False,
     )
-    data_converter: ClassPath | None = key(ClassAt("Reader"), "the class that reads samples")
+    data_converter: ClassPath | None = key(
+        ClassAt("Reader"), "the class that reads samples; without it lines of slots are read"
+    )
     reader_class_name: str | None = key(
         Text("a class name"), "the class in `data_converter`, if it is not `Reader`"
     )
-    sparse_slots: str | None = key(Text(), "names of the sparse slots, for the reader")
-    dense_slots: str | None = key(Text(), "names of the dense slots and their sizes, for the reader")
-    padding: float | None = key(Number(), "what stands for a missing value, for the reader")
+    sparse_slots: str | None = key(
+        Text(), "names of slots of whole numbers; lines of `slot:value` are read without `data_converter`"
+    )
+    dense_slots: str | None = key(Text(), "names of slots of numbers, with their sizes: `wide:4 image:[2,3]`")
+    padding: float | None = key(Number(), "what stands for a missing value; 0 if missing")
     extra: Tracked = free("any other key is for the reader")
 
 
@@ -103,6 +105,11 @@ class Optimizer:
         Whole(1), "multiply the learning rate by `decay_rate` behind every so many steps"
     )
     decay_rate: float | None = key(Number(above=0), "see `decay_steps`")
+    strategy: str | None = key(
+        Text(),
+        "how gradients travel, in PaddleRec: `sync` is what happens; other words change nothing",
+        identity=False,
+    )
     arguments: Tracked = free("any other key is an argument of the class")
 
 

@@ -40,6 +40,7 @@ from torchrelay.runners.lifecycle.selection import (
     validation_dataset,
     weights_place,
 )
+from torchrelay.runners.lifecycle.slot_reader import SlotReader
 from torchrelay.runners.lifecycle.training import train_job
 from torchrelay.runners.lifecycle.user_objects import (
     made,
@@ -133,10 +134,13 @@ class Network(Step):
     def build_loader(self, context: StepContext, phase: Phase, dataset: Dataset | None) -> EpochLoader:
         """The data of a phase, in the input's order unless `shuffle_filelist` draws another per epoch."""
         path = None if dataset is None else reader_path(dataset)
-        if dataset is None or path is None:
-            key = "dataset_name" if dataset is None else f"data_converter` of dataset `{dataset.name}"
-            raise UsageError(f"phase.{phase.name}: `{key}` missing, so nobody reads its data")
-        kind = context.classes.of(path)
+        if dataset is None or (path is None and not (dataset.sparse_slots or dataset.dense_slots)):
+            key = "dataset_name`" if dataset is None else f"data_converter` of dataset `{dataset.name}`"
+            slots = (
+                "" if dataset is None else " (or `sparse_slots` and `dense_slots`, for lines of `slot:value`)"
+            )
+            raise UsageError(f"phase.{phase.name}: `{key}{slots} missing, so nobody reads its data")
+        kind = SlotReader if path is None else context.classes.of(path)
         reader = made(kind, dataset)
         options: dict[str, Any] = {
             "seed": context.settings.seed,

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn, optim
 
-from torchrelay.errors import UsageError
+from torchrelay.errors import RelayError, UsageError
 from torchrelay.jobs.config.data_keys import Dataset, Optimizer
 from torchrelay.jobs.config.nearest import hint
+
+
+class ReaderFailedError(RelayError):
+    """A reader of the user raised: the message has the file, the line and the original traceback."""
 
 
 def made(kind: type, argument: Any) -> Any:
@@ -53,10 +59,42 @@ def made_dataset(reader: Any, dataset: Dataset) -> Any:
             f"{own}: class {type(reader).__name__} has neither read(self, path), for the samples of a "
             "file, nor __len__ and __getitem__"
         )
-    samples = [sample for path in _files(dataset) for sample in reader.read(path)]
+    samples = list[Any]()
+    for path in _files(dataset):
+        before = len(samples)
+        try:
+            samples.extend(reader.read(path))
+        except RelayError:
+            raise
+        except Exception as error:
+            place = _line_read(error, path, len(samples) - before)
+            told = "".join(traceback.format_exception(type(error), error, _behind_here(error))).rstrip()
+            raise ReaderFailedError(f"{own}: the reader failed in {path}, {place}:\n{told}") from error
     if not samples:
         raise UsageError(f"{own}: the reader found no sample in {', '.join(dataset.data_path) or 'no file'}")
     return samples
+
+
+def _line_read(error: Exception, path: str, samples: int) -> str:
+    """Where in its file a reader was when it failed: the line that its frames hold, as far as one does.
+
+    A line that stands there several times is taken for the first one behind the samples that came before.
+    """
+    held = set[Any]()
+    for frame, _ in traceback.walk_tb(_behind_here(error)):
+        held.update(one.rstrip("\r\n") for one in frame.f_locals.values() if isinstance(one, str))
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = [at for at, line in enumerate(file, 1) if line.strip() and line.rstrip("\r\n") in held]
+    except (OSError, UnicodeError):
+        found = []
+    near = next((at for at in found if at > samples), None)
+    return f"behind {samples} samples" if near is None else f"line {near}"
+
+
+def _behind_here(error: Exception) -> TracebackType | None:
+    """The frames of the user's reader."""
+    return None if error.__traceback__ is None else error.__traceback__.tb_next
 
 
 def _files(dataset: Dataset) -> list[str]:
@@ -77,7 +115,6 @@ def made_optimizer(model: nn.Module, keys: Optimizer | None, own: type | None) -
     arguments that it does not take.
     """
     arguments: dict[str, Any] = {} if keys is None else keys.arguments.plain()
-    arguments.pop("strategy", None)  # PaddleRec's word for how gradients travel, which is not the optimizer's
     if keys is not None and keys.learning_rate is not None:
         arguments["lr"] = keys.learning_rate
     kind = own or _of_module(optim, "SGD" if keys is None else keys.kind, "hyper_parameters.optimizer.class")
