@@ -42,6 +42,8 @@ def check(chosen: argparse.Namespace, output: Output) -> int:
         output.value({"problems": [], "id": config.id})
     else:
         output.line(f"ok, id {config.id[:12]}")
+        for note in config.without_effect():
+            output.line(str(note))
     return 0
 
 

@@ -33,17 +33,26 @@ def add_run_config(add: Add) -> None:
         "--run-dir", metavar="DIR", help="the run directory, in place of what the configuration says"
     )
     add_strict(parser)
-    parser.add_argument("--check", action="store_true", help="only say what is wrong with it, or ok")
+    parser.add_argument(
+        "--check", action="store_true",
+        help="only say what is wrong with it, or ok; with --strict-config dead keys, too",
+    )  # fmt: skip
 
 
 def run(chosen: argparse.Namespace, output: Output) -> int:
-    """Run it and leave with its code; with `--check` no torch is needed."""
+    """Run it and leave with its code; with `--check` alone no torch is needed."""
     if chosen.run_dir == "":
         raise UsageError("--run-dir is empty: give a directory, or leave it out")
     config = load_config(config_file(chosen.path), chosen.overrides, place=RunPlace(run=chosen.run_dir))
     if not chosen.check:
         _run_and_leave(config, chosen.run_dir, strict=chosen.strict_config)
+    if chosen.strict_config:
+        from torchrelay.runners.lifecycle.profiles import check_keys
+
+        check_keys(config)
     output.line(f"ok, id {config.id[:12]}")
+    for note in config.without_effect():
+        output.line(str(note))
     return 0
 
 

@@ -29,7 +29,7 @@ from torchrelay.runners.experiment.evaluation_verb import (
 )
 from torchrelay.runners.experiment.using import Used
 from torchrelay.runners.lifecycle.apart import apart
-from torchrelay.runners.lifecycle.context import StepContext
+from torchrelay.runners.lifecycle.context import StepContext, place_of_process
 from torchrelay.runners.lifecycle.evaluating import moved_batch
 from torchrelay.runners.lifecycle.loading import Loader, load_classes
 from torchrelay.runners.lifecycle.order import step_named
@@ -111,7 +111,7 @@ def _built(
     context = StepContext(
         config=config, settings=settings, runner=runner, runner_name=runner.name, is_infer=True,
         run_dir=run_dir, job_options={}, classes=load_classes(settings, runner, loader), env=config.resolved,
-        config_yaml=config.name, workspace=config.workspace,
+        config_yaml=config.name, workspace=config.workspace, **place_of_process(),
     )  # fmt: skip
     call_step(step_named("setup"), context)
     stack.callback(lambda: let_go(context.session, world_stays=True))

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.errors import UsageError
+from torchrelay.runners.distributed.launch_env import read_launch_env
 from torchrelay.runners.lifecycle.order import STEPS, status_of
 from torchrelay.runners.lifecycle.recording import run_of
 from torchrelay.runners.lifecycle.slots import Slot
@@ -52,6 +53,9 @@ class StepContext(MutableMapping[str, Any]):
     env: Slot[Mapping[str, Any]] = Slot(None, "the whole configuration as plain values")
     config_yaml: Slot[str] = Slot(None, "the file it was read from")
     workspace: Slot[Path] = Slot(None, "the directory where paths begin")
+    rank: Slot[int] = Slot(None, "the number of this process")
+    world_size: Slot[int] = Slot(None, "how many processes there are")
+    engine: Slot[str] = Slot(None, "`single`, or `cluster` where there are several processes")
     session: Slot[SessionBase] = Slot("setup", "the processes of the job")
     device: Slot[Any] = Slot("setup", "the torch.device of this process")
     phases: Slot[dict[str, PhaseState]] = Slot("build", "models, data and optimizers by phase")
@@ -98,6 +102,17 @@ class StepContext(MutableMapping[str, Any]):
         known = {name: run_of(self.config, one.run) for name, one in self.settings.upstream.items()}
         return load_upstream(alias, self.run_dir, known or None)
 
+    def setting(self, path: str, default: Any = None) -> Any:
+        """What the configuration has at a dotted path, `runner.train1.epochs`; it counts as read.
+
+        Where nothing stands it is the schema's default, else `default`. PaddleRec's `get_global_env`.
+        """
+        return self.config.value(path, default)
+
+    def barrier(self) -> None:
+        """Wait until all processes are here. Raises PeerError or DeadlineError where one does not come."""
+        self.session.peers.exchange("barrier of a step", None)
+
     def _missing(self, key: str) -> str:
         slot = getattr(type(self), key, None) if isinstance(key, str) else None
         if isinstance(slot, Slot):
@@ -110,3 +125,10 @@ class StepContext(MutableMapping[str, Any]):
     @classmethod
     def _declared(cls) -> list[str]:
         return [name for name, value in vars(cls).items() if isinstance(value, Slot)]
+
+
+def place_of_process() -> dict[str, Any]:
+    """The entries that say which of the processes this one is."""
+    env = read_launch_env()
+    engine = "single" if env.world_size == 1 else "cluster"
+    return {"rank": env.rank, "world_size": env.world_size, "engine": engine}

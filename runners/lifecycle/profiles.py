@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,7 +22,7 @@ from torchrelay.runners.distributed.current import current_world
 from torchrelay.runners.distributed.launch_env import LaunchEnv, read_launch_env
 from torchrelay.runners.leaving import code_of_result
 from torchrelay.runners.lifecycle.apart import apart
-from torchrelay.runners.lifecycle.context import StepContext
+from torchrelay.runners.lifecycle.context import StepContext, place_of_process
 from torchrelay.runners.lifecycle.loading import Classes, Loader, load_classes
 from torchrelay.runners.lifecycle.local_ranks import LocalRanksError, command_of, run_local_ranks
 from torchrelay.runners.lifecycle.order import STEPS, step_named
@@ -95,17 +96,39 @@ def run_config(
         check_launch(runner, launched=env.launched, world_size=env.world_size)
         if run_dir is None and not runner.infers:
             _check_place(config, runner)
-    _check_weights(config, chosen)
+    if run_dir is None:
+        _check_weights(config, chosen)
+    elif len(several := [one.name for one in chosen if not one.infers]) > 1:
+        raise UsageError(
+            f"{' and '.join(several)} train, and --run-dir is one directory: leave it out, or choose one of "
+            f"them by -o mode=[{several[0]}]"
+        )
+    for one in config.without_effect() if env.rank == 0 else ():
+        sys.stderr.write(f"torchrelay: {one}\n")
     with ExitStack() as stack:
         loaded = [_loaded(config, runner, stack) for runner in chosen]
+        unread = Unread(config, strict)
+        if len(chosen) > 1:
+            unread.tell_ahead(list(zip(chosen, loaded, strict=True)))
         where = run_dir() if callable(run_dir) else run_dir
-        done, unread = list[ProfileResult](), Unread(config, strict)
+        done = list[ProfileResult]()
         for at, (runner, classes) in enumerate(zip(chosen, loaded, strict=True)):
             profile = _Profile(config, runner, classes, where, job_options or {}, unread)
             done.append(profile.run(env, [one.name for one in chosen[at + 1 :]]))
             if code := _code(done[-1].result):
                 return ConfigResult(tuple(done), code)
     return ConfigResult(tuple(done))
+
+
+def check_keys(config: Config) -> None:
+    """Load all classes of the mode; raise ConfigError for keys that its readers and models do not read.
+
+    `strict` of `run_config` does the same before the first of several profiles trains.
+    """
+    chosen = _chosen(config, None)
+    with ExitStack() as stack:
+        loaded = [_loaded(config, runner, stack) for runner in chosen]
+        Unread(config, strict=True).tell_ahead(list(zip(chosen, loaded, strict=True)))
 
 
 def _chosen(config: Config, mode: Sequence[str] | None) -> Sequence[RunnerKeys]:
@@ -143,6 +166,8 @@ def _check_weights(config: Config, chosen: Sequence[RunnerKeys]) -> None:
         where, epoch = weights_place(runner)
         own = run_directory_of(config.settings, runner)
         begun = not runner.infers and not is_remote(own) and (Path(own) / "run.json").exists()
+        if runner.infers and runner is chosen[0]:
+            continue  # its own start-up says that it has nothing to evaluate
         later = any(f"{where}/".startswith(f"{one}/") for one in written)
         if where is not None and not is_remote(where) and not begun and not later:
             _check_found(f"runner.{runner.name}.init_model_path", where, epoch)
@@ -218,6 +243,7 @@ class _Profile:
             env=self.config.resolved,
             config_yaml=self.config.name,
             workspace=self.config.workspace,
+            **place_of_process(),
         )
 
     def _job_options(self, where: str | Path) -> dict[str, Any]:

@@ -20,8 +20,11 @@ from torchrelay.jobs.config.schema import Settings
 from torchrelay.jobs.config.tracking import Tracked
 from torchrelay.jobs.peers import Peers, decide
 from torchrelay.records import dataclass
+from torchrelay.runners.lifecycle.apart import apart
+from torchrelay.runners.lifecycle.loading import Classes
 from torchrelay.runners.lifecycle.order import STEPS
 from torchrelay.runners.lifecycle.selection import datasets_of, phases_of, reader_path
+from torchrelay.runners.lifecycle.user_objects import made
 
 
 @dataclass
@@ -40,6 +43,27 @@ class Unread:
         sections = list(sections_of(settings, runner, self._started))
         decide(peers, "unread keys", lambda: self._tell(sections))
 
+    def tell_ahead(self, profiles: Sequence[tuple[RunnerKeys, Classes]]) -> None:
+        """If strict, raise ConfigError for the dead keys of all profiles before the first one trains.
+
+        Readers and models are made for it, and let go of. A profile with steps of its own may read anything
+        in them, and a class may need what only a step gives: of these the start-up tells.
+        """
+        if not self.strict:
+            return
+        settings, made_ones, sections = self.config.settings, set[ClassPath](), dict[int, Tracked]()
+        for runner, classes in profiles:
+            own_steps = any(getattr(runner, step.key) is not None for step in STEPS)
+            if own_steps or not _made_here(self.config, runner, classes):
+                continue
+            made_ones.update(_classes(settings, runner))
+            sections |= {id(one): one for one in sections_of(settings, runner, made_ones)}
+        optimizer = settings.hyper_parameters.optimizer
+        for one in () if optimizer is None else (optimizer.arguments,):
+            sections.pop(id(one), None)  # all of it is read where the optimizer is made
+        if found := self.config.unused(list(sections.values())):
+            raise ConfigError(found, "nothing was trained")
+
     def tell_all(self, peers: Peers) -> None:
         """The same for a program, to which all of the user's sections belong."""
         decide(peers, "unread keys", lambda: self._tell(None))
@@ -51,6 +75,18 @@ class Unread:
             raise UsageError(str(ConfigError(found, "nothing was trained")))
         if found:
             sys.stderr.write(f"torchrelay: {line_of(self.config.name, found)}\n")
+
+
+def _made_here(config: Config, runner: RunnerKeys, classes: Classes) -> bool:
+    try:
+        with apart():
+            for phase, dataset in phases_of(config.settings, runner):
+                made(classes.of(phase.model), config.section("hyper_parameters"))
+                if dataset is not None and (path := reader_path(dataset)) is not None:
+                    made(classes.of(path), dataset)
+    except Exception:  # the profile itself will tell it, with all that it has by then
+        return False
+    return True
 
 
 def line_of(name: str, found: Sequence[ConfigProblem]) -> str:

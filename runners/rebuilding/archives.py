@@ -25,7 +25,7 @@ from torchrelay.metadata.code.extraction import unpack_source
 from torchrelay.metadata.code.loading import LoadedCode, load_code
 from torchrelay.metadata.code.manifest import is_plain
 from torchrelay.records import dataclass
-from torchrelay.runners.lifecycle.context import StepContext
+from torchrelay.runners.lifecycle.context import StepContext, place_of_process
 from torchrelay.runners.lifecycle.loading import Loader, load_classes
 from torchrelay.runners.lifecycle.steps import Network
 from torchrelay.runners.rebuilding.recipe import Recipe
@@ -78,7 +78,7 @@ class Archives:
         return StepContext(
             config=self.config, settings=settings, runner=runner, runner_name=runner.name, is_infer=False,
             run_dir=str(self.run), classes=load_classes(settings, runner, self.loader),
-            workspace=self.config.workspace, device=torch.device("cpu"),
+            workspace=self.config.workspace, device=torch.device("cpu"), **place_of_process(),
         )  # fmt: skip
 
     def _made(self, recipe: Recipe) -> Any:

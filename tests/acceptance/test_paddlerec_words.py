@@ -1,4 +1,4 @@
-"""What users of PaddleRec type: where weights come from, mistakes told before anything trains."""
+"""What users of PaddleRec type: words that do what they say, mistakes told before anything trains."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ import torch
 from config_cases import RIGHT, problems, read
 from lifecycle_cases import CONFIG, run, written
 
+from torchrelay.__main__ import main
 from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.errors import UnknownEpochError, UsageError
+from torchrelay.jobs.config.problems import ConfigError
 from torchrelay.jobs.config.reading import load_config
+from torchrelay.lifecycle import StepFailedError, run_config
+from torchrelay.runners.lifecycle.profiles import check_keys
 
 INFER = ("mode=[infer1]", "runner.infer1.metrics_path=null")
 
@@ -123,3 +127,160 @@ def test_keys_used_by_name_count_as_read(tmp_path: Path) -> None:
     assert [one.path for one in config.unused([config.settings.hyper_parameters.extra])] == [
         "hyper_parameters.sparse_feature_number"
     ]
+
+
+EXTRA = """\
+runner:
+- name: train1
+  device: cpu
+  epochs: 1
+  phases: [a]
+  save_checkpoint_path: run
+- {name: infer1, class: infer, device: cpu, phases: [c], init_model_path: run}
+phase:
+- {name: a, model: model.py, dataset_name: d}
+- {name: c, model: model.py, dataset_name: f}
+dataset:
+- {name: d, batch_size: 4, data_path: data, data_converter: reader.py}
+- {name: f, batch_size: 4, data_path: data, data_converter: reader.py, wdith: 3}
+hyper_parameters: {width: 2}
+"""
+
+
+def test_two_profiles_do_not_train_in_one_given_directory(tmp_path: Path) -> None:
+    """`--run-dir` with two profiles that train is refused before the first one does."""
+    path = written(tmp_path, EXTRA.replace("phase:\n", "- {name: b1, epochs: 1}\nphase:\n", 1))
+    with pytest.raises(UsageError, match=r"train1 and b1 train, and --run-dir is one directory"):
+        run_config(load_config(path), ["train1", "b1"], run_dir=str(tmp_path / "x"))
+    assert not (tmp_path / "x").exists()
+
+
+def test_dead_keys_of_a_later_profile_are_told_before_the_first_trains(tmp_path: Path) -> None:
+    """With `strict` no profile trains where the reader of a later one leaves a key unread."""
+    with pytest.raises(ConfigError, match=r"dataset\.f\.wdith: was never read"):
+        run_config(load_config(written(tmp_path, EXTRA)), strict=True)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match=r"dataset\.f\.wdith: was never read"):
+        check_keys(load_config(tmp_path / "config.yaml"))
+    (tmp_path / "config.yaml").write_text(EXTRA.replace(", wdith: 3", ""))
+    assert run_config(load_config(tmp_path / "config.yaml"), strict=True)["train1"] == 1
+
+
+ASKING = """\
+from torchrelay import lifecycle
+
+class Startup(lifecycle.Startup):
+    def start(self, context):
+        super().start(context)
+        context.barrier()
+        print("here", context.rank, context["world_size"], context["engine"])
+        print("asked", [context.setting(*one) for one in (
+            ("runner.train1.epochs",), ("runner.train1.print_interval", 7), ("hyper_parameters.width",),
+            ("hyper_parameters.none", 5), ("hyper_parameters.none",), ("dataset.d.data_path",),
+        )])
+"""
+
+
+def test_a_step_knows_its_rank_and_asks_for_any_key(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The context has rank, world size, engine and a barrier, and looks up dotted paths with a default."""
+    written(tmp_path)
+    (tmp_path / "mine.py").write_text(ASKING)
+    run(tmp_path, "runner.train1.startup_class_path=mine.py", "runner.train1.epochs=1")
+    out = capfd.readouterr().out
+    assert "here 0 1 single\n" in out
+    assert "asked [1, 20, 2, 5, None, 'data']\n" in out
+
+
+def test_a_word_that_changes_nothing_is_told_with_the_reason(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`optimizer.strategy: async` is taken and told; `sync`, which is what happens, is not."""
+    path = written(tmp_path, CONFIG.replace("learning_rate: 0.1}", "learning_rate: 0.1, strategy: async}"))
+    config = load_config(path)
+    (told,) = config.without_effect()
+    assert str(told).startswith(f"{path}:") and "there are no parameter servers" in str(told)
+    assert run_config(config)["train1"] == 2
+    assert str(told) in capfd.readouterr().err
+    assert main(["config", "check", str(path)]) == 0
+    assert str(told) in capfd.readouterr().out
+    synchronous = load_config(path, ["hyper_parameters.optimizer.strategy=sync"])
+    assert config.id == synchronous.id and synchronous.without_effect() == ()
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    (
+        ("0.1 0.2 x", r"data/2\.txt, line 2:\n.*reader\.py.*could not convert string to float: 'x'"),
+        ("0.1 0.2", r"data/2\.txt, line 2:\n.*reader\.py"),
+    ),
+)
+def test_a_failing_reader_is_told_with_file_and_line(tmp_path: Path, bad: str, says: str) -> None:
+    """The message has the file, the number of the line, and the traceback of the reader."""
+    written(tmp_path)
+    (tmp_path / "data/2.txt").write_text(f"0.5 0.5 0.5\n{bad}\n0.5 0.5 0.5\n")
+    reader = (tmp_path / "reader.py").read_text().replace("*x, y", "x1, x2, y").replace("(x)", "([x1, x2])")
+    (tmp_path / "reader.py").write_text(reader)
+    with pytest.raises(StepFailedError, match=f"(?s){says}") as caught:
+        run(tmp_path)
+    assert caught.value.exit_code == 1
+
+
+SLOTS = """\
+runner:
+- {name: train1, device: cpu, epochs: 1, save_checkpoint_path: run}
+phase:
+- {name: a, model: model.py, dataset_name: d}
+dataset:
+- {name: d, batch_size: 2, data_path: data, padding: 9,
+   sparse_slots: "click C1", dense_slots: "wide:2 image:[2,1]"}
+"""
+SLOT_MODEL = """\
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(2, 1)
+
+    def forward(self, batch):
+        print("batch", {name: one.tolist() for name, one in batch.items()}, batch["image"].shape)
+        return self.line(batch["wide"]).squeeze(1)
+
+    def loss(self, outputs, batch):
+        return (outputs - batch["click"].squeeze(1)).square().mean()
+"""
+
+
+def slots(folder: Path, *lines: str) -> Path:
+    path = written(folder, SLOTS)
+    (folder / "model.py").write_text(SLOT_MODEL)
+    (folder / "data/1.txt").write_text("\n".join(lines))
+    (folder / "data/2.txt").unlink()
+    return path
+
+
+def test_lines_of_slots_need_no_reader(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """`slot:value` lines become tensors by slot; missing slots, and shorter ones, are filled with padding."""
+    first = "click:1 C1:5 C1:6 wide:0.5 wide:1 image:1 image:2"
+    assert run_config(load_config(slots(tmp_path, first, "", "click:0 other:x wide:2 wide:3")))["train1"] == 1
+    out = capfd.readouterr().out
+    assert "'click': [[1], [0]], 'C1': [[5, 6], [9, 9]], 'wide': [[0.5, 1.0], [2.0, 3.0]]" in out
+    assert "'image': [[[1.0], [2.0]], [[9.0], [9.0]]]} torch.Size([2, 2, 1])" in out
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    (
+        ("click:1 wide:1", "line 2: wide has 1 values, not 2"),
+        ("click:x", "line 2: the value of 'click:x' is not a whole number"),
+        ("click", "line 2: 'click' is no `slot:value`"),
+    ),
+)
+def test_a_line_of_slots_that_is_wrong_is_told(tmp_path: Path, line: str, says: str) -> None:
+    """File and line are in the message, with what is wrong there."""
+    path = slots(tmp_path, "click:1", line)
+    with pytest.raises(StepFailedError, match=rf"dataset\.d: .*data/1\.txt, {says}"):
+        run_config(load_config(path))
