@@ -95,8 +95,11 @@ def test_pdr_2_a_failure_stops_the_list_and_names_runner_and_step(tmp_path):
 
 
 def test_pdr_2_an_error_of_the_users_mistake_keeps_its_exit_code(tmp_path):
-    """PDR-2: a mistake in what a profile asks for is one line with the code 2, before any runs."""
-    with pytest.raises(UsageError, match=r"runner.infer1.init_model_path: .*run is not there") as caught:
+    """PDR-2: a mistake in what a profile asks for is one line with the code of mistakes, 2."""
+    with pytest.raises(
+        StepFailedError,
+        match=r"runner infer1 failed in step start .Startup.; not run: train1: .*run is not there",
+    ) as caught:
         run(tmp_path, mode=["infer1", "train1"])
     assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
 
