@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from lifecycle_cases import CONFIG, run, written
+from program_cases import Script
 from torchrun import torchrun
 
 import torchrelay
@@ -331,3 +332,21 @@ def test_load_upstream_tells_what_is_wrong(low: Path) -> None:
     assert loaded.config["hyper_parameters"]["width"] == 2 and loaded.path == low / "run"
     loaded.config["hyper_parameters"]["width"] = 3
     assert loaded.config["hyper_parameters"]["width"] == 2
+
+
+def test_a_program_with_a_configuration_goes_on_without_the_upstream(
+    low: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`script.py train -m config.yaml` finds the value in the program's runs where the upstream is gone."""
+    (low.parent / "program").mkdir()
+    line = Script(low.parent / "program", capsys)
+    line.more(f'def runner_options(self):\n        return {{"upstream": {{"low": {str(low / "run")!r}}}}}')
+    text = f"upstream: {{low: {low / 'run'}}}\nhyper_parameters:\n  {WIDTH}\n"
+    (low.parent / "config.yaml").write_text(text)
+    words = ("-m", str(low.parent / "config.yaml"))
+    first = line("train", *words, "--max-epochs", "1")
+    assert first.rc == 0, first.err
+    shutil.rmtree(low)
+    again = line("train", *words, "--max-epochs", "2")
+    assert again.rc == 0, again.err
+    assert len(line.runs) == 1 and open_checkpoint(line.run).epoch == 2
