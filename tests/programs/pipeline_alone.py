@@ -39,7 +39,8 @@ def alone(run: Path, folder: Path) -> dict[str, Any]:
     assert (
         torchrelay(["export", str(run), "--to", "safetensors", "-o", str(folder / "agent.safetensors")]) == 0
     )
-    width = load_config(folder / "source/agent.yaml").section("hyper_parameters")["width"]
+    given = [f"runner.train.save_checkpoint_path={run}"]
+    width = load_config(folder / "source/agent.yaml", given).section("hyper_parameters")["width"]
     shutil.rmtree(run)
     return {
         "evaluated": evaluated,
