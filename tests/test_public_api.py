@@ -85,3 +85,14 @@ def test_the_readme_names_the_versions_that_were_tested() -> None:
     assert "Python 3.11" in text and "3.10 and 3.13" in text
     named = set(re.findall(r"[Pp]ython (3\.\d+)", text))
     assert named <= {"3.10", "3.11", "3.12", "3.13"}
+
+
+def test_an_installation_needs_few_packages() -> None:
+    """These, torch among them, and pytest for the tests: another one is a decision, not a slip."""
+    project = (ROOT / "pyproject.toml").read_text()
+    plain = re.search(r"^dependencies = \[\n(.*?)^\]", project, re.MULTILINE | re.DOTALL)
+    assert plain is not None
+    assert re.findall(r'^ +"([\w-]+)', plain[1], re.MULTILINE) == [
+        "torch", "pathspec", "fsspec", "PyYAML", "xxhash", "rich"
+    ]  # fmt: skip
+    assert '"pytest",' in project
