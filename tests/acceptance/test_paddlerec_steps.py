@@ -162,6 +162,19 @@ def test_pdr_3_each_step_is_replaced_alone_and_called_once(tmp_path, capfd, name
     assert capfd.readouterr().out.count("called") == 1
 
 
+def test_pdr_3_all_steps_are_replaced_at_once(tmp_path, capfd):
+    """PDR-3: five keys with five files of the user's: each is called once, in the order of the steps."""
+    written(tmp_path)
+    keys = []
+    for name, method in STEPS.items():
+        replaced(tmp_path, name, method, base=name)
+        (tmp_path / "mine.py").rename(tmp_path / f"my_{name}.py")
+        keys.append(f"runner.train1.{name.lower()}_class_path={{workspace}}/my_{name}.py")
+    assert run(tmp_path, *keys)["train1"] == 2
+    lines = [line.split()[1] for line in capfd.readouterr().out.splitlines() if line.startswith("called")]
+    assert lines == list(STEPS)
+
+
 @pytest.mark.parametrize("name", ["Terminal", "Runner"])
 def test_pdr_3_a_class_of_no_base_replaces_a_step(tmp_path, capfd, name):
     """PDR-3: no base class is asked for, and PaddleRec's names of the methods are called, too."""
