@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 
 import pytest
+import torch
+from torchrun import torchrun
 
 from torchrelay import (
     CheckpointManager,
@@ -21,7 +23,7 @@ from torchrelay import (
     max_epochs,
     open_checkpoint,
 )
-from torchrelay.errors import SaveFailedError, UsageError
+from torchrelay.errors import DamagedError, SaveFailedError, UsageError
 
 
 def counting(**options: object) -> Job:
@@ -165,3 +167,89 @@ def test_a_bare_manager_gives_up_where_it_is_told_to(tmp_path) -> None:
         else:
             with pytest.raises(SaveFailedError, match="2 saves failed in a row"), pytest.warns(UserWarning):
                 runner.train(LocalSession())
+
+
+def test_groups_are_given_by_their_names() -> None:
+    """`Job(init_group=, epoch_group=, ...)` takes the caller's groups; the first positional is the name."""
+    groups = {f"{one}_group": TaskGroup(name=one) for one in ("init", "epoch", "download", "exit")}
+    job = Job(**groups)
+    assert all(getattr(job, name) is group for name, group in groups.items())
+    with pytest.raises(UsageError, match=r"TaskGroup.* name of a job"):
+        Job(groups["init_group"])  # type: ignore[arg-type]
+
+
+def shards() -> Job:
+    """Two nodes, each with a blob that no other has, and one that both have."""
+    with Job("shards") as job:
+        for number, name in enumerate(("trainer_0", "trainer_1")):
+            with Node(name):
+                own = {f"of_{number}": torch.ones(1), "shard": torch.full((1,), float(number))}
+                Task(lambda ws, own=own: ws.update(own), group=job.init_group)
+                Task(lambda: None)
+    job.stop_when(max_epochs(1))
+    return job
+
+
+def test_each_node_loads_the_names_that_it_has(tmp_path) -> None:
+    """`load_blobs_from_checkpoint(names, epoch)` ignores on a node what only another one has."""
+    JobRunner(shards(), MultiNodeCheckpointManager(tmp_path)).train(LocalSession())
+    nodes = ["trainer_0", "trainer_1"]
+    session, manager = LocalSession(nodes), MultiNodeCheckpointManager(tmp_path)
+    manager.init(nodes)
+    session.run(manager.load_blobs_from_checkpoint(["of_1", "shard", "nowhere"], 1))
+    found = [{name: int(one) for name, one in session.workspace(node).items()} for node in nodes]
+    assert found == [{"shard": 0}, {"of_1": 1, "shard": 1}]
+
+
+def test_a_save_before_init_takes_what_is_there(tmp_path) -> None:
+    """Without `init` the first save finds the names by itself."""
+    session, manager = LocalSession(["n"]), MultiNodeCheckpointManager(tmp_path)
+    session.workspace("n")["total"] = torch.tensor([7])
+    session.run(manager.save(1))
+    assert manager.blob_list() == ["total"]
+    assert open_checkpoint(tmp_path, 1)["total"][:].tolist() == [7]
+
+
+@pytest.mark.parametrize("what", ["truncated", "header"])
+def test_a_damaged_shard_is_raised_by_a_partial_load(tmp_path, what: str) -> None:
+    """A file that is cut, or whose header is damaged, is no False: DamagedError names it."""
+    manager = MultiNodeCheckpointManager(tmp_path)
+    JobRunner(shards(), manager).train(LocalSession())
+    (file,) = (tmp_path / "data").glob("e00000001-*/trainer_1.*.main.safetensors")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] if what == "truncated" else whole[:20] + b"\x00" + whole[21:])
+    session = LocalSession()
+    with pytest.raises(DamagedError, match=r"trainer_1\.1\.main\.safetensors"):
+        JobRunner(shards(), MultiNodeCheckpointManager(tmp_path)).load_blobs_from_checkpoints(
+            ["trainer_1:of_1"], 1, session
+        )
+    assert "of_1" not in session.workspace("trainer_1")
+
+
+COLLECTED = """
+import torch, torch.distributed as dist
+import torchrelay
+from torchrelay import Job, JobRunner, max_epochs
+
+session = torchrelay.init()
+job = Job("collects")
+job.init(lambda ctx: ctx.workspace.update(part=torch.tensor([float(ctx.rank)])))
+job.epoch(lambda ws: ws.update(part=ws["part"] + 1))
+
+@job.download
+def collect(ctx):
+    parts = [torch.zeros(1) for _ in range(3)]
+    dist.all_gather(parts, ctx["part"], group=ctx.group)
+    print("collected", torch.cat(parts).tolist(), flush=True)
+
+job.stop_when(max_epochs(2))
+JobRunner(job).train(session)
+session.close()
+"""
+
+
+@pytest.mark.ranks
+def test_the_download_group_collects_what_ranks_have(tmp_path) -> None:
+    """Parameters that lie scattered over three ranks come together on each, once, when training is over."""
+    done = torchrun(COLLECTED, warm=True, ranks=3, cwd=tmp_path)
+    assert done.rc == 0 and done.out.count("collected [2.0, 3.0, 4.0]") == 3, done
