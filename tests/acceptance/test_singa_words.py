@@ -40,6 +40,45 @@ class Sized(nn.Module):
         return self.layer(x)
 
 
+class Stepping(nn.Module):
+    """A model with its own training step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(3, 2), nn.BatchNorm1d(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.layer(x))
+
+    def train_one_batch(self, x: torch.Tensor, y: torch.Tensor, optimizer: torch.optim.Optimizer) -> float:
+        loss = (self(x) - y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+
+class Separable(nn.Sequential):
+    """A convolution by channel and one by point, with batch normalisation."""
+
+    def __init__(self) -> None:
+        norm = nn.BatchNorm2d(4)
+        super().__init__(
+            nn.Conv2d(2, 2, 3, groups=2), nn.Conv2d(2, 4, 1), norm, nn.Flatten(), nn.Linear(16, 2)
+        )
+
+
+class Recurrent(nn.Module):
+    """An RNN whose hidden values an LSTM reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.RNN(3, 4, batch_first=True), nn.LSTM(4, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(self.one(x)[0])[0][:, -1]
+
+
 class Helped(nn.Module):
     """Looks at its mode in another method."""
 
@@ -234,3 +273,63 @@ def test_training_info_is_left_out_with_a_warning() -> None:
     proto.training_info.add().algorithm.name = "adam"
     with pytest.warns(UserWarning, match="training_info"):
         torchrelay.from_onnx(proto)
+
+
+def stepped(model: Any, optimizer: torch.optim.Optimizer, count: int) -> list[float]:
+    draw = torch.Generator().manual_seed(count)
+    batches = [(torch.randn(4, 3, generator=draw), torch.randn(4, 2, generator=draw)) for _ in range(count)]
+    return [model.train_one_batch(x, y, optimizer) for x, y in batches]
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def test_a_whole_model_and_its_states_give_the_same_losses(tmp_path: Path) -> None:
+    """`save` and `save_states`, then `load`, `load_states` and `compile`: `train_one_batch` goes on alike."""
+    model = Stepping()
+    optimizer = adam(model)
+    stepped(model, optimizer, 2)
+    torchrelay.save(tmp_path / "model", model, torch.randn(4, 3))
+    stepped(model, optimizer, 3)
+    torchrelay.save_states(tmp_path / "states", model, {"opt": optimizer.state_dict()})
+    loaded = torchrelay.load(tmp_path / "model", trust_source=True)
+    aux = torchrelay.load_states(tmp_path / "states", loaded)
+    torchrelay.compile(loaded.train(), torch.randn(4, 3))
+    other = adam(loaded)
+    other.load_state_dict(aux["opt"])
+    assert stepped(loaded, other, 4) == stepped(model, optimizer, 4)
+    assert values(loaded) == values(model)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"), ((Separable, (5, 2, 4, 4)), (Recurrent, (5, 6, 3)), (Stepping, (5, 3)))
+)
+def test_layers_of_every_kind_come_back_and_train_alike(tmp_path: Path, make: Any, shape: Any) -> None:
+    """Separable convolutions, RNN, LSTM, batch normalisation: from an archive, and from ONNX, as in torch."""
+    torch.manual_seed(2)
+    model, other = make(), make()
+    x = torch.randn(*shape)
+    model(x)
+    torchrelay.save_states(tmp_path / "states", model)
+    torchrelay.load_states(tmp_path / "states", other)
+    assert values(other) == values(model)
+    imported = torchrelay.from_onnx(torchrelay.to_onnx(model, x)).train()
+    losses: list[list[float]] = [[], []]
+    for at, one in enumerate((model.train(), imported)):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        for _ in range(4):
+            loss = one(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[at].append(loss.item())
+    assert losses[0][-1] < losses[0][0] and losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("opset", (11, 12))
+def test_an_operator_set_that_torch_cannot_write_is_refused(tmp_path: Path, opset: int) -> None:
+    """Sets of SINGA's time are no longer written; the error says which set comes out, and no file is left."""
+    with pytest.raises(UsageError, match=f"opset={opset}: .* instead; give another"):
+        torchrelay.to_onnx(nn.Linear(3, 2), torch.randn(1, 3), tmp_path / "m.onnx", opset=opset)
+    assert not list(tmp_path.iterdir())
