@@ -200,3 +200,23 @@ def test_amend_records_code_that_takes_the_epoch(line: Script) -> None:
     line.more("def plot(self):\n        return None")
     assert line("amend").rc == 0
     assert line("train", "--max-epochs", "2").rc == 0 and len(line.runs) == 1
+
+
+def test_a_changed_source_is_not_retrained(line: Script) -> None:
+    """`--retrain` is of the very code that the run has: another one is refused, and nothing is set aside."""
+    assert line("train", "--max-epochs", "1").rc == 0
+    line.more("tail = 1")
+    told = line("train", "--retrain")
+    assert told.rc == 2 and "there is none: train without it makes a new run" in told.err
+    assert line.run.is_dir() and not (line.run.parent / ".retrained").exists()
+
+
+def test_help_tells_the_verbs_and_trains_nothing(line: Script) -> None:
+    """`script.py --help` names every verb, `train --help` the options of one."""
+    told = line("--help")
+    assert told.rc == 0
+    verbs = ("train", "test", "eval", "server", "status", "amend", "package")
+    assert all(f" {verb}" in told.out for verb in verbs)
+    told = line("train", "--help")
+    assert told.rc == 0 and all(one in told.out for one in ("--force", "--retrain", "--message", "--run"))
+    assert line.runs == []
