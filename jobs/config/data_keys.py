@@ -80,7 +80,7 @@ class Dataset:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scheduler:
+class LRScheduler:
     """How the learning rate changes. Keys that are not listed are arguments of the class."""
 
     kind: str = key(
@@ -100,7 +100,7 @@ class Optimizer:
         "a class of `torch.optim`, or `module:Class`", default="SGD", name="class",
     )  # fmt: skip
     learning_rate: float | None = key(Number(above=0), "the learning rate; the class's own if it is missing")
-    scheduler: Scheduler | None = key(Section(Scheduler), "how the learning rate changes")
+    lr_scheduler: LRScheduler | None = key(Section(LRScheduler), "how the learning rate changes")
     decay_steps: int | None = key(
         Whole(1), "multiply the learning rate by `decay_rate` behind every so many steps"
     )
@@ -124,7 +124,7 @@ class HyperParameters:
 def user_sections(settings: Any) -> tuple[Tracked, ...]:
     """The parts of settings in which keys are the user's, and may be dead."""
     optimizer = settings.hyper_parameters.optimizer
-    scheduler = None if optimizer is None else optimizer.scheduler
+    scheduler = None if optimizer is None else optimizer.lr_scheduler
     kept = tuple(one.arguments for one in (optimizer, scheduler) if one is not None)
     own = (settings.hyper_parameters.extra, *kept)
     return (*(one.extra for one in settings.dataset), *own)

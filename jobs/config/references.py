@@ -44,9 +44,10 @@ def _rates(reading: Reading) -> None:
     given = [name for name in ("decay_steps", "decay_rate") if optimizer.get(name) is not None]
     if len(given) == 1:
         other = "decay_rate" if given[0] == "decay_steps" else "decay_steps"
-        reading.wrong((*where, given[0]), f"`{other}` missing", key=True)
-    if given and optimizer.get("scheduler") is not None:
-        reading.wrong((*where, given[0]), "`scheduler` says how the rate changes: keep one", key=True)
+        if (*where, other) not in reading.tree.broken:
+            reading.wrong((*where, given[0]), f"`{other}` missing", key=True)
+    if given and optimizer.get("lr_scheduler") is not None:
+        reading.wrong((*where, given[0]), "`lr_scheduler` says how the rate changes: keep one", key=True)
 
 
 def _items(reading: Reading, section: str) -> Iterator[tuple[Where, Mapping[str, Any]]]:

@@ -100,7 +100,8 @@ def configuration(folder: Path) -> dict[str, Any]:
 def value_of(alias: str, folder: Path, path: str) -> Any:
     """A value of an upstream by its dotted path; `upstream.NAME.` goes on to what it is built on itself.
 
-    Raises UpstreamValueError with the nearest path.
+    What begins with no key of the schema is looked up in `hyper_parameters`: `width`. Raises
+    UpstreamValueError with the nearest path.
     """
     words = path.split(".")
     if words[0] == UPSTREAM and len(words) > 2 and key_at((UPSTREAM, words[1], words[2])) is None:
@@ -109,10 +110,13 @@ def value_of(alias: str, folder: Path, path: str) -> Any:
             return value_of(f"{alias}.{UPSTREAM}.{words[1]}", inner, ".".join(words[2:]))
     values = configuration(folder)
     found = find(values, path)
+    if isinstance(found, Missing) and key_at((words[0],)) is None:
+        inside = find(values, f"hyper_parameters.{path}")
+        found = found if isinstance(inside, Missing) else inside
     if not isinstance(found, Missing):
         return value_at(values, found)
     known = [dotted(where, names_in(values, where)) for where in leaves(values, ())]
-    near = next((one for one in known if one.endswith(f".{path}")), None) or nearest(path, known)
+    near = nearest(path, known) or nearest(f"hyper_parameters.{path}", known)
     told = f"did you mean `{near}`?" if near else hint(found.rest[0], found.known)
     raise UpstreamValueError(
         f"upstream `{alias}` has no `{path}` in its configuration, {folder}; {told}", near

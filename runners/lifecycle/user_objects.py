@@ -132,16 +132,16 @@ def made_scheduler(optimizer: optim.Optimizer, keys: Optimizer | None) -> Any:
     Raises UsageError for an unknown class, for one that waits for a metric, and for arguments that it does
     not take.
     """
-    if keys is None or (keys.scheduler is None and keys.decay_steps is None):
+    if keys is None or (keys.lr_scheduler is None and keys.decay_steps is None):
         return None
-    if keys.scheduler is None:
+    if keys.lr_scheduler is None:
         rate = 1.0 if keys.decay_rate is None else keys.decay_rate
         return optim.lr_scheduler.StepLR(optimizer, keys.decay_steps or 1, gamma=rate)
-    own = "hyper_parameters.optimizer.scheduler"
-    kind = _of_module(optim.lr_scheduler, keys.scheduler.kind, f"{own}.class")
+    own = "hyper_parameters.optimizer.lr_scheduler"
+    kind = _of_module(optim.lr_scheduler, keys.lr_scheduler.kind, f"{own}.class")
     if kind is optim.lr_scheduler.ReduceLROnPlateau:
         raise UsageError(f"{own}.class: ReduceLROnPlateau waits for a metric: step it in a task of yours")
-    arguments = keys.scheduler.arguments.plain()
+    arguments = keys.lr_scheduler.arguments.plain()
     try:
         return kind(optimizer, **arguments)
     except (TypeError, ValueError) as error:
@@ -150,7 +150,7 @@ def made_scheduler(optimizer: optim.Optimizer, keys: Optimizer | None) -> Any:
 
 def scheduled_by_epoch(keys: Optimizer | None) -> bool:
     """Whether the schedule of the configuration counts epochs."""
-    return keys is not None and keys.scheduler is not None and keys.scheduler.per == "epoch"
+    return keys is not None and keys.lr_scheduler is not None and keys.lr_scheduler.per == "epoch"
 
 
 def _of_module(module: Any, name: str, key: str) -> Any:

@@ -124,6 +124,15 @@ def test_a_stage_of_a_stage_is_reached_by_the_upstream_in_between(low: Path) -> 
     assert open_checkpoint(top / "run").epoch == 3
 
 
+def test_a_hyper_parameter_of_an_upstream_has_a_short_form(low: Path) -> None:
+    """`${upstream.low.width}` is `hyper_parameters.width` there; a key of the schema stays that key."""
+    high = stage(low.parent / "high", width="width: ${upstream.low.width}")
+    hyper_parameters = config_of(high, "+hyper_parameters.was=${upstream.low.seed}").section(
+        "hyper_parameters"
+    )
+    assert (hyper_parameters["width"], hyper_parameters["was"]) == (2, 3)
+
+
 def test_another_upstream_counts_from_its_own_directory(low: Path) -> None:
     """The copy in the run is for the upstream that it was made of: an edited `run` reads the other one."""
     high = stage(low.parent / "high")
@@ -143,8 +152,8 @@ def test_what_is_wrong_is_told_with_alias_key_nearest_key_and_place(low: Path) -
     """Unknown aliases and keys, an upstream that is not there, one without values, and a circle."""
     high = stage(low.parent / "high")
     place = f"{high}/config.yaml:"
-    told = refused(high, "hyper_parameters.width=${upstream.low.width}")
-    assert "command line:1:" in told and "upstream `low` has no `width`" in told
+    told = refused(high, "hyper_parameters.width=${upstream.low.widht}")
+    assert "command line:1:" in told and "upstream `low` has no `widht`" in told
     assert "did you mean `hyper_parameters.width`?" in told and str(low / "run") in told
     assert "did you mean `low`?" in refused(high, "hyper_parameters.width=${upstream.lo.width}")
     near = refused(high, "hyper_parameters.width=${upstream.low.hyper_parameters.widht}")

@@ -124,9 +124,9 @@ def last_rate(folder: Path) -> float:
     ("keys", "rate"),
     [
         ("{class: sgd, learning_rate: 0.1, decay_steps: 2, decay_rate: 0.5}", 0.1 * 0.5**3),
-        ("{class: sgd, learning_rate: 0.1, scheduler: {class: ExponentialLR, gamma: 0.5}}", 0.1 * 0.5**6),
+        ("{class: sgd, learning_rate: 0.1, lr_scheduler: {class: ExponentialLR, gamma: 0.5}}", 0.1 * 0.5**6),
         (
-            "{class: sgd, learning_rate: 0.1, scheduler: {class: exponentiallr, gamma: 0.5, per: epoch}}",
+            "{class: sgd, learning_rate: 0.1, lr_scheduler: {class: exponentiallr, gamma: 0.5, per: epoch}}",
             0.1 * 0.5**2,
         ),
     ],
@@ -143,8 +143,8 @@ def test_the_learning_rate_changes_as_the_configuration_says(tmp_path: Path, key
     ("keys", "told"),
     [
         ("{class: sgd, decay_steps: 2}", "`decay_rate` missing"),
-        ("{class: sgd, decay_rate: 0.5, decay_steps: 1, scheduler: {class: StepLR}}", "keep one"),
-        ("{class: sgd, scheduler: {gamma: 0.5}}", "`class` missing"),
+        ("{class: sgd, decay_rate: 0.5, decay_steps: 1, lr_scheduler: {class: StepLR}}", "keep one"),
+        ("{class: sgd, lr_scheduler: {gamma: 0.5}}", "`class` missing"),
     ],
 )
 def test_mistakes_of_a_schedule_are_told_by_check(tmp_path: Path, keys: str, told: str) -> None:
@@ -163,7 +163,7 @@ def test_mistakes_of_a_schedule_are_told_by_check(tmp_path: Path, keys: str, tol
 )
 def test_a_schedule_that_cannot_be_made_is_refused(tmp_path: Path, schedule: str, told: str) -> None:
     """With its key, when the parts are built."""
-    keys = f"hyper_parameters.optimizer={{class: sgd, learning_rate: 0.1, scheduler: {schedule}}}"
+    keys = f"hyper_parameters.optimizer={{class: sgd, learning_rate: 0.1, lr_scheduler: {schedule}}}"
     path = lifecycle_cases.written(tmp_path)
     with pytest.raises(Exception, match=told) as refused:
         run_config(load_config(path, [keys]))
