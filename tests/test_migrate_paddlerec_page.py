@@ -70,20 +70,6 @@ def test_mistakes_are_told_by_line_before_anything_starts(
     assert not (folder / "increment").exists()
 
 
-def test_a_loop_that_saves_by_itself_is_refused_with_the_way(tmp_path: Path) -> None:
-    """`self.save(epoch, context)` names the task, and the call that saves and resumes."""
-    folder = written(tmp_path)
-    (folder / "loop.py").write_text(
-        "from torchrelay import lifecycle\n"
-        "class Runner(lifecycle.Runner):\n"
-        "    def run(self, context):\n"
-        "        self.save(1, context, True)\n"
-    )
-    refused = typed(folder, "torchrelay run -m config.yaml -o +runner.train1.runner_class_path=loop.py")
-    assert refused.returncode == 2 and "@context.job.epoch" in refused.stderr, refused
-    assert "Traceback" not in refused.stderr
-
-
 def test_a_reader_without_slots_names_file_and_line(tmp_path: Path) -> None:
     """A line that is wrong is told with its number."""
     folder = written(tmp_path)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.jobs.config.forms import At, Form, Json, described
-from torchrelay.jobs.config.path_forms import local_path
+from torchrelay.jobs.config.path_forms import local_path, unreplaced
 from torchrelay.jobs.yaml_scalars import short
 from torchrelay.records import dataclass
 
@@ -67,7 +67,8 @@ class ClassAt(Form):
         if source is not None and file.is_relative_to(at.reading.workspace):
             file = source / file.relative_to(at.reading.workspace)
         if not os.path.isfile(file):  # noqa: PTH113 - False for a name too long
-            return at.wrong(f"there is no file {file}")
+            remedy = unreplaced(value)
+            return at.wrong(f"there is no file {file}{'' if remedy is None else f': {remedy}'}")
         return ClassPath(value, found["name"] or self.default, file=file)
 
 

@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.jobs.config.forms import At, Form, Json
+from torchrelay.jobs.config.nearest import nearest
 from torchrelay.jobs.yaml_scalars import short
 from torchrelay.records import dataclass
 
+_WORKSPACE = "workspace"
+_VARIABLE = re.compile(r"(?:^|/)\$([A-Za-z_]\w*)(?:/|$)")
+_BRACES = re.compile(r"\{([A-Za-z_]\w*)\}")
 _EPOCH_BEHIND = re.compile(r"(?P<run>.+)@(?P<epoch>[0-9]{1,9}|best|last|latest)", re.DOTALL)
 
 
@@ -28,6 +32,8 @@ class PathAt(Form):
             return at.expected(self, value)
         if any(unicodedata.category(one) in ("Cc", "Cs") for one in value):
             return at.wrong(f"{short(value)} has control characters: choose another path")
+        if (remedy := unreplaced(value)) is not None:
+            return at.wrong(f"{short(value)}: {remedy}")
         return value if "://" in value else str(local_path(value, at.reading.workspace))
 
     def json_schema(self) -> Json:
@@ -52,6 +58,14 @@ class WeightsAt(PathAt):
     def json_schema(self) -> Json:
         """As JSON Schema."""
         return {"type": "string"}
+
+
+def unreplaced(text: str) -> str | None:
+    """What to write in place of a word that looks as if it were replaced, and is not; None without one."""
+    if (found := _VARIABLE.search(text)) is not None:
+        return f"variables are not replaced like this: write `${{env:{found[1]}}}`"
+    words = [word for word in _BRACES.findall(text) if word != _WORKSPACE and nearest(word, [_WORKSPACE])]
+    return f"`{{{words[0]}}}` is no name: did you mean `{{{_WORKSPACE}}}`?" if words else None
 
 
 def split_epoch(text: str) -> tuple[str, int | str | None]:

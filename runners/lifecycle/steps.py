@@ -203,14 +203,6 @@ class Runner(Step):
         if export is not None and result.status == "FINISHED":
             decide(context.session.peers, "inference export", lambda: export.finish(int(result)))
 
-    def save(self, epoch: int, context: StepContext, *_: Any) -> None:
-        """PaddleRec's word; refused, for an epoch that a loop of one's own writes could not be resumed."""
-        raise UsageError(
-            f"runner.{context.runner_name}: save({epoch}, context) is not how epochs are saved here: put "
-            "the body of your loop into a task, `@context.job.epoch`, and call super().loop(context), which "
-            "saves and resumes every epoch; save_blobs(path, blobs) writes a file of its own"
-        )
-
 
 class Terminal(Step):
     """What comes after the work; by default nothing. Processes and groups are let go of behind it."""

@@ -284,3 +284,26 @@ def test_a_line_of_slots_that_is_wrong_is_told(tmp_path: Path, line: str, says: 
     path = slots(tmp_path, "click:1", line)
     with pytest.raises(StepFailedError, match=rf"dataset\.d: .*data/1\.txt, {says}"):
         run_config(load_config(path))
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ('dataset.d.data_path="$DATA/train"', "write `${env:DATA}`"),
+        ('dataset.d.data_path="{workspce}/data"', "did you mean `{workspace}`"),
+        ('phase.a.model="{workspce}/model.py"', "did you mean `{workspace}`"),
+        ('runner.train1.save_checkpoint_path="out/$RUN"', "write `${env:RUN}`"),
+    ],
+)
+def test_a_word_that_is_not_replaced_is_told(tmp_path: Path, override: str, says: str) -> None:
+    """`$DATA` and a misspelt `{workspace}` are told by the check, with what to write."""
+    with pytest.raises(ConfigError) as error:
+        load_config(written(tmp_path), [override])
+    assert says in str(error.value), error.value
+
+
+def test_other_braces_and_dollars_of_a_path_stay(tmp_path: Path) -> None:
+    """A path may have braces and dollar signs of its own."""
+    path = written(tmp_path)
+    settings = load_config(path, ['runner.train1.save_checkpoint_path="out/{fold}-a$b"']).settings
+    assert settings.runner[0].save_checkpoint_path == str(tmp_path / "out/{fold}-a$b")
