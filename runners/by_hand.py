@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from torchrelay.runners.life import Life
 
 
-def save_by_hand(life: Life, manager: Manager, epoch: int) -> None:
-    """Save the nodes of the life's session as `epoch`; a failure is a warning."""
+def save_by_hand(life: Life, manager: Manager, epoch: int) -> bool:
+    """Save the nodes of the life's session as `epoch`; a failure is a warning. Returns whether it is."""
     ledger, run = manager.engine.ledger, life.run_directory
     within_train = ledger.holding is not None
     life.session.place(life.job.nodes())
@@ -33,6 +33,7 @@ def save_by_hand(life: Life, manager: Manager, epoch: int) -> None:
         if not within_train:
             life.stored.close()
             ledger.close()
+    return life.saver.newest_saved == epoch
 
 
 def load_best(life: Life, manager: Manager) -> int:

@@ -311,12 +311,15 @@ class JobRunner:
 
         run_and_leave(work)
 
-    def save_checkpoints(self, epoch: int, session: SessionBase) -> None:
-        """Save the nodes now as `epoch`; a failure is a warning. Raises UsageError without a manager."""
+    def save_checkpoints(self, epoch: int, session: SessionBase) -> bool:
+        """Save the nodes now as `epoch`; returns whether it is saved, for a failure is a warning.
+
+        Raises UsageError without a manager.
+        """
         from torchrelay.runners.by_hand import save_by_hand
 
         manager = self._required_manager("save_checkpoints")
-        save_by_hand(Life(self, session, self._plan, None), manager, epoch)
+        return save_by_hand(Life(self, session, self._plan, None), manager, epoch)
 
     def load_blobs_from_checkpoints(self, blob_names: list[str], epoch: int, session: SessionBase) -> bool:
         """Load some blobs of an epoch, for evaluation. A training begins with them by `init_from`.

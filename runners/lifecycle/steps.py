@@ -30,6 +30,7 @@ from torchrelay.runners.lifecycle.growing_data import growing_loader, grows
 from torchrelay.runners.lifecycle.inference_export import inference_export, with_export
 from torchrelay.runners.lifecycle.inferring import agreed_epochs, infer_epochs
 from torchrelay.runners.lifecycle.onnx_exports import with_onnx
+from torchrelay.runners.lifecycle.own_loop import save_epoch
 from torchrelay.runners.lifecycle.phase_state import PhaseState
 from torchrelay.runners.lifecycle.processes_of_run import session_on
 from torchrelay.runners.lifecycle.scope import PhaseScope
@@ -202,6 +203,24 @@ class Runner(Step):
         context.result = result = runner.train(context.session)
         if export is not None and result.status == "FINISHED":
             decide(context.session.peers, "inference export", lambda: export.finish(int(result)))
+
+    def save(self, epoch: int, context: StepContext, _is_fleet: bool = False) -> None:
+        """Commit the phases as an epoch of the run, from a loop of your own; all processes call it.
+
+        `infer`, and every command that looks at runs, finds it. What thins epochs (`keep_last` and its like)
+        applies. The third argument of PaddleRec's `save` is taken, and changes nothing.
+
+        Args:
+            epoch: Its number, k behind k epochs; each is higher than the one before.
+            context: That of the steps.
+
+        Raises:
+            UsageError: The profile infers, or the run has this epoch, or a later one, already.
+            SaveFailedError: It could not be saved; a warning has said why.
+        """
+        if context.is_infer:
+            raise UsageError(f"runner.{context.runner_name} infers: there is no run to save an epoch in")
+        save_epoch(context, epoch)
 
 
 class Terminal(Step):

@@ -307,3 +307,46 @@ def test_other_braces_and_dollars_of_a_path_stay(tmp_path: Path) -> None:
     path = written(tmp_path)
     settings = load_config(path, ['runner.train1.save_checkpoint_path="out/{fold}-a$b"']).settings
     assert settings.runner[0].save_checkpoint_path == str(tmp_path / "out/{fold}-a$b")
+
+
+LOOP = """\
+from torchrelay import lifecycle
+
+class Runner(lifecycle.Runner):
+    def run(self, context):
+        phase = context.phases["a"]
+        for epoch in range(context.setting("runner.train1.epochs")):
+            for batch in phase.loader:
+                loss = phase.model.loss(phase.trained(batch), batch)
+                phase.optimizer.zero_grad()
+                loss.backward()
+                phase.optimizer.step()
+            self.save(epoch + 1, context, True)
+        context["status"] = "terminal_pass"
+"""
+
+
+def test_an_own_loop_saves_epochs(tmp_path: Path) -> None:
+    """`self.save(epoch, context)` commits epochs of the run, with its optimizer; infer finds them."""
+    written(tmp_path)
+    (tmp_path / "mine.py").write_text(LOOP)
+    words = ("runner.train1.runner_class_path=mine.py",)
+    rows = run(tmp_path, *words, mode=["train1", "infer1"])["infer1"]
+    assert [row["epoch"] for row in rows] == [1, 2] and rows[1]["loss"] < rows[0]["loss"]
+    blobs = open_checkpoint(tmp_path / "run").blobs
+    assert {"a.model", "a.optimizer", "a.loader"} <= set(blobs)
+    run(tmp_path, "runner.train1.save_checkpoint_path=other")
+    assert torch.equal(weights(tmp_path / "run", 2), weights(tmp_path / "other", 2))
+    with pytest.raises(StepFailedError, match=r"has epoch 2 already, so epoch 1 cannot be saved"):
+        run(tmp_path, *words)
+
+
+def test_an_infer_profile_saves_no_epoch(tmp_path: Path) -> None:
+    """`self.save` where nothing is trained is refused."""
+    written(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        LOOP.replace("phase = context", "self.save(1, context)\n        phase = context")
+    )
+    words = ("runner.infer1.runner_class_path=mine.py",)
+    with pytest.raises(StepFailedError, match=r"runner\.infer1 infers: there is no run to save an epoch in"):
+        run(tmp_path, *words, mode=["train1", "infer1"])

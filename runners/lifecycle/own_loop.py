@@ -1,0 +1,43 @@
+"""Epochs of a loop of the user's own: a step `Runner` that trains by itself, and saves by `self.save`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torchrelay.checkpoint.reading.epoch_choice import whole_epochs
+from torchrelay.checkpoint.reading.opening import place_of, read_log
+from torchrelay.errors import SaveFailedError, UsageError
+from torchrelay.jobs.peers import decide
+from torchrelay.runners.binding import bind_for_load
+from torchrelay.runners.job_runner import JobRunner
+from torchrelay.runners.lifecycle.context import StepContext
+from torchrelay.runners.stored_runs.run_url import is_remote
+
+_SAVER = "saver of an own loop"
+
+
+def save_epoch(context: StepContext, epoch: int) -> None:
+    """Commit what the job of a context holds now. Raises UsageError and SaveFailedError."""
+    if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+        raise UsageError(f"epoch={epoch!r:.60} is no number of an epoch: give k behind k epochs")
+    session, saver = context.session, context.get(_SAVER)
+    if saver is None:
+        before = decide(session.peers, "epochs before", lambda: _newest(context.run_dir))
+        if before is not None and before >= epoch:
+            raise UsageError(
+                f"{context.run_dir} has epoch {before} already, so epoch {epoch} cannot be saved behind it: "
+                "load it and count on from there, or give another save_checkpoint_path"
+            )
+        saver = context[_SAVER] = JobRunner(context.job, context.run_dir, **context.job_options)
+        session.place(context.job.nodes())
+        bind_for_load(context.job, session, [blob.name for blob in context.job.blobs])
+    if not saver.save_checkpoints(epoch, session):
+        raise SaveFailedError(f"epoch {epoch} was not saved in {context.run_dir}: the warning says why")
+
+
+def _newest(run_dir: str) -> int | None:
+    """The newest epoch of a run on this machine, None where there is none; a store tells when it saves."""
+    if is_remote(run_dir) or not (Path(run_dir) / "checkpoints").is_dir():
+        return None
+    found = whole_epochs(read_log(place_of(run_dir)), None)
+    return found[0].position.epoch if found else None
