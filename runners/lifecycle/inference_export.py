@@ -15,6 +15,7 @@ from typing import Any
 from torchrelay.checkpoint.interop.export import export_checkpoint
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
+from torchrelay.jobs.peers import warn
 from torchrelay.metadata.several_handlers import SeveralHandlers
 from torchrelay.records import dataclass
 from torchrelay.runners.lifecycle.selection import MODEL
@@ -87,6 +88,12 @@ def inference_export(runner: RunnerKeys, run_dir: str, phases: Sequence[str]) ->
     if runner.save_inference_path is None and runner.save_inference_interval is None:
         return None
     path = local_beside(runner.save_inference_path, run_dir, "inference", "save_inference_path")
+    begun = is_remote(run_dir) or Path(run_dir, "checkpoints", "log").exists()
+    if runner.save_inference_path is not None and not begun and any(path.glob("*/*.safetensors")):
+        warn(
+            f"runner.{runner.name}.save_inference_path: {path} has files of an earlier run, and this run "
+            "replaces them; leave the key out to have them in each run"
+        )
     return InferenceExport(run_dir, path, phases, runner.save_inference_interval or 1)
 
 

@@ -24,13 +24,16 @@ def file_within(text: str) -> str:
 def config_file(text: str) -> str:
     """A path as it is; of a directory, and of a package that can be found, the `config.yaml` in it.
 
-    What is neither is returned as it is too, so that reading it says what is wrong. Of a dotted name the
-    packages around it are imported.
+    A package is looked for below the working directory, then where imports are. What is neither is returned
+    as it is too, so that reading it says what is wrong. Of a dotted name the packages around it are imported.
     """
     if (found := file_within(text)) != text:
         return found
     if Path(text).exists() or not _PACKAGE.fullmatch(text):
         return text
+    here = Path(*text.split("."), _FILE)  # the directory of a command is not among the places of imports
+    if here.is_file():
+        return str(here.absolute())
     try:
         spec = importlib.util.find_spec(text)
     except ImportError:

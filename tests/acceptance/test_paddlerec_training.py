@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torchrelay.errors import UnknownEpochError, UsageError
 from torchrelay.jobs.config.problems import ConfigError
 from torchrelay.jobs.config.reading import load_config
 from torchrelay.lifecycle import run_config
+from torchrelay.runners.lifecycle.packages import config_file
 
 VALIDATED = lifecycle_cases.CONFIG.replace("dataset_name: d}", "dataset_name: d, validation: VALIDATION}")
 
@@ -168,3 +170,24 @@ def test_a_schedule_that_cannot_be_made_is_refused(tmp_path: Path, schedule: str
     with pytest.raises(Exception, match=told) as refused:
         run_config(load_config(path, [keys]))
     assert isinstance(refused.value.__cause__ or refused.value, UsageError)
+
+
+def test_a_run_that_replaces_the_inference_files_of_another_says_so(tmp_path: Path) -> None:
+    """A `save_inference_path` that two runs share is told by the second; a run that goes on says nothing."""
+    words = ("runner.train1.save_inference_path=inference",)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lifecycle_cases.run(tmp_path, *words, "runner.train1.epochs=1")
+        lifecycle_cases.run(tmp_path, *words)
+    with pytest.warns(UserWarning, match="has files of an earlier run, and this run replaces them"):
+        lifecycle_cases.run(tmp_path, *words, "runner.train1.save_checkpoint_path=second")
+
+
+def test_a_package_is_found_below_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`-m models.small` is `models/small/config.yaml` here, wherever the command lies."""
+    lifecycle_cases.written(tmp_path / "models" / "small")
+    monkeypatch.chdir(tmp_path)
+    assert config_file("models.small") == str(tmp_path / "models/small/config.yaml")
+    assert load_config(config_file("models.small")).settings.runner[0].name == "train1"
