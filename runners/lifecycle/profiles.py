@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -103,8 +102,6 @@ def run_config(
             f"{' and '.join(several)} train, and --run-dir is one directory: leave it out, or choose one of "
             f"them by -o mode=[{several[0]}]"
         )
-    for one in config.without_effect() if env.rank == 0 else ():
-        sys.stderr.write(f"torchrelay: {one}\n")
     with ExitStack() as stack:
         loaded = [_loaded(config, runner, stack) for runner in chosen]
         unread = Unread(config, strict)

@@ -41,7 +41,8 @@ class Unread:
         settings = self.config.settings
         self._started.update(_classes(settings, runner))
         sections = list(sections_of(settings, runner, self._started))
-        decide(peers, "unread keys", lambda: self._tell(sections))
+        useless = () if runner.infers else self.config.without_effect()
+        decide(peers, "unread keys", lambda: self._tell(sections, useless))
 
     def tell_ahead(self, profiles: Sequence[tuple[RunnerKeys, Classes]]) -> None:
         """If strict, raise ConfigError for the dead keys of all profiles before the first one trains.
@@ -68,7 +69,11 @@ class Unread:
         """The same for a program, to which all of the user's sections belong."""
         decide(peers, "unread keys", lambda: self._tell(None))
 
-    def _tell(self, sections: Sequence[Tracked] | None) -> None:
+    def _tell(self, sections: Sequence[Tracked] | None, useless: Sequence[ConfigProblem] = ()) -> None:
+        for one in useless:
+            if one.path not in self.told:
+                sys.stderr.write(f"torchrelay: {one}\n")
+        self.told.update(one.path for one in useless)
         found = [one for one in self.config.unused(sections) if one.path not in self.told]
         self.told.update(one.path for one in found)
         if found and self.strict:
