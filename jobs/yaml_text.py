@@ -26,7 +26,11 @@ LIMIT_BYTES = 1 << 20
 LIMIT_DEPTH = 32
 LIMIT_VALUES = 10_000
 NO_MAPPING = "a mapping (`key: value` lines) is expected at the top"
-TOLD_WITH_REMEDY = ("no UTF-8", "a second document", "more than ")
+_BEGUN = {
+    "could not find expected ':'": "no `key: value`: put a colon and a space behind the key",
+    "found unexpected end of stream": "the quote that begins here is not closed: close it behind the text",
+}
+TOLD_WITH_REMEDY = ("no UTF-8", "a second document", "more than ", *_BEGUN.values())
 """In messages that say what to do by themselves."""
 
 Where = tuple[str | int, ...]
@@ -141,8 +145,10 @@ def _read_into(reading: _Reading, data: bytes) -> None:
     except UnicodeDecodeError as error:
         reading.end(_place_of(data, error.start), f"byte {error.start} is no UTF-8: save the file as UTF-8")
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        reading.end(_of_mark(mark) if mark else Place(1, 1), str(error.problem or error.context))
+        mark, message = error.problem_mark or error.context_mark, str(error.problem or error.context)
+        if message in _BEGUN and error.context_mark is not None:  # what is wrong is where it began
+            mark, message = error.context_mark, _BEGUN[message]
+        reading.end(_of_mark(mark) if mark else Place(1, 1), message)
     except yaml.YAMLError as error:  # a character that no YAML has
         at = getattr(error, "position", 0)
         reading.end(_place_of(data, at), f"character {at} cannot stand in YAML: {short(error)}")

@@ -281,7 +281,10 @@ class ListOf(Form):
     def take(self, value: Any, at: At) -> Any:
         """All items; each wrong one is complained of."""
         if not isinstance(value, list):
-            return (self.item.take(value, at),) if self.lone else at.expected(self, value)
+            if self.lone:
+                return (self.item.take(value, at),)
+            dash = ": begin each item with `- `" if isinstance(value, dict) else ""
+            return at.wrong(f"expected {self.word}, not {described(value)}{dash}")
         return tuple(self._item(one, at.inner(index)) for index, one in enumerate(value))
 
     def _item(self, value: Any, at: At) -> Any:

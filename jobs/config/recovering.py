@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torchrelay.jobs.config.problems import ConfigProblem, Origin, Source
@@ -17,6 +18,8 @@ from torchrelay.jobs.yaml_text import (
 from torchrelay.records import dataclass
 
 _TRIES = 4
+_NEAR = 10
+"""Lines above a mistake among which a quote that was not closed is looked for."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,7 @@ def _mended(data: bytes) -> tuple[Findings, list[Problem]]:
         at = found.ended.line - 1
         if at >= len(lines) or not lines[at].strip():
             break  # the end of the file, or a line that was left out already
-        line = lines[at]
-        left_out += [_with_remedy(one, line) for one in found.problems if one.place == found.ended]
+        left_out += [_with_remedy(one, lines, at) for one in found.problems if one.place == found.ended]
         lines[at] = b""
         found = read_findings(b"\n".join(lines))
     return (found, left_out) if found.ended is None else (_first_with_remedy(first, data), [])
@@ -70,15 +72,19 @@ def _first_with_remedy(found: Findings, data: bytes) -> Findings:
     at = found.ended.line - 1 if found.ended is not None else len(lines)
     if at >= len(lines) or not lines[at].strip():
         return found
-    told = [_with_remedy(one, lines[at]) if one.place == found.ended else one for one in found.problems]
+    told = [_with_remedy(one, lines, at) if one.place == found.ended else one for one in found.problems]
     return replace(found, problems=tuple(told))
 
 
-def _with_remedy(problem: Problem, line: bytes) -> Problem:
-    remedy = "look at the indentation and the quotes of this line"
+def _with_remedy(problem: Problem, lines: Sequence[bytes], at: int) -> Problem:
+    remedy, line = "look at the indentation and the quotes of this line", lines[at]
     if any(text in problem.message for text in TOLD_WITH_REMEDY):
         return problem
-    if b"{workspace}" in line:
+    first = max(0, at - _NEAR)
+    odd = [first + up for up, one in enumerate(lines[first : at + 1]) if one.count(b'"') % 2]
+    if odd:
+        remedy = f"line {odd[0] + 1} has a quote without its other one"
+    elif b"{workspace}" in line:
         remedy = 'a text that begins with a brace needs quotes, such as "{workspace}/model.py"'
     elif b"\t" in line:
         remedy = "put spaces in place of the tab"

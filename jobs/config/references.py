@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torchrelay.jobs.config.forms import Reading
@@ -131,12 +131,57 @@ def _profiles_in_order(reading: Reading) -> None:
             if not weights and len(training) > 1 and (*where, "init_model_path") not in reading.tree.broken:
                 message = f"`init_model_path` missing, and {len(training)} runners train"
                 reading.wrong(where, f"{message}: say where epochs are")
+            _stored_models(reading, where, runner, training)
         elif isinstance(path, str) and path:
             place = path if "://" in path else str(local_path(path, reading.workspace))
             if place in places:
                 message = f"the run of runner `{places[place]}` lies there: give each a path of its own"
                 reading.wrong((*where, "save_checkpoint_path"), message)
             places.setdefault(place, item_name(runner))
+
+
+def _stored_models(
+    reading: Reading, where: Where, runner: Mapping[str, Any], training: Sequence[Mapping[str, Any]]
+) -> None:
+    """Complain where a profile infers with a model that the profile whose epochs it takes does not train.
+
+    A model of another class is taken where only one is trained: it may have the same weights.
+    """
+    weights, phases = runner.get("init_model_path"), dict(_named(reading, "phase"))
+    source = [
+        one for one in training if not weights or _same_path(reading, one, split_epoch(str(weights))[0])
+    ]
+    if len(source) != 1 or runner.get("init_prefix") or runner.get("network_class_path"):
+        return
+    trained = [name for name in _phases(source[0], phases) if name in phases]
+    for name in _phases(runner, phases):
+        model = phases.get(name, {}).get("model")
+        alike = [one for one in trained if phases[one].get("model") == model]
+        if name in phases and name not in trained and len(alike) != 1 and len(trained) > 1:
+            reading.wrong(
+                (*where, "phases"),
+                f"the model of phase `{name}` is not the one of a phase of `{item_name(source[0])}`, which "
+                f"has {', '.join(trained)}: name the same model, or give `init_prefix`",
+            )
+
+
+def _same_path(reading: Reading, runner: Mapping[str, Any], weights: str) -> bool:
+    path = runner.get("save_checkpoint_path")
+    return isinstance(path, str) and local_path(path, reading.workspace) == local_path(
+        weights, reading.workspace
+    )
+
+
+def _named(reading: Reading, section: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for _, item in _items(reading, section):
+        if (name := item_name(item)) is not None:
+            yield name, item
+
+
+def _phases(runner: Mapping[str, Any], known: Mapping[str, Any]) -> list[str]:
+    chosen = runner.get("phases")
+    listed = [chosen] if isinstance(chosen, str) else chosen
+    return [one for one in listed if isinstance(one, str)] if isinstance(listed, list) else list(known)
 
 
 def _onnx_files(reading: Reading, where: Where, runner: Mapping[str, Any]) -> None:

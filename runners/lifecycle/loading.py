@@ -141,6 +141,8 @@ def _key(path: ClassPath) -> str:
 
 def _remedy(error: BaseException, path: ClassPath) -> str:
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing and f"{path.module}.".startswith(f"{missing}."):
+        return f" (modules are looked for where Python looks; of a file write {path.module}.py:{path.name})"
     if path.file is not None and missing and (path.file.parent / f"{missing}.py").is_file():
         return f" (for the file beside it write `from . import {missing}` or `from .{missing} import ...`)"
     return ""

@@ -255,7 +255,7 @@ def test_pdr_6_what_the_reader_of_yaml_refuses_is_told_once(tmp_path, line, says
     ("text", "says"),
     [
         ("mode: [a\nrunner: []\n", "2:7: did not find expected ',' or ']'"),
-        ('name: "a\nrunner: []\n', "3:1: found unexpected end of stream"),
+        ('name: "a\nrunner: []\n', "1:7: the quote that begins here is not closed"),
         (
             "workspace: {workspace}/x\n",
             "1:23: did not find expected key: a text that begins with a brace",

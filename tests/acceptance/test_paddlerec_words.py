@@ -15,7 +15,7 @@ from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.errors import UnknownEpochError, UsageError
 from torchrelay.jobs.config.problems import ConfigError
 from torchrelay.jobs.config.reading import load_config
-from torchrelay.lifecycle import StepFailedError, run_config
+from torchrelay.lifecycle import ClassLoadError, StepFailedError, run_config
 from torchrelay.runners.lifecycle.profiles import check_keys
 
 INFER = ("mode=[infer1]", "runner.infer1.metrics_path=null")
@@ -350,3 +350,58 @@ def test_an_infer_profile_saves_no_epoch(tmp_path: Path) -> None:
     words = ("runner.infer1.runner_class_path=mine.py",)
     with pytest.raises(StepFailedError, match=r"runner\.infer1 infers: there is no run to save an epoch in"):
         run(tmp_path, *words, mode=["train1", "infer1"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    (
+        ("epochs: 10", "epochs 10", "7:3: no `key: value`: put a colon and a space behind the key"),
+        ("epochs: 10", "epochs:10", "7:3: no `key: value`"),
+        (
+            'path: "increment"\n  print',
+            'path: "increment\n  print',
+            "line 9 has a quote without its other one",
+        ),
+        ('"{workspace}/data"', '"{workspace}/data', "line 25 has a quote without its other one"),
+        ("phase:\n- name: phase1", "phase:\n  name: phase1", "not a mapping: begin each item with `- `"),
+    ),
+)
+def test_a_slip_of_the_pen_is_told_where_it_is(tmp_path: Path, old: str, new: str, says: str) -> None:
+    """A missing colon, an open quote, a name in braces: line, column and remedy are those of the slip."""
+    assert old in RIGHT
+    told = problems(tmp_path, RIGHT.replace(old, new, 1))
+    assert any(says in one for one in told), told
+
+
+TWO_MODELS = """\
+mode: [train1, infer1]
+runner:
+- {name: train1, epochs: 1, phases: [p, q], save_checkpoint_path: run}
+- {name: infer1, class: infer, phases: [r], init_model_path: run@1}
+phase:
+- {name: p, model: "model.py:P"}
+- {name: q, model: "model.py:Q"}
+- {name: r, model: "model.py:R"}
+dataset:
+- {name: d, batch_size: 1}
+"""
+
+
+def test_a_model_that_nobody_trained_is_told_by_the_check(tmp_path: Path) -> None:
+    """An infer profile with a model of another class than all that its profile trains is told beforehand."""
+    (told,) = problems(tmp_path, TWO_MODELS)
+    assert "runner.infer1.phases: the model of phase `r` is not the one of a phase of `train1`" in told
+    for old, new in (
+        ('"model.py:R"', '"model.py:Q"'),
+        ("[p, q]", "[p]"),
+        ("[r]", "[q]"),
+        ("run@1}", "elsewhere}"),
+        ("run@1}", "run, init_prefix: p.model}"),
+    ):
+        assert problems(tmp_path, TWO_MODELS.replace(old, new)) == []
+
+
+def test_a_module_that_python_does_not_find_is_told_with_the_other_form(tmp_path: Path) -> None:
+    """`module:Class` of a file in the workspace says that `module.py:Class` is its form."""
+    with pytest.raises(ClassLoadError, match=r"of a file write nowhere_here\.py:Startup"):
+        run(tmp_path, "runner.train1.startup_class_path=nowhere_here:Startup")

@@ -96,7 +96,7 @@ def test_words_are_those_of_yaml_1_2(text: str, value: Any) -> None:
         ("a: " + "9" * 5000, "1:4", "5000 characters"),
         ("a:\n\t- 1\n", "2:1", "token"),
         ("a: [1, 2\n", "2:1", ""),
-        ("a: 'x\n", "2:1", ""),
+        ("a: 'x\n", "1:4", "not closed"),
         ("a: 1\n---\nb: 2\n", "2:1", "second document"),
         ("? [a, b]\n: 1\n", "1:3", "keys are words"),
         ("[1, 2]\n", "1:1", "mapping"),
