@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torchrelay.jobs.config.runner_keys import is_infer
 from torchrelay.jobs.config.schema_lookup import form_at, key_at
 from torchrelay.jobs.config.tree import Missing, Tree, find, value_at
 from torchrelay.jobs.config.upstream import UPSTREAM, UpstreamValueError, stage_folder, value_of
+from torchrelay.jobs.directories import split_run
 from torchrelay.jobs.yaml_scalars import NotOne, plain
 from torchrelay.jobs.yaml_text import LIMIT_BYTES, LIMIT_DEPTH, LIMIT_VALUES, Place, Where
 from torchrelay.records import dataclass
@@ -217,27 +219,48 @@ class _Work:
             return _BROKEN
         alias, path = str(missing.where[1]), text if "://" in text else str(local_path(text, self.workspace))
         try:
-            folder = stage_folder(alias, path, self._own_runs(self.workspace))
-            return _node_of_value(value_of(alias, folder, ".".join(missing.rest)))
+            found = self._values_of(alias, path, ".".join(missing.rest))
         except UpstreamValueError as error:
             return self.wrong(where, str(error), part.written, error.near)
+        (folder, value), *others = found
+        for other, differing in others:
+            if differing != value:
+                message = f"`{part.path}` is {value!r:.40} in {folder} and {differing!r:.40} in {other}"
+                return self.wrong(where, f"{message}: run one profile at a time, by `mode`", part.written)
+        return _node_of_value(value)
+
+    def _values_of(self, alias: str, path: str, key: str) -> list[tuple[Path, Any]]:
+        """What each of this configuration's runs takes of an upstream, and from where."""
+        own, folders = self._own_runs(self.workspace or Path()), dict[Path, None]()
+        for one in own:
+            with suppress(UpstreamValueError):
+                folders[stage_folder(alias, path, [one])] = None
+        chosen = list(folders) or [stage_folder(alias, path, own)]
+        return [(folder, value_of(alias, folder, key)) for folder in chosen]
 
     def _own_runs(self, workspace: Path) -> list[Path]:
-        """Where the runs of this configuration lie, as far as that can be told without an upstream."""
+        """Where the runs of the profiles that run lie, as far as that can be told without an upstream."""
         if self.place.run is not None:
             return [Path(self.place.run)]
-        listed = self.tree.value.get("runner")
-        found: list[str] = []
+        listed, mode = self.tree.value.get("runner"), self.tree.value.get("mode")
+        names = [self._text(("mode", at)) for at in range(len(mode))] if isinstance(mode, list) else []
+        names += [self._text(("mode",))] if isinstance(mode, str) else []
+        found: dict[Path, None] = {}
         for at, runner in enumerate(listed if isinstance(listed, list) else []):
-            name, run_dir = self._text(("name",)), self._text(("run_dir",)) or "runs"
+            own, name, run_dir = (
+                self._text(one) for one in (("runner", at, "name"), ("name",), ("run_dir",))
+            )
             infers = isinstance(runner, dict) and is_infer(runner)
+            if names and own not in names:
+                continue
             said = self._text(("runner", at, "init_model_path" if infers else "save_checkpoint_path"))
             if self.place.runs is not None and not infers:
                 run_dir, name, said = os.path.abspath(self.place.runs), name or workspace.name, None  # noqa: PTH100
             if said is None and not infers:
-                said = "/".join(filter(None, (run_dir, name, self._text(("runner", at, "name")))))
-            found += [said] if said is not None and "://" not in said else []
-        return [local_path(one, workspace) for one in found]
+                said = "/".join(filter(None, (run_dir or "runs", name, own)))
+            if said and "://" not in said:
+                found[_run_behind(local_path(said, workspace))] = None
+        return list(found)
 
     def _text(self, where: Where) -> str | None:
         """The text at a place; None where there is none, or it is being expanded."""
@@ -282,6 +305,12 @@ class _Variable(_Text):
     """The content of an environment variable, whose type depends on the place."""
 
     text: str
+
+
+def _run_behind(path: Path) -> Path:
+    """The run of a path that may name an epoch of it, `RUN@best` or `RUN/7`."""
+    run = Path(split_run(str(path))[0])
+    return run.parent if run.name.isdigit() and not run.exists() else run
 
 
 def _shown(value: bool | float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from torchrelay.records import dataclass
 
@@ -21,14 +21,6 @@ class Changes:
 
     def __bool__(self) -> bool:
         return bool(self.added or self.changed or self.removed)
-
-    def beyond(self, read: Collection[str], written: Collection[str]) -> Changes:
-        """The rest behind new files that were only read, and files that were written, new or not."""
-        return Changes(
-            tuple(name for name in self.added if name not in read and name not in written),
-            tuple(name for name in self.changed if name not in written),
-            tuple(name for name in self.removed if name not in written),
-        )
 
     def __str__(self) -> str:
         words = [*self.changed, *(f"+{one}" for one in self.added), *(f"-{one}" for one in self.removed)]

@@ -20,6 +20,9 @@ from torchrelay.metadata.files import append_lines, read_json, read_lines, write
 
 FOLDER = "results"
 _EVALUATED = "evaluated.jsonl"
+Evaluated = dict[Path, dict[str, bool]]
+"""Absolute paths of files that `eval` read or wrote, each with the digests that they had, and whether the
+content was a result of `eval`."""
 _NAME = re.compile(r"test-e([0-9]{8,})-([0-9a-z]{1,12})(-[0-9a-z]{1,12})?\.json")
 _NO_CODE, _NO_CONFIG = "unknown", "none"
 _SHORT = 12
@@ -80,22 +83,26 @@ def _when(result: Mapping[str, Any]) -> tuple[int, float]:
     return (epoch if type(epoch) is int else 0), (time if type(time) in (int, float) else 0.0)  # type: ignore[return-value]
 
 
-def evaluated(run: Path) -> dict[Path, bool]:
-    """The files that `eval` read (False) and wrote (True), absolute; raises StorageError."""
-    found: dict[Path, bool] = {}
+def evaluated(run: Path) -> Evaluated:
+    """What `eval` read and wrote by an epoch of the run; raises StorageError."""
+    found: Evaluated = {}
     for line in read_lines(run / FOLDER / _EVALUATED):
-        name, written = line.get("name"), line.get("written") is True
-        if isinstance(name, str) and "\0" not in name:
-            path = Path(os.path.normpath(run.resolve() / name))
-            found[path] = found.get(path, False) or written
+        name, digest, written = line.get("name"), line.get("sha256"), line.get("written") is True
+        if isinstance(name, str) and isinstance(digest, str) and name.isprintable():
+            known = found.setdefault(Path(os.path.normpath(run.resolve() / name)), {})
+            known[digest] = known.get(digest, False) or written
     return found
 
 
-def note_evaluated(run: Path, files: Mapping[Path, bool]) -> None:
-    """Note what `eval` reads and writes, by names that a move of all leaves true; raises StorageError."""
+def note_evaluated(run: Path, files: Evaluated) -> None:
+    """Note what `eval` read and wrote, by names that a move of all leaves true; raises StorageError."""
     known, here = evaluated(run), run.resolve()
-    new = {path: written for path, written in files.items() if written > known.get(path, -1)}
-    lines = [{"name": os.path.relpath(path, here), "written": one} for path, one in sorted(new.items())]
+    lines = [
+        {"name": os.path.relpath(path, here), "sha256": digest, "written": written}
+        for path, digests in sorted(files.items())
+        for digest, written in digests.items()
+        if written > known.get(path, {}).get(digest, -1)
+    ]
     if lines:
         folder = run / FOLDER
         try:

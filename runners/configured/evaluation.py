@@ -23,6 +23,7 @@ from torchrelay.runners.experiment.base_scene import say
 from torchrelay.runners.experiment.evaluation_verb import (
     Work,
     check_writable,
+    note_results,
     planned,
     refuse_to_replace,
     used_for,
@@ -64,6 +65,7 @@ def evaluate(scene: ConfiguredScene) -> int:
         peers = context.session.peers
         together(peers, "load", lambda: load_weights(phase, context.settings, runner, used.path, used.name))
         together(peers, "evaluation", lambda: _all(context, phase, dataset, work, peers))
+        note_results(scene, used, (out for _, out in work[peers.rank :: peers.size]))
     say(f"{len(work)} evaluated with epoch {used.epoch} of {used.run}: {scene.request.paths[-1]}")
     return 0
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,8 +15,9 @@ from torchrelay.errors import DamagedError, StorageError, UsageError
 from torchrelay.metadata.code.archive import open_archive
 from torchrelay.metadata.code.changes import NO_CHANGES, Changes, changes
 from torchrelay.metadata.code.snapshot import Snapshot, of_manifest
+from torchrelay.metadata.code.source_names import LARGEST_UNKNOWN_BYTES
 from torchrelay.metadata.experiment.note import Identity
-from torchrelay.metadata.experiment.results import evaluated
+from torchrelay.metadata.experiment.results import Evaluated, evaluated
 from torchrelay.metadata.experiment.run_store import ProgramRun, RunStore
 from torchrelay.runners.experiment.choosing_runs import Known
 from torchrelay.runners.experiment.origin import Origin
@@ -117,42 +119,73 @@ class BaseScene:
 
     def changed(self, run: ProgramRun) -> Changes | None:
         """What source differs from that of a run, but for files of `eval`; None where that cannot be told."""
-        if self.snapshot is None or run.note.code_id is None:
+        old = self.archived_source(run)
+        if self.snapshot is None or old is None:
             return None
+        new, noted = of_manifest(self.snapshot.manifest), self._noted()
+        found = changes(old, new)
+        if not (found and noted):
+            return found
+
+        def is_result(name: str, digest: str) -> bool:
+            return noted.get(name, {}).get(digest, False)
+
+        return Changes(
+            tuple(name for name in found.added if new[name] not in noted.get(name, {})),
+            tuple(n for n in found.changed if not (is_result(n, old[n]) and is_result(n, new[n]))),
+            tuple(name for name in found.removed if not is_result(name, old[name])),
+        )
+
+    def archived_source(self, run: ProgramRun) -> dict[str, str] | None:
+        """Names and digests of a run's source; None where it cannot be read."""
         try:
             with open_archive(run.path / "code" / f"{run.note.code_id}.zip") as archive:
-                found = changes(of_manifest(archive.manifest), of_manifest(self.snapshot.manifest))
+                return of_manifest(archive.manifest)
         except (DamagedError, StorageError):
             return None
-        return self._but_evaluated(found)
 
-    def files_of(self, work: Iterable[tuple[Path, Path]]) -> dict[Path, bool]:
-        """The files of an `eval` that lie where source lies, and whether it writes them."""
-        files: dict[Path, bool] = {}
-        for path, out in work:
-            files.setdefault(path.resolve(), False)
-            files[out.resolve()] = True
+    def contents_of(self, paths: Iterable[Path], *, written: bool) -> Evaluated:
+        """Files of an `eval` that lie where source lies, with their digests; large ones are no source."""
         roots = [root.path for root in self.snapshot.roots] if self.snapshot is not None else []
         if self.archived is not None:  # what is archived ran there
             roots.append(Path(self.store.find(self.archived).note.origin).parent)
-        return {path: one for path, one in files.items() if any(path.is_relative_to(root) for root in roots)}
-
-    @cached_property
-    def evaluated(self) -> dict[Path, bool]:
-        """The files that `eval` read, and those that it wrote (True): they are no source."""
-        found: dict[Path, bool] = {}
-        for run in self.store.runs():
-            with suppress(StorageError):
-                found |= {path: one or found.get(path, False) for path, one in evaluated(run.path).items()}
+        found: Evaluated = {}
+        for path in {one.resolve() for one in paths}:
+            if path.suffix != ".py" and any(path.is_relative_to(root) for root in roots):
+                with suppress(OSError):
+                    if path.stat().st_size <= LARGEST_UNKNOWN_BYTES:
+                        found[path] = {sha256(path.read_bytes()).hexdigest(): written}
         return found
 
-    def _but_evaluated(self, found: Changes) -> Changes:
-        """What differs beyond files of `eval`."""
-        if self.snapshot is None or not (found and self.evaluated):
-            return found
-        named = [(self.snapshot.name_of(path), one) for path, one in self.evaluated.items()]
-        read, written = ({name for name, one in named if name and one is which} for which in (False, True))
-        return found.beyond(read, written)
+    @cached_property
+    def evaluated(self) -> Evaluated:
+        """What `eval` read and wrote by any of the runs."""
+        found: Evaluated = {}
+        for run in self.store.runs():
+            with suppress(StorageError):
+                self._take(found, evaluated(run.path))
+        return found
+
+    def take_evaluated(self, more: Evaluated) -> None:
+        """What is evaluated now is no source either."""
+        self._take(self.evaluated, more)
+
+    @staticmethod
+    def _take(found: Evaluated, more: Evaluated) -> None:
+        for path, digests in more.items():
+            known = found.setdefault(path, {})
+            known |= {digest: one or known.get(digest, False) for digest, one in digests.items()}
+
+    def _noted(self) -> dict[str, dict[str, bool]]:
+        """The same by what the archive calls the files."""
+        found: dict[str, dict[str, bool]] = {}
+        snapshot = self.snapshot
+        for path, digests in self.evaluated.items() if snapshot is not None else ():
+            with suppress(OSError, RuntimeError, ValueError):  # a name that somebody wrote there
+                name = snapshot.name_of(path) if snapshot is not None else None
+                if name and path.suffix != ".py":
+                    found[name] = digests
+        return found
 
 
 def say(text: str, *, to: TextIO | None = None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from torchrelay.errors import RelayError, StorageError, UsageError
 from torchrelay.jobs.peers import decide, together
 from torchrelay.jobs.seeding import seed as set_seed
-from torchrelay.metadata.experiment.results import note_evaluated
+from torchrelay.metadata.experiment.results import Evaluated, note_evaluated
 from torchrelay.metadata.files import sync_directory
 from torchrelay.runners.experiment.base_scene import BaseScene, say
 from torchrelay.runners.experiment.program import Program
@@ -39,19 +39,36 @@ def evaluate(scene: Scene) -> int:
         program.load_weights(used.path, used.name)
         own = work[peers.rank :: peers.size]
         together(peers, "evaluation", lambda: _all(program, own))
+        note_results(scene, used, (out for _, out in own))
         say(f"{len(work)} evaluated with epoch {used.epoch} of {used.run}: {scene.request.paths[-1]}")
     return 0
 
 
 def used_for(scene: BaseScene, work: Work) -> dict[str, Any]:
-    """Rank 0: what `use` chooses where the files are no source, and a note of them in the run."""
-    files = scene.files_of(work)
-    for path, written in files.items():
-        scene.evaluated[path] = written or scene.evaluated.get(path, False)
+    """Rank 0: what `use` chooses where the files to read are no source, and a note of them in the run.
+
+    Raises UsageError for a result in place of the run's source.
+    """
+    read = scene.contents_of((path for path, _ in work), written=False)
+    scene.take_evaluated(read)
     used = use(scene)
-    with suppress(StorageError):  # where nobody may write, such files go on looking like source
-        note_evaluated(Path(used["path"]), files)
+    source = scene.archived_source(scene.store.find(used["run"])) or {}
+    for out in sorted({out for _, out in work}) if scene.snapshot is not None else ():
+        name = scene.snapshot.name_of(out) if scene.snapshot is not None else None
+        if name in source and not scene.evaluated.get(out.resolve(), {}).get(source[str(name)], False):
+            raise _refused(out, f"is among the source of {used['run']}")
+    _note(used["path"], read)
     return used
+
+
+def note_results(scene: BaseScene, used: Used, outs: Iterable[Path]) -> None:
+    """Note what was written where source lies, by the process that wrote it."""
+    _note(used.path, scene.contents_of(outs, written=True))
+
+
+def _note(run: str, files: Evaluated) -> None:
+    with suppress(StorageError):  # where nobody may write, such files go on looking like source
+        note_evaluated(Path(run), files)
 
 
 def planned(paths: Sequence[str], suffix: str) -> list[tuple[Path, Path]]:

@@ -359,3 +359,37 @@ def test_a_program_with_a_configuration_goes_on_without_the_upstream(
     again = line("train", *words, "--max-epochs", "2")
     assert again.rc == 0, again.err
     assert len(line.runs) == 1 and open_checkpoint(line.run).epoch == 2
+
+
+TWO = """\
+mode: [train1]
+runner:
+- {name: train1, device: cpu, epochs: 1, phases: [a], save_checkpoint_path: one}
+- {name: train2, device: cpu, epochs: 1, phases: [a], save_checkpoint_path: two}
+- {name: infer1, class: infer, device: cpu, phases: [a], init_model_path: two@last}
+"""
+
+
+def test_each_profile_takes_the_copy_of_its_own_run(low: Path) -> None:
+    """Two profiles, built on the upstream before it was trained again and behind that, keep their own."""
+    high = stage(
+        low.parent / "high",
+        width="width: 2\n  noted: ${upstream.low.hyper_parameters.optimizer.learning_rate}",
+    )
+    path = high / "config.yaml"
+    path.write_text(path.read_text().replace(path.read_text().partition("phase:")[0], BUILT + TWO, 1))
+
+    def noted(*overrides: str) -> float:
+        return float(config_of(high, *overrides).section("hyper_parameters")["noted"])
+
+    run(high)
+    shutil.rmtree(low / "run")
+    run(low, "hyper_parameters.optimizer.learning_rate=0.5")
+    assert (noted(), noted("mode=train2")) == (0.05, 0.5)
+    run(high, "mode=[train2]")
+    assert (noted(), noted("mode=[train2]"), noted("mode=[infer1]")) == (0.05, 0.5, 0.5)
+    assert noted("mode=[infer1]", "runner.infer1.init_model_path=one/1") == 0.05
+    told = refused(high, "mode=[train1, train2]")
+    assert "is 0.05 in" in told and "and 0.5 in" in told and "one profile at a time" in told
+    shutil.rmtree(low)
+    assert (noted(), noted("mode=train2"), noted("mode=[infer1]")) == (0.05, 0.5, 0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -141,8 +142,9 @@ def test_files_of_eval_are_no_source(line: Script) -> None:
         told = line("eval", f"source/{name}", "source/result.json")
         assert told.rc == 0, told.err
     (line.path.parent / "sample.txt").write_text("2 1")
+    assert line("eval", "source/sample.txt", "source/result.json").rc == 0
     told = line("eval", "source/sample.txt", "source/there.json")
-    assert told.rc == 0, "a result takes the place of a file that the run knew"
+    assert told.rc == 2 and "is among the source of" in told.err, "a file of the run is not replaced"
     status = line("status")
     assert "code: unchanged" in status.out and "added" not in status.out
     assert line("test").rc == 0 and newest_result(line.run) is not None
@@ -162,6 +164,48 @@ def test_other_files_beside_those_of_eval_are_source(line: Script) -> None:
     assert line("eval", "source/table.json", "source/result.json").rc == 0
     (line.path.parent / "more.py").write_text("x = 1\n")
     assert line("eval", "source/table.json", "source/result.json").rc == 2
+
+
+def test_a_result_that_a_later_run_archived_is_replaced(line: Script) -> None:
+    """A changed program is trained beside the result of the one before, and its result takes the place."""
+    (line.path.parent / "sample.txt").write_text("1 2")
+    for momentum in ("0", "1"):
+        line.more(f"momentum = {momentum}")
+        assert line("train", "--max-epochs", "1").rc == 0
+        for _ in range(2):
+            told = line("eval", "source/sample.txt", "source/result.json")
+            assert told.rc == 0, told.err
+    assert "code: unchanged" in line("status").out and len(line.runs) == 2
+
+
+@pytest.mark.parametrize("refused", [False, True], ids=("evaluated", "refused"))
+def test_a_source_file_is_source_though_eval_wrote_or_read_its_name(line: Script, refused: bool) -> None:
+    """What takes the place of a result, or of a sample, with other content is a change of source."""
+    (line.path.parent / "sample.txt").write_text("1 2")
+    assert line("train", "--max-epochs", "1").rc == 0
+    if refused:
+        (line.path.parent / "bad.txt").write_text("no numbers")
+    words = ("source/bad.txt" if refused else "source/sample.txt", "source/table.json")
+    assert (line("eval", *words).rc == 0) is not refused
+    (line.path.parent / "bad.txt").unlink(missing_ok=True)
+    (line.path.parent / "table.json").write_text('{"scale": 50}')
+    assert "added: table.json" in line("status").out and line("test").rc == 2
+    assert line("train", "--max-epochs", "1").rc == 0
+    (line.path.parent / "table.json").write_text('{"scale": 60}')
+    (line.path.parent / "sample.txt").write_text("3 4")
+    assert "changed: sample.txt\nchanged: table.json" in line("status").out
+
+
+@pytest.mark.parametrize("name", ["\ud800", "loop", "../x\n", "a" * 5000, 7])
+def test_what_somebody_writes_among_the_notes_ends_no_verb(line: Script, name: Any) -> None:
+    """Names that no file can have, and a circle of links, are passed over."""
+    assert line("train", "--max-epochs", "1").rc == 0
+    (line.path.parent / "loop").symlink_to("loop")
+    (line.run / "results").mkdir(exist_ok=True)
+    note = {"name": name if name != "loop" else "../../../source/loop", "sha256": "0" * 64, "written": True}
+    (line.run / "results/evaluated.jsonl").write_text(f"[1]\n{json.dumps(note)}\n")
+    (line.path.parent / "more.json").write_text("1")
+    assert line("status").rc == 0 and "added: more.json" in line("status").out
 
 
 def test_files_of_eval_by_archived_code_are_no_source(line: Script) -> None:
