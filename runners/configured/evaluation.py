@@ -19,6 +19,7 @@ from torchrelay.jobs.config.schema import Settings
 from torchrelay.jobs.peers import Peers, decide, together
 from torchrelay.runners.configured.scene import ConfiguredScene, processes
 from torchrelay.runners.distributed.launch_env import PLACE
+from torchrelay.runners.experiment.amend_verb import load_what_is_there
 from torchrelay.runners.experiment.base_scene import say
 from torchrelay.runners.experiment.evaluation_verb import (
     Work,
@@ -71,14 +72,14 @@ def evaluate(scene: ConfiguredScene) -> int:
 
 
 def fit(scene: ConfiguredScene, run: Path, epoch: str) -> None:
-    """Load an epoch into the models as they are made now, in this process alone; raises what that raises."""
-    runner = replace(scene.runner, kind="infer", **_NO_WARM_START)
+    """Load an epoch into what the code makes now, in this process alone; raises what that raises."""
+    runner, keys = replace(scene.runner, **_NO_WARM_START), scene.runner.checkpoint
+    left_out = () if keys is None else (*(keys.exclude or ()), *(keys.resume_exclude or ()))
     with apart(), ExitStack() as stack:
         for name in PLACE:
             os.environ.pop(name, None)
         context = _built(scene.config, scene.config.settings, runner, str(run), stack)
-        for phase in context.phases.values():
-            load_weights(phase, context.settings, runner, str(run), epoch)
+        load_what_is_there(context.job, run, epoch, left_out)
 
 
 def _profile(scene: ConfiguredScene) -> tuple[RunnerKeys, Dataset]:
@@ -111,7 +112,8 @@ def _built(
     loader = Loader()
     stack.callback(loader.forget)
     context = StepContext(
-        config=config, settings=settings, runner=runner, runner_name=runner.name, is_infer=True,
+        config=config, settings=settings, runner=runner, runner_name=runner.name,
+        is_infer=runner.infers,
         run_dir=run_dir, job_options={}, classes=load_classes(settings, runner, loader), env=config.resolved,
         config_yaml=config.name, workspace=config.workspace, **place_of_process(),
     )  # fmt: skip

@@ -7,11 +7,13 @@ running, for code that takes the run's newest epoch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.errors import DamagedError, DirectoryInUseError, RelayError, StorageError, UsageError
+from torchrelay.jobs.blobs import is_stateful
+from torchrelay.jobs.job import Job
 from torchrelay.metadata.capture import captures, command, surroundings, write_capture
 from torchrelay.metadata.code.manifest import SHORT
 from torchrelay.metadata.code.snapshot import Snapshot
@@ -75,6 +77,18 @@ def _check_fit(run: ProgramRun, fit: Fit) -> None:
             f"{run.id} cannot be amended: the changed code does not take its epoch {opened.epoch} "
             f"({type(error).__name__}: {text:.500}); train makes a new run"
         ) from error
+
+
+def load_what_is_there(job: Job, run: Path, epoch: str, left_out: Sequence[str]) -> None:
+    """Load an epoch into those objects of a job that it has; raises BlobError where one does not fit.
+
+    `left_out` are patterns of what a resume does not load either. New and gone blobs are no reason to refuse.
+    """
+    opened = open_checkpoint(run, epoch)
+    known = {blob.name: blob.source for blob in job.blobs if is_stateful(blob.source)}
+    wanted = {name: one for name, one in known.items() if name in opened.blobs and name not in left_out}
+    meant = [one for one in left_out if any(one.startswith(f"{name}.") or one[0] == "*" for name in wanted)]
+    opened.load(wanted, exclude=meant)
 
 
 def _record(run: ProgramRun, scene: BaseScene, snapshot: Snapshot) -> int:

@@ -6,13 +6,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.reader import open_checkpoint
-from torchrelay.jobs.blobs import is_stateful
 from torchrelay.jobs.config.config import Config
 from torchrelay.jobs.config.expansion import RunPlace
 from torchrelay.jobs.config.reading import load_config
 from torchrelay.jobs.config.runner_keys import Runner
 from torchrelay.records import dataclass
+from torchrelay.runners.experiment.amend_verb import load_what_is_there
 from torchrelay.runners.experiment.base_scene import BaseScene
 from torchrelay.runners.experiment.origin import Origin, origin_of
 from torchrelay.runners.experiment.program import Program, made_program
@@ -69,9 +68,10 @@ class Scene(BaseScene):
 
     def fit(self, run: Path, epoch: str) -> None:
         """Load what of an epoch the program knows into a new object of it; raises what that raises."""
-        opened = open_checkpoint(run, epoch)
-        known = {blob.name: blob.source for blob in self.made().job().blobs if is_stateful(blob.source)}
-        opened.load({name: one for name, one in known.items() if name == "model" or name in opened.blobs})
+        program = self.made()
+        options = program.runner_options()
+        left_out = [one for key in ("exclude", "resume_exclude") for one in options.get(key) or ()]
+        load_what_is_there(program.job(), run, epoch, left_out)
 
     def made(self) -> Program:
         """A new object of the program."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -166,6 +167,53 @@ def test_flm_7_status_and_amend_of_a_configuration(project: Project) -> None:
     refused = project("amend", *SHORT)
     assert refused.rc == 2 and "does not take its epoch 1" in refused.err and "Traceback" not in refused.err
     assert project("status", "--check").rc == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "taken"),
+    [
+        ("", ["+runner.train1.checkpoint.exclude=[recommend.model.net.0.bias]"], True),
+        (
+            "self.more = nn.Linear(1, 1)",
+            ["+runner.train1.checkpoint.resume_exclude=[MODEL.more.*, PHASE.optimizer]"],
+            True,
+        ),
+        ("self.more = nn.Linear(1, 1)", [], False),
+    ],
+)
+def test_amend_of_a_configuration_takes_what_a_resume_takes(
+    project: Project, change: str, words: list[str], taken: bool
+) -> None:
+    """Leaves that the configuration excludes, from saves or from resumes, are not asked of the epoch."""
+    text = (project.folder / "config.yaml").read_text()
+    (phase,) = re.findall(r"^- name: (\w+)\n  model:", text, re.MULTILINE)[:1]
+    words = [
+        one.replace("recommend.", f"{phase}.").replace("MODEL", f"{phase}.model").replace("PHASE", phase)
+        for one in words
+    ]
+    overrides = [*SHORT, *(part for one in words for part in ("-o", one))]
+    assert project("train", *overrides).rc == 0
+    project.change("model.py", "self.net = ", f"{change or 'pass'}  # new\n        self.net = ")
+    told = project("amend", *overrides)
+    assert (told.rc == 0) is taken, told
+    if taken:
+        again = [one.replace("epochs=1", "epochs=2") for one in overrides]
+        assert project("train", *again).rc == 0
+
+
+def test_amend_of_a_configuration_loads_the_optimizer_too(project: Project) -> None:
+    """An optimizer of another kind is told by `amend`, not by the next training."""
+    network = "import torch\nfrom torchrelay import lifecycle\n\nclass Network(lifecycle.Network):\n    "
+    (project.folder / "network.py").write_text(f"{network}pass\n")
+    words = (*SHORT, "-o", "+runner.train1.network_class_path=network.py")
+    assert project("train", *words).rc == 0
+    project.change(
+        "network.py",
+        "pass",
+        "def build_optimizer(self, context, model):\n        return torch.optim.Rprop(model.parameters())",
+    )
+    told = project("amend", *words)
+    assert told.rc == 2 and "does not take its epoch 1" in told.err, told
 
 
 def test_status_of_a_configuration_says_what_train_does(project: Project) -> None:
