@@ -16,7 +16,16 @@ if TYPE_CHECKING:
 
 
 def save_by_hand(life: Life, manager: Manager, epoch: int) -> bool:
-    """Save the nodes of the life's session as `epoch`; a failure is a warning. Returns whether it is."""
+    """Save the nodes of the life's session as `epoch`; a failure is a warning. Returns whether it is.
+
+    Raises UsageError on all processes where they were given different epochs.
+    """
+    told = life.session.peers.exchange("epoch to save", epoch)
+    if differing := [f"{one} on rank {rank}" for rank, one in enumerate(told) if one != told[0]]:
+        raise UsageError(
+            f"the ranks would save different epochs, {told[0]} on rank 0 and {differing[0]}: give "
+            "all the same number"
+        )
     ledger, run = manager.engine.ledger, life.run_directory
     within_train = ledger.holding is not None
     life.session.place(life.job.nodes())

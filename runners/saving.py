@@ -59,7 +59,7 @@ class Saver:
         except Exception as error:
             self._failed(position, error)
             return False
-        if manager.asynchronous:
+        if manager.asynchronous and manager.engine.ledger.in_run:  # by hand it is written at once
             return None
         self._took(position, time.monotonic() - began)
         self._saved(session, manager, position)

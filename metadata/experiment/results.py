@@ -12,11 +12,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import StorageError
-from torchrelay.metadata.files import append_lines, read_json, read_lines, write_json
+from torchrelay.metadata.files import append_lines, read_json, read_lines, replace_file, write_json
 
 FOLDER = "results"
 _EVALUATED = "evaluated.jsonl"
@@ -110,3 +111,12 @@ def note_evaluated(run: Path, files: Evaluated) -> None:
         except OSError as error:
             raise StorageError(f"cannot make {folder}: {error.strerror}") from error
         append_lines(folder / _EVALUATED, lines)
+
+
+def carry_evaluated(before: Path, run: Path) -> None:
+    """A run that begins again knows what `eval` wrote by the one before it, which lay at the same path."""
+    notes = before / FOLDER / _EVALUATED
+    with suppress(OSError, StorageError):  # without it such files look like source
+        if notes.is_file():
+            (run / FOLDER).mkdir(exist_ok=True)
+            replace_file(run / FOLDER / _EVALUATED, notes.read_bytes())

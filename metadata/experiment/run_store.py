@@ -12,6 +12,7 @@ from typing import Any
 
 from torchrelay.errors import DamagedError, RelayError, StorageError, UsageError
 from torchrelay.metadata.experiment.note import Note, read_note, write_note
+from torchrelay.metadata.experiment.results import carry_evaluated
 from torchrelay.metadata.files import sync_directory
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
@@ -123,7 +124,9 @@ class RunStore:
             sync_directory(self.directory)
         except OSError as error:
             raise StorageError(f"cannot move {run.path} to {aside}: {error.strerror}") from error
-        return _begin(run.path, note, best, world_size), aside
+        begun = _begin(run.path, note, best, world_size)
+        carry_evaluated(aside, run.path)
+        return begun, aside
 
 
 def update_note(run: ProgramRun, **changes: Any) -> ProgramRun:

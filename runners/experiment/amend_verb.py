@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.errors import DamagedError, DirectoryInUseError, RelayError, StorageError, UsageError
 from torchrelay.jobs.blobs import is_stateful
@@ -85,7 +87,11 @@ def load_what_is_there(job: Job, run: Path, epoch: str, left_out: Sequence[str])
     `left_out` are patterns of what a resume does not load either. New and gone blobs are no reason to refuse.
     """
     opened = open_checkpoint(run, epoch)
-    known = {blob.name: blob.source for blob in job.blobs if is_stateful(blob.source)}
+    known = {
+        blob.name: blob.source
+        for blob in job.blobs
+        if is_stateful(blob.source) or isinstance(blob.source, torch.Tensor)
+    }
     wanted = {name: one for name, one in known.items() if name in opened.blobs and name not in left_out}
     meant = [one for one in left_out if any(one.startswith(f"{name}.") or one[0] == "*" for name in wanted)]
     opened.load(wanted, exclude=meant)

@@ -112,10 +112,14 @@ class BaseScene:
 
     def identity_of(self, run: ProgramRun) -> Identity:
         """What a run is of; where nothing but files of `eval` differs, its code is that of now."""
-        found = run.note.identity
-        if self.evaluated and found.code_id != self.identity.code_id and self.changed(run) == NO_CHANGES:
-            return Identity(self.identity.code_id, found.config_id)
-        return found
+        found, now = run.note.identity, self.identity.code_id
+        if now in self._code_ids or not self.evaluated:  # a run of this very code comes first
+            return found
+        return Identity(now, found.config_id) if self.changed(run) == NO_CHANGES else found
+
+    @cached_property
+    def _code_ids(self) -> set[str | None]:
+        return {run.note.code_id for run in self.store.runs()}
 
     def changed(self, run: ProgramRun) -> Changes | None:
         """What source differs from that of a run, but for files of `eval`; None where that cannot be told."""
@@ -156,6 +160,13 @@ class BaseScene:
                     if path.stat().st_size <= LARGEST_UNKNOWN_BYTES:
                         found[path] = {sha256(path.read_bytes()).hexdigest(): written}
         return found
+
+    def source_name(self, run: ProgramRun, path: Path) -> str | None:
+        """What the archive of a run calls a path where its source lay; None elsewhere."""
+        if self.archived is None:
+            return None if self.snapshot is None else self.snapshot.name_of(path)
+        folder, path = Path(run.note.origin).parent.resolve(), path.resolve()  # what is archived ran there
+        return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else None
 
     @cached_property
     def evaluated(self) -> Evaluated:

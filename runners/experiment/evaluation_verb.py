@@ -52,9 +52,10 @@ def used_for(scene: BaseScene, work: Work) -> dict[str, Any]:
     read = scene.contents_of((path for path, _ in work), written=False)
     scene.take_evaluated(read)
     used = use(scene)
-    source = scene.archived_source(scene.store.find(used["run"])) or {}
-    for out in sorted({out for _, out in work}) if scene.snapshot is not None else ():
-        name = scene.snapshot.name_of(out) if scene.snapshot is not None else None
+    run = scene.store.find(used["path"])
+    source = scene.archived_source(run) or {}
+    for out in sorted({out for _, out in work}):
+        name = scene.source_name(run, out)
         if name in source and not scene.evaluated.get(out.resolve(), {}).get(source[str(name)], False):
             raise _refused(out, f"is among the source of {used['run']}")
     _note(used["path"], read)

@@ -264,3 +264,36 @@ def test_help_tells_the_verbs_and_trains_nothing(line: Script) -> None:
     told = line("train", "--help")
     assert told.rc == 0 and all(one in told.out for one in ("--force", "--retrain", "--message", "--run"))
     assert line.runs == []
+
+
+def test_archived_code_does_not_replace_source_either(line: Script) -> None:
+    """`eval --run ID` refuses a result in place of a file that the run knows, as `eval` does."""
+    table = line.path.parent / "table.json"
+    table.write_text("[1, 2]")
+    (line.directory / "sample.txt").write_text("1 2")
+    assert line("train", "--max-epochs", "1").rc == 0
+    for words in ([], ["--run", line.run.name]):
+        told = line("eval", *words, "sample.txt", "source/table.json")
+        assert told.rc == 2 and table.read_text() == "[1, 2]"
+
+
+def test_a_result_is_replaced_behind_a_training_from_the_beginning(line: Script) -> None:
+    """--retrain archives an earlier result and knows whose it is; a run of the very code comes first."""
+    (line.path.parent / "sample.txt").write_text("1 2")
+    assert line("train", "--max-epochs", "1").rc == 0
+    for _ in range(2):
+        assert line("eval", "source/sample.txt", "source/result.json").rc == 0
+        assert line("train", "--max-epochs", "1", "--retrain").rc == 0
+    assert line("eval", "source/sample.txt", "source/result.json").rc == 0
+    (line.path.parent / "result.json").unlink()
+    assert line("train", "--max-epochs", "1", "--force").rc == 0
+    assert line("train", "--max-epochs", "1").rc == 2 and len(line.runs) == 2
+
+
+def test_amend_looks_at_tensors_that_are_saved_too(line: Script) -> None:
+    """A tensor of `more_state` of another shape is refused, as the next training would refuse it."""
+    line.more('def more_state(self):\n        return {"buffer": torch.zeros(3)}')
+    assert line("train", "--max-epochs", "1").rc == 0
+    line.path.write_text(line.path.read_text().replace("zeros(3)", "zeros(5)"))
+    told = line("amend")
+    assert told.rc == 2 and "buffer" in told.err

@@ -9,6 +9,7 @@ import pytest
 import torch
 from config_cases import RIGHT, problems, read
 from lifecycle_cases import CONFIG, run, written
+from torchrun import torchrun
 
 from torchrelay.__main__ import main
 from torchrelay.checkpoint.reader import open_checkpoint
@@ -339,6 +340,25 @@ def test_an_own_loop_saves_epochs(tmp_path: Path) -> None:
     assert torch.equal(weights(tmp_path / "run", 2), weights(tmp_path / "other", 2))
     with pytest.raises(StepFailedError, match=r"has epoch 2 already, so epoch 1 cannot be saved"):
         run(tmp_path, *words)
+
+
+def test_an_own_loop_saves_in_an_asynchronous_configuration(tmp_path: Path) -> None:
+    """Each `self.save` is over when it returns, also where the configuration writes behind the training."""
+    written(tmp_path)
+    (tmp_path / "mine.py").write_text(LOOP)
+    words = ("runner.train1.runner_class_path=mine.py", "+runner.train1.checkpoint.asynchronous=true")
+    assert [row["epoch"] for row in run(tmp_path, *words, mode=["train1", "infer1"])["infer1"]] == [1, 2]
+
+
+@pytest.mark.ranks
+def test_ranks_that_would_save_different_epochs_are_refused(tmp_path: Path) -> None:
+    """`self.save` of two numbers at once saves neither, and says so on all ranks."""
+    written(tmp_path)
+    (tmp_path / "mine.py").write_text(LOOP.replace("epoch + 1", "epoch + 1 + context.rank"))
+    words = ("-m", "config.yaml", "-o", "runner.train1.runner_class_path=mine.py")
+    done = torchrun(Path("-m"), "torchrelay", "run", *words, ranks=2, cwd=tmp_path, timeout_secs=100)
+    assert done.rc != 0 and "would save different epochs, 1 on rank 0 and 2 on rank 1" in str(done)
+    assert not list((tmp_path / "run/checkpoints").glob("data/*/*.safetensors"))
 
 
 def test_an_infer_profile_saves_no_epoch(tmp_path: Path) -> None:

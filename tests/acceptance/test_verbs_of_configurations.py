@@ -201,6 +201,18 @@ def test_amend_of_a_configuration_takes_what_a_resume_takes(
         assert project("train", *again).rc == 0
 
 
+@pytest.mark.parametrize("words", [[], ["--runs", "elsewhere"]])
+def test_eval_by_archived_code_behind_a_changed_configuration(project: Project, words: list[str]) -> None:
+    """`eval --run ID` finds its run, wherever runs lie, and gives what it gave before the change."""
+    assert project("train", *SHORT, *words).rc == 0
+    (run,) = [one.parent for one in project.folder.rglob("program.json")]
+    assert project("eval", *SHORT, *words, "data/test.csv", "before.csv").rc == 0
+    project.change("config.yaml", "hidden: ", "hidden: 1")
+    told = project("eval", *words, "--run", run.name, "data/test.csv", "after.csv")
+    assert told.rc == 0, told
+    assert (project.folder / "after.csv").read_text() == (project.folder / "before.csv").read_text()
+
+
 def test_amend_of_a_configuration_loads_the_optimizer_too(project: Project) -> None:
     """An optimizer of another kind is told by `amend`, not by the next training."""
     network = "import torch\nfrom torchrelay import lifecycle\n\nclass Network(lifecycle.Network):\n    "
