@@ -106,20 +106,17 @@ class BaseScene:
                 run.note.launch,
                 run.note.limits,
                 run.note.created,
+                run.note.code_id == self.identity.code_id,
             )
             for run in self.runs()
         ]
 
     def identity_of(self, run: ProgramRun) -> Identity:
         """What a run is of; where nothing but files of `eval` differs, its code is that of now."""
-        found, now = run.note.identity, self.identity.code_id
-        if now in self._code_ids or not self.evaluated:  # a run of this very code comes first
-            return found
-        return Identity(now, found.config_id) if self.changed(run) == NO_CHANGES else found
-
-    @cached_property
-    def _code_ids(self) -> set[str | None]:
-        return {run.note.code_id for run in self.store.runs()}
+        found = run.note.identity
+        if self.evaluated and found.code_id != self.identity.code_id and self.changed(run) == NO_CHANGES:
+            return Identity(self.identity.code_id, found.config_id)
+        return found
 
     def changed(self, run: ProgramRun) -> Changes | None:
         """What source differs from that of a run, but for files of `eval`; None where that cannot be told."""

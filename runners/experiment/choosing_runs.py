@@ -29,6 +29,8 @@ class Known:
     launch: str = ""
     limits: Mapping[str, Any] = field(default_factory=dict)
     created: float = 0.0
+    exact: bool = True
+    """Whether its code is the very code of now, and not only but for files of `eval`."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,12 @@ def choose_to_train(start: Start, runs: Sequence[Known]) -> Chosen:
                 "train without it makes a new run"
             )
         return Chosen("new", None, "no run yet" if not runs else "code or configuration changed")
-    return _of_same(start, same[-1])
+    return _of_same(start, newest_of(same))
+
+
+def newest_of(same: Sequence[Known]) -> Known:
+    """The newest run of the very code, else of the same but for files of `eval`."""
+    return next((one for one in reversed(same) if one.exact), same[-1])
 
 
 def _named(run: str, same: Sequence[Known], runs: Sequence[Known]) -> Known:
@@ -138,7 +145,7 @@ def choose_to_use(identity: Identity, runs: Sequence[Known], *, ignore: bool) ->
         raise UsageError("there is no run yet: train first")
     same = [one for one in runs if one.identity.same(identity)]
     if same:
-        return same[-1]
+        return newest_of(same)
     if ignore:
         return runs[-1]
     raise NotAllowedNowError(

@@ -13,7 +13,7 @@ from torchrelay.metadata.code.manifest import SHORT
 from torchrelay.metadata.experiment.results import newest_result
 from torchrelay.metadata.experiment.run_store import ProgramRun
 from torchrelay.runners.experiment.base_scene import BaseScene, say
-from torchrelay.runners.experiment.choosing_runs import Start, choose_to_train
+from torchrelay.runners.experiment.choosing_runs import Start, choose_to_train, newest_of
 from torchrelay.runners.standing import standing
 
 
@@ -77,7 +77,7 @@ def _would(scene: BaseScene) -> dict[str, Any]:
     with suppress(RelayError):
         chosen = choose_to_train(Start(scene.identity, limits), known)
         return {"trains": True, "what": chosen.action, "run": chosen.run, "why": chosen.reason}
-    return {"trains": False, "what": "refused", "run": same[-1].id, "why": "trained already"}
+    return {"trains": False, "what": "refused", "run": newest_of(same).id, "why": "trained already"}
 
 
 def _lines(scene: BaseScene, found: dict[str, Any]) -> list[str]:
