@@ -15,13 +15,12 @@ from typing import Any
 
 from torchrelay.jobs.config.expressions import Mark, Part, Reference, Unreadable, Variable, parts_of, written
 from torchrelay.jobs.config.nearest import hint, nearest
-from torchrelay.jobs.config.path_forms import local_path
+from torchrelay.jobs.config.path_forms import local_path, split_weights
 from torchrelay.jobs.config.problems import ConfigProblem, Origin
 from torchrelay.jobs.config.runner_keys import is_infer
 from torchrelay.jobs.config.schema_lookup import form_at, key_at
 from torchrelay.jobs.config.tree import Missing, Tree, find, value_at
 from torchrelay.jobs.config.upstream import UPSTREAM, UpstreamValueError, stage_folder, value_of
-from torchrelay.jobs.directories import split_run
 from torchrelay.jobs.yaml_scalars import NotOne, plain
 from torchrelay.jobs.yaml_text import LIMIT_BYTES, LIMIT_DEPTH, LIMIT_VALUES, Place, Where
 from torchrelay.records import dataclass
@@ -259,7 +258,8 @@ class _Work:
             if said is None and not infers:
                 said = "/".join(filter(None, (run_dir or "runs", name, own)))
             if said and "://" not in said:
-                found[_run_behind(local_path(said, workspace))] = None
+                place = str(local_path(said, workspace))
+                found[Path(split_weights(place)[0] if infers else place)] = None
         return list(found)
 
     def _text(self, where: Where) -> str | None:
@@ -305,12 +305,6 @@ class _Variable(_Text):
     """The content of an environment variable, whose type depends on the place."""
 
     text: str
-
-
-def _run_behind(path: Path) -> Path:
-    """The run of a path that may name an epoch of it, `RUN@best` or `RUN/7`."""
-    run = Path(split_run(str(path))[0])
-    return run.parent if run.name.isdigit() and not run.exists() else run
 
 
 def _shown(value: bool | float) -> str:

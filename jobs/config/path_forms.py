@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import re
 import unicodedata
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torchrelay.jobs.config.forms import At, Form, Json
 from torchrelay.jobs.config.nearest import nearest
+from torchrelay.jobs.directories import split_run
 from torchrelay.jobs.yaml_scalars import short
 from torchrelay.records import dataclass
 
 _WORKSPACE = "workspace"
 _VARIABLE = re.compile(r"(?:^|/)\$([A-Za-z_]\w*)(?:/|$)")
 _BRACES = re.compile(r"\{([A-Za-z_]\w*)\}")
-_EPOCH_BEHIND = re.compile(r"(?P<run>.+)@(?P<epoch>[0-9]{1,9}|best|last|latest)", re.DOTALL)
+_WORDS = {"best": "best", "last": "last", "latest": "last"}
 
 
 @dataclass(frozen=True)
@@ -68,13 +70,21 @@ def unreplaced(text: str) -> str | None:
     return f"`{{{words[0]}}}` is no name: did you mean `{{{_WORKSPACE}}}`?" if words else None
 
 
-def split_epoch(text: str) -> tuple[str, int | str | None]:
-    """`RUN@7` and `RUN@best` taken apart; None where no epoch stands behind the path. Pure."""
-    found = _EPOCH_BEHIND.fullmatch(text)
-    if found is None:
-        return text, None
-    epoch = found["epoch"]
-    return found["run"], int(epoch) if epoch.isdigit() else "last" if epoch == "latest" else epoch
+def split_epoch(text: str, exists: Callable[[str], bool] = os.path.exists) -> tuple[str, int | str | None]:
+    """`RUN@7` and `RUN@best` taken apart; None where no epoch stands there, or the whole name exists."""
+    run, epoch = split_run(text, exists)
+    if epoch is not None and epoch.isdecimal():
+        return run, int(epoch)
+    return (run, _WORDS[epoch]) if epoch in _WORDS else (text, None)
+
+
+def split_weights(text: str) -> tuple[str, int | str | None]:
+    """What `init_model_path` names, also as `RUN/7`. What exists under the whole name is meant as it is."""
+    run, epoch = split_epoch(text)
+    folder, _, last = text.rpartition("/")
+    if epoch is None and folder and last.isdecimal() and "://" not in text and not os.path.exists(text):  # noqa: PTH110
+        return folder, int(last)
+    return run, epoch
 
 
 def local_path(text: str, workspace: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -149,7 +150,7 @@ def _stored_models(
     """
     weights, phases = runner.get("init_model_path"), dict(_named(reading, "phase"))
     source = [
-        one for one in training if not weights or _same_path(reading, one, split_epoch(str(weights))[0])
+        one for one in training if not weights or _same_path(reading, one, _weights(reading, runner)[0])
     ]
     if len(source) != 1 or runner.get("init_prefix") or runner.get("network_class_path"):
         return
@@ -163,6 +164,16 @@ def _stored_models(
                 f"the model of phase `{name}` is not the one of a phase of `{item_name(source[0])}`, which "
                 f"has {', '.join(trained)}: name the same model, or give `init_prefix`",
             )
+
+
+def _weights(reading: Reading, runner: Mapping[str, Any]) -> tuple[str, int | str | None]:
+    """The path of `init_model_path`, and the epoch behind its `@`."""
+    path = runner.get("init_model_path")
+
+    def there(one: str) -> bool:
+        return os.path.exists(local_path(one, reading.workspace))  # noqa: PTH110
+
+    return split_epoch(path, there) if isinstance(path, str) else ("", None)
 
 
 def _same_path(reading: Reading, runner: Mapping[str, Any], weights: str) -> bool:
@@ -201,7 +212,7 @@ def _broken_below(reading: Reading, where: Where) -> bool:
 def _infer_range(reading: Reading, where: Where, runner: Mapping[str, Any]) -> None:
     first, behind = runner.get("infer_start_epoch"), runner.get("infer_end_epoch")
     given = [name for name in ("infer_start_epoch", "infer_end_epoch") if runner.get(name) is not None]
-    of_path = split_epoch(path)[1] if isinstance(path := runner.get("init_model_path"), str) else None
+    of_path = _weights(reading, runner)[1]
     if of_path is not None and (given or runner.get("epoch") is not None):
         also = given[0] if given else "epoch"
         reading.wrong((*where, also), f"`init_model_path` ends with @{of_path}: keep one", key=True)

@@ -9,14 +9,16 @@ from torchrelay.jobs.config.json_schema import json_schema
 from torchrelay.jobs.config.key_table import key_table
 from torchrelay.jobs.config.problems import ConfigError
 from torchrelay.jobs.config.reading import load_config
-from torchrelay.runners.commands.command_line_arguments import Add
+from torchrelay.runners.commands.command_line_arguments import Add, add_strict
 from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.lifecycle.packages import file_within
 
 
 def add_check(add: Add) -> None:
     """Define `config check`."""
-    _add_reading(add("check", "say everything that is wrong with it, or ok", check))
+    parser = add("check", "say everything that is wrong with it, or ok", check)
+    _add_reading(parser)
+    add_strict(parser)
 
 
 def add_print(add: Add) -> None:
@@ -38,6 +40,10 @@ def check(chosen: argparse.Namespace, output: Output) -> int:
     config = _read(chosen, output)
     if config is None:
         return ConfigError.exit_code
+    if chosen.strict_config:
+        from torchrelay.runners.lifecycle.profiles import check_keys  # it loads the classes of the user's
+
+        check_keys(config)
     if output.json:
         output.value({"problems": [], "id": config.id})
     else:

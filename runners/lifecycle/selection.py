@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.class_path import ClassPath
 from torchrelay.jobs.config.data_keys import Dataset, Phase
-from torchrelay.jobs.config.path_forms import split_epoch
+from torchrelay.jobs.config.path_forms import split_weights
 from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
 from torchrelay.jobs.config.schema import Settings
 
@@ -65,18 +64,8 @@ def run_directory_of(settings: Settings, runner: RunnerKeys) -> str:
 
 
 def weights_place(runner: RunnerKeys) -> tuple[str | None, int | str | None]:
-    """The run or file that `init_model_path` names, and the epoch behind it: `RUN@7`, `RUN@best`, `RUN/7`.
-
-    What lies there under the whole name is meant as it is.
-    """
-    where = runner.init_model_path
-    if where is None or ("://" not in where and Path(where).exists()):
-        return where, None
-    run, epoch = split_epoch(where)
-    folder, _, last = where.rpartition("/")
-    if epoch is None and folder and last.isdecimal() and "://" not in where:
-        return folder, int(last)
-    return run, epoch
+    """The run or file that `init_model_path` names, and the epoch behind it: `RUN@7`, `RUN@best`, `RUN/7`."""
+    return (None, None) if runner.init_model_path is None else split_weights(runner.init_model_path)
 
 
 def epochs_place(settings: Settings, runner: RunnerKeys) -> str:

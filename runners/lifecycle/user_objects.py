@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn, optim
+from torch.utils.data import TensorDataset
 
 from torchrelay.errors import RelayError, UsageError
 from torchrelay.jobs.config.data_keys import Dataset, Optimizer
@@ -52,8 +54,10 @@ def made_dataset(reader: Any, dataset: Dataset) -> Any:
     not there, for no samples, and for a reader with neither.
     """
     own = f"dataset.{dataset.name}"
+    if isinstance(reader, (torch.Tensor, TensorDataset, tuple, list)):
+        return reader  # whole batches are taken of these
     if hasattr(reader, "__getitem__") and hasattr(reader, "__len__"):
-        return reader
+        return _Samples(reader, dataset)
     if not callable(getattr(reader, "read", None)):
         raise UsageError(
             f"{own}: class {type(reader).__name__} has neither read(self, path), for the samples of a "
@@ -67,15 +71,46 @@ def made_dataset(reader: Any, dataset: Dataset) -> Any:
         except RelayError:
             raise
         except Exception as error:
-            place = _line_read(error, path, len(samples) - before)
-            told = "".join(traceback.format_exception(type(error), error, _behind_here(error))).rstrip()
-            raise ReaderFailedError(f"{own}: the reader failed in {path}, {place}:\n{told}") from error
+            line = _line_read(error, path, len(samples) - before)
+            place = f"behind {len(samples) - before} samples" if line is None else f"line {line}"
+            raise _failed(own, f"in {path}, {place}", error) from error
     if not samples:
         raise UsageError(f"{own}: the reader found no sample in {', '.join(dataset.data_path) or 'no file'}")
     return samples
 
 
-def _line_read(error: Exception, path: str, samples: int) -> str:
+class _Samples:
+    """A reader that gives its samples by their numbers; an error says which one it was, and of which line."""
+
+    def __init__(self, reader: Any, dataset: Dataset) -> None:
+        self._reader, self._dataset = reader, dataset
+
+    def __len__(self) -> int:
+        return len(self._reader)
+
+    def __getitem__(self, index: int) -> Any:
+        try:
+            return self._reader[index]
+        except (RelayError, StopIteration):
+            raise
+        except Exception as error:
+            if isinstance(error, IndexError) and index >= len(self._reader):
+                raise  # so ends a loop over them
+            place = f"at sample {index}"
+            with suppress(UsageError):  # of files that are not there it reads none
+                for path in _files(self._dataset):
+                    if (line := _line_read(error, path, 0)) is not None:
+                        place = f"at sample {index}, in {path}, line {line}"
+                        break
+            raise _failed(f"dataset.{self._dataset.name}", place, error) from error
+
+
+def _failed(key: str, place: str, error: Exception) -> ReaderFailedError:
+    told = "".join(traceback.format_exception(type(error), error, _behind_here(error))).rstrip()
+    return ReaderFailedError(f"{key}: the reader failed {place}:\n{told}")
+
+
+def _line_read(error: Exception, path: str, samples: int) -> int | None:
     """Where in its file a reader was when it failed: the line that its frames hold, as far as one does.
 
     A line that stands there several times is taken for the first one behind the samples that came before.
@@ -87,9 +122,8 @@ def _line_read(error: Exception, path: str, samples: int) -> str:
         with open(path, encoding="utf-8") as file:
             found = [at for at, line in enumerate(file, 1) if line.strip() and line.rstrip("\r\n") in held]
     except (OSError, UnicodeError):
-        found = []
-    near = next((at for at in found if at > samples), None)
-    return f"behind {samples} samples" if near is None else f"line {near}"
+        return None
+    return next((at for at in found if at > samples), None)
 
 
 def _behind_here(error: Exception) -> TracebackType | None:

@@ -23,6 +23,21 @@ class Reader:
     def __getitem__(self, index):
         return torch.full((2,), float(index)), torch.tensor(float(index))
 """
+SPARSE = """\
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self, hyper_parameters):
+        super().__init__()
+        self.words = nn.Embedding(4, 1, sparse=True)
+
+    def forward(self, batch):
+        return self.words((batch[0][:, 0] * 4).long()).squeeze(1)
+
+    def loss(self, outputs, batch):
+        return (outputs - batch[1]).square().mean()
+"""
 KILLED = """\
 import os, signal
 from torchrelay.lifecycle import Network as Base
@@ -89,6 +104,20 @@ def test_weights_come_from_a_run_its_checkpoints_or_a_file_of_a_step(tmp_path, f
         *(one.load_tensors("a.model.line.weight")["a.model.line.weight"] for one in (begun, last))
     )
     assert same is not form.startswith("steps"), "the file is of a step before the last one"
+
+
+@pytest.mark.ranks
+def test_sparse_embeddings_are_trained_on_two_ranks(tmp_path):
+    """`nn.Embedding(sparse=True)` trains with gloo, is saved, and evaluated by one process."""
+    written(tmp_path)
+    (tmp_path / "model.py").write_text(SPARSE)
+    done = torchrun(Path("-m"), "torchrelay", "run", "-m", "config.yaml", ranks=2, cwd=tmp_path)
+    assert done.rc == 0, str(done)
+    name = "a.model.words.weight"
+    first, last = (open_checkpoint(tmp_path / "run", at).load_tensors(name)[name] for at in (0, 2))
+    assert not torch.equal(first, last)
+    run(tmp_path, mode=["infer1"])
+    assert samples_of(tmp_path) == [ROWS] * 3
 
 
 @pytest.mark.ranks

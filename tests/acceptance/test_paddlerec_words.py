@@ -263,6 +263,50 @@ def slots(folder: Path, *lines: str) -> Path:
     return path
 
 
+LISTED = """\
+from pathlib import Path
+import torch
+
+class Reader:
+    def __init__(self, dataset):
+        files = sorted(Path(dataset.data_path[0]).iterdir())
+        self.lines = [line for one in files for line in one.read_text().splitlines()]
+
+    def __len__(self):
+        return len(self.lines)
+
+    def __getitem__(self, index):
+        line = self.lines[index]
+        *x, y = map(float, line.split())
+        return torch.tensor(x), torch.tensor(y)
+"""
+
+
+def test_a_failing_reader_of_numbered_samples_is_told_with_its_sample_and_line(tmp_path: Path) -> None:
+    """A reader with `__getitem__`: the number of the sample, and the file and line that its frames hold."""
+    path = written(tmp_path)
+    (tmp_path / "reader.py").write_text(LISTED)
+    whole = run(tmp_path, "runner.train1.epochs=1")["train1"]
+    lines = (tmp_path / "data/2.txt").read_text().splitlines()
+    (tmp_path / "data/2.txt").write_text("\n".join([*lines[:2], "1 x 2", *lines[2:]]))
+    with pytest.raises(
+        StepFailedError, match=rf"at sample 9, in {tmp_path}.data.2\.txt, line 3:(.|\n)*float"
+    ) as told:
+        run_config(load_config(path, ["runner.train1.save_checkpoint_path=again"]))
+    assert int(whole) == 1 and "dataset.d: the reader failed" in str(told.value)
+
+
+def test_keys_that_nobody_reads_are_told_by_the_check(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`config check --strict-config` loads the classes and ends with 2; without it nothing is imported."""
+    path = written(tmp_path, CONFIG.replace("  width: 2", "  width: 2\n  dead: 1"))
+    assert main(["config", "check", str(path)]) == 0
+    capfd.readouterr()
+    assert main(["config", "check", str(path), "--strict-config"]) == 2
+    assert "hyper_parameters.dead" in capfd.readouterr().err and not (tmp_path / "run").exists()
+
+
 def test_lines_of_slots_need_no_reader(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """`slot:value` lines become tensors by slot; missing slots, and shorter ones, are filled with padding."""
     first = "click:1 C1:5 C1:6 wide:0.5 wide:1 image:1 image:2"
