@@ -13,7 +13,7 @@ from torchrelay.jobs.batch import Batch, MappingBatch, make_batch
 from torchrelay.jobs.batch_source import batch_source
 from torchrelay.jobs.epoch_steps import Step, StepPlan
 from torchrelay.jobs.permutation import permutation
-from torchrelay.jobs.sample_fetch import Request, make_fetch
+from torchrelay.jobs.sample_fetch import Request, SampleError, make_fetch
 from torchrelay.jobs.seeding import check_seed, current_seed
 from torchrelay.jobs.splitmix import mix
 
@@ -35,6 +35,7 @@ class EpochLoader:
     index) before every `dataset[index]` and put back afterwards, so that random augmentation depends
     neither on workers nor on world size nor on restarts; turn it off for datasets without randomness
     (then `__getitems__` is used where the dataset has it). Fast indexing seeds nothing.
+    Where `dataset[index]` raises, `sample_error(index, error)` makes what is raised instead of it.
     `num_workers` and other options go to torch's DataLoader, which is only used when one is given.
     Iterating never moves the global streams, unless the dataset does so with `sample_seeds=False`.
 
@@ -60,12 +61,13 @@ class EpochLoader:
         collate: Callable[[list[Any]], Any] | None = None,
         sample_seeds: bool = True,
         num_workers: int = 0,
+        sample_error: SampleError | None = None,
         **loader_options: Any,
     ) -> None:
         self.batch_size = _at_least_one("batch_size", batch_size)
         self.shuffle, self.drop_last = shuffle, drop_last
         self._order: tuple[int, int, torch.Tensor] | None = None
-        self._collate, self._sample_seeds = collate, sample_seeds
+        self._collate, self._sample_seeds, self._sample_error = collate, sample_seeds, sample_error
         self._num_workers, self._loader_options = num_workers, loader_options
         self._take(dataset)
         self._seed = check_seed((current_seed() or 0) if seed is None else seed)
@@ -75,7 +77,9 @@ class EpochLoader:
 
     def _take(self, dataset: Any) -> None:
         """Batches are made of `dataset` from the next iteration on; raises UsageError for an empty one."""
-        fetch = make_fetch(dataset, self._collate, sample_seeds=self._sample_seeds)
+        fetch = make_fetch(
+            dataset, self._collate, sample_seeds=self._sample_seeds, sample_error=self._sample_error
+        )
         if fetch.length == 0:
             raise UsageError("EpochLoader got an empty dataset: there is nothing to train on")
         self.dataset, self._fetch, self._order = dataset, fetch, None

@@ -16,6 +16,9 @@ from torchrelay.jobs.random_streams import numpy_module
 from torchrelay.jobs.splitmix import mix
 from torchrelay.records import dataclass
 
+SampleError = Callable[[int, Exception], Exception]
+"""What to raise instead of an error that the dataset raised for the sample of a number."""
+
 _PYTHON, _NUMPY, _TORCH = 1, 2, 3  # as in random_streams
 
 
@@ -48,10 +51,17 @@ class TensorFetch(Dataset[Any]):
 class SampleFetch(Dataset[Any]):
     """Samples one by one from a map-style dataset, collated; streams seeded per sample if asked."""
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None, *, seeds: bool) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any] | None,
+        *,
+        seeds: bool,
+        sample_error: SampleError | None = None,
+    ) -> None:
         self._dataset = dataset
         self._collate = collate or default_collate
-        self._seeds = seeds
+        self._seeds, self._sample_error = seeds, sample_error
         self.length = len(dataset)
 
     def __getitem__(self, request: Request) -> Any:
@@ -60,7 +70,7 @@ class SampleFetch(Dataset[Any]):
         elif hasattr(self._dataset, "__getitems__"):
             samples = self._dataset.__getitems__(list(request.indices))
         else:
-            samples = [self._dataset[index] for index in request.indices]
+            samples = [self._sample(index) for index in request.indices]
         return self._collate(samples)
 
     def _seeded(self, request: Request) -> list[Any]:
@@ -68,14 +78,28 @@ class SampleFetch(Dataset[Any]):
         with streams_kept():
             for index in request.indices:
                 seed_cpu_streams(sample_seed(request.seed, request.epoch, index))
-                samples.append(self._dataset[index])
+                samples.append(self._sample(index))
         return samples
+
+    def _sample(self, index: int) -> Any:
+        try:
+            return self._dataset[index]
+        except Exception as error:
+            if self._sample_error is None:
+                raise
+            raise self._sample_error(index, error) from error
 
 
 Fetch = TensorFetch | SampleFetch
 
 
-def make_fetch(dataset: Any, collate: Callable[[list[Any]], Any] | None, *, sample_seeds: bool) -> Fetch:
+def make_fetch(
+    dataset: Any,
+    collate: Callable[[list[Any]], Any] | None,
+    *,
+    sample_seeds: bool,
+    sample_error: SampleError | None = None,
+) -> Fetch:
     """Choose how to fetch; raises UsageError for what is no map-style dataset."""
     if collate is None and isinstance(dataset, torch.Tensor) and dataset.dim() > 0:
         return TensorFetch([dataset], bare=True)
@@ -88,7 +112,7 @@ def make_fetch(dataset: Any, collate: Callable[[list[Any]], Any] | None, *, samp
             f"EpochLoader needs a dataset with __getitem__ and __len__ (or tensors), not "
             f"{type(dataset).__name__}; a stream without indices cannot be resumed at a sample"
         )
-    return SampleFetch(dataset, collate, seeds=sample_seeds)
+    return SampleFetch(dataset, collate, seeds=sample_seeds, sample_error=sample_error)
 
 
 def _of_tensors(dataset: Sequence[Any], collate: Any, *, sample_seeds: bool) -> Fetch:

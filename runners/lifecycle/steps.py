@@ -12,6 +12,7 @@ of the method (`instance build_network startup run terminal`) is called by that.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -49,6 +50,7 @@ from torchrelay.runners.lifecycle.user_objects import (
     made_model,
     made_optimizer,
     made_scheduler,
+    sample_error,
     scheduled_by_epoch,
 )
 from torchrelay.runners.lifecycle.weights import load_weights
@@ -148,6 +150,7 @@ class Network(Step):
             "shuffle": phase.shuffle_filelist and not context.is_infer,
             "collate": getattr(reader, "collate", None),
             "num_workers": phase.thread_num if phase.thread_num > 1 else 0,
+            "sample_error": partial(sample_error, dataset),
         }
         if grows(context.runner, dataset) and not context.is_infer:
             return growing_loader(kind, dataset, context.workspace, context.runner, options)

@@ -57,7 +57,7 @@ def made_dataset(reader: Any, dataset: Dataset) -> Any:
     if isinstance(reader, (torch.Tensor, TensorDataset, tuple, list)):
         return reader  # whole batches are taken of these
     if hasattr(reader, "__getitem__") and hasattr(reader, "__len__"):
-        return _Samples(reader, dataset)
+        return reader
     if not callable(getattr(reader, "read", None)):
         raise UsageError(
             f"{own}: class {type(reader).__name__} has neither read(self, path), for the samples of a "
@@ -79,30 +79,17 @@ def made_dataset(reader: Any, dataset: Dataset) -> Any:
     return samples
 
 
-class _Samples:
-    """A reader that gives its samples by their numbers; an error says which one it was, and of which line."""
-
-    def __init__(self, reader: Any, dataset: Dataset) -> None:
-        self._reader, self._dataset = reader, dataset
-
-    def __len__(self) -> int:
-        return len(self._reader)
-
-    def __getitem__(self, index: int) -> Any:
-        try:
-            return self._reader[index]
-        except (RelayError, StopIteration):
-            raise
-        except Exception as error:
-            if isinstance(error, IndexError) and index >= len(self._reader):
-                raise  # so ends a loop over them
-            place = f"at sample {index}"
-            with suppress(UsageError):  # of files that are not there it reads none
-                for path in _files(self._dataset):
-                    if (line := _line_read(error, path, 0)) is not None:
-                        place = f"at sample {index}, in {path}, line {line}"
-                        break
-            raise _failed(f"dataset.{self._dataset.name}", place, error) from error
+def sample_error(dataset: Dataset, index: int, error: Exception) -> Exception:
+    """What names the sample that a reader failed at, and file and line where its frames hold them."""
+    if isinstance(error, RelayError):
+        return error
+    place = f"at sample {index}"
+    with suppress(UsageError):  # of files that are not there it reads none
+        for path in _files(dataset):
+            if (line := _line_read(error, path, 0)) is not None:
+                place = f"at sample {index}, in {path}, line {line}"
+                break
+    return _failed(f"dataset.{dataset.name}", place, error)
 
 
 def _failed(key: str, place: str, error: Exception) -> ReaderFailedError:
