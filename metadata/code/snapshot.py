@@ -37,7 +37,7 @@ class Snapshot:
 
     def name_of(self, path: Path) -> str | None:
         """What a path below one of the roots is called in the archive; empty for the root at its top."""
-        path = path.resolve()
+        path = place_of(path)
         for root in self.roots:
             if path.is_relative_to(root.path):
                 inside = path.relative_to(root.path).as_posix()
@@ -82,8 +82,16 @@ def of_manifest(manifest: Manifest) -> dict[str, str]:
 def _digest(roots: Mapping[str, Root], name: str) -> str:
     label, _, rest = name.partition("/") if "" not in roots else ("", "", name)
     root = roots.get(label)
-    if root is None:
-        return GONE
+    return GONE if root is None else digest_in(root, rest)
+
+
+def place_of(path: Path) -> Path:
+    """Where a file lies that may be a link, which is source by itself; a link to a directory is followed."""
+    return path.parent.resolve() / path.name if path.is_symlink() and not path.is_dir() else path.resolve()
+
+
+def digest_in(root: Root, rest: str) -> str:
+    """What a file of a root is now, as `digests` has it."""
     path = root.path / rest
     try:
         if path.is_symlink():

@@ -19,7 +19,7 @@ from torchrelay.jobs.config.schema import Settings
 from torchrelay.jobs.peers import Peers, decide, together
 from torchrelay.runners.configured.scene import ConfiguredScene, processes
 from torchrelay.runners.distributed.launch_env import PLACE
-from torchrelay.runners.experiment.amend_verb import load_what_is_there
+from torchrelay.runners.experiment.amend_verb import CannotBuildError, load_what_is_there
 from torchrelay.runners.experiment.base_scene import say
 from torchrelay.runners.experiment.evaluation_verb import (
     Work,
@@ -78,7 +78,14 @@ def fit(scene: ConfiguredScene, run: Path, epoch: str) -> None:
     with apart(), ExitStack() as stack:
         for name in PLACE:
             os.environ.pop(name, None)
-        context = _built(scene.config, scene.config.settings, runner, str(run), stack)
+        try:
+            context = _built(scene.config, scene.config.settings, runner, str(run), stack)
+        except Exception as error:
+            text = " ".join(str(error).split())
+            raise CannotBuildError(
+                f"{run.name} cannot be amended: what train builds, its data too, cannot be built here "
+                f"({type(error).__name__}: {text:.500})"
+            ) from error
         load_what_is_there(context.job, run, epoch, left_out)
 
 

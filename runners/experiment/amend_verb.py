@@ -27,6 +27,12 @@ from torchrelay.runners.standing import standing
 
 Fit = Callable[[Path, str], None]
 """Loads an epoch of a run, by its name, into what the code makes now."""
+
+
+class CannotBuildError(UsageError):
+    """What train builds could not be built, so nothing is known of the epoch."""
+
+
 _OF_THE_CONFIGURATION = ("config", "config_files", "config_id", "overrides")
 
 
@@ -71,7 +77,7 @@ def _check_fit(run: ProgramRun, fit: Fit) -> None:
         return
     try:
         fit(run.path, f"{opened.epoch},branch={opened.branch}")
-    except (DamagedError, StorageError):
+    except (DamagedError, StorageError, CannotBuildError):
         raise
     except Exception as error:
         text = " ".join(str(error).split())

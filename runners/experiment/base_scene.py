@@ -7,15 +7,15 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import cached_property
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, TextIO
 
 from torchrelay.errors import DamagedError, StorageError, UsageError
 from torchrelay.metadata.code.archive import open_archive
 from torchrelay.metadata.code.changes import NO_CHANGES, Changes, changes
-from torchrelay.metadata.code.snapshot import Snapshot, of_manifest
+from torchrelay.metadata.code.snapshot import GONE, Snapshot, digest_in, of_manifest, place_of
 from torchrelay.metadata.code.source_names import LARGEST_UNKNOWN_BYTES
+from torchrelay.metadata.code.sources import Root
 from torchrelay.metadata.experiment.note import Identity
 from torchrelay.metadata.experiment.results import Evaluated, evaluated
 from torchrelay.metadata.experiment.run_store import ProgramRun, RunStore
@@ -147,22 +147,24 @@ class BaseScene:
 
     def contents_of(self, paths: Iterable[Path], *, written: bool) -> Evaluated:
         """Files of an `eval` that lie where source lies, with their digests; large ones are no source."""
-        roots = [root.path for root in self.snapshot.roots] if self.snapshot is not None else []
+        roots = list(self.snapshot.roots) if self.snapshot is not None else []
         if self.archived is not None:  # what is archived ran there
-            roots.append(Path(self.store.find(self.archived).note.origin).parent)
+            roots.append(Root("", Path(self.store.find(self.archived).note.origin).parent.resolve()))
         found: Evaluated = {}
-        for path in {one.resolve() for one in paths}:
-            if path.suffix != ".py" and any(path.is_relative_to(root) for root in roots):
+        for path in {place for one in paths for place in (place_of(one), one.resolve())}:
+            root = next((one for one in roots if path.is_relative_to(one.path)), None)
+            if root is not None and path.suffix != ".py":
                 with suppress(OSError):
-                    if path.stat().st_size <= LARGEST_UNKNOWN_BYTES:
-                        found[path] = {sha256(path.read_bytes()).hexdigest(): written}
+                    if path.lstat().st_size <= LARGEST_UNKNOWN_BYTES:
+                        digest = digest_in(root, path.relative_to(root.path).as_posix())
+                        found |= {path: {digest: written}} if digest != GONE else {}
         return found
 
     def source_name(self, run: ProgramRun, path: Path) -> str | None:
         """What the archive of a run calls a path where its source lay; None elsewhere."""
         if self.archived is None:
             return None if self.snapshot is None else self.snapshot.name_of(path)
-        folder, path = Path(run.note.origin).parent.resolve(), path.resolve()  # what is archived ran there
+        folder, path = Path(run.note.origin).parent.resolve(), place_of(path)  # what is archived ran there
         return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else None
 
     @cached_property

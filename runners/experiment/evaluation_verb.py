@@ -12,6 +12,7 @@ from typing import Any
 from torchrelay.errors import RelayError, StorageError, UsageError
 from torchrelay.jobs.peers import decide, together
 from torchrelay.jobs.seeding import seed as set_seed
+from torchrelay.metadata.code.snapshot import place_of
 from torchrelay.metadata.experiment.results import Evaluated, note_evaluated
 from torchrelay.metadata.files import sync_directory
 from torchrelay.runners.experiment.base_scene import BaseScene, say
@@ -56,7 +57,7 @@ def used_for(scene: BaseScene, work: Work) -> dict[str, Any]:
     source = scene.archived_source(run) or {}
     for out in sorted({out for _, out in work}):
         name = scene.source_name(run, out)
-        if name in source and not scene.evaluated.get(out.resolve(), {}).get(source[str(name)], False):
+        if name in source and not scene.evaluated.get(place_of(out), {}).get(source[str(name)], False):
             raise _refused(out, f"is among the source of {used['run']}")
     _note(used["path"], read)
     return used

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from torchrelay.errors import UsageError
 from torchrelay.jobs.config.data_keys import Phase
 from torchrelay.records import dataclass
 from torchrelay.runners.lifecycle.scope import PhaseScope
@@ -47,6 +48,19 @@ class PhaseState:
     def weight(self, count: int, ranks: int) -> float:
         """What `count` samples of this process weigh: less where several ranks read the same ones."""
         return count * self.loader.world / ranks
+
+    def step_scheduler(self, *, epoch: bool) -> None:
+        """Step its schedule where that counts epochs (or steps); raises UsageError where it is at its end."""
+        if self.scheduler is None or self.scheduled_by_epoch is not epoch:
+            return
+        try:
+            self.scheduler.step()
+        except ValueError as error:
+            kind, unit = type(self.scheduler).__name__, "epochs" if epoch else "steps"
+            raise UsageError(
+                f"phase.{self.name}: its {kind} refuses to step ({error}): "
+                f"give it as many {unit} as are trained"
+            ) from error
 
     def blobs(self) -> Mapping[str, Any]:
         """What a checkpoint has of it, by blob name."""

@@ -108,8 +108,7 @@ def phase_task(context: StepContext, phase: PhaseState) -> Callable[[Context], N
             _tell(context, phase, ctx, meter.step(batch.count, values))
             _keep(context, phase, ctx, values)
         log_tally(phase, ctx, tally)
-        if phase.scheduled_by_epoch:
-            phase.scheduler.step()
+        phase.step_scheduler(epoch=True)
 
     return train
 
@@ -123,8 +122,7 @@ def train_step(phase: PhaseState, ctx: Context, batch: Any, tally: Tally) -> dic
         phase.optimizer.zero_grad()
         (loss * batch.weight).backward()
         phase.optimizer.step()
-        if phase.scheduler is not None and not phase.scheduled_by_epoch:
-            phase.scheduler.step()
+        phase.step_scheduler(epoch=False)
     tally.add(outputs, moved)
     values = {"loss": loss.detach(), **metrics_of(phase, outputs, moved)}
     for name, value in values.items():

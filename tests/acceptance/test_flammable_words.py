@@ -143,6 +143,9 @@ def test_files_of_eval_are_no_source(line: Script) -> None:
         assert told.rc == 0, told.err
     (line.path.parent / "sample.txt").write_text("2 1")
     assert line("eval", "source/sample.txt", "source/result.json").rc == 0
+    (line.path.parent / "link.txt").symlink_to("sample.txt")
+    assert "added: link.txt" in line("status").out
+    assert line("eval", "source/link.txt", "source/result.json").rc == 0
     told = line("eval", "source/sample.txt", "source/there.json")
     assert told.rc == 2 and "is among the source of" in told.err, "a file of the run is not replaced"
     status = line("status")

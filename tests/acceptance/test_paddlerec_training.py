@@ -12,7 +12,7 @@ import torch
 from torchrun import torchrun
 
 import torchrelay
-from torchrelay.errors import UnknownEpochError, UsageError
+from torchrelay.errors import UnknownEpochError, UsageError, exit_code_of
 from torchrelay.jobs.config.problems import ConfigError
 from torchrelay.jobs.config.reading import load_config
 from torchrelay.lifecycle import run_config
@@ -170,6 +170,17 @@ def test_a_schedule_that_cannot_be_made_is_refused(tmp_path: Path, schedule: str
     with pytest.raises(Exception, match=told) as refused:
         run_config(load_config(path, [keys]))
     assert isinstance(refused.value.__cause__ or refused.value, UsageError)
+
+
+def test_a_schedule_that_is_too_short_is_told_with_its_phase(tmp_path: Path) -> None:
+    """OneCycleLR of five steps in a run of six: a mistake of the configuration, in words."""
+    keys = "{class: sgd, learning_rate: 0.1, lr_scheduler: {class: OneCycleLR, max_lr: 0.5, total_steps: 5}}"
+    path = lifecycle_cases.written(tmp_path)
+    with pytest.raises(
+        Exception, match=r"phase\.a: its OneCycleLR refuses to step \(Tried to step 6"
+    ) as refused:
+        run_config(load_config(path, [f"hyper_parameters.optimizer={keys}"]))
+    assert exit_code_of(refused.value) == 2 and torchrelay.open_checkpoint(tmp_path / "run").epoch == 1
 
 
 def test_a_run_that_replaces_the_inference_files_of_another_says_so(tmp_path: Path) -> None:

@@ -166,6 +166,11 @@ def test_flm_7_status_and_amend_of_a_configuration(project: Project) -> None:
     project.change("model.py", "nn.ReLU()", "nn.ReLU(), nn.Linear(hidden, hidden)")
     refused = project("amend", *SHORT)
     assert refused.rc == 2 and "does not take its epoch 1" in refused.err and "Traceback" not in refused.err
+    (project.folder / "data/train.csv").rename(project.folder / "moved.csv")
+    refused = project("amend", *SHORT)
+    assert (
+        refused.rc == 2 and "its data too, cannot be built here" in refused.err and "train.csv" in refused.err
+    )
     assert project("status", "--check").rc == 1
 
 
