@@ -7,47 +7,31 @@ the one before got no further than that, whatever ended it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torchrelay.checkpoint.ledger_words import Target
+from torchrelay.checkpoint.position import Position
 from torchrelay.errors import NoProgressError
-from torchrelay.jobs.peers import decide
-from torchrelay.runners.choosing import Choice
-
-if TYPE_CHECKING:
-    from torchrelay.runners.life import Life
+from torchrelay.jobs.peers import Peers, decide
+from torchrelay.runners.journal import Journal
 
 MAX_ATTEMPTS = 3
 
 
-def check_attempts(life: Life, choice: Choice, target: Target | None) -> None:
-    """Note where this start begins; all processes together.
+def check_attempts(peers: Peers, journal: Journal, place: list[Any], most: int | None) -> int:
+    """Note where this start begins, and return which one of the run it is; all processes together.
 
-    Raises NoProgressError where `max_attempts` before it have begun there too. Not counted are starts that
-    somebody ended by Ctrl-C, that were used wrongly, and those that rewind, each of which begins a branch.
+    `place` is as far as a later start can tell whether it got further: branch, epoch, step, parts of the
+    tail; it is empty for a start that rewinds, each of which begins a branch. Raises NoProgressError where
+    `most` before it have begun there too. Not counted are starts that somebody ended by Ctrl-C, and those
+    that were used wrongly.
     """
-    if life.run_directory is None:
-        return
-
-    def note() -> tuple[int, int]:
-        return life.journal.attempts_before([] if choice.rewind else _place(life, target))
-
-    life.state.attempt, before = decide(life.session.peers, "attempts", note)
-    most = life.plan.max_attempts
+    attempt, before = decide(peers, "attempts", lambda: journal.attempts_before(place))
     if most is not None and before >= most:
-        life.journal.uncount()
-        where = "the beginning" if target is None else f"epoch {target.position}"
+        journal.uncount()
+        where = f"epoch {Position(*place[1:3])}" if place and place[1] is not None else "the beginning"
         raise NoProgressError(
-            f"{before} starts in a row began at {where} in {life.run_directory.where} and got no further: "
+            f"{before} starts in a row began at {where} in {journal.where} and got no further: "
             f"`torchrelay show` tells what ended them; mend it, and start with "
             f"--max-attempts {before + most} (or max_attempts=; 0 for no limit)"
         )
-
-
-def _place(life: Life, target: Target | None) -> list[Any]:
-    """Where this start begins, as far as a later one can tell whether it got further."""
-    branch = life.look.branch
-    if target is None:
-        return [branch, None, 0, 0]
-    position = target.position
-    return [branch, position.epoch, position.step, life.journal.tail_at(branch, position.epoch)]
+    return int(attempt)

@@ -10,6 +10,7 @@ from torchrelay.checkpoint.reading.epoch_choice import wanted
 from torchrelay.checkpoint.reading.opening import place_of, proved_entry
 from torchrelay.errors import UsageError
 from torchrelay.jobs.peers import decide
+from torchrelay.runners.stopping import Verdict
 
 if TYPE_CHECKING:
     from torchrelay.runners.life import Life
@@ -34,7 +35,7 @@ def save_by_hand(life: Life, manager: Manager, epoch: int) -> bool:
     manager.bind(life.job, default_name=run.name if run else None)
     life.journal.create(life.job, life.plan.best, life.session)
     try:
-        life.saver.save(life.session, Position(epoch), life.facts_now())
+        life.saver.save(life.session, Position(epoch), life.facts(Verdict()))
         life.saver.settle(life.session)
         if not within_train:
             life.stored.finish_by_hand()

@@ -254,7 +254,10 @@ class JobRunner:
             with current_or_new_session(session) as used:
                 life = Life(self, used, self._plan, epoch, again=again)
                 try:
-                    result = life.run()
+                    with life.held():
+                        for _ in life.epochs():
+                            used.run(self.job.epoch_group)
+                    result = life.result
                 finally:
                     life.__dict__.clear()  # its parts refer to it: what they hold is let go of now
             if result.status == "PREEMPTED" and signal.SIGINT.name in result.stop:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torchrelay.checkpoint.ledger_words import Holding, Look
@@ -85,6 +86,11 @@ class Journal:
     def attempt(self) -> int:
         """Which start of the run this is, from 0; known when the log is ours."""
         return self._attempt
+
+    @property
+    def where(self) -> Path | str | None:
+        """What users call the run; None without a directory."""
+        return None if self.run is None else self.run.where
 
     # Beginning
 

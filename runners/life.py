@@ -1,8 +1,4 @@
-"""The life of a run, from choosing a position to the exit group.
-
-    check -> choose the position -> setup -> fresh: init, warm start, save epoch 0; resumed: load, no init
-    -> restore random state -> loop { epoch group; metrics; stop conditions; save; stop? }
-    -> upload -> download -> exit
+"""The life of a run, from choosing a position to the exit group: `Life.epochs` is the sequence.
 
 A run that has ended is set up, loaded and left again. Every process of the session runs the same life; what
 is decided is decided once and told to all. Between the phases all are asked whether somebody wants to end
@@ -11,43 +7,42 @@ early (`ending.boundaries`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.headway import headway
 from torchrelay.checkpoint.ledger_words import Look, Target
-from torchrelay.checkpoint.manager_base import Manager
 from torchrelay.checkpoint.position import Position
-from torchrelay.checkpoint.state.gradients import Gradients
-from torchrelay.errors import DamagedError, PartiallyLoadedError, StorageError
+from torchrelay.errors import DamagedError, PartiallyLoadedError
 from torchrelay.jobs.data_parallel import drop as drop_wrappers
-from torchrelay.jobs.random_streams import RandomStreams
+from torchrelay.jobs.peers import decide, together
 from torchrelay.jobs.seeding import current_seed
+from torchrelay.jobs.turns import undivided
 from torchrelay.runners.attempts import check_attempts
 from torchrelay.runners.binding import bind_blobs, warn_of_bare_ddp
 from torchrelay.runners.choosing import Choice
 from torchrelay.runners.ending.asked_here import requests_of
 from torchrelay.runners.ending.boundaries import go_on
+from torchrelay.runners.ending.inside import MidEpochSaver
 from torchrelay.runners.ending.interruption import Interrupted
 from torchrelay.runners.ending.on_crash import save_at_crash
 from torchrelay.runners.ending.on_demand import save_now
-from torchrelay.runners.ending.place import places_for
-from torchrelay.runners.ending.preemption import leave_for_now
-from torchrelay.runners.ending.put_back import PutBack
+from torchrelay.runners.ending.preemption import agree_to_leave
 from torchrelay.runners.ending.requests import ASKED, PREEMPT
 from torchrelay.runners.ending.signals import signals_ask
 from torchrelay.runners.ending.workers import workers_stay
-from torchrelay.runners.epoch_end import end_epoch
 from torchrelay.runners.fence import FenceGuard
 from torchrelay.runners.from_program import FromProgram
 from torchrelay.runners.journal import Journal, at_once
 from torchrelay.runners.onlookers import Onlookers
 from torchrelay.runners.optional_parts import exporting_of, recorder_of, stored_run_of
-from torchrelay.runners.outset import ended_result, look_and_choose, request_of
+from torchrelay.runners.outset import Request, ended_result, look_and_choose
 from torchrelay.runners.result import RunResult, Status
+from torchrelay.runners.resumed_state import ResumedState
 from torchrelay.runners.run_plan import Plan
 from torchrelay.runners.run_state import RunState
 from torchrelay.runners.saving import Saver
@@ -55,19 +50,26 @@ from torchrelay.runners.session_base import SessionBase
 from torchrelay.runners.stages.stages import Stages
 from torchrelay.runners.stopping import (
     Verdict,
+    ask_all,
     ended_before,
     limits_of,
     only_time_is_up,
     over_there,
+    warn_of_waiting,
 )
-from torchrelay.runners.tail import run_tail
 
 if TYPE_CHECKING:
     from torchrelay.runners.job_runner import JobRunner
 
 
 class Life:
-    """One train call."""
+    """One train call, around a loop that runs the tasks of its epochs.
+
+    with life.held():
+        for epoch in life.epochs():
+            session.run(job.epoch_group)
+    return life.result
+    """
 
     def __init__(
         self, runner: JobRunner, session: SessionBase, plan: Plan, epoch: int | None, *, again: bool = False
@@ -77,10 +79,9 @@ class Life:
         self.upload_builder = runner.upload_task_group_builder
         self.run_directory = runner.run_directory
         self.capturing = runner.capturing
-        self.session = session
+        self.session, self.peers = session, session.peers
         self.plan = plan
-        self.wish_epoch = epoch
-        self.again = again
+        self.request = Request(epoch, plan.resume, again)
         self.onlookers = Onlookers(
             runner.run_directory, session.peers, runner.trackers, plan.log_every_n_secs
         )
@@ -101,14 +102,22 @@ class Life:
         self.saver = Saver(self.manager, self.journal, plan.max_failed_saves)
         self.look = Look()
         """What the log said when the position was chosen."""
-        self.recorder = recorder_of(runner, self)
-        self.exporting = exporting_of(runner, self)
+        self.recorder = recorder_of(runner.replay, runner.run_directory, self.journal)
+        self.exporting = exporting_of(runner.exports, session, self.state, self.journal, plan.best)
         self.stages = Stages(runner.built_on, runner.run_directory, session.peers)
-        self.streams: dict[str, RandomStreams] = {}
-        self._gradients: dict[str, Gradients] = {}
-        self.stored = stored_run_of(self)
+        self.stored = stored_run_of(runner.run_directory, session, self.state, self.journal, self.manager)
+        self.mid_epoch = MidEpochSaver(
+            session,
+            self.state,
+            self.saver,
+            lambda: self.facts(self._verdict),
+            possible=self.manager is not None and self.run_directory is not None,
+        )
         self.from_program = FromProgram(plan.from_program)
+        self.resumed = ResumedState(session, self.state, self.from_program)
         self.status: Status = "FINISHED"
+        self.result = RunResult(0)
+        """What came of it, behind `epochs`."""
         first = session.peers.rank == 0
         self.requests = requests_of(
             plan.time_limit_secs, runner.run_directory, lambda: self.saver.longest_secs, looks=first
@@ -116,95 +125,116 @@ class Life:
         self._verdict = Verdict()
         """Of the newest epoch that is over."""
         self.resumed_from: int | None = None
-        self._target_inside: Target | None = None
-        self._places: Mapping[str, Any] = {}
-        """Where the nodes were in the epoch to be continued."""
         self._began = self._has_failed = False
 
     # The whole
 
-    def run(self) -> RunResult:
-        """Live; a failure is noted in the run directory, releases the log and is raised."""
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """The session, the signals and the log are this run's; a failure is noted and raised.
+
+        A run that all processes agreed to interrupt ends without an error.
+        """
         self.session.begin(self.state)
         self.state.requests = self.requests
         self.onlookers.begin()
         save = self.plan.save_signal
         with signals_ask(self.requests, save), workers_stay(save):
             try:
-                return self._run()
+                with self._interrupted():
+                    yield
             except BaseException as error:
                 self._failed(error)
                 raise
             finally:
                 self._close()
 
-    def _run(self) -> RunResult:
+    @contextmanager
+    def _interrupted(self) -> Iterator[None]:
+        try:
+            yield
+        except Interrupted:
+            self.capturing.finish(self.journal)
+            self.result = self._leave()
+
+    def epochs(self) -> Iterator[int]:
+        """The epochs that are left; while one is handed out its tasks run.
+
+        check -> choose the position -> setup -> fresh: init, warm start, save epoch 0; resumed: load
+        -> restore random state -> loop { YIELD; metrics; stop conditions; save; stop? }
+        -> upload -> download -> exit
+        """
         self.stored.begin(self.session.local_nodes[0])
-        choice = look_and_choose(self)
-        ended = self._ended(choice)
-        if ended is not None:
-            return ended
+        choice, self.look = look_and_choose(self.request, self.job, self.session, self.manager, self.journal)
+        if self._has_ended(choice):
+            return
         if choice.start == "fresh":
             self.stages.look()
         if self.manager is not None:
             self.journal.say_choice(choice, self.look)
-        return self._live(choice) if self._open(choice) else leave_for_now(self, choice)
+        if not self._open(choice):
+            self.result = self._leave(choice)
+            return
+        target = self._target(choice)
+        if self.run_directory is not None:
+            place = self._place_of_start(choice, target)
+            self.state.attempt = check_attempts(self.peers, self.journal, place, self.plan.max_attempts)
+        self.stored.goes_on(target)
+        self.onlookers.watch(self.state, self.job, self.journal)
+        self.set_up(target)
+        go_on(self.peers, self.requests)
+        verdict = self._resume(choice, target) if target else self._start_fresh(choice)
+        self.onlookers.goes_on(self.state.epoch, self.state.total_steps)
+        self.exporting.begin()
+        self.resumed.restore()
+        if not verdict.stop:
+            while not verdict.stop:
+                asked = go_on(self.peers, self.requests)
+                # an epoch that has begun ends as a short one
+                if asked.level == ASKED and not self.resumed.places:
+                    self.status, verdict = "STOPPED", replace(verdict, asked=asked.reason)
+                    break
+                self.capturing.begin()
+                self._begin_epoch(self.state.epoch + 1)
+                yield self.state.epoch
+                self.state.tracked = self.state.put_back = self.state.save_now = self.state.crashed = None
+                self.capturing.finish(self.journal)
+                self._verdict = verdict = self._end_epoch()
+            self._secure(verdict)
+        self.saver.finish(self.session)  # also what an earlier start has not sent
+        self._run_tail()
+        saved, epoch = self.saver.newest_saved, self.state.epoch
+        self.result = self._result(epoch, self.status, verdict.reasons, saved, warm_starts=self.stages.warmed)
+        self.journal.finished(self.result)
 
-    def _ended(self, choice: Choice) -> RunResult | None:
-        """The result of a run that has ended, with its objects as its last epoch left them.
+    def _has_ended(self, choice: Choice) -> bool:
+        """Whether the run has ended; then its objects are as its last epoch left them, and its result stands.
 
-        Nothing is written, and the log stays as it is. None when work is left: the end is not noted, or the
+        Nothing is written, and the log stays as it is. False when work is left: the end is not noted, or the
         last epoch is damaged, so that an older one has to be trained on.
         """
-        result, manager = ended_result(self, choice), self.manager
+        result, manager = ended_result(choice, self.look, self.job, self.session, self.journal), self.manager
         if result is None or manager is None:
-            return None
+            return False
         try:
-            target = manager.engine.ledger.prove(self.session.peers, int(result))
+            target = manager.engine.ledger.prove(self.peers, int(result))
             self.set_up(target)
             manager.engine.say = self.journal.say
             self.session.run(manager.go_on_at(self.nodes, target))
         except (DamagedError, PartiallyLoadedError) as error:
             self.journal.warn(f"the run had ended, but resumes from an older epoch: {error}")
-            return None
-        self._take_counters(target, manager)
-        self._restore_streams()
+            return False
+        self.resumed.take(manager, target)
+        self.resumed.restore()
         self.stored.finish_over()
         self.journal.say(f"finished at epoch {int(result)} already: its state is loaded, nothing to do")
-        return result
+        self.result = result
+        return True
 
     @property
     def nodes(self) -> tuple[str, ...]:
         """The names of the nodes that are saved."""
         return self.job.saved_among(place.name for place in self.session.nodes)
-
-    def _live(self, choice: Choice) -> RunResult:
-        try:
-            return self._live_to_the_end(choice)
-        except Interrupted:
-            self.capturing.finish(self.journal)
-            return leave_for_now(self)
-
-    def _live_to_the_end(self, choice: Choice) -> RunResult:
-        target = self._target(choice)
-        check_attempts(self, choice, target)
-        self.stored.goes_on(target)
-        self.onlookers.watch(self)
-        self.set_up(target)
-        go_on(self.session.peers, self.requests)
-        verdict = self._resume(choice, target) if target else self._start_fresh(choice)
-        self.onlookers.goes_on(self.state.epoch, self.state.total_steps)
-        self.exporting.begin()
-        self._restore_streams()
-        if not verdict.stop:
-            verdict = self._loop(verdict)
-            self.requests.steps = False
-            self.saver.settle(self.session)
-            if self.run_directory is not None:
-                self.saver.secure(self.session, Position(self.state.epoch), self.facts(verdict))
-        self.saver.finish(self.session)  # also what an earlier start has not sent
-        run_tail(self)
-        return self._finish(verdict)
 
     # Starting
 
@@ -212,22 +242,19 @@ class Life:
         """Become the writer of the log, or do without where that may be; False: leave, not all is sent."""
         if self.manager is None:
             return True
-        self.capturing.agree(self.session.peers, self.journal)
+        self.capturing.agree(self.peers, self.journal)
         ledger = self.manager.engine.ledger
         facts = self.look.facts
         self.journal.create(self.job, self.plan.best, self.session, facts.run_id if facts else None)
         ledger.in_run, ledger.when_fenced = True, self.guard.fenced
-        ledger.hurried, ledger.secs_left = self._is_leaving, self.requests.secs_left
+        ledger.hurried, ledger.secs_left = lambda: self.requests.level() == PREEMPT, self.requests.secs_left
         tolerant = self.run_directory is None and choice.start != "newest"
-        complete = ledger.open(self.session.peers, tolerant=tolerant)
+        complete = ledger.open(self.peers, tolerant=tolerant)
         self.journal.opened(ledger.holding, self.look, choice)
         self.capturing.prepare(self.journal, self.session)
         self.stages.capture()
         self.stored.opened()
         return complete
-
-    def _is_leaving(self) -> bool:
-        return self.requests.level() == PREEMPT
 
     def _begin_branch(self, choice: Choice) -> None:
         """Rewind the log where the choice asks for it.
@@ -237,15 +264,25 @@ class Life:
         """
         if self.manager is not None and choice.rewind:
             base = None if choice.epoch is None else Position(choice.epoch)
-            self.manager.engine.ledger.rewind(self.session.peers, base, request_of(self, choice))
+            self.manager.engine.ledger.rewind(self.peers, base, self.request.of_branch(choice))
 
     def _target(self, choice: Choice) -> Target | None:
         """The proved position to load: exactly the explicit one, or the newest that can be proved."""
         if self.manager is None or choice.start == "fresh":
             return None
         if choice.start == "explicit" and choice.epoch is not None:
-            return self.manager.engine.ledger.prove(self.session.peers, choice.epoch)
-        return self.manager.engine.ledger.newest(self.session.peers, self.journal.warn)
+            return self.manager.engine.ledger.prove(self.peers, choice.epoch)
+        return self.manager.engine.ledger.newest(self.peers, self.journal.warn)
+
+    def _place_of_start(self, choice: Choice, target: Target | None) -> list[Any]:
+        """Where this start begins, as far as a later one can tell whether it got further."""
+        if choice.rewind:
+            return []
+        branch = self.look.branch
+        if target is None:
+            return [branch, None, 0, 0]
+        position = target.position
+        return [branch, position.epoch, position.step, self.journal.tail_at(branch, position.epoch)]
 
     def set_up(self, target: Target | None) -> None:
         """Run the setup group and bind the blobs, for a target that is to be loaded or for a fresh start."""
@@ -265,7 +302,7 @@ class Life:
     def _start_fresh(self, choice: Choice) -> Verdict:
         self.session.run(self.job.init_group)
         self.stages.warm(self.session, self.journal)
-        self._derive_streams()
+        self.resumed.derive_streams()
         if self.manager is not None:
             self.session.run(self.manager.init(self.nodes))
             self._begin_branch(choice)
@@ -277,139 +314,68 @@ class Life:
                 self.saver.save(self.session, Position(0), self.facts(Verdict()))
         return Verdict()
 
-    def _derive_streams(self) -> None:
-        """Give every node its own streams; without a seed they stay as the program left them."""
-        for place in self.session.local_nodes:
-            if self.state.seed is not None:
-                self.session.set_streams(place.name, RandomStreams.derive(self.state.seed, place.rank))
-            self.streams[place.name] = self.session.streams(place.name)
-
-    def _load(self, choice: Choice, target: Target, manager: Manager) -> Target:
-        """Load the target; where its bytes prove damaged, automatic resume loads an older one over it."""
-        manager.engine.say = partial(self.journal.tell, "state changed")
-        while True:
-            epoch = target.position.epoch
-            try:
-                if target.position.boundary:
-                    self.session.run(manager.init(self.nodes, retrieve_from_epoch=epoch))
-                    self.session.run(manager.load(epoch))
-                else:
-                    self.session.run(manager.go_on_at(self.nodes, target))
-                return target
-            except (StorageError, PartiallyLoadedError) as error:
-                if choice.start != "newest":
-                    raise
-                target = manager.engine.ledger.instead_of(
-                    self.session.peers, target, error, self.journal.warn
-                )
-
     def _resume(self, choice: Choice, target: Target) -> Verdict:
         manager = self.manager
         if manager is None:
             raise NotImplementedError  # a target comes from a manager
         nodes = {place.name for place in self.session.nodes}
-        if unsaved := nodes.difference(
-            self.nodes
-        ):  # they begin as in a new run; tasks of ranks may communicate
-            self.session.run_on(self.job.init_group, unsaved if self.session.peers.size == 1 else nodes)
-        target = self._load(choice, target, manager)
-        self.from_program.apply(self.session, target.facts.built, self.journal.say)
+        if unsaved := nodes.difference(self.nodes):
+            # they begin as in a new run; tasks of ranks may communicate
+            self.session.run_on(self.job.init_group, unsaved if self.peers.size == 1 else nodes)
+        older = choice.start == "newest"
+        target = self.resumed.load(manager, self.nodes, target, self.journal, older=older)
         self.journal.say_fallback(choice, self.look, target.position)
         self.stages.resumed(self.session, self.journal, target.position)
         self._begin_branch(choice)
-        epoch = self.resumed_from = target.position.epoch
+        facts, epoch, inside = target.facts, target.position.epoch, not target.position.boundary
+        self.resumed_from = epoch
         self.saver.tell_loaded(self.session, target, self.look)
-        self._take_counters(target, manager)
-        facts = target.facts
-        self._target_inside = None if target.position.boundary else target
-        self._places = {} if target.position.boundary else facts.places
-        asked_for = choice.start == "explicit" and self.wish_epoch is not None
+        asked_for = choice.start == "explicit" and self.request.epoch is not None
         rewound = asked_for or (self.look.rewound and target.position == self.look.position)
-        inside = not target.position.boundary
         self._verdict = over_there(self.session, self.job, facts, epoch, inside=inside, rewound=rewound)
         if facts.over and not self._verdict.stop:
             for said in ended_before(self.job, facts):
                 self.journal.say(said)
         return self._verdict
 
-    def _take_counters(self, target: Target, manager: Manager) -> None:
-        """Count on from what was loaded; its random states and gradients wait for `_restore_streams`."""
-        self.streams, self._gradients = manager.engine.take_streams(), manager.engine.take_gradients()
-        facts = target.facts
-        self.state.set_elapsed(facts.elapsed_secs)
-        self.state.begin_epoch(target.position.epoch, total_steps=facts.total_steps)
-        self.state.recall_metrics(facts.metrics, facts.last_metrics)
-        if self.state.seed is None:
-            self.state.seed = facts.seed
+    # An epoch
 
-    def _restore_streams(self) -> None:
-        """The last act before the first epoch task, or before the tail of a run whose epochs are over.
-
-        Gradients too, but for nodes that come back to a loop: there, for what comes before it may clear them.
-        """
-        for name, streams in self.streams.items():
-            self.session.set_streams(name, streams)
-        if not self._places:
-            for gradients in self._gradients.values():
-                gradients.install()
-
-    # The loop
-
-    def _loop(self, verdict: Verdict) -> Verdict:
-        epoch = self.state.epoch
-        while not verdict.stop:
-            asked = go_on(self.session.peers, self.requests)
-            if asked.level == ASKED and not self._places:  # an epoch that has begun ends as a short one
-                self.status, self._verdict = "STOPPED", verdict
-                return replace(verdict, asked=asked.reason)
-            epoch += 1
-            self.capturing.begin()
-            self._run_epoch(epoch)
-            self.capturing.finish(self.journal)
-            self._verdict = verdict = end_epoch(self, epoch)
-        if only_time_is_up(self.job, verdict):
-            self.status = "STOPPED"
-        return verdict
-
-    def _run_epoch(self, epoch: int) -> None:
-        """Run the epoch's tasks, or what is left of them; nowhere else a place inside of tasks is known."""
-        inside, self._places = self._places, {}
-        if inside:
-            total = self.state.total_steps
-            self.state.begin_epoch(
-                epoch, step=self.saver.newest.step if self.saver.newest else 0, total_steps=total
-            )
-            own = {place.name for place in self.session.local_nodes}
-            places = places_for([place.name for place in self.session.nodes], inside)
-            self.state.put_back = PutBack(self.session, self._load_again)
-            own_places = {n: place for n, place in places.items() if n in own}
-            self.state.continue_at(own_places, self.streams, self._gradients)
+    def _begin_epoch(self, epoch: int) -> None:
+        """Before the epoch's tasks, or what is left of them: here alone a place inside of tasks is known."""
+        if self.resumed.places:
+            self.resumed.continue_epoch(self.saver.newest.step if self.saver.newest else 0)
         else:
             self.state.begin_epoch(epoch)
         self.state.check()
         self.state.tracked = self.job.epoch_group
-        self.state.save_now = self._save_now()
-        self.state.crashed = partial(save_at_crash, self) if self.plan.on_crash == "save" else None
-        self.session.run(self.job.epoch_group)
-        self.state.tracked, self.state.put_back = None, None
-        self.state.save_now, self.state.crashed = None, None
+        if self.run_directory is None:
+            return
+        if len(self.session.local_nodes) == 1:  # emulated nodes come to their steps one after another
+            self.state.save_now = partial(
+                save_now, self.peers, self.state, self.requests, self.mid_epoch, self.journal
+            )
+        if self.plan.on_crash == "save":
+            selection = None if self.manager is None else self.manager.engine.selection
+            run = self.run_directory.path
+            self.state.crashed = partial(save_at_crash, run, self.session, self.state, selection)
 
-    def _save_now(self) -> Callable[[], None] | None:
-        """How to save at a step; emulated nodes come to their steps one after another, so none is alike."""
-        alone = len(self.session.local_nodes) == 1
-        return partial(save_now, self) if alone and self.run_directory is not None else None
-
-    def _load_again(self) -> None:
-        """Load the position that the run goes on from once more; random states and gradients are known."""
-        if self.manager is not None and self._target_inside is not None:
-            self.session.run(self.manager.go_on_at(self.nodes, self._target_inside))
-            self.manager.engine.take_streams()
-            self.manager.engine.take_gradients()
-            self.from_program.apply(self.session, self._target_inside.facts.built)
-
-    def facts_now(self) -> Facts:
-        """What a checkpoint inside of the running epoch remembers."""
-        return self.facts(self._verdict)
+    @undivided(beyond=True)
+    def _end_epoch(self) -> Verdict:
+        """Return whether the run stops; raises what no later save could survive (`Saver`)."""
+        metrics = self.session.reduce_metrics()
+        self.onlookers.reduced(self.state, metrics)
+        verdict = ask_all(self.job, self.session)
+        warn_of_waiting(self.state, verdict, self.journal.warn)
+        self.recorder.record(self.state.epoch)
+        saved = None
+        if self.manager is not None:
+            self.requests.take_save()
+            saved = self.saver.save(self.session, Position(self.state.epoch), self.facts(verdict))
+        self.journal.epoch_done(self.state, metrics, saved, verdict)
+        self.onlookers.epoch_done(metrics)
+        self.stored.look()
+        self.exporting.epoch_done(metrics, saved)
+        return verdict
 
     def facts(self, verdict: Verdict) -> Facts:
         """What a checkpoint remembers of the run as it is now."""
@@ -428,19 +394,80 @@ class Life:
 
     # Ending
 
-    def _finish(self, verdict: Verdict) -> RunResult:
-        result = RunResult(
-            self.state.epoch,
-            status=self.status,
-            stop=verdict.reasons,
-            metrics=self.state.metrics,
-            run_dir=self.run_directory.where if self.run_directory else None,
-            committed=self.saver.newest_saved,
-            warm_starts=self.stages.warmed,
-            resumed_from=self.resumed_from,
+    def _leave(self, untried: Choice | None = None) -> RunResult:
+        """End a run that all processes agreed to interrupt, with its step saved where that can be.
+
+        `untried`: where it would have gone on, if it has not come to that. Raises what a save raises that
+        makes the run fail: a process that is lost, a directory that is another's.
+        """
+        self.saver.settle(self.session)
+        leave = agree_to_leave(
+            self.session, self.state, self.requests, self.mid_epoch, self.saver.longest_secs
         )
-        self.journal.finished(result)
+        if leave.inside and leave.why_not is None:
+            self.mid_epoch.save(leave.position)  # one that fails has warned
+            self.saver.settle(self.session)
+            leave = leave.after_save(self.saver.newest)
+        self.saver.finish(self.session)
+        writer = self.manager.engine.ledger.writer if self.manager is not None else None
+        # FencedError where another job has the directory: its status is not ours to write
+        decide(self.peers, "leave for now: the log", (lambda: None) if writer is None else writer.check)
+        resumes = untried is not None and untried.start == "newest"
+        saved = self.look.position if resumes else self.saver.newest
+        committed = self.look.whole if resumes else self.saver.newest_saved
+        epoch = saved.epoch if saved is not None else 0
+        result = self._result(epoch, "PREEMPTED", (leave.reason,), committed, elsewhere=leave.elsewhere)
+        self.journal.preempted(result, saved, leave.lost)
         return result
+
+    def _secure(self, verdict: Verdict) -> None:
+        """The epochs are over: the last one is saved, or why it is not is raised."""
+        if verdict.asked is None and only_time_is_up(self.job, verdict):
+            self.status = "STOPPED"
+        self.requests.steps = False
+        self.saver.settle(self.session)
+        if self.run_directory is not None:
+            self.saver.secure(self.session, Position(self.state.epoch), self.facts(verdict))
+
+    def _run_tail(self) -> None:
+        """Upload, download, exit: each is noted as done; the next start begins at the first that is not."""
+        holding = self.manager.engine.ledger.holding if self.manager is not None else None
+        branch, epoch = holding.branch if holding else 0, self.state.epoch
+        parts = {
+            "upload": self._upload,
+            "download": lambda: self.session.run(self.job.download_group),
+            "exit": lambda: self.session.run(self.job.exit_group),
+        }
+        for part in self.journal.tail_left(branch, epoch):
+            go_on(self.peers, self.requests)
+            parts[part]()
+            self.journal.tail_part_done(branch, epoch, part)
+
+    def _upload(self) -> None:
+        """The upload gets the newest committed epoch."""
+        if self.upload_builder is None:
+            return
+        saved = self.saver.newest_saved
+        epoch = self.state.epoch if saved is None else saved
+        built: list[Any] = []
+        build = self.upload_builder.build
+        together(self.peers, "upload", lambda: built.append(build(epoch, self.manager)))
+        with headway(f"uploading epoch {epoch}"):
+            self.session.run(built[0])
+
+    def _result(
+        self, epoch: int, status: Status, stop: tuple[str, ...], committed: int | None, **more: Any
+    ) -> RunResult:
+        return RunResult(
+            epoch,
+            status=status,
+            stop=stop,
+            metrics=self.state.metrics,
+            run_dir=self.journal.where,
+            committed=committed,
+            resumed_from=self.resumed_from,
+            **more,
+        )
 
     def _failed(self, error: BaseException) -> None:
         """Note the failure; tasks for after a failure run only in a run that began."""
@@ -456,22 +483,18 @@ class Life:
             self.session.run_on_failure(self.job.exit_group, code)
 
     def _close(self) -> None:
-        try:
+        with ExitStack() as stack:  # from the last to the first, whatever fails
+            stack.callback(self.session.end)
+            stack.callback(self.stored.close)
+            stack.callback(self._let_log_go)
+            stack.callback(drop_wrappers)
+            for part in (self.onlookers, self.recorder, self.guard):
+                stack.callback(part.close)
             self.capturing.finish(self.journal)  # where no epoch came to its end
-        finally:
-            self._let_go()
 
-    def _let_go(self) -> None:
-        self.guard.close()
-        self.recorder.close()
-        self.onlookers.close()
-        try:
-            drop_wrappers()
-            if self.manager is not None:
-                self.manager.engine.wait(unguarded=True)
-                self.manager.engine.say = None
-                self.stored.finish(failed=self._has_failed)
-                self.manager.engine.ledger.close()
-        finally:
-            self.stored.close()
-            self.session.end()
+    def _let_log_go(self) -> None:
+        if self.manager is not None:
+            self.manager.engine.wait(unguarded=True)
+            self.manager.engine.say = None
+            self.stored.finish(failed=self._has_failed)
+            self.manager.engine.ledger.close()

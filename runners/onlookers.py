@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.errors import StorageError
+from torchrelay.jobs.job import Job
 from torchrelay.jobs.peers import Peers
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.metadata.sinks.sink import MetricSink, TrackedRun
@@ -25,7 +26,6 @@ from torchrelay.runners.wording import EVERY_SECS, level_wanted
 
 if TYPE_CHECKING:
     from torchrelay.runners.journal import Journal
-    from torchrelay.runners.life import Life
 
 OTHERS_SECS = 60.0
 """The interval of the other ranks' lines, in their own files: thousands of ranks may share a file system."""
@@ -54,20 +54,20 @@ class Onlookers:
         """Listen to what is said and warned of."""
         self._log.begin()
 
-    def watch(self, life: Life) -> None:
+    def watch(self, state: RunState, job: Job, journal: Journal) -> None:
         """The run is ours and its attempt is known."""
-        state, note = life.state, None
+        note = None
         self._state = state
         if self._run is not None:
             self._log.open(self._run.path / "logs", state.attempt)
             if self._first:
                 note = _Noting(self._run, state)
-                self._trackers = Trackers(self._sinks, life.journal.warn)
-                job, uuid = life.job.name or self._run.name, life.journal.run_id or ""
-                self._trackers.open(TrackedRun(self._run.path, self._run.name, job, uuid), state.attempt)
+                self._trackers = Trackers(self._sinks, journal.warn)
+                name, uuid = job.name or self._run.name, journal.run_id or ""
+                self._trackers.open(TrackedRun(self._run.path, self._run.name, name, uuid), state.attempt)
                 state.points.deliver = self._points
-                self._journal = life.journal
-        self.progress.begin(state, last_epoch_of(life.job.stop_conditions), note)
+                self._journal = journal
+        self.progress.begin(state, last_epoch_of(job.stop_conditions), note)
 
     def goes_on(self, epoch: int, step: int) -> None:
         """The state stands: the run goes on after `epoch`, at `step` steps in all."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchrelay.runners.job_runner import JobRunner
-    from torchrelay.runners.life import Life
+    from torchrelay.checkpoint.manager_base import Manager
+    from torchrelay.metadata.run_directory import RunDirectory
+    from torchrelay.runners.journal import Journal
     from torchrelay.runners.onnx_files.exporting import Exporting
+    from torchrelay.runners.onnx_files.onnx_export import OnnxExport
+    from torchrelay.runners.rebuilding.recipe import Recipe
     from torchrelay.runners.replay.recorder import Recorder
+    from torchrelay.runners.run_state import RunState
+    from torchrelay.runners.session_base import SessionBase
     from torchrelay.runners.stored_runs.stored_run import StoredRun
 
 
@@ -23,28 +28,36 @@ class _Absent:
 _ABSENT: Any = _Absent()
 
 
-def recorder_of(runner: JobRunner, life: Life) -> Recorder:
+def recorder_of(recipes: Mapping[str, Recipe], run: RunDirectory | None, journal: Journal) -> Recorder:
     """Records calls of modules, for `verify --replay`."""
-    if not runner.replay:
+    if not recipes:
         return _ABSENT  # type: ignore[no-any-return]
     from torchrelay.runners.replay.recorder import Recorder
 
-    return Recorder(runner.replay, runner.run_directory, life.journal)
+    return Recorder(recipes, run, journal)
 
 
-def exporting_of(runner: JobRunner, life: Life) -> Exporting:
+def exporting_of(
+    wanted: Sequence[OnnxExport],
+    session: SessionBase,
+    state: RunState,
+    journal: Journal,
+    best: tuple[str, str] | None,
+) -> Exporting:
     """Makes ONNX files of epochs."""
-    if not runner.exports:
+    if not wanted:
         return _ABSENT  # type: ignore[no-any-return]
     from torchrelay.runners.onnx_files.exporting import Exporting
 
-    return Exporting(life, runner.exports)
+    return Exporting(wanted, session, state, journal, best)
 
 
-def stored_run_of(life: Life) -> StoredRun:
+def stored_run_of(
+    run: RunDirectory | None, session: SessionBase, state: RunState, journal: Journal, manager: Manager | None
+) -> StoredRun:
     """Brings a run of a store down, and puts it up behind the training."""
-    if life.run_directory is None or life.run_directory.url is None:
+    if run is None or run.url is None:
         return _ABSENT  # type: ignore[no-any-return]
     from torchrelay.runners.stored_runs.stored_run import StoredRun
 
-    return StoredRun(life)
+    return StoredRun(run, session, state, journal, manager)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, field, replace
 from typing import Any
 
 from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.reading.lookup import nearest
 from torchrelay.errors import MissingMetricError
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.peers import decide, together
 from torchrelay.jobs.stop_condition import StopAnswer, StopCondition, combine, made_with, verdict_holds
 from torchrelay.records import dataclass
+from torchrelay.runners.run_state import RunState
 from torchrelay.runners.session_base import SessionBase
 from torchrelay.runners.siblings import naming
+
+WAITS_EPOCHS = 3
+"""A stop condition may wait for its metric so many epochs without a word."""
 
 
 @dataclass(frozen=True)
@@ -167,3 +172,13 @@ def last_epoch_of(conditions: Sequence[StopCondition]) -> int | None:
     """The epoch at which a limit ends the run; None where none is on epochs."""
     epochs = [getattr(condition, "epochs", None) for condition in conditions if condition.limit]
     return min((n for n in epochs if n is not None), default=None)
+
+
+def warn_of_waiting(state: RunState, verdict: Verdict, warn: Callable[[str], None]) -> None:
+    """A name that no epoch logs may be misspelt: warn of it once, and not before some epochs are over."""
+    for condition, metric in verdict.waiting.items():
+        if state.epoch >= WAITS_EPOCHS and state.first_time(f"{condition} waits"):
+            warn(
+                f"the stop condition {condition} waits for the metric {metric!r}, which no epoch has logged"
+                f"{nearest(metric, state.metrics)}"
+            )

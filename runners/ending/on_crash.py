@@ -13,19 +13,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torchrelay.checkpoint.members import members_of
 from torchrelay.checkpoint.selecting import select
+from torchrelay.checkpoint.selection import Selection
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import Leaf, spec_of
 from torchrelay.errors import RelayError, TaskFailedError, UsageError
 from torchrelay.jobs.peers import warn
 from torchrelay.jobs.workspace import Origin, Workspace
 from torchrelay.runners.journal import SaveWarning
-
-if TYPE_CHECKING:
-    from torchrelay.runners.life import Life
+from torchrelay.runners.run_state import RunState
+from torchrelay.runners.session_base import SessionBase
 
 OnCrash = Literal["save", "none"]
 FOLDER = "crash"
@@ -41,20 +41,17 @@ def check_on_crash(policy: Any) -> OnCrash:
     raise UsageError(f"on_crash is {policy!r:.80}; it is 'save' or 'none'")
 
 
-def save_at_crash(life: Life, error: BaseException) -> None:
+def save_at_crash(
+    run: Path, session: SessionBase, state: RunState, selection: Selection | None, error: BaseException
+) -> None:
     """Write the file of each node that this process hosts, where a task of its own failed; never raises."""
-    if life.run_directory is None or not _own_failure(error):
+    if not _own_failure(error):
         return
-    facts = {
-        "epoch": life.state.epoch,
-        "step": life.state.step,
-        "attempt": life.journal.attempt,
-        "error": str(error),
-    }
-    for place in life.session.local_nodes:
-        path = life.run_directory.path / FOLDER / f"{place.name}.attempt_{life.journal.attempt}.safetensors"
+    facts = {"epoch": state.epoch, "step": state.step, "attempt": state.attempt, "error": str(error)}
+    for place in session.local_nodes:
+        path = run / FOLDER / f"{place.name}.attempt_{state.attempt}.safetensors"
         try:
-            left_out = _write(life, life.session.workspace(place.name), path, facts)
+            left_out = _write(session.workspace(place.name), selection, path, facts)
         except Exception as second:  # a device that failed raises anything
             _warn(f"{place}: what it held when it failed could not be saved: {second}")
         else:
@@ -70,14 +67,14 @@ def _own_failure(error: BaseException) -> bool:
     return ours and isinstance(error, Exception) and not is_consequence(error)
 
 
-def _write(life: Life, workspace: Workspace, path: Path, facts: dict[str, Any]) -> list[str]:
+def _write(workspace: Workspace, selection: Selection | None, path: Path, facts: dict[str, Any]) -> list[str]:
     """Write what is saved of a node; returns what had to be left out."""
     from torchrelay.checkpoint.blob_file_content import content_of
     from torchrelay.checkpoint.blob_file_writing import write_blob_file
 
     blobs = _saved(workspace)
     leaves = leaves_of(blobs)
-    chosen = leaves if life.manager is None else select(leaves, blobs, life.manager.engine.selection)
+    chosen = leaves if selection is None else select(leaves, blobs, selection)
     sharded = [leaf.name for leaf in chosen if _sharded(leaf)]
     whole = [leaf for leaf in chosen if leaf.name not in sharded]
     write_blob_file(path, content_of([*whole, *leaves_of({FACTS: facts})]), overwrite=True)

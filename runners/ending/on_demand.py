@@ -6,29 +6,26 @@ there cannot be saved, it is the end of the epoch, which is saved anyway; the re
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torchrelay.checkpoint.position import Position
-from torchrelay.runners.ending.inside import obstacle_here, save_inside, why_not_at
+from torchrelay.jobs.peers import Peers
+from torchrelay.runners.ending.inside import MidEpochSaver
+from torchrelay.runners.ending.requests import Requests
+from torchrelay.runners.journal import Journal
+from torchrelay.runners.run_state import RunState
 
-if TYPE_CHECKING:
-    from torchrelay.runners.life import Life
 
-
-def save_now(life: Life) -> None:
+def save_now(
+    peers: Peers, state: RunState, requests: Requests, mid_epoch: MidEpochSaver, journal: Journal
+) -> None:
     """Save the step that all processes have just agreed on; raises what makes any save end a run."""
-    told = life.session.peers.exchange(
-        "save on demand", [life.requests.take_save(), life.state.step, obstacle_here(life)]
-    )
+    told = peers.exchange("save on demand", [requests.take_save(), state.step, mid_epoch.obstacle_here()])
     names, steps, obstacles = zip(*told, strict=True)
-    position = Position(max(0, life.state.epoch - 1), max(steps))
+    position = Position(max(0, state.epoch - 1), max(steps))
     asked = next(filter(None, names), "another process")
-    why_not = why_not_at(life, position, next(filter(None, obstacles), None))
+    why_not = mid_epoch.why_not_at(position, next(filter(None, obstacles), None))
     if why_not is not None:
-        life.journal.tell("save asked for", f"{asked}: saved when epoch {life.state.epoch} ends ({why_not})")
-        return
-    save_inside(life, position)
-    if life.saver.newest == position:
-        life.journal.tell("save asked for", f"{asked}: saved as {position}")
-    elif life.manager is not None and life.manager.asynchronous:
-        life.journal.tell("save asked for", f"{asked}: {position} is being saved behind the training")
+        journal.tell("save asked for", f"{asked}: saved when epoch {state.epoch} ends ({why_not})")
+    elif mid_epoch.save(position):
+        journal.tell("save asked for", f"{asked}: saved as {position}")
+    elif mid_epoch.in_flight:
+        journal.tell("save asked for", f"{asked}: {position} is being saved behind the training")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,11 +23,11 @@ from torchrelay.jobs.peers import decide
 from torchrelay.jobs.random_streams import RandomStreams
 from torchrelay.metadata.files import read_json, write_json
 from torchrelay.runners.full_state import full_state_dict
+from torchrelay.runners.journal import Journal
 from torchrelay.runners.onnx_files.describing import run_facts
 from torchrelay.runners.onnx_files.onnx_export import OnnxExport
-
-if TYPE_CHECKING:
-    from torchrelay.runners.life import Life
+from torchrelay.runners.run_state import RunState
+from torchrelay.runners.session_base import SessionBase
 
 FOLDER = "exports"
 FORMAT = {"major": 1, "minor": 0, "features": []}
@@ -36,8 +36,15 @@ FORMAT = {"major": 1, "minor": 0, "features": []}
 class Exporting:
     """All exports of one train call; all ranks call the same methods, rank 0 writes."""
 
-    def __init__(self, life: Life, wanted: Sequence[OnnxExport]) -> None:
-        self._ones = [_One(life, one) for one in wanted]
+    def __init__(
+        self,
+        wanted: Sequence[OnnxExport],
+        session: SessionBase,
+        state: RunState,
+        journal: Journal,
+        best: tuple[str, str] | None,
+    ) -> None:
+        self._ones = [_One(one, session, state, journal, best) for one in wanted]
 
     def begin(self) -> None:
         """The state stands, new or loaded: the best epoch is looked up, files of lost epochs mended."""
@@ -63,8 +70,16 @@ def _same_streams() -> Iterator[None]:
 class _One:
     """One `OnnxExport` in one run."""
 
-    def __init__(self, life: Life, wanted: OnnxExport) -> None:
-        self._life, self._wanted = life, wanted
+    def __init__(
+        self,
+        wanted: OnnxExport,
+        session: SessionBase,
+        state: RunState,
+        journal: Journal,
+        measure: tuple[str, str] | None,
+    ) -> None:
+        self._wanted, self._session, self._state, self._journal = wanted, session, state, journal
+        self._best_by = measure
         self._best: float | None = None
         self._inputs: Any = None
 
@@ -74,14 +89,14 @@ class _One:
         """As `Exporting.begin`."""
         if not self._wanted.best:
             return
-        found = decide(self._life.session.peers, "best export", self._stands)
+        found = decide(self._session.peers, "best export", self._stands)
         self._best = found["value"]
         if found["epoch"] is not None:
             self._export(f"{self._wanted.name}-best.onnx", {}, epoch=found["epoch"])
 
     def epoch_done(self, metrics: Mapping[str, float], saved: bool | None) -> None:
         """As `Exporting.epoch_done`."""
-        epoch, name = self._life.state.epoch, self._wanted.name
+        epoch, name = self._state.epoch, self._wanted.name
         better = self._is_best(metrics)
         if saved is False:
             return
@@ -93,10 +108,9 @@ class _One:
 
     @property
     def _measure(self) -> tuple[str, str]:
-        best = self._life.plan.best
-        if best is None:
+        if self._best_by is None:
             raise UsageError("OnnxExport(best=True) needs JobRunner(best=(metric, 'max' or 'min'))")
-        return best
+        return self._best_by
 
     def _is_best(self, metrics: Mapping[str, float]) -> bool:
         if not self._wanted.best:
@@ -121,20 +135,20 @@ class _One:
 
     def _best_epoch(self) -> tuple[int | None, float | None]:
         """The best of the epochs that the run goes on from, by what their checkpoints say."""
-        if self._life.state.epoch == 0 or self._life.run_directory is None:
+        if self._state.epoch == 0 or self._journal.run is None:
             return None, None
         metric, mode = self._measure
         try:
-            opened = open_checkpoint(self._life.run_directory.where, "best", best=(metric, mode))
+            opened = open_checkpoint(self._journal.run.where, "best", best=(metric, mode))
             return opened.epoch, opened.metrics[metric]
         except (RelayError, KeyError):  # nothing has that metric yet
             return None, None
 
     @property
     def _folder(self) -> Any:
-        if self._life.run_directory is None:
+        if self._journal.run is None:
             raise UsageError("exports belong to a run directory: give JobRunner the path of one")
-        return self._life.run_directory.path / FOLDER
+        return self._journal.run.path / FOLDER
 
     def _notes(self) -> dict[str, Any]:
         found = (read_json(self._folder / f"{self._wanted.name}.json") or {}).get("files")
@@ -144,8 +158,8 @@ class _One:
 
     def _export(self, file: str, metrics: Mapping[str, float], epoch: int | None = None) -> None:
         """Write a file from the live model, or from a saved `epoch`; what fails is a warning."""
-        first = self._life.session.peers.rank == 0
-        at = self._life.state.epoch if epoch is None else epoch
+        first = self._session.peers.rank == 0
+        at = self._state.epoch if epoch is None else epoch
         try:
             with headway(f"exporting epoch {at} as ONNX"), _same_streams():
                 model = self._gathered() if epoch is None else None
@@ -153,7 +167,7 @@ class _One:
                     self._write(file, at, model, metrics)
         except Exception as error:
             if first:
-                self._life.journal.warn(
+                self._journal.warn(
                     f"epoch {at} was not exported, exports/{file} is "
                     f"{'still the one of before' if (self._folder / file).exists() else 'not there'}: {error}"
                 )
@@ -162,7 +176,7 @@ class _One:
         self._folder.mkdir(exist_ok=True)
         if model is None:
             model, metrics = self._saved(at)
-        facts = run_facts(self._life.run_directory.path, str(at), metrics)  # type: ignore[union-attr]
+        facts = run_facts(self._journal.run.path, str(at), metrics)  # type: ignore[union-attr]
         done = to_onnx(
             model,
             self._example(),
@@ -173,7 +187,7 @@ class _One:
         )
         notes = {**self._notes(), file: {"epoch": at, "difference": done.difference, "bytes": done.bytes}}
         write_json(self._folder / f"{self._wanted.name}.json", {"format": FORMAT, "files": notes})
-        self._life.journal.tell("export", f"epoch {at} exported: {FOLDER}/{file} ({done.bytes} bytes)")
+        self._journal.tell("export", f"epoch {at} exported: {FOLDER}/{file} ({done.bytes} bytes)")
 
     def _example(self) -> Any:
         """The inputs; a callable is asked once."""
@@ -188,8 +202,8 @@ class _One:
     def _module(self) -> torch.nn.Module:
         found = self._wanted.model
         if isinstance(found, str):
-            node = self._life.session.local_nodes[0].name
-            found = self._life.session.workspace(node).get(found)
+            node = self._session.local_nodes[0].name
+            found = self._session.workspace(node).get(found)
         return bare_module(found)
 
     def _gathered(self) -> torch.nn.Module | None:
@@ -198,7 +212,7 @@ class _One:
         if self._wanted.build is None:
             return module
         state = full_state_dict(module)
-        if self._life.session.peers.rank != 0:
+        if self._session.peers.rank != 0:
             return None
         plain = bare_module(self._wanted.build())
         plain.load_state_dict(state)
@@ -208,14 +222,14 @@ class _One:
         """A copy with the weights of a saved epoch."""
         module = self._module()
         copied = own_copy(module) if self._wanted.build is None else bare_module(self._wanted.build())
-        opened = open_checkpoint(self._life.run_directory.where, epoch)  # type: ignore[union-attr]
+        opened = open_checkpoint(self._journal.run.where, epoch)  # type: ignore[union-attr]
         opened.load({self._blob(module): copied})
         return copied, opened.metrics
 
     def _blob(self, module: torch.nn.Module) -> str:
         """The name under which the run saves the module."""
-        node = self._life.session.local_nodes[0].name
-        for name, entry in self._life.session.workspace(node).entries().items():
+        node = self._session.local_nodes[0].name
+        for name, entry in self._session.workspace(node).entries().items():
             if isinstance(entry.value, torch.nn.Module) and bare_module(entry.value) is module:
                 return name
         raise UsageError("the model is no blob of the job, so no saved epoch has it")

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.ledger import Ledger
 from torchrelay.checkpoint.ledger_words import Target
 from torchrelay.checkpoint.log.job_file import PATH as JOB_FILE
 from torchrelay.checkpoint.log.record import slot_path
+from torchrelay.checkpoint.manager_base import Manager
 from torchrelay.checkpoint.remote.retrying import Patience
 from torchrelay.errors import FencedError, RelayError, StorageError
 from torchrelay.jobs.peers import decide, together
@@ -22,7 +22,10 @@ from torchrelay.jobs.places import NodePlace
 from torchrelay.metadata.files import MAX_JSON_BYTES
 from torchrelay.metadata.note_text import read_note
 from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.runners.journal import Journal
 from torchrelay.runners.last_words import forget_last_words, remember_last_words
+from torchrelay.runners.run_state import RunState
+from torchrelay.runners.session_base import SessionBase
 from torchrelay.runners.stored_runs.behind import EVERY_SECS, Behind
 from torchrelay.runners.stored_runs.bringing import Brought, bring, found_in, unlisted
 from torchrelay.runners.stored_runs.curves import mend_curves
@@ -32,9 +35,6 @@ from torchrelay.runners.stored_runs.run_files import RunFiles
 from torchrelay.runners.stored_runs.run_names import CHECKPOINTS, NEEDED, STOP, for_a_start, travels
 from torchrelay.runners.stored_runs.store_check import check_store
 from torchrelay.runners.stored_runs.workspaces import WorkspaceLock, make_workspace, set_aside
-
-if TYPE_CHECKING:
-    from torchrelay.runners.life import Life
 
 BEGIN_SECS, END_SECS = 30.0, 60.0
 """How long a start waits until the run can be seen in the store, and an end until all is there."""
@@ -47,19 +47,26 @@ BRINGING_SECS = 1800.0
 
 
 class StoredRun:
-    """That of one life, whose journal warns and says on rank 0 alone."""
+    """That of one train call, whose journal warns and says on rank 0 alone."""
 
-    def __init__(self, life: Life) -> None:
-        self._life, self._peers = life, life.session.peers
-        run = life.run_directory
-        self._run = run if run is not None and run.url is not None else None
+    def __init__(
+        self,
+        run: RunDirectory,
+        session: SessionBase,
+        state: RunState,
+        journal: Journal,
+        manager: Manager | None,
+    ) -> None:
+        self._session, self._state, self._journal, self._manager = session, state, journal, manager
+        self._peers = session.peers
+        self._run = run if run.url is not None else None
         self._files: RunFiles | None = None
         self._behind: Behind | None = None
         self._putter: Putter | None = None
         self._lock: WorkspaceLock | None = None
         self._brought = Brought()
-        if self._run is not None and life.manager is not None:
-            writers = life.manager.engine.single_writer
+        if self._run is not None and manager is not None:
+            writers = manager.engine.single_writer
             self._files = RunFiles.at(str(self._run.url), "the run directory", writers)
 
     # Before the run
@@ -90,11 +97,11 @@ class StoredRun:
         found = {**unlisted(files, NEEDED.difference(found, left_out)), **found}
         if self._is_of_another(run, files, known="run.json" in found):
             beside = set_aside(run.path)
-            self._life.journal.say(f"the workspace had files of another run, which lie in {beside} now")
+            self._journal.say(f"the workspace had files of another run, which lie in {beside} now")
         self._brought = bring(files, found, run.path, local_goes_on)
         self._brought.left_out.update(left_out)
         for name, why in self._brought.left_out.items():
-            self._life.journal.warn(f"{run.url}/{name} is left where it is: {why}")
+            self._journal.warn(f"{run.url}/{name} is left where it is: {why}")
         wanted = files.stat(STOP) is not None
         if wanted:
             run.stop_file.touch()
@@ -141,20 +148,19 @@ class StoredRun:
         """It is known from where, and as which attempt: rank 0 mends curves, others put their own files."""
         if self._ledger is None:
             return
-        attempt = self._life.state.attempt
+        attempt = self._state.attempt
         if self._peers.rank == 0:
             self._mend(self._ledger, target, attempt)
             return
         log = f"logs/attempt_{attempt}/rank_{self._peers.rank}.log"
-        nodes = [place.name for place in self._life.session.local_nodes]
+        nodes = [place.name for place in self._session.local_nodes]
         own = {log, f"{log}.1", *(f"crash/{node}.attempt_{attempt}.safetensors" for node in nodes)}
         self._begin_behind(own.__contains__, lambda: None, _OTHERS_SECS)
 
     @property
     def _ledger(self) -> Ledger | None:
         """The log of a run in a store; None where there is no such run."""
-        manager = self._life.manager
-        return None if self._run is None or manager is None else manager.engine.ledger
+        return None if self._run is None or self._manager is None else self._manager.engine.ledger
 
     def _begin_behind(self, wanted: Callable[[str], bool], may_put: Callable[[], None], every: float) -> None:
         run, files = self._run, self._files
@@ -187,7 +193,7 @@ class StoredRun:
             mended = mend_curves(run, writer.view, ledger.storage, ledger.generation, upto, attempt)
             if mended:
                 some = f"epochs {mended[0]} to {mended[-1]}" if len(mended) > 1 else f"epoch {mended[0]}"
-                self._life.journal.say(f"metrics of {some}, lost with a process, come from the checkpoints")
+                self._journal.say(f"metrics of {some}, lost with a process, come from the checkpoints")
 
     def look(self) -> None:
         """At a boundary: have the store brought up to date soon, and tell once what keeps it from that."""
@@ -196,11 +202,11 @@ class StoredRun:
             return
         trouble = behind.trouble()
         if trouble is not None and self._peers.rank == 0:
-            self._life.journal.warn(
+            self._journal.warn(
                 f"{self._run.url} is not up to date: {trouble}. Training goes on, and it is tried again; the "
                 f"files lie in {self._run.path}"
             )
-        self._life.journal.aside(behind.nudge)  # behind what is noted of the epoch
+        self._journal.aside(behind.nudge)  # behind what is noted of the epoch
 
     # At its end
 
@@ -222,19 +228,19 @@ class StoredRun:
             return
         if left:
             why = f" ({behind.reason})" if behind.reason else ""
-            self._life.journal.warn(
+            self._journal.warn(
                 f"{self._run.url} lacks the newest of {len(left)} files ({_some(left)}), which could not be "
                 f"put up in time{why}. They lie in {self._run.path}; the same command puts them up from here"
             )
         if self._putter is not None and (links := sorted(self._putter.links)):
-            self._life.journal.warn(
+            self._journal.warn(
                 f"links and odd files are not put up ({_some(links)}): put copies into the run directory"
             )
 
     def _secs_left(self, *, failed: bool) -> float:
         if failed:
             return FAILED_SECS
-        left = self._life.requests.secs_left()
+        left = None if self._state.requests is None else self._state.requests.secs_left()
         return END_SECS if left is None else max(LAST_WORDS_SECS, left - LAST_WORDS_SECS)
 
     def finish_over(self) -> None:
