@@ -1,15 +1,18 @@
-"""Kept runs of benchmarks: `benchmarks/keep` on small folders."""
+"""Kept runs of benchmarks: `benchmarks/keep` on small folders, and pages and history as they lie there."""
 
 from __future__ import annotations
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from launching import REPOSITORY, clean_environment
 
+RESULTS = REPOSITORY / "benchmarks/results"
 TABLE = """# Measured 2026-01-02
 
 `benchmarks/run --only W1,W5`
@@ -115,3 +118,35 @@ def test_what_is_no_finished_run_is_refused(tmp_path: Path) -> None:
         assert done.returncode == 2 and "benchmarks/keep: error: " in done.stderr, done.stderr
         assert "Traceback" not in done.stderr
     assert not (tmp_path / "history.csv").exists()
+
+
+def test_the_folder_names_all_its_pages() -> None:
+    """README of the results links each page, with the day that the page tells."""
+    text = (RESULTS / "README.md").read_text()
+    told = dict(re.findall(r"^\| \[[\w-]+\]\(([\w-]+\.md)\) \|.*\| (\d{4}-\d\d-\d\d) \|", text, re.MULTILINE))
+    assert sorted(told) == sorted(path.name for path in RESULTS.glob("*.md") if path.name != "README.md")
+    for name, day in told.items():
+        page = (RESULTS / name).read_text()
+        assert day in page or f"the {int(day[-2:])}th" in page, name
+
+
+@pytest.mark.parametrize("page", ["one-process", "small-tensors", "replicated", "sharded", "few-of-many",
+                                  "reshards", "behind-training"])  # fmt: skip
+def test_medians_of_the_pages_are_in_the_history(page: str) -> None:
+    """What a page of today shows of an engine is a line of that day."""
+    text = (RESULTS / f"{page}.md").read_text()
+    workload, day = re.search(r"^# (W\d)", text)[1], re.search(r"\d{4}-\d\d-\d\d", text)[0]  # type: ignore[index]
+    known = {
+        (
+            line["measured"],
+            line["engine"],
+            round(float(line["median"]), 3 if float(line["median"]) >= 0.1 else 4),
+        )
+        for line in history(RESULTS)
+        if (line["workload"], line["date"]) == (workload, day) and line["median"]
+    }
+    sections = re.split(rf"^## {workload} ", text, flags=re.MULTILINE)[1:]
+    for section in sections:
+        for engine, median in re.findall(r"^\| ([^|]+) \| (-?[\d.]+) \|", section, re.MULTILINE):
+            assert (section.partition("\n")[0], engine.strip("*"), float(median)) in known
+    assert len(sections) >= 4

@@ -204,7 +204,9 @@ def test_no_text_names_a_place_of_one_machine() -> None:
 
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(path for one in ("docs", "benchmarks") for path in (ROOT / one).rglob("*.md"))]
+)
 
 
 def anchors(page: Path) -> set[str]:
@@ -215,7 +217,7 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 def test_links_between_pages_resolve(page: Path) -> None:
-    """Every relative link of README, CHANGELOG and docs leads to a file, and its anchor to a heading."""
+    """Every relative link of a page leads to a file, and its anchor to a heading."""
     broken = []
     for link in LINK.findall(page.read_text()):
         if re.match(r"[a-z]+:", link):
