@@ -1,0 +1,65 @@
+"""What a page for people from an ancestor says: its headings, cells, bullets and sentences."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+GUIDES = Path(__file__).resolve().parents[2] / "docs/guides"
+PROGRAM, WORDS, PURPOSE = "A program, there and here", "Words", "What is different, on purpose"
+
+
+@dataclass
+class Page:
+    """A page, taken apart; its code is left out."""
+
+    ancestor: str = ""
+    sections: list[str] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
+    """What stands before their program and ours, as `Here:`."""
+    rows: list[list[str]] = field(default_factory=list)
+    """The cells of its table, that of the heads first."""
+    purpose: list[str] = field(default_factory=list)
+    """What is different on purpose."""
+    sentences: list[str] = field(default_factory=list)
+    """All other text."""
+
+    @property
+    def words(self) -> list[str]:
+        """The first cell of each row."""
+        return [row[0] for row in self.rows[1:]]
+
+    def take(self, block: str) -> None:
+        """Add what stands between two empty lines."""
+        lines, text = block.splitlines(), " ".join(block.split())
+        section = self.sections[-1] if self.sections else ""
+        if text.startswith("# "):
+            self.ancestor = text.removeprefix("# From ")
+        elif text.startswith("## "):
+            self.sections.append(text.removeprefix("## "))
+        elif text.startswith("|"):
+            self.rows += [
+                [cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line[:2] != "|-"
+            ]
+        elif section == PURPOSE:
+            self.purpose += [" ".join(one.split()) for one in re.split(r"(?:^|\n)- ", block) if one.strip()]
+        elif section == PROGRAM and text.endswith(":") and text.startswith((self.ancestor, "Here")):
+            self.labels.append(text)
+        else:
+            self.sentences += re.split(r"(?<=[.:])\s+(?=[A-Z`\[])", text)
+
+
+def text_of(name: str) -> str:
+    """The page of an ancestor as it is written."""
+    return (GUIDES / f"migrate-{name}.md").read_text()
+
+
+def read_page(name: str) -> Page:
+    """The page of an ancestor, taken apart."""
+    text = re.sub(r"^```.*?^```$", "", text_of(name), flags=re.MULTILINE | re.DOTALL)
+    page = Page()
+    for block in re.split(r"\n\s*\n", re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)):
+        if block.strip():
+            page.take(block.strip())
+    return page
