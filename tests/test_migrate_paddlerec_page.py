@@ -43,6 +43,8 @@ def test_the_commands_of_the_page_run_one_after_another(tmp_path: Path) -> None:
     first = done["torchrelay run -m config.yaml"]
     assert "epochs 3 rank 0 of 1" in first.stdout and "strategy" in first.stderr
     assert "rank 1 of 2" in done[COMMANDS[-1]].stdout
+    went_on = [re.findall(r"resuming from epoch (\d)", done[line].stderr) for line in COMMANDS[2:]]
+    assert went_on == [[], ["3"], ["4"]], done
     assert [torchrelay.open_checkpoint(tmp_path / "increment", n).epoch for n in range(6)] == list(range(6))
     assert RunDirectory(tmp_path / "increment").status()["state"] == "FINISHED"
     metrics = torchrelay.open_checkpoint(tmp_path / "increment").metrics

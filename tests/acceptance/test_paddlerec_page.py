@@ -62,6 +62,32 @@ def test_a_step_finds_what_paddlerec_put_into_the_context(
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "older", "ours"),
+    [
+        ("Instance", "instance", "setup"),
+        ("Network", "build_network", "build"),
+        ("Startup", "startup", "start"),
+        ("Runner", "run", "loop"),
+        ("Terminal", "terminal", "finish"),
+    ],
+)
+def test_a_step_is_replaced_by_either_name_of_its_method(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, older: str, ours: str
+) -> None:
+    """A class of `torchrelay.lifecycle` with PaddleRec's name of a method, or ours, is called once."""
+    for method in (older, ours):
+        (tmp_path / method).mkdir()
+        written(tmp_path / method)
+        (tmp_path / method / "mine.py").write_text(
+            f"from torchrelay import lifecycle\nclass {name}(lifecycle.{name}):\n"
+            f"    def {method}(self, context):\n"
+            f"        print('called {method}')\n        super().{ours}(context)\n"
+        )
+        assert run(tmp_path / method, f"runner.train1.{name.lower()}_class_path=mine.py")["train1"] == 2
+        assert capfd.readouterr().out.count(f"called {method}\n") == 1
+
+
 TASK = """\
 from torchrelay import lifecycle
 
