@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,21 @@ def test_the_setup_group_runs_at_every_start(tmp_path: Path) -> None:
     assert log == ["setup", "init"]
     JobRunner(counting(2, log), tmp_path / "run", code=False).train(LocalSession())
     assert log == ["setup", "init", "setup"]
+
+
+def test_nodes_of_one_process_run_one_after_the_other() -> None:
+    """The tasks of a node of a LocalSession are over before those of the next begin, in one thread."""
+    log: list[tuple[str, int]] = []
+    with Job("turns") as job:
+        for name in NODES:
+            with Node(name):
+                for _ in range(2):
+                    Task(lambda ws: log.append((ws.node, threading.get_ident())) or None)
+    job.stop_when(max_epochs(2))
+    JobRunner(job).train(LocalSession())
+    turns = [name for name in NODES for _ in range(2)]
+    assert [node for node, _ in log] == turns * 2, "in each epoch"
+    assert len({thread for _, thread in log}) == 1
 
 
 SHARDED = """

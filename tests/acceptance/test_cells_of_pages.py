@@ -12,7 +12,7 @@ from page_statements import PROGRAM, PURPOSE, WORDS, Page, read_page, text_of
 from test_rows_of_ancestors import ROWS, shown_by
 
 PAGES = ("caffe2", "singa", "alf", "paddlerec", "flammable")
-PARTS = ("words", "purpose", "sentences")
+PARTS = ("words", "purpose", "sentences", "comments")
 
 Cells = Mapping[str, Mapping[str, list[str]]]
 """By part of the page and statement: rows of rows_*.yaml, and node ids of tests."""
@@ -49,7 +49,7 @@ def wrong_with(page: Page, cells: Cells) -> list[str]:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_each_statement_has_a_test(name: str) -> None:
-    """Each row, bullet and sentence of the page names tests that are there, and nothing else is named."""
+    """Each row, bullet, sentence and comment names tests that are there, and no other entry is left."""
     assert wrong_with(read_page(name), read_cells(name)) == []
 
 

@@ -24,6 +24,8 @@ class Page:
     """What is different on purpose."""
     sentences: list[str] = field(default_factory=list)
     """All other text."""
+    comments: list[str] = field(default_factory=list)
+    """What our programs on it say beside the code; names of files are left out."""
 
     @property
     def words(self) -> list[str]:
@@ -50,6 +52,13 @@ class Page:
             self.sentences += re.split(r"(?<=[.:])\s+(?=[A-Z`\[])", text)
 
 
+def _comments(text: str) -> list[str]:
+    """The comments of all code but the ancestor's own."""
+    blocks = re.findall(r"(?<!-->\n)^```(?:python|yaml).*?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    found = [one for block in blocks for one in re.findall(r"(?:^|  )# (.+)$", block, re.MULTILINE)]
+    return [one for one in found if not re.fullmatch(r"\S+\.(?:py|yaml)", one)]
+
+
 def text_of(name: str) -> str:
     """The page of an ancestor as it is written."""
     return (GUIDES / f"migrate-{name}.md").read_text()
@@ -57,8 +66,8 @@ def text_of(name: str) -> str:
 
 def read_page(name: str) -> Page:
     """The page of an ancestor, taken apart."""
+    page = Page(comments=_comments(text_of(name)))
     text = re.sub(r"^```.*?^```$", "", text_of(name), flags=re.MULTILINE | re.DOTALL)
-    page = Page()
     for block in re.split(r"\n\s*\n", re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)):
         if block.strip():
             page.take(block.strip())
