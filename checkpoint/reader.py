@@ -37,9 +37,12 @@ from torchrelay.checkpoint.reading.opening import Best, Place, place_of, proved_
 from torchrelay.checkpoint.reading.patterns import Rename, choose, pattern_list, renamed_all
 from torchrelay.checkpoint.reading.proof import Proof
 from torchrelay.checkpoint.reading.stages import Upstreams
+from torchrelay.checkpoint.selection import Selection
+from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import DamagedError, UsageError
 from torchrelay.jobs.collector import undisturbed
+from torchrelay.jobs.peers import warn
 
 if TYPE_CHECKING:
     import torch
@@ -248,6 +251,33 @@ class Checkpoint:
                 warnings.warn(_told_own(own), stacklevel=2)
         return loaded
 
+    def load_saved(
+        self, objects: Mapping[str, Any], *, strict: bool = True, rename: Rename | None = None
+    ) -> LoadResult:
+        """As `load`, for the program that saved: what it keeps out of its saves stays as it made it.
+
+        These are leaves that `include` and `exclude` of the save left out. A warning names them.
+        """
+        names = dict(rename) if isinstance(rename, Mapping) else {}
+        stored = {
+            _renamed(name, {new: old for old, new in names.items()}): one for name, one in objects.items()
+        }
+        kept = [_renamed(name, names) for name in self.absent(stored, self.facts.selection)]
+        if kept:
+            more = f", {len(kept) - 4} more" if len(kept) > 4 else ""
+            warn(
+                f"{', '.join(kept[:4])}{more} stay as the program made them: epoch {self.epoch} was saved "
+                "without them (`exclude`)",
+                stacklevel=2,
+            )
+        return self.load(objects, strict=strict, rename=rename, exclude=kept)
+
+    def absent(self, objects: Mapping[str, Any], selection: Selection) -> list[str]:
+        """The leaves of objects, by stored names, that a selection leaves out and that are not here."""
+        names = [leaf.name for leaf in leaves_of(objects) if not selection.saves(leaf.name)]
+        stored = {leaf.name for leaf in self.manifest.leaves} if names else set()
+        return [name for name in names if name not in stored]
+
     def value(self, name: str) -> Any:
         """A value, such as `total`, a part of a container, `ema.step`, or a node's own, `trainer_1:total`."""
         node, leaf = split_name(name, self.manifest.world.names)
@@ -278,6 +308,14 @@ class Checkpoint:
                 f"epoch {self.position} in {self._storage.url} is damaged: {error}; open another epoch, or "
                 "restore the file from a copy"
             ) from error
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    """The name with the longest beginning replaced that is renamed."""
+    for old in sorted(names, key=len, reverse=True):
+        if name == old or name.startswith(f"{old}."):
+            return names[old] + name[len(old) :]
+    return name
 
 
 def _told_own(own: Mapping[str, str]) -> str:

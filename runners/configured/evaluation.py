@@ -74,7 +74,7 @@ def evaluate(scene: ConfiguredScene) -> int:
 def fit(scene: ConfiguredScene, run: Path, epoch: str) -> None:
     """Load an epoch into what the code makes now, in this process alone; raises what that raises."""
     runner, keys = replace(scene.runner, **_NO_WARM_START), scene.runner.checkpoint
-    left_out = () if keys is None else (*(keys.exclude or ()), *(keys.resume_exclude or ()))
+    left_out = ((), ()) if keys is None else (keys.resume_exclude or (), keys.exclude or ())
     with apart(), ExitStack() as stack:
         for name in PLACE:
             os.environ.pop(name, None)
@@ -86,7 +86,7 @@ def fit(scene: ConfiguredScene, run: Path, epoch: str) -> None:
                 f"{run.name} cannot be amended: what train builds, its data too, cannot be built here "
                 f"({type(error).__name__}: {text:.500})"
             ) from error
-        load_what_is_there(context.job, run, epoch, left_out)
+        load_what_is_there(context.job, run, epoch, *left_out)
 
 
 def _profile(scene: ConfiguredScene) -> tuple[RunnerKeys, Dataset]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from torchrelay.checkpoint.reader import open_checkpoint
+from torchrelay.checkpoint.selection import Selection
 from torchrelay.errors import DamagedError, DirectoryInUseError, RelayError, StorageError, UsageError
 from torchrelay.jobs.blobs import is_stateful
 from torchrelay.jobs.job import Job
@@ -87,10 +88,13 @@ def _check_fit(run: ProgramRun, fit: Fit) -> None:
         ) from error
 
 
-def load_what_is_there(job: Job, run: Path, epoch: str, left_out: Sequence[str]) -> None:
+def load_what_is_there(
+    job: Job, run: Path, epoch: str, resume_exclude: Sequence[str], exclude: Sequence[str]
+) -> None:
     """Load an epoch into those objects of a job that it has; raises BlobError where one does not fit.
 
-    `left_out` are patterns of what a resume does not load either. New and gone blobs are no reason to refuse.
+    As in a resume, leaves of `resume_exclude` are not loaded, and those of `exclude` that it does not have.
+    New and gone blobs are no reason to refuse.
     """
     opened = open_checkpoint(run, epoch)
     known = {
@@ -98,9 +102,12 @@ def load_what_is_there(job: Job, run: Path, epoch: str, left_out: Sequence[str])
         for blob in job.blobs
         if is_stateful(blob.source) or isinstance(blob.source, torch.Tensor)
     }
-    wanted = {name: one for name, one in known.items() if name in opened.blobs and name not in left_out}
-    meant = [one for one in left_out if any(one.startswith(f"{name}.") or one[0] == "*" for name in wanted)]
-    opened.load(wanted, exclude=meant)
+    wanted = {name: one for name, one in known.items() if name in opened.blobs and name not in resume_exclude}
+    meant = [
+        one for one in resume_exclude if any(one.startswith(f"{name}.") or one[0] == "*" for name in wanted)
+    ]
+    absent = opened.absent(wanted, Selection(None, tuple(exclude)))
+    opened.load(wanted, exclude=[*meant, *absent])
 
 
 def _record(run: ProgramRun, scene: BaseScene, snapshot: Snapshot) -> int:

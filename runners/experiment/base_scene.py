@@ -19,6 +19,7 @@ from torchrelay.metadata.code.sources import Root
 from torchrelay.metadata.experiment.note import Identity
 from torchrelay.metadata.experiment.results import Evaluated, evaluated
 from torchrelay.metadata.experiment.run_store import ProgramRun, RunStore
+from torchrelay.runners.experiment.archived_process import captured_code
 from torchrelay.runners.experiment.choosing_runs import Known
 from torchrelay.runners.experiment.origin import Origin
 from torchrelay.runners.experiment.request import Request
@@ -148,8 +149,8 @@ class BaseScene:
     def contents_of(self, paths: Iterable[Path], *, written: bool) -> Evaluated:
         """Files of an `eval` that lie where source lies, with their digests; large ones are no source."""
         roots = list(self.snapshot.roots) if self.snapshot is not None else []
-        if self.archived is not None:  # what is archived ran there
-            roots.append(Root("", Path(self.store.find(self.archived).note.origin).parent.resolve()))
+        if self.archived is not None:
+            roots += archived_roots(self.store.find(self.archived))
         found: Evaluated = {}
         for path in {place for one in paths for place in (place_of(one), one.resolve())}:
             root = next((one for one in roots if path.is_relative_to(one.path)), None)
@@ -164,8 +165,11 @@ class BaseScene:
         """What the archive of a run calls a path where its source lay; None elsewhere."""
         if self.archived is None:
             return None if self.snapshot is None else self.snapshot.name_of(path)
-        folder, path = Path(run.note.origin).parent.resolve(), place_of(path)  # what is archived ran there
-        return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else None
+        path = place_of(path)
+        for root in archived_roots(run):
+            if path.is_relative_to(root.path):
+                return "/".join(part for part in (root.label, path.relative_to(root.path).as_posix()) if part)
+        return None
 
     @cached_property
     def evaluated(self) -> Evaluated:
@@ -196,6 +200,16 @@ class BaseScene:
                 if name and path.suffix != ".py":
                     found[name] = digests
         return found
+
+
+def archived_roots(run: ProgramRun) -> list[Root]:
+    """Where the source of a run lay that was archived."""
+    roots = captured_code(run)["code"].get("roots")
+    return [
+        Root(label, Path(path).resolve())
+        for label, path in (roots.items() if isinstance(roots, dict) else ())
+        if isinstance(path, str)
+    ]
 
 
 def say(text: str, *, to: TextIO | None = None) -> None:

@@ -129,7 +129,8 @@ def _of_same(start: Start, run: Known) -> Chosen:
         return Chosen("continue", run.id, f"{', '.join(raised)} raised")
     raise NotAllowedNowError(
         f"{run.id} has trained this very code and configuration to its end: --force trains it again as a new "
-        "run, --retrain trains that run again from the beginning, a higher --max-epochs goes on with it"
+        "run, --retrain trains that run again from the beginning, a higher --max-epochs goes on with it, "
+        "--run ID with an older one"
     )
 
 

@@ -141,7 +141,7 @@ class Program(Samples):
     def load_weights(self, run: str | os.PathLike[str], epoch: int | str = "last") -> int:
         """Load the model's weights of an epoch onto this device, verified; returns the epoch's number."""
         opened = open_checkpoint(run, epoch)
-        opened.load({"model": self.model})
+        opened.load_saved({"model": self.model})
         return opened.epoch
 
     # What a training is made of

@@ -70,8 +70,9 @@ class Scene(BaseScene):
         """Load what of an epoch the program knows into a new object of it; raises what that raises."""
         program = self.made()
         options = program.runner_options()
-        left_out = [one for key in ("exclude", "resume_exclude") for one in options.get(key) or ()]
-        load_what_is_there(program.job(), run, epoch, left_out)
+        given = [options.get(key) or () for key in ("resume_exclude", "exclude")]
+        left_out = [(one,) if isinstance(one, str) else one for one in given]
+        load_what_is_there(program.job(), run, epoch, *left_out)
 
     def made(self) -> Program:
         """A new object of the program."""

@@ -65,7 +65,7 @@ def served_of(scene: Scene, used: Used, opened: Checkpoint) -> Served:
 
     program = scene.made()
     set_seed(program.seed)
-    opened.load({"model": program.model})
+    opened.load_saved({"model": program.model})
     return Served(
         used.run,
         ProgramHandler(program),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from dataclasses import asdict
 from typing import Any
@@ -61,7 +62,11 @@ def _trained_by_itself(
     program.name = program.name or scene.origin.name
     program.max_epochs = scene.limits(program)["max_epochs"]
     program.options_of_verb = _options(scene)
-    result = program.train(made["path"], resume_from_epoch=epoch)
+    given = {"where": made["path"], "resume_from_epoch": epoch}
+    taken = inspect.signature(program.train).parameters.values()
+    if not any(one.kind is one.VAR_KEYWORD for one in taken):  # a `train` of its own may take none of them
+        given = {name: value for name, value in given.items() if name in {one.name for one in taken}}
+    result = program.train(**given)
     return code_of_result(result) if isinstance(result, RunResult) else 0
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Timer
 
 from torchrelay.checkpoint.reading.epoch_choice import whole_epochs
 from torchrelay.checkpoint.reading.opening import place_of, read_log
-from torchrelay.errors import SaveFailedError, UsageError
-from torchrelay.jobs.peers import decide
+from torchrelay.errors import SaveFailedError, UnknownEpochError, UsageError
+from torchrelay.jobs.peers import Peers, decide
 from torchrelay.runners.binding import bind_for_load
 from torchrelay.runners.job_runner import JobRunner
 from torchrelay.runners.lifecycle.context import StepContext
 from torchrelay.runners.stored_runs.run_url import is_remote
 
-_SAVER = "saver of an own loop"
+_SAVER, _LAST = "saver of an own loop", "last epoch of an own loop"
+_WAIT_SECS = 10.0
 
 
 def save_epoch(context: StepContext, epoch: int) -> None:
@@ -21,23 +26,44 @@ def save_epoch(context: StepContext, epoch: int) -> None:
     if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
         raise UsageError(f"epoch={epoch!r:.60} is no number of an epoch: give k behind k epochs")
     session, saver = context.session, context.get(_SAVER)
+    with _waiting(epoch, session.peers):
+        told = session.peers.exchange("epoch of self.save", epoch)
     if saver is None:
-        before = decide(session.peers, "epochs before", lambda: _newest(context.run_dir))
-        if before is not None and before >= epoch:
-            raise UsageError(
-                f"{context.run_dir} has epoch {before} already, so epoch {epoch} cannot be saved behind it: "
-                "load it and count on from there, or give another save_checkpoint_path"
-            )
+        context[_LAST] = decide(session.peers, "epochs before", lambda: _newest(context.run_dir))
+    last = context[_LAST]
+    if last is not None and last >= min(told):
+        raise UsageError(
+            f"{context.run_dir} has epoch {last} already, so epoch {min(told)} cannot be saved behind it: "
+            "load it and count on from there, or give another save_checkpoint_path"
+        )
+    if saver is None:
         saver = context[_SAVER] = JobRunner(context.job, context.run_dir, **context.job_options)
         session.place(context.job.nodes())
         bind_for_load(context.job, session, [blob.name for blob in context.job.blobs])
     if not saver.save_checkpoints(epoch, session):
         raise SaveFailedError(f"epoch {epoch} was not saved in {context.run_dir}: the warning says why")
+    context[_LAST] = epoch
+
+
+@contextmanager
+def _waiting(epoch: int, peers: Peers) -> Iterator[None]:
+    """Say it where other processes do not come: they wait for this one in a collective, or never call it."""
+    text = f"torchrelay: rank {peers.rank} waits for the others in self.save({epoch}): all ranks call it\n"
+    timer = Timer(_WAIT_SECS, lambda: sys.stderr.write(text))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _newest(run_dir: str) -> int | None:
     """The newest epoch of a run on this machine, None where there is none; a store tells when it saves."""
     if is_remote(run_dir) or not (Path(run_dir) / "checkpoints").is_dir():
         return None
-    found = whole_epochs(read_log(place_of(run_dir)), None)
+    try:
+        found = whole_epochs(read_log(place_of(run_dir)), None)
+    except UnknownEpochError:  # made, and nothing is committed yet
+        return None
     return found[0].position.epoch if found else None

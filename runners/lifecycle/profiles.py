@@ -165,7 +165,8 @@ def _check_weights(config: Config, chosen: Sequence[RunnerKeys]) -> None:
         begun = not runner.infers and not is_remote(own) and (Path(own) / "run.json").exists()
         if runner.infers and runner is chosen[0]:
             continue  # its own start-up says that it has nothing to evaluate
-        later = any(f"{where}/".startswith(f"{one}/") for one in written)
+        named = (f"{where}/", f"{runner.init_model_path}/")  # `exp@2` may itself be what is written
+        later = any(name.startswith(f"{one}/") for one in written for name in named)
         if where is not None and not is_remote(where) and not begun and not later:
             _check_found(f"runner.{runner.name}.init_model_path", where, epoch)
         if any(getattr(runner, step.key) is not None for step in STEPS):

@@ -200,6 +200,8 @@ class Runner(Step):
         if context.is_infer:
             context.result = infer_epochs(context)
             return
+        for phase in context.phases.values():  # a look at its data, in a step before, is no training
+            phase.loader.load_state_dict({**phase.loader.state_dict(), "samples_done": 0})
         export = inference_export(context.runner, context.run_dir, list(context.phases))
         options = with_onnx(with_export(context.job_options, export), context)
         runner = JobRunner(context.job, context.run_dir, **options)

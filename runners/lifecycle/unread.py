@@ -85,9 +85,10 @@ class Unread:
 def _made_here(config: Config, runner: RunnerKeys, classes: Classes) -> bool:
     try:
         with apart():
-            for phase, dataset in phases_of(config.settings, runner):
+            for phase, _ in phases_of(config.settings, runner):
                 made(classes.of(phase.model), config.section("hyper_parameters"))
-                if dataset is not None and (path := reader_path(dataset)) is not None:
+            for dataset in datasets_of(config.settings, runner):
+                if (path := reader_path(dataset)) is not None:
                     made(classes.of(path), dataset)
     except Exception:  # the profile itself will tell it, with all that it has by then
         return False

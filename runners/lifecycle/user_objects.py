@@ -75,7 +75,8 @@ def made_dataset(reader: Any, dataset: Dataset) -> Any:
             place = f"behind {len(samples) - before} samples" if line is None else f"line {line}"
             raise _failed(own, f"in {path}, {place}", error) from error
     if not samples:
-        raise UsageError(f"{own}: the reader found no sample in {', '.join(dataset.data_path) or 'no file'}")
+        files = ", ".join(dataset.data_path) or "no file"
+        raise UsageError(f"{own}: the reader found no sample in {files}: give files that have some")
     return samples
 
 
@@ -86,7 +87,7 @@ def sample_error(dataset: Dataset, index: int, error: Exception) -> Exception:
     place = f"at sample {index}"
     with suppress(UsageError):  # of files that are not there it reads none
         for path in _files(dataset):
-            if (line := _line_read(error, path, 0)) is not None:
+            if (line := _line_read(error, path, None)) is not None:
                 place = f"at sample {index}, in {path}, line {line}"
                 break
     return _failed(f"dataset.{dataset.name}", place, error)
@@ -97,20 +98,28 @@ def _failed(key: str, place: str, error: Exception) -> ReaderFailedError:
     return ReaderFailedError(f"{key}: the reader failed {place}:\n{told}")
 
 
-def _line_read(error: Exception, path: str, samples: int) -> int | None:
-    """Where in its file a reader was when it failed: the line that its frames hold, as far as one does.
+def _line_read(error: Exception, path: str, samples: int | None) -> int | None:
+    """Where in its file a reader was when it failed: the last of the lines that its frames hold.
 
-    A line that stands there several times is taken for the first one behind the samples that came before.
+    A line that stands there several times is taken for the first one behind the samples that came before, and
+    for none where nobody knows how many these are.
     """
     held = set[Any]()
     for frame, _ in traceback.walk_tb(_behind_here(error)):
         held.update(one.rstrip("\r\n") for one in frame.f_locals.values() if isinstance(one, str))
     try:
         with open(path, encoding="utf-8") as file:
-            found = [at for at, line in enumerate(file, 1) if line.strip() and line.rstrip("\r\n") in held]
+            found: dict[str, list[int]] = {}
+            for at, line in enumerate(file, 1):
+                if line.strip() and (text := line.rstrip("\r\n")) in held:
+                    found.setdefault(text, []).append(at)
     except (OSError, UnicodeError):
         return None
-    return next((at for at in found if at > samples), None)
+    if samples is None:
+        lines = [places[0] for places in found.values() if len(places) == 1]
+    else:
+        lines = [first for places in found.values() for first in [at for at in places if at > samples][:1]]
+    return max(lines, default=None)
 
 
 def _behind_here(error: Exception) -> TracebackType | None:

@@ -33,7 +33,7 @@ def load_weights(
     checkpoint = open_checkpoint(where, epoch=epoch)
     source = _source(phase, settings, runner, where, list(checkpoint.blobs))
     objects, rename = _wanted(phase, runner, source)
-    checkpoint.load(objects, rename=rename, strict=runner.init_strict)
+    checkpoint.load_saved(objects, rename=rename, strict=runner.init_strict)
 
 
 def _source(

@@ -58,7 +58,7 @@ def fill(opened: Checkpoint, module: nn.Module, blob: str) -> None:
             f"epoch {opened.epoch} has no blob {blob!r}, it has {', '.join(opened.blobs)}: "
             "give blob= (--blob)"
         )
-    opened.load({blob: module})
+    opened.load_saved({blob: module})
 
 
 def run_of(where: Where) -> Path | None:

@@ -45,7 +45,7 @@ class PlainModel:
         if self.blob not in opened.blobs:
             there = ", ".join(opened.blobs)
             raise UsageError(f"{self.name} has no blob {self.blob!r}, it has {there}: give --blob")
-        opened.load({self.blob: module})
+        opened.load_saved({self.blob: module})
         return Served(
             self.name,
             self.handler(module, self.signature),

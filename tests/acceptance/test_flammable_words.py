@@ -293,6 +293,35 @@ def test_a_result_is_replaced_behind_a_training_from_the_beginning(line: Script)
     assert line("train", "--max-epochs", "1").rc == 2 and len(line.runs) == 2
 
 
+@pytest.mark.parametrize(
+    "signature", ["self", "self, where", "self, **options", "self, resume_from_epoch=None"]
+)
+def test_an_own_train_takes_of_the_arguments_what_it_names(line: Script, signature: str) -> None:
+    """`train` of the program is called with the directory and the epoch where it has names for them."""
+    line.more(f"def train({signature}):\n        print('own train')")
+    told = line("train")
+    assert told.rc == 0 and "own train" in told.out, told.err
+
+
+def test_amend_takes_of_excluded_state_what_a_resume_takes(line: Script) -> None:
+    """State that is excluded since, and that the epoch has with another shape, is refused by both."""
+    line.more('def more_state(self):\n        return {"buffer": torch.zeros(3)}')
+    assert line("train", "--max-epochs", "1").rc == 0
+    text = line.path.read_text().replace("zeros(3)", "zeros(5)")
+    line.path.write_text(text)
+    line.more('def runner_options(self):\n        return {"exclude": ["buffer"]}')
+    told = line("amend")
+    assert told.rc == 2 and "buffer" in told.err
+
+
+def test_state_that_is_kept_out_of_saves_is_kept_by_test_and_eval(line: Script) -> None:
+    """`exclude` of the runner: test loads the epoch, and a line names what it does not have."""
+    line.more('def runner_options(self):\n        return {"exclude": ["model.bias"]}')
+    assert line("train", "--max-epochs", "1").rc == 0
+    with pytest.warns(UserWarning, match=r"model\.bias stay as the program made them"):
+        assert line("test").rc == 0
+
+
 def test_amend_looks_at_tensors_that_are_saved_too(line: Script) -> None:
     """A tensor of `more_state` of another shape is refused, as the next training would refuse it."""
     line.more('def more_state(self):\n        return {"buffer": torch.zeros(3)}')

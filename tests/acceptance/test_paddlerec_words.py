@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,12 @@ from torchrun import torchrun
 
 from torchrelay.__main__ import main
 from torchrelay.checkpoint.reader import open_checkpoint
-from torchrelay.errors import UnknownEpochError, UsageError
+from torchrelay.errors import UnknownEpochError, UsageError, exit_code_of
 from torchrelay.jobs.config.problems import ConfigError
 from torchrelay.jobs.config.reading import load_config
+from torchrelay.jobs.peers import Solo
 from torchrelay.lifecycle import ClassLoadError, StepFailedError, run_config
+from torchrelay.runners.lifecycle.own_loop import _waiting
 from torchrelay.runners.lifecycle.profiles import check_keys
 
 INFER = ("mode=[infer1]", "runner.infer1.metrics_path=null")
@@ -165,6 +169,17 @@ def test_dead_keys_of_a_later_profile_are_told_before_the_first_trains(tmp_path:
         check_keys(load_config(tmp_path / "config.yaml"))
     (tmp_path / "config.yaml").write_text(EXTRA.replace(", wdith: 3", ""))
     assert run_config(load_config(tmp_path / "config.yaml"), strict=True)["train1"] == 1
+
+
+def test_keys_that_the_reader_of_a_validation_reads_are_alive(tmp_path: Path) -> None:
+    """`strict` makes the readers of validation datasets, too, before it calls a key of theirs dead."""
+    (line,) = [line for line in CONFIG.splitlines() if line.startswith("- {name: d, ")]
+    text = CONFIG.replace(line, f"{line}\n{line.replace('name: d', 'name: v, scale: 2')}")
+    path = written(tmp_path, text.replace("dataset_name: d}", "dataset_name: d, validation: v}"))
+    source = (tmp_path / "reader.py").read_text()
+    init = "    def __init__(self, dataset):\n        self.scale = dataset.extra.get('scale', 1)\n"
+    (tmp_path / "reader.py").write_text(source.replace("class Reader:\n", f"class Reader:\n{init}"))
+    check_keys(load_config(path))
 
 
 ASKING = """\
@@ -384,6 +399,65 @@ def test_an_own_loop_saves_epochs(tmp_path: Path) -> None:
     assert torch.equal(weights(tmp_path / "run", 2), weights(tmp_path / "other", 2))
     with pytest.raises(StepFailedError, match=r"has epoch 2 already, so epoch 1 cannot be saved"):
         run(tmp_path, *words)
+    (tmp_path / "mine.py").write_text(LOOP.replace("epoch + 1", "1"))
+    with pytest.raises(StepFailedError, match=r"has epoch 1 already, so epoch 1 cannot be saved") as again:
+        run(tmp_path, *words, "runner.train1.save_checkpoint_path=third")
+    assert exit_code_of(again.value) == 2
+
+
+@pytest.mark.parametrize("verb", ["train", "run"])
+def test_an_own_loop_saves_where_nothing_is_committed_yet(tmp_path: Path, verb: str) -> None:
+    """`torchrelay train -m` makes the run before; a first save that fails leaves a directory to begin in."""
+    path = written(tmp_path)
+    (tmp_path / "mine.py").write_text(LOOP)
+    words = [verb, "-m", str(path), "-o", "runner.train1.runner_class_path=mine.py", "-o", "mode=[train1]"]
+    if verb == "run":
+        (tmp_path / "run/checkpoints").mkdir(parents=True)
+    with suppress(SystemExit):
+        main(words)
+    (log,) = tmp_path.rglob("checkpoints/log")
+    assert open_checkpoint(log.parent.parent).epochs == (1, 2)
+
+
+def test_a_rank_that_saves_alone_says_whom_it_waits_for(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the others do not come to `self.save`, a line says so long before the wait is over."""
+    monkeypatch.setattr("torchrelay.runners.lifecycle.own_loop._WAIT_SECS", 0.01)
+    with _waiting(3, Solo()):
+        said, end = "", time.monotonic() + 20
+        while not said and time.monotonic() < end:
+            said = capfd.readouterr().err
+    assert "rank 0 waits for the others in self.save(3): all ranks call it" in said
+
+
+def test_a_look_at_the_data_in_an_earlier_step_costs_no_samples(tmp_path: Path) -> None:
+    """A step that takes a batch before the training leaves every epoch whole."""
+    written(tmp_path)
+    look = "for batch in context.phases['a'].loader:\n            break\n        super().loop(context)"
+    (tmp_path / "mine.py").write_text(
+        f"from torchrelay import lifecycle\n\nclass Runner(lifecycle.Runner):\n"
+        f"    def loop(self, context):\n        {look}\n"
+    )
+    run(tmp_path, "runner.train1.runner_class_path=mine.py", "runner.train1.epochs=1")
+    run(tmp_path, "runner.train1.save_checkpoint_path=other", "runner.train1.epochs=1")
+    assert torch.equal(weights(tmp_path / "run", 1), weights(tmp_path / "other", 1))
+
+
+@pytest.mark.parametrize("form", ["exp@2", "runs/7"])
+def test_a_run_may_be_called_like_an_epoch_of_another(tmp_path: Path, form: str) -> None:
+    """What an earlier profile of the mode writes is meant as a whole, whatever its name looks like."""
+    words = (f"runner.train1.save_checkpoint_path={form}", f"runner.infer1.init_model_path={form}")
+    found = run(tmp_path, *words, mode=["train1", "infer1"])
+    assert [row["epoch"] for row in found["infer1"]][-1] == 2
+
+
+def test_what_a_configuration_keeps_out_of_saves_stays_as_the_program_makes_it(tmp_path: Path) -> None:
+    """With `exclude` the run is evaluated by the same file; a line names what no epoch has."""
+    exclude = "+runner.train1.checkpoint.exclude=[a.model.line.bias, a.optimizer]"
+    with pytest.warns(UserWarning, match=r"a\.model\.line\.bias stay as the program made them"):
+        rows = run(tmp_path, exclude, mode=["train1", "infer1"])["infer1"]
+    assert len(rows) > 0
 
 
 def test_an_own_loop_saves_in_an_asynchronous_configuration(tmp_path: Path) -> None:

@@ -36,13 +36,13 @@ class Project:
     """A copy of the example, and its verbs, typed in this process."""
 
     def __init__(self, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-        self.folder, self._capfd = folder, capfd
+        self.folder, self._capfd, self.config = folder, capfd, "config.yaml"
         shutil.copytree(EXAMPLE, folder)
 
     def __call__(self, verb: str, *words: str) -> Typed:
         self._capfd.readouterr()
         try:
-            rc = main([verb, "-m", "config.yaml", *words])
+            rc = main([verb, "-m", self.config, *words])
         except SystemExit as end:
             rc = int(end.code or 0)
         told = self._capfd.readouterr()
@@ -216,6 +216,23 @@ def test_eval_by_archived_code_behind_a_changed_configuration(project: Project, 
     told = project("eval", *words, "--run", run.name, "data/test.csv", "after.csv")
     assert told.rc == 0, told
     assert (project.folder / "after.csv").read_text() == (project.folder / "before.csv").read_text()
+
+
+def test_archived_code_replaces_no_source_of_another_folder(project: Project) -> None:
+    """Source lies in the workspace, wherever the configuration does: a result in place of it is refused."""
+    (project.folder / "cfg").mkdir()
+    text = (project.folder / "config.yaml").read_text()
+    assert 'workspace: "."' in text
+    (project.folder / "cfg/config.yaml").write_text(text.replace('workspace: "."', 'workspace: ".."'))
+    (project.folder / "table.json").write_text("[1]")
+    project.config = "cfg/config.yaml"
+    assert project("train", *SHORT).rc == 0
+    (run,) = project.runs
+    project.change("model.py", "import torch", "import torch  # changed")
+    told = project("eval", "--run", run, "data/test.csv", "table.json")
+    assert told.rc == 2 and "is among the source of" in told.err
+    assert (project.folder / "table.json").read_text() == "[1]"
+    assert project("eval", "--run", run, "data/test.csv", "cfg/table.json").rc == 0
 
 
 def test_amend_of_a_configuration_loads_the_optimizer_too(project: Project) -> None:
