@@ -85,9 +85,10 @@ class SampleFetch(Dataset[Any]):
         try:
             return self._dataset[index]
         except Exception as error:
-            if self._sample_error is None:
+            told = error if self._sample_error is None else self._sample_error(index, error)
+            if told is error:
                 raise
-            raise self._sample_error(index, error) from error
+            raise told from error
 
 
 Fetch = TensorFetch | SampleFetch

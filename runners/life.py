@@ -106,25 +106,22 @@ class Life:
         self.exporting = exporting_of(runner.exports, session, self.state, self.journal, plan.best)
         self.stages = Stages(runner.built_on, runner.run_directory, session.peers)
         self.stored = stored_run_of(runner.run_directory, session, self.state, self.journal, self.manager)
+        kept = self.manager is not None and self.run_directory is not None
         self.mid_epoch = MidEpochSaver(
-            session,
-            self.state,
-            self.saver,
-            lambda: self.facts(self._verdict),
-            possible=self.manager is not None and self.run_directory is not None,
+            session, self.state, self.saver, lambda: self.facts(self._verdict), possible=kept
         )
         self.from_program = FromProgram(plan.from_program)
         self.resumed = ResumedState(session, self.state, self.from_program)
         self.status: Status = "FINISHED"
         self.result = RunResult(0)
         """What came of it, behind `epochs`."""
-        first = session.peers.rank == 0
-        self.requests = requests_of(
-            plan.time_limit_secs, runner.run_directory, lambda: self.saver.longest_secs, looks=first
-        )
+        asks, longest = session.peers.rank == 0, lambda: self.saver.longest_secs
+        self.requests = requests_of(plan.time_limit_secs, runner.run_directory, longest, looks=asks)
         self._verdict = Verdict()
         """Of the newest epoch that is over."""
         self.resumed_from: int | None = None
+        self._untried: Choice | None = None
+        """Where this start would go on, as long as it has not come to that."""
         self._began = self._has_failed = False
 
     # The whole
@@ -166,6 +163,7 @@ class Life:
         """
         self.stored.begin(self.session.local_nodes[0])
         choice, self.look = look_and_choose(self.request, self.job, self.session, self.manager, self.journal)
+        self._untried = choice
         if self._has_ended(choice):
             return
         if choice.start == "fresh":
@@ -173,7 +171,7 @@ class Life:
         if self.manager is not None:
             self.journal.say_choice(choice, self.look)
         if not self._open(choice):
-            self.result = self._leave(choice)
+            self.result = self._leave()
             return
         target = self._target(choice)
         if self.run_directory is not None:
@@ -184,6 +182,7 @@ class Life:
         self.set_up(target)
         go_on(self.peers, self.requests)
         verdict = self._resume(choice, target) if target else self._start_fresh(choice)
+        self._untried = None
         self.onlookers.goes_on(self.state.epoch, self.state.total_steps)
         self.exporting.begin()
         self.resumed.restore()
@@ -195,9 +194,9 @@ class Life:
                     self.status, verdict = "STOPPED", replace(verdict, asked=asked.reason)
                     break
                 self.capturing.begin()
-                self._begin_epoch(self.state.epoch + 1)
+                self._begin_epoch()
                 yield self.state.epoch
-                self.state.tracked = self.state.put_back = self.state.save_now = self.state.crashed = None
+                self.state.leave_epoch()
                 self.capturing.finish(self.journal)
                 self._verdict = verdict = self._end_epoch()
             self._secure(verdict)
@@ -330,6 +329,7 @@ class Life:
         facts, epoch, inside = target.facts, target.position.epoch, not target.position.boundary
         self.resumed_from = epoch
         self.saver.tell_loaded(self.session, target, self.look)
+        self.resumed.take(manager, target)
         asked_for = choice.start == "explicit" and self.request.epoch is not None
         rewound = asked_for or (self.look.rewound and target.position == self.look.position)
         self._verdict = over_there(self.session, self.job, facts, epoch, inside=inside, rewound=rewound)
@@ -340,12 +340,12 @@ class Life:
 
     # An epoch
 
-    def _begin_epoch(self, epoch: int) -> None:
+    def _begin_epoch(self) -> None:
         """Before the epoch's tasks, or what is left of them: here alone a place inside of tasks is known."""
         if self.resumed.places:
             self.resumed.continue_epoch(self.saver.newest.step if self.saver.newest else 0)
         else:
-            self.state.begin_epoch(epoch)
+            self.state.begin_epoch(self.state.epoch + 1)
         self.state.check()
         self.state.tracked = self.job.epoch_group
         if self.run_directory is None:
@@ -394,16 +394,14 @@ class Life:
 
     # Ending
 
-    def _leave(self, untried: Choice | None = None) -> RunResult:
+    def _leave(self) -> RunResult:
         """End a run that all processes agreed to interrupt, with its step saved where that can be.
 
-        `untried`: where it would have gone on, if it has not come to that. Raises what a save raises that
-        makes the run fail: a process that is lost, a directory that is another's.
+        Raises what of a save makes the run fail: a process that is lost, a directory that is another's.
         """
         self.saver.settle(self.session)
-        leave = agree_to_leave(
-            self.session, self.state, self.requests, self.mid_epoch, self.saver.longest_secs
-        )
+        secs = self.saver.longest_secs
+        leave = agree_to_leave(self.session, self.state, self.requests, self.mid_epoch, secs)
         if leave.inside and leave.why_not is None:
             self.mid_epoch.save(leave.position)  # one that fails has warned
             self.saver.settle(self.session)
@@ -412,7 +410,7 @@ class Life:
         writer = self.manager.engine.ledger.writer if self.manager is not None else None
         # FencedError where another job has the directory: its status is not ours to write
         decide(self.peers, "leave for now: the log", (lambda: None) if writer is None else writer.check)
-        resumes = untried is not None and untried.start == "newest"
+        resumes = self._untried is not None and self._untried.start == "newest"
         saved = self.look.position if resumes else self.saver.newest
         committed = self.look.whole if resumes else self.saver.newest_saved
         epoch = saved.epoch if saved is not None else 0
@@ -487,6 +485,7 @@ class Life:
             stack.callback(self.session.end)
             stack.callback(self.stored.close)
             stack.callback(self._let_log_go)
+            stack.callback(self.state.leave_epoch)
             stack.callback(drop_wrappers)
             for part in (self.onlookers, self.recorder, self.guard):
                 stack.callback(part.close)

@@ -42,7 +42,7 @@ class ResumedState:
     def load(
         self, manager: Manager, nodes: Sequence[str], target: Target, journal: Journal, *, older: bool
     ) -> Target:
-        """Load the target and count on from it; where its bytes prove damaged and `older`, an older one."""
+        """Load the target; where its bytes prove damaged, an older one if `older`."""
         manager.engine.say = partial(journal.tell, "state changed")
         while True:
             epoch = target.position.epoch
@@ -58,7 +58,6 @@ class ResumedState:
                     raise
                 target = manager.engine.ledger.instead_of(self._session.peers, target, error, journal.warn)
         self._from_program.apply(self._session, target.facts.built, journal.say)
-        self.take(manager, target)
         if not target.position.boundary:
             self.places = target.facts.places
             self._load_again = partial(self._load_inside, manager, nodes, target)

@@ -87,6 +87,10 @@ class RunState:
         self.window_ends: dict[str, bool] = {}
         """By node, whether the step that it has begun is the last of its accumulation window."""
 
+    def leave_epoch(self) -> None:
+        """The epoch's tasks are over: let go of what was for them, and of all that it holds."""
+        self.tracked = self.put_back = self.save_now = self.crashed = None
+
     # Time
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torchrelay.checkpoint.remote.urls import is_url
-from torchrelay.errors import UsageError
+from torchrelay.errors import DamagedError, StorageError, UsageError
 from torchrelay.jobs.config.config import Config
 from torchrelay.jobs.config.data_keys import Dataset
 from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
@@ -80,6 +80,8 @@ def fit(scene: ConfiguredScene, run: Path, epoch: str) -> None:
             os.environ.pop(name, None)
         try:
             context = _built(scene.config, scene.config.settings, runner, str(run), stack)
+        except (DamagedError, StorageError):
+            raise
         except Exception as error:
             text = " ".join(str(error).split())
             raise CannotBuildError(

@@ -56,6 +56,10 @@ class PhaseState:
         try:
             self.scheduler.step()
         except ValueError as error:
+            from torch.optim.lr_scheduler import OneCycleLR
+
+            if not isinstance(self.scheduler, OneCycleLR):  # it alone has an end
+                raise
             kind, unit = type(self.scheduler).__name__, "epochs" if epoch else "steps"
             raise UsageError(
                 f"phase.{self.name}: its {kind} refuses to step ({error}): "
