@@ -26,7 +26,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import torchrelay
-from torchrelay.jobs.collector import undisturbed
+from torchrelay.jobs.runtime import undisturbed
 
 Tensors = Mapping[str, torch.Tensor]
 ALIGNMENT = 4096

@@ -77,7 +77,7 @@ def one_load(engine: str, path: Path, size: int) -> float:
     import torch
 
     import torchrelay
-    from torchrelay.jobs.collector import undisturbed
+    from torchrelay.jobs.runtime import undisturbed
 
     def load(file: Path, tensors: dict[str, torch.Tensor]) -> None:
         if engine == "safetensors":

@@ -41,8 +41,7 @@ from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role
 from torchrelay.checkpoint.storage import Memory, Storage
 from torchrelay.checkpoint.storage_places import is_remote, object_at
 from torchrelay.errors import DamagedError, FormatError, UsageError
-from torchrelay.jobs.collector import undisturbed
-from torchrelay.jobs.directories import check_file
+from torchrelay.jobs.runtime import check_file, undisturbed
 from torchrelay.records import dataclass
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from torchrelay.checkpoint.remote.staged_file import StagedFile
 from torchrelay.checkpoint.storage_places import is_remote, object_at
 from torchrelay.checkpoint.temporary_names import temporary_beside
 from torchrelay.errors import RelayError, StorageError, UsageError
-from torchrelay.jobs.directories import check_target
+from torchrelay.jobs.runtime import check_target
 
 
 def write_blob_file(where: str | os.PathLike[str], content: FileContent, *, overwrite: bool) -> None:

@@ -30,8 +30,8 @@ from torchrelay.checkpoint.state.plain_tensors import PlainTensors, plain_tensor
 from torchrelay.checkpoint.state.restore import restoration
 from torchrelay.checkpoint.wildcards import matches
 from torchrelay.errors import UsageError
-from torchrelay.jobs.collector import undisturbed
-from torchrelay.jobs.names import check_blob_names
+from torchrelay.jobs.cluster import check_blob_names
+from torchrelay.jobs.runtime import undisturbed
 
 Url = str | os.PathLike[str]
 _CONVERTIBLE = (Kind.MODULE, Kind.TENSOR, Kind.CONTAINER, Kind.VALUE)

@@ -24,8 +24,8 @@ from torchrelay.checkpoint.state.rehearsal import Start, arrays_of, groups_of, r
 from torchrelay.checkpoint.structure import Structures
 from torchrelay.errors import BlobError, SaveFailedError
 from torchrelay.jobs.blobs import Scope
-from torchrelay.jobs.places import NodePlace
-from torchrelay.jobs.random_streams import RandomStreams
+from torchrelay.jobs.cluster import NodePlace
+from torchrelay.jobs.random import RandomStreams
 from torchrelay.jobs.session import Session
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.records import dataclass

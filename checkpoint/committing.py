@@ -22,7 +22,7 @@ from torchrelay.checkpoint.space import is_full
 from torchrelay.checkpoint.state.leaf import Value
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import SaveFailedError, StorageError
-from torchrelay.jobs.collector import undisturbed
+from torchrelay.jobs.runtime import undisturbed
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.save import SaveJob

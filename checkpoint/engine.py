@@ -45,12 +45,10 @@ from torchrelay.checkpoint.unsaved import Unsaved
 from torchrelay.checkpoint.wildcards import matches_any
 from torchrelay.errors import BlobError, UsageError
 from torchrelay.jobs.blobs import Scope
-from torchrelay.jobs.collector import undisturbed
-from torchrelay.jobs.names import GRADIENTS
-from torchrelay.jobs.peers import together, warn
-from torchrelay.jobs.places import NodePlace
-from torchrelay.jobs.random_streams import RandomStreams
-from torchrelay.jobs.session import Session
+from torchrelay.jobs.cluster import GRADIENTS, NodePlace
+from torchrelay.jobs.random import RandomStreams
+from torchrelay.jobs.runtime import undisturbed
+from torchrelay.jobs.session import Session, together, warn
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.metadata.stats import NodeStats
 

@@ -36,7 +36,7 @@ from torchrelay.errors import (
     UnknownEpochError,
     UsageError,
 )
-from torchrelay.jobs.peers import Peers, decide, warn
+from torchrelay.jobs.session import Peers, decide, warn
 
 TAKEOVER_MARGIN_SECS = 60.0
 """How much longer than the takeover itself the other ranks wait for rank 0."""

@@ -52,11 +52,10 @@ from torchrelay.checkpoint.state.stateful_restore import restore_learning_rates
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.timing import Clock, patience_secs
 from torchrelay.errors import PartiallyLoadedError, PeerError, RelayError, StorageError, UsageError
+from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.containers import is_container
-from torchrelay.jobs.peers import together, warn
-from torchrelay.jobs.places import NodePlace
-from torchrelay.jobs.random_streams import RandomStreams
-from torchrelay.jobs.session import Session
+from torchrelay.jobs.random import RandomStreams
+from torchrelay.jobs.session import Session, together, warn
 from torchrelay.jobs.workspace import Entry
 from torchrelay.metadata.stats import NodeStats, NodeTimes
 from torchrelay.records import dataclass

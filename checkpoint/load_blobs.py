@@ -34,9 +34,8 @@ from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.timing import Clock, patience_secs
 from torchrelay.checkpoint.wildcards import matches
 from torchrelay.errors import MissingShardError, UsageError
-from torchrelay.jobs.names import GRADIENTS, dotted_prefixes
-from torchrelay.jobs.peers import together
-from torchrelay.jobs.session import Session
+from torchrelay.jobs.cluster import GRADIENTS, dotted_prefixes
+from torchrelay.jobs.session import Session, together
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.metadata.stats import NodeStats, NodeTimes
 from torchrelay.records import dataclass

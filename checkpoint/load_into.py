@@ -32,8 +32,8 @@ from torchrelay.checkpoint.state.restore import Restoration, restoration
 from torchrelay.checkpoint.wildcards import is_pattern, matches, matches_any
 from torchrelay.errors import UsageError
 from torchrelay.jobs.blobs import kind_of
-from torchrelay.jobs.collector import undisturbed
 from torchrelay.jobs.containers import is_container
+from torchrelay.jobs.runtime import undisturbed
 from torchrelay.jobs.workspace import Workspace
 
 if TYPE_CHECKING:

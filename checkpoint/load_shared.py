@@ -18,8 +18,7 @@ from torchrelay.checkpoint.reading.shared_reads import SharedReads
 from torchrelay.checkpoint.reading.shares import Ranges, common_rows, readers_of, shares, to_ranges
 from torchrelay.checkpoint.state.reads import Read
 from torchrelay.errors import UsageError
-from torchrelay.jobs.peers import together
-from torchrelay.jobs.session import Session
+from torchrelay.jobs.session import Session, together
 
 
 def shareable(manifest: Manifest, reads: Sequence[Read], node: str | None) -> dict[int, Read]:

@@ -13,7 +13,7 @@ from torchrelay.checkpoint.manager_base import Manager, db_name
 from torchrelay.checkpoint.selection import Patterns
 from torchrelay.checkpoint.tier.options import Tier
 from torchrelay.errors import UsageError
-from torchrelay.jobs.names import check_node_name
+from torchrelay.jobs.cluster import check_node_name
 from torchrelay.metadata.handler import MetadataHandler
 
 

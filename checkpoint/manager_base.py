@@ -22,9 +22,8 @@ from torchrelay.checkpoint.selection import Patterns, selection_of
 from torchrelay.checkpoint.storage_places import joined
 from torchrelay.checkpoint.tier.options import Tier
 from torchrelay.errors import UsageError
-from torchrelay.jobs.group import SessionGroup, TaskGroup
-from torchrelay.jobs.job import Job
-from torchrelay.jobs.names import check_node_name
+from torchrelay.jobs.cluster import check_node_name
+from torchrelay.jobs.job import Job, SessionGroup, TaskGroup
 from torchrelay.jobs.session import Session
 from torchrelay.metadata.handler import Holder, MetadataHandler
 

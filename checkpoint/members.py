@@ -16,8 +16,8 @@ from torchrelay.checkpoint.state.dtensors import is_sharded
 from torchrelay.checkpoint.state.gradients import parameter_of
 from torchrelay.checkpoint.state.leaf import Leaf, Role, Value
 from torchrelay.jobs.blobs import Reshard, Scope
+from torchrelay.jobs.cluster import RANDOM_STATES, check_blob_names
 from torchrelay.jobs.containers import is_generator
-from torchrelay.jobs.names import RANDOM_STATES, check_blob_names
 from torchrelay.jobs.workspace import Entry, Origin, Workspace
 from torchrelay.records import dataclass
 

@@ -22,7 +22,7 @@ from torchrelay.checkpoint.reading.patterns import pattern_list
 from torchrelay.checkpoint.selection import Patterns
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.errors import UsageError
-from torchrelay.jobs.names import dotted_prefixes
+from torchrelay.jobs.cluster import dotted_prefixes
 from torchrelay.records import dataclass
 
 _MADE_ANEW = ("tensor", "parameter", "value")

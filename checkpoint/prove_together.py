@@ -16,7 +16,7 @@ from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.reading.proof import Level, Outcome, Proof, Share, prove
 from torchrelay.checkpoint.reading.shard_set import ShardSet
 from torchrelay.checkpoint.storage import Storage
-from torchrelay.jobs.peers import Peers
+from torchrelay.jobs.session import Peers
 from torchrelay.records import dataclass
 
 FULL_PROOF_SECS = 24 * 3600.0

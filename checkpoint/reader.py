@@ -41,8 +41,8 @@ from torchrelay.checkpoint.selection import Selection
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import DamagedError, UsageError
-from torchrelay.jobs.collector import undisturbed
-from torchrelay.jobs.peers import warn
+from torchrelay.jobs.runtime import undisturbed
+from torchrelay.jobs.session import warn
 
 if TYPE_CHECKING:
     import torch

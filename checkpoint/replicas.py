@@ -30,8 +30,8 @@ from torchrelay.checkpoint.save import SaveJob
 from torchrelay.checkpoint.state.dtensors import local_of
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value
 from torchrelay.errors import SaveFailedError, UsageError
-from torchrelay.jobs.data_parallel import broadcast_buffers
-from torchrelay.jobs.peers import Peers, together
+from torchrelay.jobs.data.data_parallel import broadcast_buffers
+from torchrelay.jobs.session import Peers, together
 from torchrelay.records import dataclass
 
 

@@ -24,7 +24,7 @@ from torchrelay.checkpoint.reading.leaf_reader import LeafReader
 from torchrelay.checkpoint.state.leaf import OPTIM_GROUP
 from torchrelay.errors import FormatError, UsageError
 from torchrelay.jobs.blobs import RESHARD_POLICIES
-from torchrelay.jobs.places import NodePlace
+from torchrelay.jobs.cluster import NodePlace
 from torchrelay.records import dataclass
 
 

@@ -15,7 +15,7 @@ from torchrelay.checkpoint.reading.lasting import Lasting
 from torchrelay.checkpoint.reading.metrics import KnownMetrics
 from torchrelay.checkpoint.reading.proof import Outcome
 from torchrelay.errors import StorageError
-from torchrelay.jobs.peers import Peers, decide, warn
+from torchrelay.jobs.session import Peers, decide, warn
 from torchrelay.records import dataclass
 
 

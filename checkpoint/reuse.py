@@ -39,7 +39,7 @@ from torchrelay.checkpoint.state.leaf import Value
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.unchanged import Findings, TensorOf, look
 from torchrelay.errors import ChangedAfterAllError, RelayError
-from torchrelay.jobs.peers import Peers, decide, together
+from torchrelay.jobs.session import Peers, decide, together
 from torchrelay.records import dataclass
 
 if TYPE_CHECKING:

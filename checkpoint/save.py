@@ -42,8 +42,8 @@ from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.timing import Clock, patience_secs
 from torchrelay.checkpoint.unchanged import lookers
 from torchrelay.errors import ChangedAfterAllError, PeerError, SaveFailedError, StorageError
-from torchrelay.jobs.peers import Peers, decide, is_told, together, warn
-from torchrelay.jobs.places import NodePlace
+from torchrelay.jobs.cluster import NodePlace
+from torchrelay.jobs.session import Peers, decide, is_told, together, warn
 from torchrelay.metadata.stats import NodeStats, NodeTimes
 from torchrelay.records import dataclass
 

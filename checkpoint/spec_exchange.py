@@ -25,7 +25,7 @@ from torchrelay.checkpoint.planning.repeated import RepeatedPlans
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.errors import SaveFailedError
 from torchrelay.jobs.blobs import Scope
-from torchrelay.jobs.peers import Peers, warn
+from torchrelay.jobs.session import Peers, warn
 from torchrelay.records import dataclass
 
 

@@ -9,7 +9,7 @@ from torchrelay.checkpoint.exclusion import SingleWriter
 from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.remote.urls import is_url, shown
 from torchrelay.errors import UsageError
-from torchrelay.jobs.directories import local_directory
+from torchrelay.jobs.runtime import local_directory
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.object_storage import ObjectStorage

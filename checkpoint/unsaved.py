@@ -19,9 +19,8 @@ from torchrelay.checkpoint.state.leaf import Value
 from torchrelay.checkpoint.state.optimizer_leaves import PARAMS
 from torchrelay.checkpoint.state.optimizer_steps import unsaved_optimizers
 from torchrelay.checkpoint.state.tensor_names import memory_place
-from torchrelay.jobs.peers import warn
-from torchrelay.jobs.places import NodePlace
-from torchrelay.jobs.session import Session
+from torchrelay.jobs.cluster import NodePlace
+from torchrelay.jobs.session import Session, warn
 
 
 class Unsaved:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchrelay.jobs.group import TaskGroup
+from torchrelay.jobs.job import TaskGroup
 
 
 class UploadTaskGroupBuilder:

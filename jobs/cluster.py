@@ -1,13 +1,232 @@
-"""Nodes and the cluster that they are declared in."""
+"""Nodes and their cluster: names, places, and what is current inside a `with` block.
+
+Each class has its own stack in each thread; a thread starts with empty stacks. Nothing is ever
+created or left on a stack on demand.
+
+No name becomes a path as it is, so these rules serve people and addresses: `trainer_1:model.*.weight`
+must be readable as node, blob and leaf without a second thought.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any
+import functools
+import re
+import threading
+import unicodedata
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import repeat
+from operator import itemgetter
+from types import MappingProxyType, TracebackType
+from typing import Any, Literal, TypeVar, cast, overload
 
-from torchrelay.jobs.context import Managed
-from torchrelay.jobs.names import check_node_name
+from torchrelay.errors import NotAllowedNowError, UsageError
+from torchrelay.records import dataclass
+
+M = TypeVar("M", bound="Managed")
+F = TypeVar("F", bound=Callable[..., Any])
+
+_thread = threading.local()
+
+
+class Managed:
+    """Base of the classes whose instances can be current.
+
+    Entering an instance makes it current for its class and for every managed class above it;
+    leaving must happen in the reverse order. As a decorator, an instance is entered around each call.
+    """
+
+    @overload
+    @classmethod
+    def current(cls: type[M], value: M | None = None) -> M: ...
+
+    @overload
+    @classmethod
+    def current(cls: type[M], value: M | None = None, *, required: Literal[True]) -> M: ...
+
+    @overload
+    @classmethod
+    def current(cls: type[M], value: M | None = None, *, required: Literal[False]) -> M | None: ...
+
+    @classmethod
+    def current(cls: type[M], value: M | None = None, *, required: bool = True) -> M | None:
+        """Return `value` if there is one, else the innermost instance of this thread.
+
+        Raises UsageError for a value of another class, and NotAllowedNowError outside any `with`
+        block unless `required` is False, which gives None.
+        """
+        if value is not None:
+            return _checked(cls, value)
+        stack = _stack(cls)
+        if stack:
+            return cast(M, stack[-1])
+        if not required:
+            return None
+        raise NotAllowedNowError(
+            f"there is no current {cls.__name__} in this thread: do this inside `with {cls.__name__}(...):`"
+        )
+
+    def __enter__(self: M) -> M:
+        for cls in _managed_classes(type(self)):
+            _stack(cls).append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        stacks = [_stack(cls) for cls in _managed_classes(type(self))]
+        if any(not stack or stack[-1] is not self for stack in stacks):
+            raise NotAllowedNowError(
+                f"{self!r} is not the innermost {type(self).__name__} of this thread: "
+                "leave contexts in the reverse order in which they were entered"
+            )
+        for stack in stacks:
+            stack.pop()
+
+    def __call__(self, function: F) -> F:
+        """Wrap `function` so that it runs with this instance current."""
+
+        @functools.wraps(function)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return cast(F, inside)
+
+
+def _stack(cls: type[Managed]) -> list[Managed]:
+    stacks: dict[type[Managed], list[Managed]] = _thread.__dict__.setdefault("stacks", {})
+    return stacks.setdefault(cls, [])
+
+
+def _managed_classes(cls: type[Managed]) -> list[type[Managed]]:
+    return [base for base in cls.__mro__ if issubclass(base, Managed) and base is not Managed]
+
+
+def _checked(cls: type[M], value: object) -> M:
+    if isinstance(value, cls):
+        return value
+    raise UsageError(f"expected a {cls.__name__}, got {value!r} of type {type(value).__name__}")
+
+
+MAX_BLOB_NAME_BYTES = 1024
+"""Bytes of UTF-8 that a blob name may have."""
+
+RANDOM_STATES = "rng"
+"""The blob that holds the random states of a node; no user's blob may have this name."""
+
+GRADIENTS = "@grad"
+"""The blob that holds the gradients of a node; no user's blob can have this name."""
+
+_NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,62}")
+_ADDRESS_CHARACTERS = ":*?[]@"
+
+
+def check_node_name(name: str) -> str:
+    """Return `name` if a node may be called so; raises UsageError with the rule otherwise."""
+    if isinstance(name, str) and _NODE.fullmatch(name):
+        return name
+    raise UsageError(
+        f"{name!r} cannot be the name of a node: use up to 63 letters, digits and . _ : - "
+        "beginning with a letter or digit, such as 'trainer_0'"
+    )
+
+
+def check_blob_name(name: str) -> str:
+    """Return `name` if a blob may be called so; raises UsageError with the rule otherwise."""
+    problem = _blob_name_problem(name)
+    if problem is None:
+        return name
+    raise UsageError(f"{name!r} cannot be the name of a blob: {problem}")
+
+
+def check_address(name: str) -> str:
+    """Return `name` if it is a blob's name, or `node:name` for the blob of one node; raises UsageError."""
+    node, colon, blob = name.rpartition(":")  # a blob's name has no colon, a node's may have
+    if colon:
+        check_node_name(node)
+    check_blob_name(blob)
+    return name
+
+
+def check_blob_names(names: Iterable[str], containers: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Check each name, and that none is reserved or a dotted prefix of another; raises UsageError.
+
+    Leaves are addressed `blob.leaf`, so with both `a` and `a.b` nobody could tell whose `a.b.c` is. Objects
+    that lie in a container are an exception: `containers` has its name by theirs.
+    """
+    given = list(names)
+    if not _all_plain(given):
+        for name in given:
+            check_blob_name(name)
+    known = set(given)
+    if RANDOM_STATES in known or any(map(str.startswith, given, repeat(f"{RANDOM_STATES}."))):
+        _refuse_mixed(known, containers)
+    depths = set(map(str.count, given, repeat(".")))
+    if len(depths) > 1 and not known.isdisjoint(_prefixes(given)):  # of one depth, none is in another
+        _refuse_mixed(known, containers)
+
+
+def _prefixes(names: Iterable[str]) -> set[str]:
+    """What lies before any dot of any name. Very many names have few such prefixes between them."""
+    found = {""}
+    while names := set(map(itemgetter(0), map(str.rpartition, names, repeat(".")))) - found:
+        found |= names
+    return found
+
+
+def _all_plain(names: Sequence[object]) -> bool:
+    """Whether all consist of printable ASCII without the characters of addresses, as nearly every name."""
+    try:
+        text = "".join(names)  # type: ignore[arg-type]
+    except TypeError:  # no text
+        return False
+    sizes = set(map(len, names))  # type: ignore[arg-type]
+    return (
+        text.isascii()
+        and text.isprintable()
+        and not any(character in text for character in _ADDRESS_CHARACTERS)
+        and min(sizes, default=1) > 0
+        and max(sizes, default=1) <= MAX_BLOB_NAME_BYTES
+    )
+
+
+def _refuse_mixed(known: Collection[str], containers: Mapping[str, str]) -> None:
+    """Say by UsageError which name it is."""
+    for name in sorted(known):
+        if name == RANDOM_STATES or name.startswith(f"{RANDOM_STATES}."):
+            raise UsageError(f"blob name {name!r} is reserved for random states: choose another name")
+        shorter = next((prefix for prefix in dotted_prefixes(name) if prefix in known), None)
+        if shorter is not None and shorter != containers.get(name):
+            raise UsageError(
+                f"blob {shorter!r} is a dotted prefix of blob {name!r}, so the addresses of their "
+                f"leaves would mix: rename one of them, for instance to {name.replace('.', '_')!r}"
+            )
+
+
+def dotted_prefixes(name: str) -> list[str]:
+    """Return the proper prefixes of `name` that end before a dot: `a.b.c` has `a` and `a.b`."""
+    found, at = [], name.find(".")
+    while at >= 0:
+        found.append(name[:at])
+        at = name.find(".", at + 1)
+    return found
+
+
+def _blob_name_problem(name: object) -> str | None:
+    if _all_plain([name]):
+        return None
+    if not isinstance(name, str):
+        return f"it is a {type(name).__name__}, names are str"
+    if not name:
+        return "it is empty"
+    found = sorted(set(name) & set(_ADDRESS_CHARACTERS))
+    if found:
+        return f"it has {' '.join(found)}, which addresses such as 'trainer_1:model.*' need for themselves"
+    if any(unicodedata.category(character) in ("Cc", "Cs") for character in name):
+        return "it has control characters or halves of surrogate pairs"
+    if len(name.encode()) > MAX_BLOB_NAME_BYTES:
+        return f"it has {len(name.encode())} bytes, more than {MAX_BLOB_NAME_BYTES}"
+    return None
 
 
 class Cluster(Managed):
@@ -71,3 +290,79 @@ def node_name(node: str | Node | None) -> str | None:
     if node is None or isinstance(node, Node):
         return node.name if node else None
     return check_node_name(node)
+
+
+@dataclass(frozen=True)
+class NodePlace:
+    """A node of the job and the process that plays it.
+
+    `name` is the node's name (`trainer_3`), `rank` its index among the job's nodes, `host` the
+    machine, `host_index` torchrun's group rank, `process` the rank of the process that hosts it
+    (emulated nodes share process 0).
+    """
+
+    name: str
+    rank: int
+    world_size: int
+    host: str = "localhost"
+    host_index: int = 0
+    local_rank: int = 0
+    role: str = "default"
+    process: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name} (rank {self.rank} on {self.host})"
+
+
+On = str | int | Collection[int] | Callable[[NodePlace], object]
+"""Where a task runs: see `FORMS`."""
+
+FORMS = (
+    '"all", "rank0" (any rank<n>), an int or a list of ints (ranks), "host:1" (index or name), '
+    '"local_rank0" (any local_rank<n>), "role:x", or a callable that takes the NodePlace'
+)
+
+_LISTS = (list, tuple, set, frozenset, range)
+_TEXT = re.compile(
+    r"(?P<all>all)|rank(?P<rank>[0-9]+)|local_rank(?P<local>[0-9]+)|host:(?P<host>.+)|role:(?P<role>.+)"
+)
+
+
+def check_on(on: On) -> None:
+    """Raise UsageError, listing the forms there are, for an `on` that is none of them."""
+    if isinstance(on, str):
+        known = _TEXT.fullmatch(on) is not None
+    elif callable(on):
+        known = True
+    else:
+        known = all(map(_is_rank, on)) and len(on) > 0 if isinstance(on, _LISTS) else _is_rank(on)
+    if not known:
+        raise UsageError(f"on={on!r} says no place: use {FORMS}")
+
+
+def selected(on: On, place: NodePlace) -> bool:
+    """Whether a task with this `on` runs at `place`; raises UsageError for an unknown form."""
+    check_on(on)
+    if isinstance(on, str):
+        return _text_selects(on, place)
+    if callable(on):
+        return bool(on(place))
+    return place.rank == on if isinstance(on, int) else place.rank in on
+
+
+def _text_selects(on: str, place: NodePlace) -> bool:
+    match = _TEXT.fullmatch(on)
+    found = match.groupdict() if match else {}
+    if found["rank"]:
+        return place.rank == int(found["rank"])
+    if found["local"]:
+        return place.local_rank == int(found["local"])
+    if found["host"]:
+        return found["host"] in (str(place.host_index), place.host)
+    if found["role"]:
+        return place.role == found["role"]
+    return True
+
+
+def _is_rank(rank: object) -> bool:
+    return isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0

@@ -1,4 +1,7 @@
-"""Stop conditions: asked after every epoch, they end the run.
+"""Stop conditions: the protocol, limits of a whole run, and early stopping.
+
+The limit comes from the program as it is today, what was used of it from the checkpoint: a larger
+number continues a run that had ended.
 
 max_epochs, max_steps, max_time     totals of the whole run, asked anew on resume    stop_limits
 epoch_limiter                       the same, counted by a blob                      stop_limits
@@ -9,35 +12,450 @@ StopCondition, StopAnswer, combine  the protocol and the nodes' common answer   
 
 from __future__ import annotations
 
-from torchrelay.jobs.early_stopping import EarlyStopping, early_stopping
-from torchrelay.jobs.stop_condition import Rule, StopAnswer, StopCondition, StopContext, combine
-from torchrelay.jobs.stop_forms import condition_of
-from torchrelay.jobs.stop_limits import (
-    EpochLimit,
-    MaxEpochs,
-    MaxSteps,
-    MaxTime,
-    epoch_limiter,
-    max_epochs,
-    max_steps,
-    max_time,
-)
+import functools
+import hashlib
+import math
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass as python_dataclass
+from dataclasses import field
+from datetime import timedelta
+from types import CodeType
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-__all__ = [
-    "EarlyStopping",
-    "EpochLimit",
-    "MaxEpochs",
-    "MaxSteps",
-    "MaxTime",
-    "Rule",
-    "StopAnswer",
-    "StopCondition",
-    "StopContext",
-    "combine",
-    "condition_of",
-    "early_stopping",
-    "epoch_limiter",
-    "max_epochs",
-    "max_steps",
-    "max_time",
-]
+from torchrelay.errors import MissingMetricError, UsageError
+from torchrelay.records import dataclass
+
+if TYPE_CHECKING:
+    from torchrelay.jobs.job import Job
+    from torchrelay.jobs.workspace import Workspace
+
+
+Rule = Literal["any", "all", "rank0"]
+RULES = ("any", "all", "rank0")
+_SHOWN = 3  # nodes that a reason names; thousands would hide the reason
+
+
+@python_dataclass(frozen=True)
+class StopAnswer:
+    """Whether to stop, and why in a few words (empty when not)."""
+
+    stop: bool
+    reason: str = ""
+
+
+class StopContext(Protocol):
+    """What a condition may look at: the `ctx` of the node, after the epoch and before its save.
+
+    A limit is also asked about a saved position before anything is loaded; then there is no `workspace`.
+    """
+
+    @property
+    def epoch(self) -> int:
+        """Epochs done."""
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of all epochs and attempts."""
+
+    @property
+    def elapsed_secs(self) -> float:
+        """Seconds of running over all attempts."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Metrics with their last reduced values, of whatever epoch."""
+
+    @property
+    def measured(self) -> Mapping[str, float]:
+        """Those that the epoch which is over has logged."""
+
+    @property
+    def workspace(self) -> Any:
+        """The node's GLOBAL workspace."""
+
+
+class StopCondition(Protocol):
+    """Asked on every node after every epoch.
+
+    `rule` says how the nodes' answers combine: stop when "any" or "all" of them say so, or when the
+    first node ("rank0") does. `limit` conditions depend on nothing but the position, so they are asked
+    anew on resume with today's arguments; of all others the saved verdict holds. A limit that has
+    `steps` or `secs`, totals of the whole run, also ends the running epoch at its next step. A condition
+    with `state_dict` and `load_state_dict` becomes a blob of its job. One that raises MissingMetricError
+    waits: it does not say stop.
+
+    A condition may have `settings`, JSON values of what it was made with: a saved verdict that ends the run
+    holds only for these. With `holds(settings)` it decides itself whether a verdict by other ones holds.
+    """
+
+    @property
+    def name(self) -> str:
+        """What the verdict is saved under; unique in its job."""
+
+    @property
+    def rule(self) -> Rule:
+        """How the answers of the nodes combine."""
+
+    @property
+    def limit(self) -> bool:
+        """Whether the position alone decides."""
+
+    def ask(self, ctx: Any) -> StopAnswer:
+        """Answer for one node; does not communicate."""
+
+
+def combine(answers_by_node: Mapping[str, StopAnswer], rule: str) -> StopAnswer:
+    """Make one answer of the nodes' answers (in the order of their ranks); pure.
+
+    The reason is that of the first node that says stop, with the names of all that do. No node, no stop.
+    """
+    if rule not in RULES:
+        raise UsageError(f"{rule!r} is not a rule of a stop condition: use one of {', '.join(RULES)}")
+    asked = dict(list(answers_by_node.items())[:1]) if rule == "rank0" else answers_by_node
+    stopping = [node for node, answer in asked.items() if answer.stop]
+    if not stopping or (rule == "all" and len(stopping) < len(asked)):
+        return StopAnswer(False)
+    return StopAnswer(True, f"{asked[stopping[0]].reason} ({_names(stopping)})".lstrip())
+
+
+def _names(nodes: list[str]) -> str:
+    more = len(nodes) - _SHOWN
+    return ", ".join(nodes[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def made_with(condition: Any) -> dict[str, Any] | None:
+    """The settings that its verdict is saved with; None where nothing tells them."""
+    found = getattr(condition, "settings", None)
+    return dict(found) if isinstance(found, Mapping) else None
+
+
+def verdict_holds(condition: Any, saved: Mapping[str, Any] | None) -> bool:
+    """Whether a verdict that ended the run is one of today's condition, made as it was then."""
+    today = made_with(condition)
+    if saved is None or today is None:
+        return True
+    decides = getattr(condition, "holds", None)
+    return bool(decides(saved)) if callable(decides) else saved == today
+
+
+def function_settings(function: Any) -> dict[str, str] | None:
+    """What tells a function from one with other code or other plain values; None where Python shows none.
+
+    Plain values are numbers, texts, flags and None: of defaults, closures, partial arguments, attributes of
+    the object whose method it is, and of globals that its code names. Each version of Python has other code.
+    """
+    seen = hashlib.sha256()
+    while isinstance(function, functools.partial):
+        seen.update(repr([_plain(one) for one in (*function.args, *function.keywords.items())]).encode())
+        function = function.func
+    owner = getattr(function, "__self__", None)
+    if not hasattr(function, "__code__") and not hasattr(function, "__func__"):
+        owner, function = function, vars(type(function)).get("__call__")
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    if not isinstance(code, CodeType):
+        return None
+    names = _hash_code(code, seen)
+    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    given = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items(), *cells]
+    named = {name: function.__globals__.get(name) for name in sorted(names)}
+    mine = sorted(vars(owner).items()) if owner is not None and hasattr(owner, "__dict__") else []
+    seen.update(repr([_plain(one) for one in (*given, *named.items(), *mine)]).encode())
+    return {"code": seen.hexdigest()[:32], "python": sys.implementation.cache_tag or ""}
+
+
+def _hash_code(code: CodeType, seen: Any) -> set[str]:
+    """Hash what a function does and return the names that it looks up, those of inner functions too."""
+    names = set(code.co_names)
+    seen.update(code.co_code)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= _hash_code(constant, seen)
+        else:
+            seen.update(repr(constant).encode())
+    seen.update(repr(code.co_names).encode())
+    return names
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return bool(cell.cell_contents is not cell)
+    except ValueError:
+        return False
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_plain(one) for one in value)
+    return value if value is None or type(value) in (bool, int, float, str) else type(value).__name__
+
+
+def free_name(name: str, taken: set[str]) -> str:
+    """Return `name`, or the first of name_2, name_3, ... that is free: alike wherever the program runs."""
+    candidate, number = name, 1
+    while candidate in taken:
+        number += 1
+        candidate = f"{name}_{number}"
+    return candidate
+
+
+_TIME = re.compile(r"(?:(\d{1,4})-)?(\d{1,5}):([0-5]\d):([0-5]\d)")
+
+
+@dataclass(frozen=True)
+class MaxEpochs:
+    """Stop after so many epochs."""
+
+    epochs: int
+    name: str = field(default="max_epochs", init=False)
+    rule: Rule = field(default="any", init=False)
+    limit: bool = field(default=True, init=False)
+
+    def ask(self, ctx: Any) -> StopAnswer:
+        """Compare with the epochs done."""
+        return _reached(ctx.epoch >= self.epochs, f"{self.epochs} epochs are done")
+
+
+@dataclass(frozen=True)
+class MaxSteps:
+    """Stop after so many steps; `steps` also ends the running epoch."""
+
+    steps: int
+    name: str = field(default="max_steps", init=False)
+    rule: Rule = field(default="any", init=False)
+    limit: bool = field(default=True, init=False)
+
+    def ask(self, ctx: Any) -> StopAnswer:
+        """Compare with the steps of all epochs."""
+        return _reached(ctx.total_steps >= self.steps, f"{self.steps} steps are done")
+
+
+@dataclass(frozen=True)
+class MaxTime:
+    """Stop after so many seconds of running; `secs` also ends the running epoch."""
+
+    secs: float
+    name: str = field(default="max_time", init=False)
+    rule: Rule = field(default="any", init=False)
+    limit: bool = field(default=True, init=False)
+
+    def ask(self, ctx: Any) -> StopAnswer:
+        """Compare with the seconds of all attempts."""
+        return _reached(ctx.elapsed_secs >= self.secs, f"{self.secs:g} s of running are over")
+
+
+@dataclass(frozen=True)
+class EpochLimit:
+    """Stop when a node's own count of epochs, the blob `counter`, has reached `epochs`.
+
+    `node` is the node that counts; None where every node does.
+    """
+
+    epochs: int
+    counter: str
+    node: str | None
+    name: str
+    rule: Rule = field(default="any", init=False)
+    limit: bool = field(default=True, init=False)
+
+    def ask(self, ctx: Any) -> StopAnswer:
+        """Read the count; of a saved position that is not loaded yet, its epoch is the count."""
+        workspace = getattr(ctx, "workspace", None)
+        if workspace is None:
+            return _reached(ctx.epoch >= self.epochs, self._reason)
+        if self.node not in (None, workspace.node):
+            return StopAnswer(False)
+        return _reached(workspace[self.counter] >= self.epochs, self._reason)
+
+    @property
+    def _reason(self) -> str:
+        return f"{self.epochs} epochs are done"
+
+
+def max_epochs(n: int) -> MaxEpochs:
+    """Stop after `n` epochs of the run, those of earlier attempts included; n >= 1."""
+    return MaxEpochs(_count("max_epochs", n))
+
+
+def max_steps(n: int) -> MaxSteps:
+    """Stop after `n` steps of the run; the running epoch ends at that step and counts as a short one."""
+    return MaxSteps(_count("max_steps", n))
+
+
+def max_time(limit: str | float | timedelta) -> MaxTime:
+    """Stop after this much running, summed over attempts: "HH:MM:SS", "D-HH:MM:SS", seconds, a timedelta.
+
+    The running epoch ends at its next step and counts as a short one.
+    """
+    return MaxTime(_seconds(limit))
+
+
+def epoch_limiter(job: Job, num_epochs: int) -> EpochLimit:
+    """Stop `job` after `num_epochs` epochs, counted by a blob of the current node (else of every node).
+
+    A task of the init group makes the count and one of the epoch group advances it, so it is saved
+    with the epochs and continues on resume, while the limit is the one given today. Returns the
+    condition, which is added to the job already. Raises UsageError unless num_epochs >= 1.
+    """
+    from torchrelay.jobs.cluster import Node
+    from torchrelay.jobs.task import Task
+
+    epochs = _count("epoch_limiter's num_epochs", num_epochs)
+    node = Node.current(required=False)
+    counter = free_name("epoch_limiter", {condition.name for condition in job.stop_conditions})
+
+    def begin(ws: Workspace) -> None:
+        ws[counter] = 0
+
+    def advance(ws: Workspace) -> None:
+        ws[counter] += 1
+
+    Task(begin, name=f"begin_{counter}", group=job.init_group)
+    Task(advance, name=f"advance_{counter}", group=job.epoch_group)
+    condition = EpochLimit(epochs, counter, node.name if node else None, counter)
+    job.add_stop_condition(condition)
+    return condition
+
+
+def _reached(stop: bool, reason: str) -> StopAnswer:
+    return StopAnswer(True, reason) if stop else StopAnswer(False)
+
+
+def _count(what: str, n: int) -> int:
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise UsageError(f"{what} is an integer from 1, not {n!r}")
+    return n
+
+
+def _seconds(limit: str | float | timedelta) -> float:
+    secs = _plain_seconds(limit)
+    if secs is None or not math.isfinite(secs) or secs <= 0:
+        raise UsageError(
+            f"max_time is 'HH:MM:SS', 'D-HH:MM:SS', seconds above 0 or a timedelta, not {limit!r}"
+        )
+    return secs
+
+
+def _plain_seconds(limit: object) -> float | None:
+    if isinstance(limit, timedelta):
+        return limit.total_seconds()
+    if isinstance(limit, str):
+        match = _TIME.fullmatch(limit.strip())
+        if match is None:
+            return None
+        days, hours, minutes, secs = (int(part or 0) for part in match.groups())
+        return float(timedelta(days=days, hours=hours, minutes=minutes, seconds=secs).total_seconds())
+    if isinstance(limit, (int, float)) and not isinstance(limit, bool):
+        return float(limit)
+    return None
+
+
+Mode = Literal["min", "max"]
+_NOT_IN_BLOB_NAMES = re.compile(r"[:*?\[\]@.]")
+
+
+class EarlyStopping:
+    """A stop condition whose memory (best value, measurements waited) is a blob, which a resume restores.
+
+    All nodes see the same reduced metric and give the same answer. An epoch counts once, and only if it
+    logged the metric: otherwise the answer stays as it was.
+    """
+
+    rule: Rule = "any"
+    limit = False
+    shared_by_nodes = True  # emulated nodes ask the same object
+
+    def __init__(self, metric: str, mode: Mode, patience: int, min_delta: float) -> None:
+        self.metric, self.mode, self.patience, self.min_delta = metric, mode, patience, min_delta
+        self.name = f"early_stopping({metric})"
+        self.blob_name = f"early_stopping/{_NOT_IN_BLOB_NAMES.sub('_', metric)}"
+        self.best: float | None = None
+        self.waited = 0
+        self._asked_in = 0
+
+    def __repr__(self) -> str:
+        return f"{self.name}: best {self.best}, waited {self.waited} of {self.patience} measurements"
+
+    def ask(self, ctx: Any) -> StopAnswer:
+        """Take this epoch's value, if it has one.
+
+        Raises MissingMetricError, which names the metrics there are, while no epoch has logged it.
+        """
+        measured = getattr(ctx, "measured", ctx.metrics)  # who asks by hand may have metrics alone
+        if self.metric not in ctx.metrics:
+            known = ", ".join(sorted(ctx.metrics)) or "none: no epoch task called ctx.log"
+            text = f"early_stopping waits for the metric {self.metric!r}; there are: {known}"
+            raise MissingMetricError(text, self.metric)
+        if self.metric in measured and ctx.epoch != self._asked_in:
+            self._take(float(measured[self.metric]))
+            self._asked_in = ctx.epoch
+        if self.waited < self.patience:
+            return StopAnswer(False)
+        best = "never had a finite value" if self.best is None else f"did not get better than {self.best:g}"
+        return StopAnswer(True, f"{self.metric} {best} for {self.waited} epochs that logged it")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What its verdict is saved with."""
+        return {"mode": self.mode, "patience": self.patience, "min_delta": self.min_delta}
+
+    def holds(self, saved: Mapping[str, Any]) -> bool:
+        """Whether a verdict by those settings is one by these: no more patience, and the same threshold."""
+        return {**saved, "patience": self.patience} == self.settings and self.patience <= saved["patience"]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the memory as plain values."""
+        return {
+            "best": self.best, "waited": self.waited, "epoch": self._asked_in,
+            "mode": self.mode, "min_delta": self.min_delta,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved memory; where better means something else now the waiting begins anew."""
+        best = state["best"] if state.get("mode", self.mode) == self.mode else None
+        self.best = None if best is None else float(best)
+        same = best == state["best"] and state.get("min_delta", self.min_delta) == self.min_delta
+        self.waited, self._asked_in = int(state["waited"]) if same else 0, int(state["epoch"])
+
+    def _take(self, value: float) -> None:
+        if self._improves(value):
+            self.best, self.waited = value, 0
+        else:
+            self.waited += 1
+
+    def _improves(self, value: float) -> bool:
+        if not math.isfinite(value):
+            return False
+        if self.best is None:
+            return True
+        gain = self.best - value if self.mode == "min" else value - self.best
+        return gain > self.min_delta
+
+
+def early_stopping(
+    metric: str, mode: Mode = "min", patience: int = 3, min_delta: float = 0.0
+) -> EarlyStopping:
+    """Stop after `patience` measurements in a row in which `metric` did not get better.
+
+    An epoch that logs nothing under the name has no measurement and is not counted; before the first one
+    the run waits. Better is below (mode "min") or above ("max") the best so far by more than `min_delta`.
+    `metric` is a name given to `ctx.log`. NaN and infinite values are no improvement and never the best; 0.0
+    is a value like any other.
+    Raises UsageError for arguments that cannot be.
+    """
+    if not isinstance(metric, str) or not metric:
+        raise UsageError(f"early_stopping needs the name of a metric, not {metric!r}")
+    if mode not in ("min", "max"):
+        raise UsageError(f"early_stopping's mode is 'min' or 'max', not {mode!r}")
+    if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
+        raise UsageError(f"early_stopping's patience is an integer from 1, not {patience!r}")
+    if not _is_distance(min_delta):
+        raise UsageError(f"early_stopping's min_delta is a number from 0, not {min_delta!r}")
+    return EarlyStopping(metric, mode, patience, float(min_delta))
+
+
+def _is_distance(value: object) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and math.isfinite(value) and value >= 0  # type: ignore[arg-type, operator]

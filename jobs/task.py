@@ -1,22 +1,121 @@
-"""Tasks: steps that run on a node."""
+"""Tasks: the steps that run on a node, their outputs, and a counter that can be a blob."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, TypeVar
+import threading
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
 
 from torchrelay.errors import NotAllowedNowError, UsageError
-from torchrelay.jobs.cluster import Node, node_name
-from torchrelay.jobs.context import Managed
-from torchrelay.jobs.output import TaskOutput
-from torchrelay.jobs.placement import On, check_on
-from torchrelay.jobs.step import Step, call_style, invoke, step_name
+from torchrelay.jobs.blobs import Step, call_style, step_name
+from torchrelay.jobs.cluster import Managed, Node, On, check_blob_name, check_on, node_name
 from torchrelay.jobs.workspace import WorkspaceType, workspace_type_of
+from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
-    from torchrelay.jobs.group import TaskGroup
+    from torchrelay.jobs.job import TaskGroup
 
-__all__ = ["Step", "Task", "call_style", "invoke"]
+
+@dataclass(frozen=True)
+class NotHere:
+    """Stands for a value that stayed in the process that produced it, and says why."""
+
+    reason: str
+
+
+class TaskOutput:
+    """A value of a task as of the end of the run: a name of its workspace, or what its last step returned.
+
+    A later run replaces the value; nothing else does, whatever happens to the workspace.
+    """
+
+    def __init__(self, name: str | None, task: Task) -> None:
+        self.name = None if name is None else check_blob_name(name)
+        self._task, self._of = weakref.ref(task), task.full_name
+        self._values: dict[str, Any] | None = None
+
+    def __repr__(self) -> str:
+        return f"TaskOutput({self})"
+
+    @property
+    def task(self) -> Task | None:
+        """The task, while anybody else has it."""
+        return self._task()
+
+    def __str__(self) -> str:
+        what = "what the last step returns" if self.name is None else repr(self.name)
+        return f"{what} of task {self._of!r}"
+
+    def bind(self, values: Mapping[str, Any]) -> None:
+        """Take the values by node; for the session, at the end of a run. Tensors are copied."""
+        self._values = {node: _copied(value) for node, value in values.items()}
+
+    def fetch(self, node: str | Node | None = None) -> Any:
+        """Return the value on `node`, by default on the only node that ran the task.
+
+        Raises NotAllowedNowError before a run and for a value that is too big to leave the process
+        of its node, UsageError where the node is missing or unknown.
+        """
+        value = self._chosen(node)
+        if isinstance(value, NotHere):
+            raise NotAllowedNowError(f"{value.reason}; fetch it there, or make it a blob")
+        return value
+
+    def _chosen(self, node: str | Node | None) -> Any:
+        values = self._bound()
+        if node is None:
+            return self._only(values)
+        if str(node) in values:
+            return values[str(node)]
+        raise UsageError(f"{self} exists on {_listed(values)}, not on {str(node)!r}")
+
+    def fetch_all(self) -> dict[str, Any]:
+        """Return the values by the name of the node; raises NotAllowedNowError before a run.
+
+        A value that is too big to leave the process of its node is a `NotHere` elsewhere.
+        """
+        return dict(self._bound())
+
+    def _bound(self) -> dict[str, Any]:
+        if self._values is None:
+            raise NotAllowedNowError(f"{self} is not set yet: run its group or task in a session first")
+        return self._values
+
+    def _only(self, values: Mapping[str, Any]) -> Any:
+        if len(values) == 1:
+            return next(iter(values.values()))
+        if not values:
+            raise NotAllowedNowError(f"{self} is not set: the last run selected no node for it")
+        raise UsageError(
+            f"{self} exists on {_listed(values)}: say which with fetch(node), or use fetch_all()"
+        )
+
+
+def final_output(name: str) -> TaskOutput:
+    """Return a handle to `name` as it is when the last task of the group has ended on the node.
+
+    It becomes an output of the current Task, else of a new Task without a step.
+    """
+    task = Task.current(required=False)
+    return (Task(name="final_output") if task is None else task).add_output(name)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(item) for item in value)
+    return value
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    return ", ".join(values) or "no node"
+
 
 F = TypeVar("F", bound=Step)
 Steps = Step | Iterable[Step] | None
@@ -26,6 +125,7 @@ class TaskOutputs(list[TaskOutput]):
     """The outputs of a task, in order; they may be called, as Caffe2's `task.outputs()`."""
 
     def __call__(self) -> TaskOutputs:
+        """Return them themselves."""
         return self
 
 
@@ -115,7 +215,7 @@ class Task(Managed):
             )
 
     def _join(self, group: TaskGroup | None) -> None:
-        from torchrelay.jobs.group import TaskGroup
+        from torchrelay.jobs.job import TaskGroup
 
         group = TaskGroup.current(group, required=False)
         if group is not None:
@@ -135,3 +235,53 @@ def _positive(what: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UsageError(f"{what}={value!r} cannot be: give an integer from 1 on")
     return value
+
+
+class Counter:
+    """A thread-safe integer that counts down to "done"; saved and loaded like any stateful blob.
+
+    Raises UsageError for a `start` that is no integer or negative.
+    """
+
+    def __init__(self, start: int = 0, name: str | None = None) -> None:
+        if isinstance(start, bool) or not isinstance(start, int) or start < 0:
+            raise UsageError(f"a counter starts at an integer from 0 on, not at {start!r}")
+        self.name = name
+        self._start = start
+        self._value = start
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"Counter({self.name or ''}={self._value})"
+
+    @property
+    def value(self) -> int:
+        """The value now; negative after more count-downs than the start allowed."""
+        return self._value
+
+    def count_down(self) -> bool:
+        """Decrement, always; return True if the value was not above 0 before."""
+        with self._lock:
+            self._value -= 1
+            return self._value < 0
+
+    def count_up(self) -> int:
+        """Increment; return the value from before."""
+        with self._lock:
+            self._value += 1
+            return self._value - 1
+
+    def reset(self, value: int | None = None) -> int:
+        """Set to `value`, or to the start; return the value from before."""
+        with self._lock:
+            before, self._value = self._value, self._start if value is None else value
+            return before
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the value as a blob's state."""
+        return {"value": self._value}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Take the value from a state; raises KeyError when it has none."""
+        with self._lock:
+            self._value = int(state["value"])

@@ -18,8 +18,8 @@ import torch
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.blobs import Blob, kind_of
+from torchrelay.jobs.cluster import check_address, check_blob_name, dotted_prefixes
 from torchrelay.jobs.containers import is_container, item_of, note_records, set_item, within
-from torchrelay.jobs.names import check_address, check_blob_name, dotted_prefixes
 from torchrelay.records import dataclass
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torchrelay.checkpoint.position import Position
 from torchrelay.errors import NoProgressError
-from torchrelay.jobs.peers import Peers, decide
+from torchrelay.jobs.session import Peers, decide
 from torchrelay.runners.journal import Journal
 
 MAX_ATTEMPTS = 3

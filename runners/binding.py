@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterable
 from torchrelay.checkpoint.disk.values import encode
 from torchrelay.checkpoint.wildcards import is_pattern
 from torchrelay.errors import BlobError, UsageError
-from torchrelay.jobs.blobs import Blob, holds_live, kind_of
+from torchrelay.jobs.blobs import Blob, holds_live, invoke, kind_of
 from torchrelay.jobs.containers import is_container
-from torchrelay.jobs.data_parallel import bare_ddp_instances
+from torchrelay.jobs.data.data_parallel import bare_ddp_instances
 from torchrelay.jobs.job import Job
-from torchrelay.jobs.peers import together
-from torchrelay.jobs.step import invoke
+from torchrelay.jobs.session import together
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.runners.session_base import SessionBase
 from torchrelay.runners.siblings import naming

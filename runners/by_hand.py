@@ -9,7 +9,7 @@ from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.reading.epoch_choice import wanted
 from torchrelay.checkpoint.reading.opening import place_of, proved_entry
 from torchrelay.errors import UsageError
-from torchrelay.jobs.peers import decide
+from torchrelay.jobs.session import decide
 from torchrelay.runners.stopping import Verdict
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from torchrelay.errors import RelayError, StorageError, UsageError
-from torchrelay.jobs.peers import Peers, decide, together
+from torchrelay.jobs.session import Peers, decide, together
 from torchrelay.metadata.capture import (
     Given,
     captures,

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.places import NodePlace
+from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.runners.full_state import full_state_dict
 from torchrelay.runners.loops import ALL
@@ -318,7 +318,7 @@ class Context:
 
 def place_loader(loader: Any, place: NodePlace) -> None:
     """Give an EpochLoader its share where torch.distributed cannot tell it: on emulated nodes."""
-    from torchrelay.jobs.epoch_loader import EpochLoader
+    from torchrelay.jobs.data.loader import EpochLoader
 
     if isinstance(loader, EpochLoader):
         loader.placed(place.rank, place.world_size)
@@ -329,7 +329,7 @@ def tell_epoch(loader: Any, epoch: int) -> None:
 
     They are found at any depth: a batch sampler around a sampler, a dataset around another one.
     """
-    from torchrelay.jobs.epoch_loader import EpochLoader
+    from torchrelay.jobs.data.loader import EpochLoader
 
     if isinstance(loader, EpochLoader):
         return

@@ -8,10 +8,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.errors import NotAllowedNowError, PeerError, RelayError
-from torchrelay.jobs.group import TaskGroup
-from torchrelay.jobs.names import check_node_name
-from torchrelay.jobs.places import NodePlace
-from torchrelay.jobs.wire import Wire
+from torchrelay.jobs.cluster import NodePlace, check_node_name
+from torchrelay.jobs.job import TaskGroup
+from torchrelay.jobs.session import Wire
 from torchrelay.runners.distributed.current import current_world
 from torchrelay.runners.distributed.launch_env import LaunchEnv, read_launch_env
 from torchrelay.runners.distributed.process_groups import (

@@ -17,11 +17,10 @@ from functools import partial
 from typing import Any
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs import turns
-from torchrelay.jobs.group import NodeHook, Reporter, TaskGroup
-from torchrelay.jobs.output import TaskOutput
-from torchrelay.jobs.placement import selected
-from torchrelay.jobs.task import Task
+from torchrelay.jobs import runtime
+from torchrelay.jobs.cluster import selected
+from torchrelay.jobs.job import NodeHook, Reporter, TaskGroup
+from torchrelay.jobs.task import Task, TaskOutput
 from torchrelay.jobs.workspace import Origin, Workspace, WorkspaceType
 from torchrelay.records import dataclass
 from torchrelay.runners.context import Context
@@ -107,7 +106,7 @@ class _NodeRun:
             self._may_begin()
             if cursor is not None:
                 cursor.begin(task, self.ctx.workspace, self.ctx.session.streams(self.ctx.node))
-            turns.begin_now()
+            runtime.begin_now()
             if task.concurrent:
                 self.siblings.start(task.full_name, partial(self._run_concurrent, task))
             else:
@@ -137,7 +136,7 @@ class _NodeRun:
     def _hooks(self, hooks: Iterable[NodeHook]) -> None:
         here = [hook for hook in hooks if hook.node in (None, self.ctx.node)]
         if here:
-            turns.begin_now()
+            runtime.begin_now()
         for hook in here:
             every = hook.node is None or self.ctx.session.peers.size == 1
             run_steps(

@@ -24,8 +24,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torchrelay.checkpoint.disk.values import encode
 from torchrelay.errors import BlobError, UsageError
 from torchrelay.jobs.blobs import Blob
-from torchrelay.jobs.peers import together
-from torchrelay.jobs.stop_condition import function_settings
+from torchrelay.jobs.session import together
+from torchrelay.jobs.stop import function_settings
 from torchrelay.records import dataclass
 from torchrelay.runners.session_base import SessionBase
 

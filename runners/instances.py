@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torchrelay.jobs.step import Step, invoke
+from torchrelay.jobs.blobs import Step, invoke
 from torchrelay.jobs.task import Task
 from torchrelay.runners.context import Context
 from torchrelay.runners.siblings import Siblings, task_failed

@@ -19,9 +19,9 @@ from torchrelay.checkpoint.multi_node import MultiNodeCheckpointManager
 from torchrelay.checkpoint.storage_places import FILE
 from torchrelay.checkpoint.upload import UploadTaskGroupBuilder
 from torchrelay.errors import LeftByInterrupt, NotAllowedNowError, TaskFailedError, UsageError
-from torchrelay.jobs.directories import local_directory
 from torchrelay.jobs.job import Job
-from torchrelay.jobs.peers import decide
+from torchrelay.jobs.runtime import local_directory
+from torchrelay.jobs.session import decide
 from torchrelay.metadata.capture import Given
 from torchrelay.metadata.code.sources import Code
 from torchrelay.metadata.file_handler import FileMetadataHandler

@@ -22,7 +22,7 @@ from torchrelay.checkpoint.log.writer import process_here
 from torchrelay.checkpoint.position import Position
 from torchrelay.errors import DirectoryInUseError, PreemptedError, StorageError, UsageError
 from torchrelay.jobs.job import Job
-from torchrelay.jobs.peers import Peers, decide, warn
+from torchrelay.jobs.session import Peers, decide, warn
 from torchrelay.metadata.run_directory import RunDirectory, State
 from torchrelay.runners.choosing import Choice
 from torchrelay.runners.last_words import forget_note, remember_note

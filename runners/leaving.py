@@ -115,7 +115,7 @@ def message_of(error: BaseException) -> str:
 
     Of a failed step it is the user's part of the traceback; how it was called is no help.
     """
-    from torchrelay.jobs.config.problems import ConfigError
+    from torchrelay.jobs.config.tree import ConfigError
 
     if isinstance(error, TaskFailedError) and error.details:
         return f"{type(error).__name__}: {error}\n{error.details.rstrip()}"

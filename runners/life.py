@@ -18,10 +18,10 @@ from torchrelay.checkpoint.headway import headway
 from torchrelay.checkpoint.ledger_words import Look, Target
 from torchrelay.checkpoint.position import Position
 from torchrelay.errors import DamagedError, PartiallyLoadedError
-from torchrelay.jobs.data_parallel import drop as drop_wrappers
-from torchrelay.jobs.peers import decide, together
-from torchrelay.jobs.seeding import current_seed
-from torchrelay.jobs.turns import undivided
+from torchrelay.jobs.data.data_parallel import drop as drop_wrappers
+from torchrelay.jobs.random import current_seed
+from torchrelay.jobs.runtime import undivided
+from torchrelay.jobs.session import decide, together
 from torchrelay.runners.attempts import check_attempts
 from torchrelay.runners.binding import bind_blobs, warn_of_bare_ddp
 from torchrelay.runners.choosing import Choice

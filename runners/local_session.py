@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.group import TaskGroup
-from torchrelay.jobs.names import check_node_name
-from torchrelay.jobs.peers import Solo
-from torchrelay.jobs.places import NodePlace
-from torchrelay.jobs.random_streams import RandomStreams
+from torchrelay.jobs.cluster import NodePlace, check_node_name
+from torchrelay.jobs.job import TaskGroup
+from torchrelay.jobs.random import RandomStreams
+from torchrelay.jobs.session import Solo
 from torchrelay.records import dataclass
 from torchrelay.runners.placing import numbered_first
 from torchrelay.runners.session_base import SessionBase

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrelay.errors import StorageError
 from torchrelay.jobs.job import Job
-from torchrelay.jobs.peers import Peers
+from torchrelay.jobs.session import Peers
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.metadata.sinks.sink import MetricSink, TrackedRun
 from torchrelay.runners.progress import Progress

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.disk.values import decode, encode
 from torchrelay.errors import BlobError
-from torchrelay.jobs.output import NotHere, TaskOutput
-from torchrelay.jobs.peers import Json
-from torchrelay.jobs.task import Task
+from torchrelay.jobs.session import Json
+from torchrelay.jobs.task import NotHere, Task, TaskOutput
 
 if TYPE_CHECKING:
     from torch import Tensor

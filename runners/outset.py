@@ -16,7 +16,7 @@ from torchrelay.checkpoint.ledger_words import Look
 from torchrelay.checkpoint.manager_base import Manager
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.jobs.job import Job
-from torchrelay.jobs.peers import Peers, decide
+from torchrelay.jobs.session import Peers, decide
 from torchrelay.records import dataclass
 from torchrelay.runners.choosing import Choice, Past, Resume, Wish, check_epoch, choose
 from torchrelay.runners.journal import Journal

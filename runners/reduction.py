@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.peers import Json, Peers
+from torchrelay.jobs.session import Json, Peers
 from torchrelay.records import dataclass
 from torchrelay.runners.glimpses import Glimpses
 

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from torchrelay.jobs.group import Reporter
-from torchrelay.jobs.step import Step
+from torchrelay.jobs.blobs import Step
+from torchrelay.jobs.job import Reporter
 from torchrelay.runners.siblings import Siblings
 
 

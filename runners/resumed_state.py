@@ -10,7 +10,7 @@ from torchrelay.checkpoint.ledger_words import Target
 from torchrelay.checkpoint.manager_base import Manager
 from torchrelay.checkpoint.state.gradients import Gradients
 from torchrelay.errors import PartiallyLoadedError, StorageError
-from torchrelay.jobs.random_streams import RandomStreams
+from torchrelay.jobs.random import RandomStreams
 from torchrelay.runners.ending.place import places_for
 from torchrelay.runners.ending.put_back import PutBack
 from torchrelay.runners.from_program import FromProgram

@@ -8,9 +8,9 @@ from typing import Any
 
 from torchrelay.checkpoint.state.gradients import Gradients
 from torchrelay.errors import MissingMetricError, RelayError, UsageError
-from torchrelay.jobs.group import TaskGroup
-from torchrelay.jobs.peers import Peers
-from torchrelay.jobs.random_streams import RandomStreams
+from torchrelay.jobs.job import TaskGroup
+from torchrelay.jobs.random import RandomStreams
+from torchrelay.jobs.session import Peers
 from torchrelay.runners.ending.cursor import Cursor
 from torchrelay.runners.ending.place import Place
 from torchrelay.runners.ending.requests import ASKED, NOT_ASKED, TIME_IS_UP, Requests

@@ -10,7 +10,7 @@ from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.manager_base import Manager
 from torchrelay.checkpoint.position import Position
 from torchrelay.errors import FencedError, LostDirectoryError, PeerError, SaveFailedError, UsageError
-from torchrelay.jobs.peers import decide
+from torchrelay.jobs.session import decide
 from torchrelay.runners.session_base import SessionBase
 
 if TYPE_CHECKING:

@@ -17,16 +17,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.errors import NotAllowedNowError, UsageError, exit_code_of
-from torchrelay.jobs.context import Managed
-from torchrelay.jobs.group import SessionGroup, TaskGroup
-from torchrelay.jobs.output import TaskOutput
-from torchrelay.jobs.peers import Peers, is_told, together
-from torchrelay.jobs.placement import selected
-from torchrelay.jobs.places import NodePlace
-from torchrelay.jobs.random_streams import RandomStreams
-from torchrelay.jobs.seeding import current_seed
-from torchrelay.jobs.task import Task
-from torchrelay.jobs.wire import Wire
+from torchrelay.jobs.cluster import Managed, NodePlace, selected
+from torchrelay.jobs.job import SessionGroup, TaskGroup
+from torchrelay.jobs.random import RandomStreams, current_seed
+from torchrelay.jobs.session import Peers, Wire, is_told, together
+from torchrelay.jobs.task import Task, TaskOutput
 from torchrelay.jobs.workspace import Workspace, WorkspaceType
 from torchrelay.runners.context import Context
 from torchrelay.runners.ending.interruption import Interrupted

@@ -13,7 +13,7 @@ _SHOWN = 40
 
 def setting_changes(before: bytes, now: bytes) -> str:
     """The keys that differ with both values, `a.b 1 -> 2`; a few are named, the rest is counted."""
-    from torchrelay.jobs.yaml_text import read_findings  # yaml is for runs of configurations alone
+    from torchrelay.jobs.config.yaml_reader import read_findings  # yaml is for runs of configurations alone
 
     old, new = dict(_leaves(read_findings(before).top)), dict(_leaves(read_findings(now).top))
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]

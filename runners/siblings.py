@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import TracebackType
 
 from torchrelay.errors import RelayError, TaskFailedError
-from torchrelay.jobs.step import Step, step_name
+from torchrelay.jobs.blobs import Step, step_name
 from torchrelay.jobs.task import Task
 
 logger = logging.getLogger("torchrelay")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from torchrelay.errors import NotAllowedNowError, UsageError
-from torchrelay.jobs.seeding import seed as set_seed
+from torchrelay.jobs.random import seed as set_seed
 from torchrelay.runners.distributed.current import world_of_parent
 from torchrelay.runners.distributed.launch_env import read_launch_env
 from torchrelay.runners.local_session import LocalSession

@@ -327,6 +327,6 @@ class _Round:
 
 def is_even(loader: Any) -> bool:
     """Whether a loader promises the same number of steps in every process."""
-    from torchrelay.jobs.epoch_loader import EpochLoader
+    from torchrelay.jobs.data.loader import EpochLoader
 
     return isinstance(loader, EpochLoader)

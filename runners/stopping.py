@@ -10,8 +10,8 @@ from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.reading.lookup import nearest
 from torchrelay.errors import MissingMetricError
 from torchrelay.jobs.job import Job
-from torchrelay.jobs.peers import decide, together
-from torchrelay.jobs.stop_condition import StopAnswer, StopCondition, combine, made_with, verdict_holds
+from torchrelay.jobs.session import decide, together
+from torchrelay.jobs.stop import StopAnswer, StopCondition, combine, made_with, verdict_holds
 from torchrelay.records import dataclass
 from torchrelay.runners.run_state import RunState
 from torchrelay.runners.session_base import SessionBase

@@ -12,10 +12,8 @@ from pathlib import Path
 
 from config_cases import read
 
-from torchrelay.jobs.config.json_schema import json_schema, sections
-from torchrelay.jobs.config.key import section_spec
-from torchrelay.jobs.config.key_table import key_table
-from torchrelay.jobs.config.schema_lookup import TOP
+from torchrelay.jobs.config.schema_docs import TOP, json_schema, key_table, sections
+from torchrelay.jobs.config.types import section_spec
 from torchrelay.runners.lifecycle.recording import recorded
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs/configuration.md").read_text()

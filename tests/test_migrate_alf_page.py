@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from torchrelay import open_checkpoint
-from torchrelay.jobs.config.reading import load_config
+from torchrelay.jobs.config.config import load_config
 from torchrelay.runners.commands.command_line import main
 
 ROOT = Path(__file__).resolve().parent.parent

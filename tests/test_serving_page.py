@@ -15,7 +15,7 @@ import pytest
 from served import wait_until
 from torchrun import clean_environment
 
-from torchrelay.jobs.signature import Signature
+from torchrelay.jobs.runtime import Signature
 from torchrelay.runners.commands.command_line import whole_parser
 from torchrelay.runners.serving.limits import Limits
 from torchrelay.runners.serving.openapi import description

@@ -34,8 +34,8 @@ from torchrelay.checkpoint.save import SaveJob, carry_out, make_plan
 from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role
 from torchrelay.checkpoint.timing import Clock
-from torchrelay.jobs.collector import undisturbed
-from torchrelay.jobs.places import NodePlace
+from torchrelay.jobs.cluster import NodePlace
+from torchrelay.jobs.runtime import undisturbed
 from torchrelay.runners.distributed.hosts import Hosts
 from torchrelay.runners.distributed.store_peers import StorePeers, joined
 

@@ -24,7 +24,7 @@ from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.planning.assignments import Assignment
 from torchrelay.checkpoint.spec_exchange import Described, class_json
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec
-from torchrelay.jobs.places import NodePlace
+from torchrelay.jobs.cluster import NodePlace
 
 KINDS = ("ddp", "fsdp", "hsdp", "stages")
 STAGES = 10

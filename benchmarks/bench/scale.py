@@ -40,8 +40,8 @@ from torchrelay.checkpoint.reading.read_plan import LeafRead
 from torchrelay.checkpoint.save import SaveJob, carry_out, make_plan
 from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.timing import Clock
-from torchrelay.jobs.collector import undisturbed
-from torchrelay.jobs.peers import Peers
+from torchrelay.jobs.runtime import undisturbed
+from torchrelay.jobs.session import Peers
 from torchrelay.runners.distributed.hosts import Hosts
 from torchrelay.runners.distributed.store_peers import StorePeers
 

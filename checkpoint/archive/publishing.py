@@ -14,7 +14,7 @@ from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.storage import WriteHandle
 from torchrelay.checkpoint.storage_places import FILE, is_remote, object_at
 from torchrelay.errors import StorageError, UsageError
-from torchrelay.jobs.directories import check_file
+from torchrelay.jobs.runtime import check_file
 
 Where = str | os.PathLike[str]
 _READ = 32 << 20

@@ -20,9 +20,8 @@ from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.replicas import WholeBytes
 from torchrelay.checkpoint.save import SaveJob, carry_out
 from torchrelay.checkpoint.timing import Clock
-from torchrelay.jobs import turns
-from torchrelay.jobs.peers import Peers
-from torchrelay.jobs.session import Session
+from torchrelay.jobs import runtime
+from torchrelay.jobs.session import Peers, Session
 from torchrelay.metadata.stats import NodeStats
 from torchrelay.records import dataclass
 
@@ -117,7 +116,7 @@ class Background:
             session.workspace(place.name).gate = gate.gate
         flight.start(self._ended)
         if flight.stage is None:
-            with turns.waiting():
+            with runtime.waiting():
                 flight.on_disk.wait()
 
     def aside(self, work: Callable[[], None]) -> None:
@@ -194,7 +193,7 @@ class _Flight:
 
     def start(self, ended: Callable[[Outcome], None]) -> None:
         def run() -> None:
-            turns.behind()
+            runtime.behind()
             self._go.wait()
             if self._given_up:
                 return
@@ -223,7 +222,7 @@ class _Flight:
     def join(self) -> None:
         if self._over is not None:
             self._go.set()
-            with turns.waiting():
+            with runtime.waiting():
                 self._standby.wait(self._over)
 
     def _outcome(self) -> Outcome:

@@ -18,7 +18,7 @@ from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.disk.names import format_key
 from torchrelay.checkpoint.planning.assignments import Assignment
 from torchrelay.errors import SaveFailedError
-from torchrelay.jobs import turns
+from torchrelay.jobs import runtime
 from torchrelay.records import dataclass
 
 
@@ -144,7 +144,7 @@ class Stage:
             if self._passed:
                 return
             if not self._copied.is_set():
-                with turns.waiting():
+                with runtime.waiting():
                     self._copied.wait()
             known = {id(piece) for piece in self.changed}
             self.changed += tuple(piece for piece in self.late if piece.counted and id(piece) not in known)

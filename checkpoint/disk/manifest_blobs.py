@@ -23,7 +23,7 @@ from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import DamagedError
-from torchrelay.jobs.collector import undisturbed
+from torchrelay.jobs.runtime import undisturbed
 from torchrelay.records import dataclass
 
 Json = Any

@@ -46,7 +46,7 @@ from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.recent import Recent
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import DamagedError
-from torchrelay.jobs.names import GRADIENTS
+from torchrelay.jobs.cluster import GRADIENTS
 from torchrelay.records import dataclass
 
 Json = Any

@@ -22,7 +22,7 @@ from torchrelay.checkpoint.reading.casting import Cast
 from torchrelay.checkpoint.reading.lookup import Nodes
 from torchrelay.checkpoint.storage_places import is_remote
 from torchrelay.errors import UsageError
-from torchrelay.jobs.directories import local_directory
+from torchrelay.jobs.runtime import local_directory
 from torchrelay.records import dataclass
 
 FORMATS = ("safetensors", "hf", "torch", "dcp")

@@ -36,8 +36,8 @@ from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.state.leaf import Leaf, Value, spec_of
 from torchrelay.checkpoint.storage_places import is_remote
 from torchrelay.errors import UsageError
-from torchrelay.jobs.directories import is_directory, local_directory
-from torchrelay.jobs.places import NodePlace
+from torchrelay.jobs.cluster import NodePlace
+from torchrelay.jobs.runtime import is_directory, local_directory
 from torchrelay.records import dataclass
 
 FORMATS = ("torch", "dcp", "safetensors", "hf")

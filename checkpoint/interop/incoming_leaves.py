@@ -17,7 +17,7 @@ from torchrelay.checkpoint.interop.content import Incoming
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Role, Value
 from torchrelay.errors import UsageError
-from torchrelay.jobs.names import check_blob_names
+from torchrelay.jobs.cluster import check_blob_names
 
 
 def leaves_from(incoming: Incoming, blob: str | None) -> list[Leaf]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torchrelay.checkpoint.temporary_names import temporary_beside
 from torchrelay.errors import StorageError, UsageError
-from torchrelay.jobs.directories import check_target
+from torchrelay.jobs.runtime import check_target
 
 
 def check_free(path: Path, *, overwrite: bool, directory: bool) -> None:

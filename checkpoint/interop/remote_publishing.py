@@ -12,7 +12,7 @@ from torchrelay.checkpoint.interop.publishing import publish
 from torchrelay.checkpoint.object_storage import ObjectStorage
 from torchrelay.checkpoint.storage_places import is_remote, object_at
 from torchrelay.errors import StorageError, UsageError
-from torchrelay.jobs.directories import local_directory
+from torchrelay.jobs.runtime import local_directory
 
 Where = str | os.PathLike[str]
 _PIECE_BYTES = 32 << 20

@@ -17,7 +17,7 @@ from torchrelay.checkpoint.disk.dtypes import by_code
 from torchrelay.checkpoint.interop.content import Incoming, Outgoing
 from torchrelay.checkpoint.interop.scratch import tensor_in
 from torchrelay.errors import BlobError, DamagedError, FormatError, StorageError
-from torchrelay.jobs.directories import check_file
+from torchrelay.jobs.runtime import check_file
 
 HEADER_LIMIT = 100_000_000
 _FORMAT = {"format": "pt"}

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from torchrelay.errors import BlobError, FormatError, StorageError
-from torchrelay.jobs.directories import check_file
+from torchrelay.jobs.runtime import check_file
 
 _PROTOCOL = b"\x80"
 """How files of torch before 1.6 begin, and those that were written the same way since."""

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from torchrelay.jobs import turns
+from torchrelay.jobs import runtime
 
 IDLE_SECS = 60.0
 """How long the thread waits for more to do before it ends."""
@@ -46,7 +46,7 @@ class Deletions:
 
     def wait(self, patience_secs: float = PATIENCE_SECS) -> bool:
         """Return when all that was asked for is done; False if that takes longer."""
-        with turns.waiting(), self._changed:
+        with runtime.waiting(), self._changed:
             return self._changed.wait_for(lambda: not self._asked and not self._busy, patience_secs)
 
     def take_failures(self) -> list[str]:
@@ -57,7 +57,7 @@ class Deletions:
 
     def _run(self) -> None:
         while True:
-            turns.behind()
+            runtime.behind()
             self._work_off()
             with self._changed:
                 if not self._changed.wait_for(lambda: self._asked, IDLE_SECS):

@@ -21,7 +21,7 @@ from torchrelay.checkpoint.onnx_in.model_file import KNOWN_DOMAINS, opsets
 from torchrelay.checkpoint.onnx_in.ordering import in_order
 from torchrelay.checkpoint.onnx_in.stored_tensors import is_texts, stored_sparse, stored_tensor, stored_texts
 from torchrelay.errors import UsageError
-from torchrelay.jobs.signature import Signature, Size, TensorSpec
+from torchrelay.jobs.runtime import Signature, Size, TensorSpec
 
 
 def content_of(model: Any, folder: Path | None, supported: Callable[[str, str], bool]) -> Content:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchrelay.jobs.signature import Signature
+from torchrelay.jobs.runtime import Signature
 from torchrelay.records import dataclass
 
 

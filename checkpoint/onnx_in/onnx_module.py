@@ -23,7 +23,7 @@ from torchrelay.checkpoint.onnx_in.operators import supported
 from torchrelay.checkpoint.onnx_in.plan import Plan, plan_of
 from torchrelay.checkpoint.onnx_in.running import Surroundings, run_plan
 from torchrelay.errors import UsageError
-from torchrelay.jobs.peers import warn
+from torchrelay.jobs.session import warn
 
 _Ends = tuple[tuple[str, ...] | None, tuple[str, ...], int]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchrelay.jobs.random_streams import RandomStreams
+from torchrelay.jobs.random import RandomStreams
 
 _LOGGERS = (
     "torch",

@@ -21,7 +21,7 @@ from torchrelay.checkpoint.object_storage import ObjectStorage
 from torchrelay.checkpoint.remote.urls import is_url
 from torchrelay.checkpoint.storage_places import FILE
 from torchrelay.errors import StorageError, UsageError
-from torchrelay.jobs.directories import local_directory
+from torchrelay.jobs.runtime import local_directory
 from torchrelay.records import dataclass
 
 _WHAT = "the ONNX file"

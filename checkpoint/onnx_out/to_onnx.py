@@ -21,7 +21,7 @@ from torchrelay.checkpoint.onnx_out.quiet import undisturbing
 from torchrelay.checkpoint.onnx_out.targets import Target, target_of
 from torchrelay.checkpoint.package.recorded import recorded_call
 from torchrelay.errors import UsageError
-from torchrelay.jobs.signature import Signature, TensorSpec
+from torchrelay.jobs.runtime import Signature, TensorSpec
 from torchrelay.records import dataclass
 
 if TYPE_CHECKING:

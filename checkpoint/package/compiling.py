@@ -16,7 +16,7 @@ from torchrelay.checkpoint.package.recorded import Recorded, record
 from torchrelay.checkpoint.package.rewriting import plain
 from torchrelay.checkpoint.package.trees import tree_of
 from torchrelay.errors import UsageError
-from torchrelay.jobs.signature import Signature, Size, TensorSpec
+from torchrelay.jobs.runtime import Signature, Size, TensorSpec
 
 
 def compile(

@@ -21,7 +21,7 @@ from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.disk.fields import Fields
 from torchrelay.checkpoint.disk.value_decoding import decode
 from torchrelay.errors import DamagedError, FormatError, UsageError
-from torchrelay.jobs.signature import Signature
+from torchrelay.jobs.runtime import Signature
 from torchrelay.records import dataclass
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from torchrelay.checkpoint.package.operators import operator_of
 from torchrelay.checkpoint.package.program import STATE, Argument, Program
 from torchrelay.checkpoint.package.trees import built, leaves_in
 from torchrelay.errors import DamagedError, UsageError
-from torchrelay.jobs.peers import warn
-from torchrelay.jobs.signature import Signature, TensorSpec
+from torchrelay.jobs.runtime import Signature, TensorSpec
+from torchrelay.jobs.session import warn
 from torchrelay.records import dataclass
 
 

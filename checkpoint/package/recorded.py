@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from torchrelay.jobs.signature import Signature
+from torchrelay.jobs.runtime import Signature
 from torchrelay.records import dataclass
 
 

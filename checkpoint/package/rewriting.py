@@ -16,7 +16,7 @@ from torchrelay.checkpoint.package.program import CONSTANT, STATE, Program, Step
 from torchrelay.checkpoint.package.trees import tree_of
 from torchrelay.checkpoint.package.unused import without_unused
 from torchrelay.errors import BlobError
-from torchrelay.jobs.signature import Signature, TensorSpec
+from torchrelay.jobs.runtime import Signature, TensorSpec
 from torchrelay.records import dataclass
 
 

@@ -11,7 +11,7 @@ from torchrelay.checkpoint.archive.entries import PARAMETER, Entry
 from torchrelay.checkpoint.archive.publishing import Where
 from torchrelay.checkpoint.disk.value_decoding import references
 from torchrelay.checkpoint.package.opening import Package, package_of, signature_in
-from torchrelay.jobs.signature import Signature, TensorSpec
+from torchrelay.jobs.runtime import Signature, TensorSpec
 
 ROWS = 200
 """States that are listed one by one."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torchrelay.checkpoint.package.arguments import names_in
 from torchrelay.checkpoint.package.program import Program
 from torchrelay.checkpoint.package.trees import Tree
-from torchrelay.jobs.signature import TensorSpec
+from torchrelay.jobs.runtime import TensorSpec
 
 
 def without_unused(program: Program, specs: Sequence[TensorSpec]) -> tuple[Program, tuple[TensorSpec, ...]]:

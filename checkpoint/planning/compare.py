@@ -24,7 +24,7 @@ import xxhash
 from torchrelay.checkpoint.disk import canonical, dtypes
 from torchrelay.checkpoint.disk.canonical import Json
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Value
-from torchrelay.jobs.peers import Peers, together
+from torchrelay.jobs.session import Peers, together
 from torchrelay.records import dataclass
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.planning.assignments import Plan
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.recent import Recent
-from torchrelay.jobs.places import NodePlace
+from torchrelay.jobs.cluster import NodePlace
 from torchrelay.records import dataclass
 
 Json = Any

@@ -13,7 +13,7 @@ from torchrelay.checkpoint.disk.manifest import BlobRow, LeafRow, Manifest
 from torchrelay.checkpoint.reading.leaf_reader import LeafReader
 from torchrelay.checkpoint.reading.lookup import nearest
 from torchrelay.errors import UsageError
-from torchrelay.jobs.names import GRADIENTS
+from torchrelay.jobs.cluster import GRADIENTS
 from torchrelay.records import dataclass
 
 

@@ -47,8 +47,8 @@ from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.checkpoint.state.restore import Restoration, restoration
 from torchrelay.checkpoint.wildcards import matches_any
 from torchrelay.errors import UsageError
+from torchrelay.jobs.cluster import dotted_prefixes
 from torchrelay.jobs.containers import item_of, within
-from torchrelay.jobs.names import dotted_prefixes
 from torchrelay.records import dataclass
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from torchrelay.checkpoint.disk.layouts import Layout, PerNode
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
 from torchrelay.errors import UsageError
-from torchrelay.jobs.names import GRADIENTS
+from torchrelay.jobs.cluster import GRADIENTS
 
 Nodes = str | Mapping[str, str] | None
 """Whose value is taken of what differs between nodes: one node's, or that of a node per stored blob."""

@@ -22,7 +22,7 @@ from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.storage_places import FILE, joined, storage_of
 from torchrelay.checkpoint.tier.options import NOTES
 from torchrelay.errors import NoProvableEpochError, StorageError, UnknownEpochError, UsageError
-from torchrelay.jobs.directories import is_directory
+from torchrelay.jobs.runtime import is_directory
 from torchrelay.records import dataclass
 
 Best = tuple[str, str]

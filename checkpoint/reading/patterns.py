@@ -18,7 +18,7 @@ from torchrelay.checkpoint.reading.lookup import (
 )
 from torchrelay.checkpoint.wildcards import matches
 from torchrelay.errors import UsageError
-from torchrelay.jobs.names import GRADIENTS, RANDOM_STATES
+from torchrelay.jobs.cluster import GRADIENTS, RANDOM_STATES
 from torchrelay.records import dataclass
 
 NOWHERE = ""

@@ -17,7 +17,7 @@ from torchrelay.checkpoint.disk.shard_reader import ShardHeader
 from torchrelay.checkpoint.reading.leaf_reader import LeafReader
 from torchrelay.checkpoint.reading.shares import PIECE, Batch, Part, Shares
 from torchrelay.errors import DamagedError
-from torchrelay.jobs.wire import Wire
+from torchrelay.jobs.session import Wire
 
 
 class SharedReads:

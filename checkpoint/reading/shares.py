@@ -12,7 +12,7 @@ from torchrelay.checkpoint.disk.digest import BLOCK
 from torchrelay.checkpoint.disk.manifest import Manifest
 from torchrelay.checkpoint.disk.names import Flat, format_key
 from torchrelay.checkpoint.disk.parts import parts_of
-from torchrelay.jobs.places import NodePlace
+from torchrelay.jobs.cluster import NodePlace
 from torchrelay.records import dataclass
 
 PIECE = 16 * BLOCK

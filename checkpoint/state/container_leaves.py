@@ -20,9 +20,7 @@ from torchrelay.checkpoint.state.stateful_leaves import dotted, nested_leaves, u
 from torchrelay.checkpoint.state.tensor_names import TensorNames
 from torchrelay.errors import BlobError
 from torchrelay.jobs.blobs import is_factory, is_stateful
-from torchrelay.jobs.containers import (
-    found_inside,
-)
+from torchrelay.jobs.containers import found_inside
 
 
 def container_leaves(

@@ -36,7 +36,7 @@ from torchrelay.jobs.containers import (
     record_fields,
     registered_record,
 )
-from torchrelay.jobs.peers import warn
+from torchrelay.jobs.session import warn
 from torchrelay.records import dataclass
 
 Builder = Callable[[], Any]

@@ -16,7 +16,7 @@ import torch
 from torchrelay.checkpoint.selection import LEFT_OUT
 from torchrelay.checkpoint.state.leaf import LeafSpec
 from torchrelay.errors import BlobError
-from torchrelay.jobs.names import dotted_prefixes
+from torchrelay.jobs.cluster import dotted_prefixes
 from torchrelay.records import dataclass
 
 _NEAREST_FOR = 20

@@ -37,8 +37,8 @@ from torchrelay.checkpoint.state.optimizer_steps import STEPS, is_left, left_beh
 from torchrelay.checkpoint.state.reads import Read
 from torchrelay.checkpoint.state.restoring import Draft
 from torchrelay.errors import DamagedError
-from torchrelay.jobs.names import GRADIENTS
-from torchrelay.jobs.peers import warn
+from torchrelay.jobs.cluster import GRADIENTS
+from torchrelay.jobs.session import warn
 from torchrelay.records import dataclass
 
 Names = Mapping[int, str]

@@ -27,7 +27,7 @@ from torchrelay.checkpoint.tier.part_sender import PartSender
 from torchrelay.checkpoint.tier.places import Places, guessed, seen
 from torchrelay.checkpoint.tier.tier_ledger import TierLedger, let_go
 from torchrelay.errors import DamagedError, StorageError
-from torchrelay.jobs.peers import Peers, decide, together, warn
+from torchrelay.jobs.session import Peers, decide, together, warn
 
 Json = Any
 TURN_SECS = 0.5

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.directories import local_directory
+from torchrelay.jobs.runtime import local_directory
 
 NOTES = "tier.json"
 """The file of a near directory that says what it is near to."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from torchrelay.checkpoint.disk.canonical import sha256
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import RelayError, StorageError, UsageError
-from torchrelay.jobs.peers import Peers, together
+from torchrelay.jobs.session import Peers, together
 from torchrelay.records import dataclass
 
 SEEN_WITHIN_SECS = 10.0

@@ -29,7 +29,7 @@ from torchrelay.checkpoint.tier.options import Tier
 from torchrelay.checkpoint.tier.replicator import Replicator
 from torchrelay.checkpoint.tier.tier_storage import TierStorage
 from torchrelay.errors import FencedError, RelayError, SaveFailedError
-from torchrelay.jobs.peers import Peers, together, warn
+from torchrelay.jobs.session import Peers, together, warn
 
 TURN_SECS = 2.0
 """How long is waited until the processes ask each other whether one of them has to leave."""

@@ -1,29 +1,98 @@
-"""A configuration that is right: settings, the user's own sections, what was never read, what holds."""
+"""A configuration that was checked: read from a file and overrides, its sections, and its identity.
+
+Left out are limits, intervals, what is kept and where, the kind and number of processes, and everything
+that only `infer` uses. Values that are the default count as not written.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+import os
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.config.binding import bound
-from torchrelay.jobs.config.data_keys import user_sections
-from torchrelay.jobs.config.expansion import Expanded
-from torchrelay.jobs.config.forms import At, Reading
-from torchrelay.jobs.config.identity import digest, identity
-from torchrelay.jobs.config.nearest import hint, nearest
-from torchrelay.jobs.config.overrides import Overrides
-from torchrelay.jobs.config.problems import ConfigError, ConfigKeyError, ConfigProblem
+from torchrelay.jobs.config.interpolation import Expanded, RunPlace, expanded
+from torchrelay.jobs.config.overrides import Overrides, check_references, overridden
 from torchrelay.jobs.config.resolved import completed, yaml_lines
-from torchrelay.jobs.config.schema import Settings
-from torchrelay.jobs.config.schema_lookup import TOP, form_at, key_at
-from torchrelay.jobs.config.section_forms import Section
-from torchrelay.jobs.config.tracking import Tracked, leaves
-from torchrelay.jobs.config.tree import Missing, find, value_at
-from torchrelay.jobs.yaml_text import Where
+from torchrelay.jobs.config.runner_schema import is_infer
+from torchrelay.jobs.config.schema import Settings, user_sections
+from torchrelay.jobs.config.schema_docs import TOP, form_at, key_at
+from torchrelay.jobs.config.section_types import Named, Section
+from torchrelay.jobs.config.tree import (
+    ConfigError,
+    ConfigKeyError,
+    ConfigProblem,
+    Missing,
+    Tracked,
+    find,
+    hint,
+    leaves,
+    nearest,
+    recovered,
+    value_at,
+)
+from torchrelay.jobs.config.types import At, Form, KeySpec, ListOf, Reading
+from torchrelay.jobs.config.user_sections import bound
+from torchrelay.jobs.config.yaml_reader import Where, yaml_content
 from torchrelay.records import dataclass
+
+_EMPTY: tuple[Any, ...] = (None, {}, [])
+
+
+def identity(normal: Mapping[str, Any], runner: str | None = None) -> dict[str, Any]:
+    """The identifying part of a normal, valid configuration; of one runner, else of all that train."""
+    runners = list(normal.get("runner", []))
+    if runner is not None:
+        chosen = [one for one in runners if one["name"] == runner]
+    else:
+        chosen = [one for one in runners if not is_infer(one)] or runners
+    phases = _used(normal, "phase", [one.get("phases") for one in chosen])
+    datasets = _used(normal, "dataset", [_listed(one.get("dataset_name")) for one in phases])
+    found = _picked(TOP, {**normal, "runner": chosen, "phase": phases, "dataset": datasets})
+    return dict(found)
+
+
+def digest(identifying: Mapping[str, Any]) -> str:
+    """SHA-256 of it, in one way of writing."""
+    text = json.dumps(identifying, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def _listed(name: str | None) -> list[str] | None:
+    return None if name is None else [name]
+
+
+def _used(normal: Mapping[str, Any], section: str, wanted: Collection[list[str] | None]) -> list[Any]:
+    """The items of a list that are named; None among the wanted: all of them."""
+    items = list(normal.get(section, []))
+    if not wanted or any(names is None for names in wanted):
+        return items
+    named = {name for names in wanted for name in names or ()}
+    return [one for one in items if one["name"] in named]
+
+
+def _picked(form: Form | None, value: Any) -> Any:
+    if isinstance(form, Section):
+        known = {name: _of_key(spec, value[name]) for name, spec in form.spec.keys.items() if name in value}
+        own = {name: one for name, one in value.items() if name not in form.spec.keys}
+        return {**{name: one for name, one in known.items() if one not in _EMPTY}, **own}
+    if isinstance(form, ListOf):
+        return [_picked(form.item, one) for one in value]
+    return (
+        {name: _picked(form.item, one) for name, one in value.items()} if isinstance(form, Named) else value
+    )
+
+
+def _of_key(spec: KeySpec, value: Any) -> Any:
+    """None where it does not count."""
+    if not spec.identity or (spec.default is not None and value == spec.form.normal(spec.default)):
+        return None
+    return _picked(spec.form, value)
+
 
 DEFAULT = "default"
 T = TypeVar("T")
@@ -203,3 +272,68 @@ class Config:
             return None
         near = hint(found.rest[0], found.known)
         raise ConfigKeyError(f"{self.name}: there is no section `{path}`; {near}".rstrip("; "))
+
+
+_MISSING = " missing"
+
+
+def load_config(
+    path: str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    source: Path | None = None,
+    *,
+    place: RunPlace | None = None,
+) -> Config:
+    """Read a configuration file; a relative workspace begins at its directory.
+
+    `overrides` are texts `key.path=value`; `environ` is what `${env:NAME}` sees, the process's own if None.
+    Files with classes in the workspace are taken from `source` instead, where it is given. `place` says where
+    the runs lie if not where the configuration does: `${upstream...}` looks for `lineage/` there first.
+    Raises ConfigError with all problems, UsageError where the file cannot be read at all.
+    """
+    data = yaml_content(path)
+    return read_config(data, os.fspath(path), Path(path).absolute().parent, overrides, environ, source, place)
+
+
+def read_config(
+    data: bytes,
+    name: str,
+    folder: Path,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    source: Path | None = None,
+    place: RunPlace | None = None,
+) -> Config:
+    """Read a text; `name` stands for it in messages, a relative workspace begins at `folder`.
+
+    Nothing is imported and nothing written. Raises ConfigError with all problems.
+    """
+    given = Overrides(tuple(overrides))
+    read = recovered(data, name)
+    if read.tree is None:
+        raise ConfigError(read.problems)
+    tree, problems = overridden(read.tree, given)
+    done, more = expanded(tree, folder, os.environ if environ is None else environ, place)
+    read_by_names = {
+        one for where in done.referred for one in leaves(value_at(done.tree.value, where), where)
+    }
+    reading = Reading(done.tree, done.workspace, reads=read_by_names, source=source)
+    settings = TOP.take(done.tree.value, At(reading))
+    check_references(reading)
+    found = [*problems, *more, *reading.problems]
+    told = _new(found, read.problems) if read.whole else [one for one in found if not _is_cascade(one)]
+    if read.problems or told:
+        raise ConfigError([*read.problems, *_new(told, read.problems)])
+    return Config(name, data, settings, given, done, reading)
+
+
+def _new(found: Sequence[ConfigProblem], before: Sequence[ConfigProblem]) -> list[ConfigProblem]:
+    """Without those that stand where YAML was wrong already."""
+    places = {str(one.origin) for one in before}
+    return [one for one in found if str(one.origin) not in places]
+
+
+def _is_cascade(problem: ConfigProblem) -> bool:
+    """What is missing where lines were left out may have stood in them."""
+    return _MISSING in problem.message

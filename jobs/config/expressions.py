@@ -1,14 +1,37 @@
-"""Texts with names in them: `{workspace}`, `${key.path}`, `${env:NAME}`, `${env:NAME,default}`.
+"""Expressions in texts (`{workspace}`, `${key.path}`, `${env:NAME}`), and values of earlier runs.
 
 `$$` before a brace stands for `$`, `{{workspace}}` for the characters `{workspace}`; all other braces stay.
+
+A run keeps what its upstream runs were in `lineage/<alias>/`, laid out as a run directory. So one reading
+serves the directory of the upstream, where a run begins, and the copy, where it goes on or is deployed.
 """
 
 from __future__ import annotations
 
+import glob
+import json
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import Enum
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
+from torchrelay.errors import UsageError
+from torchrelay.jobs.config.schema_docs import key_at
+from torchrelay.jobs.config.tree import (
+    Missing,
+    dotted,
+    find,
+    hint,
+    leaves,
+    names_in,
+    nearest,
+    recovered,
+    value_at,
+)
+from torchrelay.jobs.runtime import split_run
 from torchrelay.records import dataclass
 
 _TOKEN = re.compile(r"\$\$(?=\{)|\$\{(?P<inside>[^{}]*)\}|\$\{|\{\{workspace\}\}|\{workspace\}")
@@ -109,3 +132,156 @@ def _escaped(parts: list[str | Mark], at: int) -> str:
     text = part.replace(Mark.WORKSPACE.value, "{{workspace}}")
     followed = text + ("{" if isinstance(after, Mark) else "")
     return re.sub(r"\$(?=\{)", "$$", followed)[: -1 if isinstance(after, Mark) else None]
+
+
+UPSTREAM, LINEAGE, STAGE = "upstream", "lineage", "stage.json"
+_CAPTURED = re.compile(r"captured\.([0-9]{1,9})\.json")
+_FOLDER = re.compile(r"config(/attempt_[0-9]{1,9})?")
+
+
+class UpstreamValueError(UsageError):
+    """An upstream, or a value of its configuration, that is not there; `near` is what was probably meant."""
+
+    def __init__(self, message: str, near: str | None = None) -> None:
+        super().__init__(message)
+        self.near = near
+
+
+def stage_folder(alias: str, run: str | None, own: Sequence[str | Path]) -> Path:
+    """Where the configuration and the source of an upstream lie.
+
+    `run` is its absolute path or URL (None: unknown), `own` are the runs that may be built on it. The copy in
+    one of these counts before the upstream's directory, unless that is another one than was copied. Where the
+    directory is gone, a directory of several runs will do: the newest copy in it counts.
+    Raises UpstreamValueError where there is neither.
+    """
+    path = None if run is None else split_run(run)[0]
+    there = path is not None and os.path.isdir(path)  # noqa: PTH112 - False for a name too long
+    for folder in (Path(one, LINEAGE, alias) for one in own):
+        if not os.path.isfile(folder / STAGE):  # noqa: PTH113
+            continue
+        copied = _json(folder / STAGE).get("path")
+        if not there or os.path.normpath(str(copied)) == os.path.normpath(str(path)):
+            return folder
+    if there:
+        return Path(str(path))
+    copies = [
+        Path(found).parent
+        for one in own
+        if os.path.isdir(one)  # noqa: PTH112
+        for found in glob.glob(f"{glob.escape(str(Path(one)))}/*/{LINEAGE}/{glob.escape(alias)}/{STAGE}")  # noqa: PTH207
+    ]
+    if copies:
+        return max(copies, key=lambda one: (one / STAGE).stat().st_mtime_ns)
+    raise UpstreamValueError(_not_there(alias, path, own))
+
+
+@lru_cache(maxsize=64)
+def _parsed(path: str, _changed: tuple[int, int]) -> dict[str, Any]:
+    """The values of a resolved form, read once as long as the file stays the same."""
+    try:
+        found = recovered(Path(path).read_bytes(), path)
+    except OSError as error:
+        raise UpstreamValueError(f"cannot read {path}: {error.strerror}") from None
+    if found.tree is None or found.problems:
+        raise UpstreamValueError(
+            f"{path} is damaged ({found.problems[0]}): restore it from a copy of the run"
+        )
+    value = found.tree.value
+    workspace = "".join(_literal(part, "") for part in parts_of(str(value.get("workspace", ""))))
+    return {**_rendered(value, workspace), "workspace": workspace}
+
+
+def configuration(folder: Path) -> dict[str, Any]:
+    """All values of the configuration that a run was last started with, paths with its workspace in them.
+
+    `folder` is a run directory or a copy of one in `lineage/`. Raises UpstreamValueError where it has none.
+    """
+    for path in _resolved_forms(folder):
+        at = path.stat()
+        return _parsed(str(path), (at.st_mtime_ns, at.st_size))
+    raise UpstreamValueError(
+        f"{folder} has no configuration: only a run of a YAML file has values; the source of any run is what "
+        "torchrelay.load_upstream gives"
+    )
+
+
+def value_of(alias: str, folder: Path, path: str) -> Any:
+    """A value of an upstream by its dotted path; `upstream.NAME.` goes on to what it is built on itself.
+
+    What begins with no key of the schema is looked up in `hyper_parameters`: `width`. Raises
+    UpstreamValueError with the nearest path.
+    """
+    words = path.split(".")
+    if words[0] == UPSTREAM and len(words) > 2 and key_at((UPSTREAM, words[1], words[2])) is None:
+        inner = folder / LINEAGE / words[1]
+        if os.path.isdir(inner):  # noqa: PTH112
+            return value_of(f"{alias}.{UPSTREAM}.{words[1]}", inner, ".".join(words[2:]))
+    values = configuration(folder)
+    found = find(values, path)
+    if isinstance(found, Missing) and key_at((words[0],)) is None:
+        inside = find(values, f"hyper_parameters.{path}")
+        found = found if isinstance(inside, Missing) else inside
+    if not isinstance(found, Missing):
+        return value_at(values, found)
+    known = [dotted(where, names_in(values, where)) for where in leaves(values, ())]
+    near = nearest(path, known) or nearest(f"hyper_parameters.{path}", known)
+    told = f"did you mean `{near}`?" if near else hint(found.rest[0], found.known)
+    raise UpstreamValueError(
+        f"upstream `{alias}` has no `{path}` in its configuration, {folder}; {told}", near
+    )
+
+
+def _resolved_forms(folder: Path) -> Iterator[Path]:
+    """Those of its starts, the newest first."""
+    try:
+        names = os.listdir(folder)
+    except OSError as error:
+        raise UpstreamValueError(f"cannot list {folder}: {error.strerror}") from None
+    numbers = sorted((int(match[1]) for name in names if (match := _CAPTURED.fullmatch(name))), reverse=True)
+    for number in numbers:
+        place = _json(folder / f"captured.{number}.json").get("config")
+        if (
+            isinstance(place, str)
+            and _FOLDER.fullmatch(place)
+            and (folder / place / "resolved.yaml").is_file()
+        ):
+            yield folder / place / "resolved.yaml"
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UpstreamValueError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise UpstreamValueError(f"{path} is damaged: restore it from a copy of the run")
+    return found
+
+
+def _rendered(value: Any, workspace: str) -> Any:
+    if isinstance(value, dict):
+        return {name: _rendered(one, workspace) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_rendered(one, workspace) for one in value]
+    return "".join(_literal(part, workspace) for part in parts_of(value)) if isinstance(value, str) else value
+
+
+def _literal(part: Part, workspace: str) -> str:
+    """A resolved form has no names in its texts but that of the workspace."""
+    if isinstance(part, str):
+        return part
+    return workspace if isinstance(part, (Mark, Reference)) else part.written
+
+
+def _not_there(alias: str, path: str | None, own: Sequence[str | Path]) -> str:
+    looked = f", and no copy of it in {' or '.join(str(Path(one, LINEAGE)) for one in own)}" if own else ""
+    if path is None:
+        return f"upstream `{alias}`: nobody says which run it is{looked}: give upstream="
+    if "://" in path:
+        return (
+            f"upstream `{alias}`: the configuration of a run at a URL is not read: copy {path} here{looked}"
+        )
+    return f"upstream `{alias}`: there is no run {path}{looked}: train that stage first, or correct its path"

@@ -7,10 +7,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torchrelay.jobs.config.forms import Form, ListOf
-from torchrelay.jobs.config.section_forms import Named, Section
-from torchrelay.jobs.yaml_scalars import plain
-from torchrelay.jobs.yaml_text import Where
+from torchrelay.jobs.config.section_types import Named, Section
+from torchrelay.jobs.config.types import Form, ListOf
+from torchrelay.jobs.config.yaml_reader import Where, plain
 
 _BARE = re.compile(r"[A-Za-z_/][A-Za-z0-9_./+-]*")
 _ELSEWHERE = re.compile(r"(?i)y|n|yes|no|on|off")

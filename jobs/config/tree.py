@@ -1,14 +1,144 @@
-"""A configuration between text and meaning: nested values, and where each of them comes from."""
+"""A configuration between text and meaning: nested values with their places, and all problems."""
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Mapping
-from typing import Any
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from torchrelay.jobs.config.problems import Origin, dotted
-from torchrelay.jobs.yaml_text import Where
+from torchrelay.errors import UsageError
+from torchrelay.jobs.config.yaml_reader import (
+    NO_MAPPING,
+    TOLD_WITH_REMEDY,
+    Findings,
+    Place,
+    Problem,
+    Where,
+    read_findings,
+)
 from torchrelay.records import dataclass
+
+if TYPE_CHECKING:
+    from torchrelay.jobs.config.types import Reading
+
+
+_WIDTH = 100
+"""Columns of a source line that are shown; of longer ones the part around the place."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A text that was read: a file by its name, or `command line`, whose lines are the overrides."""
+
+    name: str
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value or a key stands."""
+
+    source: Source
+    place: Place
+
+    def __str__(self) -> str:
+        return f"{self.source.name}:{self.place.line}:{self.place.column}"
+
+    @property
+    def text(self) -> str:
+        """The line of the source; empty where the source has none such."""
+        lines = self.source.lines
+        return lines[self.place.line - 1] if self.place.line <= len(lines) else ""
+
+
+@dataclass(frozen=True)
+class ConfigProblem:
+    """One thing that is wrong. `path` is the dotted path of the key; `nearest` what was probably meant."""
+
+    origin: Origin
+    path: str
+    message: str
+    nearest: str | None = None
+
+    def __str__(self) -> str:
+        about = f"{self.path}: " if self.path else ""
+        return f"{self.origin}: {about}{self.message}"
+
+    def lines(self) -> list[str]:
+        """The message, the source line, and a caret below the place."""
+        text, before = _window(self.origin.text, self.origin.place.column - 1)
+        if not text.strip():
+            return [str(self)]
+        number = str(self.origin.place.line)
+        return [str(self), f"  {number} | {text}", f"  {' ' * len(number)} | {_blank(text[:before])}^"]
+
+    def json(self) -> dict[str, Any]:
+        """As an object of `config check --json`."""
+        place = self.origin.place
+        return {
+            "source": self.origin.source.name,
+            "line": place.line,
+            "column": place.column,
+            "path": self.path,
+            "message": self.message,
+            "nearest": self.nearest,
+        }
+
+
+class ConfigError(UsageError):
+    """A configuration that cannot be; `problems` has everything that was found, in the order of the text.
+
+    `outcome` ends the report: what did not happen because of them.
+    """
+
+    def __init__(self, problems: Sequence[ConfigProblem], outcome: str = "nothing was started") -> None:
+        self._outcome = outcome
+        self.problems = tuple(sorted(problems, key=_order))
+        super().__init__("\n".join(self.report()))
+
+    def report(self) -> list[str]:
+        """All problems as lines for people, and how many there are."""
+        count = len(self.problems)
+        lines = [line for problem in self.problems for line in problem.lines()]
+        return [*lines, f"{count} problem{'s' if count > 1 else ''}; {self._outcome}"]
+
+
+class ConfigKeyError(UsageError, KeyError):
+    """A program asks for a key that is not there; the message has the place and the remedy."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def dotted(names: Sequence[str | int], names_of: Mapping[tuple[str | int, ...], str] | None = None) -> str:
+    """`runner.train1.epochs`: items of a list by their names where they have some, else by their index."""
+    known = names_of or {}
+    return ".".join(known.get(tuple(names[: at + 1]), str(one)) for at, one in enumerate(names))
+
+
+def _order(problem: ConfigProblem) -> tuple[bool, Place, str]:
+    return problem.origin.source.name == COMMAND_LINE, problem.origin.place, problem.message
+
+
+COMMAND_LINE = "command line"
+"""The source of overrides; its problems come last."""
+
+
+def _window(text: str, at: int) -> tuple[str, int]:
+    """A part of `text` of at most _WIDTH characters around `at`, and where `at` is in it."""
+    at = min(at, len(text))
+    begin = 0 if len(text) <= _WIDTH else max(0, min(at - _WIDTH // 2, len(text) - _WIDTH))
+    return text[begin : begin + _WIDTH].rstrip(), at - begin
+
+
+def _blank(text: str) -> str:
+    """As wide as `text` on a terminal."""
+    wide = ("\t" if c == "\t" else " " * (1 + (unicodedata.east_asian_width(c) in "WF")) for c in text)
+    return "".join(wide)
+
 
 _DIGITS = re.compile(r"0|[1-9][0-9]{0,8}")
 
@@ -111,3 +241,178 @@ def _known(here: Any) -> tuple[str, ...]:
     if isinstance(here, list):
         return tuple(item_name(item) or str(at) for at, item in enumerate(here))
     return ()
+
+
+_TRIES = 4
+_NEAR = 10
+"""Lines above a mistake among which a quote that was not closed is looked for."""
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """`tree` is None where nothing can be told of the rest.
+
+    `whole`: nothing was left out, so what is missing in the tree is missing in the file.
+    """
+
+    tree: Tree | None
+    problems: list[ConfigProblem]
+    whole: bool
+
+
+def recovered(data: bytes, name: str) -> Recovered:
+    """Read a file. Where the syntax breaks, its line is left out and the rest is read, if that mends it."""
+    source = Source(name, tuple(data.decode("utf-8", "replace").split("\n")))
+    found, left_out = _mended(data)
+    problems = [*found.problems, *left_out]
+    if not isinstance(found.top, dict) or found.ended is not None:
+        if not problems:
+            problems.append(Problem(Place(1, 1), NO_MAPPING))
+        return Recovered(None, _told(problems, source), False)
+    origins = {where: Origin(source, place) for where, place in found.values.items()}
+    keys = {where: Origin(source, place) for where, place in found.keys.items()}
+    tree = Tree(found.top, origins, keys, found.broken)
+    return Recovered(tree, _told(problems, source), not left_out)
+
+
+def _mended(data: bytes) -> tuple[Findings, list[Problem]]:
+    """What was read once the lines that break the syntax were left out, and these; else the first attempt."""
+    first = found = read_findings(data)
+    left_out: list[Problem] = []
+    lines = data.split(b"\n")
+    for _ in range(_TRIES):
+        if found.ended is None:
+            return found, left_out
+        at = found.ended.line - 1
+        if at >= len(lines) or not lines[at].strip():
+            break  # the end of the file, or a line that was left out already
+        left_out += [_with_remedy(one, lines, at) for one in found.problems if one.place == found.ended]
+        lines[at] = b""
+        found = read_findings(b"\n".join(lines))
+    return (found, left_out) if found.ended is None else (_first_with_remedy(first, data), [])
+
+
+def _first_with_remedy(found: Findings, data: bytes) -> Findings:
+    """What was found first, where leaving out lines did not help: its end says what to do, too."""
+    lines = data.split(b"\n")
+    at = found.ended.line - 1 if found.ended is not None else len(lines)
+    if at >= len(lines) or not lines[at].strip():
+        return found
+    told = [_with_remedy(one, lines, at) if one.place == found.ended else one for one in found.problems]
+    return replace(found, problems=tuple(told))
+
+
+def _with_remedy(problem: Problem, lines: Sequence[bytes], at: int) -> Problem:
+    remedy, line = "look at the indentation and the quotes of this line", lines[at]
+    if any(text in problem.message for text in TOLD_WITH_REMEDY):
+        return problem
+    first = max(0, at - _NEAR)
+    odd = [first + up for up, one in enumerate(lines[first : at + 1]) if one.count(b'"') % 2]
+    if odd:
+        remedy = f"line {odd[0] + 1} has a quote without its other one"
+    elif b"{workspace}" in line:
+        remedy = 'a text that begins with a brace needs quotes, such as "{workspace}/model.py"'
+    elif b"\t" in line:
+        remedy = "put spaces in place of the tab"
+    return Problem(problem.place, f"{problem.message}: {remedy}")
+
+
+def _told(problems: list[Problem], source: Source) -> list[ConfigProblem]:
+    return [ConfigProblem(Origin(source, one.place), "", one.message) for one in problems]
+
+
+_SHOWN = 12
+
+
+def nearest(given: str, names: Iterable[str]) -> str | None:
+    """The one of `names` that is most like `given`, None where none is like it; letters' case aside."""
+    by_lower = {name.lower(): name for name in sorted(names, reverse=True)}
+    found = difflib.get_close_matches(given.lower(), list(by_lower), n=1, cutoff=0.6)
+    return by_lower[found[0]] if found else None
+
+
+def hint(given: str, names: Iterable[str]) -> str:
+    """`did you mean ...?`, else the names there are; empty where there are none."""
+    known = sorted(names)
+    if (best := nearest(given, known)) is not None:
+        return f"did you mean `{best}`?"
+    if not known:
+        return ""
+    more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
+    return f"there is {', '.join(f'`{name}`' for name in known[:_SHOWN])}{more}"
+
+
+class Tracked(Mapping[str, Any]):
+    """A mapping of the configuration that cannot be changed; `[]`, `get`, `items` and `**` count as reading.
+
+    Mappings inside are of the same kind, lists are copies. Asking whether a key is there, how many there
+    are, and walking over the keys alone read nothing. `[]` raises ConfigKeyError for a key that is not there.
+    """
+
+    def __init__(self, content: Mapping[str, Any], where: Where, reading: Reading) -> None:
+        self._content, self._where, self._reading = content, where, reading
+
+    def __getitem__(self, key: str) -> Any:
+        where = (*self._where, key)
+        if key not in self._content:
+            self._reading.misses[where] = None
+            raise ConfigKeyError(self._missing(where))
+        self._reading.reads.add(where)
+        return self._shown(self._content[key], where)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._content)
+
+    def __len__(self) -> int:
+        return len(self._content)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._content
+
+    def __repr__(self) -> str:
+        return repr(dict(self._content))
+
+    def plain(self) -> dict[str, Any]:
+        """A dict of its own, dicts and lists inside; all of it counts as read."""
+        self._reading.reads.update(leaves(self._content, self._where))
+        return _copied(self._content)  # type: ignore[no-any-return]
+
+    def unread(self) -> list[Where]:
+        """The places of the values in it that were not read so far."""
+        return [
+            one
+            for one in leaves(self._content, self._where)
+            if self._content and one not in self._reading.reads
+        ]
+
+    def _shown(self, value: Any, where: Where) -> Any:
+        if isinstance(value, dict):
+            return Tracked(value, where, self._reading)
+        if isinstance(value, list):
+            self._reading.reads.add(where)
+            return [self._shown(one, (*where, at)) for at, one in enumerate(value)]
+        self._reading.reads.add(where)
+        return value
+
+    def _missing(self, where: Where) -> str:
+        tree = self._reading.tree
+        near = hint(str(where[-1]), self._content) if self._content else "the section is empty"
+        return f"{tree.origin(self._where)}: {tree.path(where)} is not in the configuration; {near}"
+
+
+def leaves(value: Any, where: Where) -> Iterator[Where]:
+    """The places of the values that are no mappings; empty ones, and lists without mappings, are values."""
+    if isinstance(value, Mapping) and value:
+        for name, one in value.items():
+            yield from leaves(one, (*where, name))
+    elif isinstance(value, list) and any(isinstance(one, (dict, list)) for one in value):
+        for at, one in enumerate(value):
+            yield from leaves(one, (*where, at))
+    else:
+        yield where
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _copied(one) for name, one in value.items()}
+    return [_copied(one) for one in value] if isinstance(value, list) else value

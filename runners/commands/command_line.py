@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 
 import torchrelay
 from torchrelay.errors import RelayError, StorageError, UsageError, exit_code_of
-from torchrelay.jobs.collector import undisturbed
-from torchrelay.jobs.directories import IMPOSSIBLE
+from torchrelay.jobs.runtime import IMPOSSIBLE, undisturbed
 from torchrelay.runners.commands.command_line_arguments import Add, Run
 from torchrelay.runners.commands.command_line_output import Output, by_url, printable
 from torchrelay.runners.commands.command_line_parser import Parser

@@ -95,7 +95,7 @@ def _config(run: RunDirectory) -> Facts:
     path = run.path / _CONFIG
     if not path.exists():
         return {}
-    from torchrelay.jobs.yaml_text import read_yaml_file  # imports yaml, which few runs need
+    from torchrelay.jobs.config.yaml_reader import read_yaml_file  # imports yaml, which few runs need
 
     return dict(_flat("config", read_yaml_file(path).value))
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from torchrelay.jobs.config.config import Config
-from torchrelay.jobs.config.json_schema import json_schema
-from torchrelay.jobs.config.key_table import key_table
-from torchrelay.jobs.config.problems import ConfigError
-from torchrelay.jobs.config.reading import load_config
+from torchrelay.jobs.config.config import Config, load_config
+from torchrelay.jobs.config.schema_docs import json_schema, key_table
+from torchrelay.jobs.config.tree import ConfigError
 from torchrelay.runners.commands.command_line_arguments import Add, add_strict
 from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.lifecycle.packages import file_within

@@ -11,7 +11,7 @@ from torchrelay.checkpoint.disk.paths import position_of
 from torchrelay.checkpoint.reading.lookup import nearest
 from torchrelay.checkpoint.wildcards import matches, matches_any
 from torchrelay.errors import UsageError
-from torchrelay.jobs.collector import undisturbed
+from torchrelay.jobs.runtime import undisturbed
 from torchrelay.runners.commands.command_line_arguments import Add, add_blobs, add_epoch
 from torchrelay.runners.commands.command_line_entries import (
     current_keys,

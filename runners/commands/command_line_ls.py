@@ -11,7 +11,7 @@ from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.live import Entry, Key
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.tier.notes import Notes, read_notes
-from torchrelay.jobs.collector import undisturbed
+from torchrelay.jobs.runtime import undisturbed
 from torchrelay.records import dataclass
 from torchrelay.runners.commands.command_line_arguments import Add, add_place
 from torchrelay.runners.commands.command_line_entries import (

@@ -16,7 +16,7 @@ from torchrelay.checkpoint.storage import Storage
 from torchrelay.checkpoint.storage_places import FILE, storage_of
 from torchrelay.checkpoint.tier.opened import opened
 from torchrelay.errors import UsageError
-from torchrelay.jobs.directories import is_directory
+from torchrelay.jobs.runtime import is_directory
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
 from torchrelay.runners.commands.command_line_output import Output

@@ -6,9 +6,8 @@ import argparse
 from typing import NoReturn
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.config.config import Config
-from torchrelay.jobs.config.expansion import RunPlace
-from torchrelay.jobs.config.reading import load_config
+from torchrelay.jobs.config.config import Config, load_config
+from torchrelay.jobs.config.interpolation import RunPlace
 from torchrelay.runners.commands.command_line_arguments import Add, add_strict
 from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.lifecycle.packages import config_file

@@ -19,8 +19,7 @@ from torchrelay.checkpoint.reading import opening
 from torchrelay.checkpoint.reading.epoch_choice import Wanted, named_entry, wanted
 from torchrelay.checkpoint.remote.urls import is_url, shown
 from torchrelay.errors import UnknownEpochError, UsageError
-from torchrelay.jobs.collector import undisturbed
-from torchrelay.jobs.directories import split_run
+from torchrelay.jobs.runtime import split_run, undisturbed
 from torchrelay.records import dataclass
 from torchrelay.runners.commands.command_line_place import Place, locate
 

@@ -13,10 +13,9 @@ import torch
 from torchrelay.checkpoint.remote.urls import is_url
 from torchrelay.errors import DamagedError, StorageError, UsageError
 from torchrelay.jobs.config.config import Config
-from torchrelay.jobs.config.data_keys import Dataset
-from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
-from torchrelay.jobs.config.schema import Settings
-from torchrelay.jobs.peers import Peers, decide, together
+from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
+from torchrelay.jobs.config.schema import Dataset, Settings
+from torchrelay.jobs.session import Peers, decide, together
 from torchrelay.runners.configured.scene import ConfiguredScene, processes
 from torchrelay.runners.distributed.launch_env import PLACE
 from torchrelay.runners.experiment.amend_verb import CannotBuildError, load_what_is_there

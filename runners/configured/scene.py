@@ -17,11 +17,10 @@ from typing import Any
 
 from torchrelay.checkpoint.remote.urls import is_url
 from torchrelay.errors import UsageError
-from torchrelay.jobs.config.config import Config
-from torchrelay.jobs.config.expansion import RunPlace
-from torchrelay.jobs.config.reading import load_config
-from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
-from torchrelay.jobs.peers import Peers, Solo
+from torchrelay.jobs.config.config import Config, load_config
+from torchrelay.jobs.config.interpolation import RunPlace
+from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
+from torchrelay.jobs.session import Peers, Solo
 from torchrelay.metadata.experiment.run_store import RunStore
 from torchrelay.records import dataclass
 from torchrelay.runners.distributed.launch_env import read_launch_env

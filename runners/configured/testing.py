@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
-from torchrelay.jobs.peers import decide
+from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
+from torchrelay.jobs.session import decide
 from torchrelay.metadata.experiment.results import read_result, write_result
 from torchrelay.runners.configured.scene import ConfiguredScene, processes
 from torchrelay.runners.experiment.base_scene import say

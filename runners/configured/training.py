@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.config.runner_keys import LOCAL_TRAIN
-from torchrelay.jobs.peers import Peers, decide
+from torchrelay.jobs.config.runner_schema import LOCAL_TRAIN
+from torchrelay.jobs.session import Peers, decide
 from torchrelay.metadata.experiment.note import Note
 from torchrelay.runners.configured.scene import ConfiguredScene, processes
 from torchrelay.runners.distributed.launch_env import read_launch_env

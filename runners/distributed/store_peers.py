@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from torchrelay.errors import DeadlineError, PeerError
-from torchrelay.jobs.collector import undisturbed
+from torchrelay.jobs.runtime import undisturbed
 from torchrelay.runners.distributed.hosts import Hosts
 from torchrelay.runners.distributed.roll_call import ranks_text
 from torchrelay.runners.distributed.store import Deadline, StoreClient

@@ -16,8 +16,8 @@ import torch
 
 from torchrelay.checkpoint.underway import hanging
 from torchrelay.errors import PeerError, RelayError, exit_code_of
-from torchrelay.jobs.peers import Peers, Solo
-from torchrelay.jobs.places import NodePlace
+from torchrelay.jobs.cluster import NodePlace
+from torchrelay.jobs.session import Peers, Solo
 from torchrelay.runners.distributed import current
 from torchrelay.runners.distributed.hosts import Hosts
 from torchrelay.runners.distributed.launch_env import LaunchEnv

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchrelay.jobs.peers import Peers
+from torchrelay.jobs.session import Peers
 from torchrelay.records import dataclass
 from torchrelay.runners.ending.interruption import Interrupted
 from torchrelay.runners.ending.requests import NOT_ASKED, PREEMPT, Requests

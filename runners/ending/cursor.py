@@ -11,14 +11,14 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from torchrelay.jobs.random_streams import RandomStreams
+from torchrelay.jobs.random import RandomStreams
 from torchrelay.jobs.task import Task
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.runners.ending.place import Place
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.state.gradients import Gradients
-    from torchrelay.jobs.epoch_loader import EpochLoader
+    from torchrelay.jobs.data.loader import EpochLoader
     from torchrelay.runners.reduction import MetricLog
 
 
@@ -191,7 +191,7 @@ class Cursor:
 
 
 def _is_epoch_loader(loader: object) -> TypeGuard[EpochLoader]:
-    from torchrelay.jobs.epoch_loader import EpochLoader
+    from torchrelay.jobs.data.loader import EpochLoader
 
     return isinstance(loader, EpochLoader)
 

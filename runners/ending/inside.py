@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.position import Position
-from torchrelay.jobs.peers import together
-from torchrelay.jobs.turns import undivided
+from torchrelay.jobs.runtime import undivided
+from torchrelay.jobs.session import together
 from torchrelay.runners.ending.place import Place, places_json
 from torchrelay.runners.run_state import RunState
 from torchrelay.runners.saving import Saver

@@ -21,7 +21,7 @@ from torchrelay.checkpoint.selection import Selection
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import Leaf, spec_of
 from torchrelay.errors import RelayError, TaskFailedError, UsageError
-from torchrelay.jobs.peers import warn
+from torchrelay.jobs.session import warn
 from torchrelay.jobs.workspace import Origin, Workspace
 from torchrelay.runners.journal import SaveWarning
 from torchrelay.runners.run_state import RunState

@@ -11,7 +11,7 @@ from typing import Any
 
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import Value
-from torchrelay.jobs.peers import warn
+from torchrelay.jobs.session import warn
 from torchrelay.jobs.workspace import Origin, Workspace
 from torchrelay.runners.session_base import SessionBase
 from torchrelay.runners.steps import Agreeing

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.durations import seconds_in
+from torchrelay.jobs.runtime import seconds_in
 from torchrelay.records import dataclass
 
 SLURM_MARGIN_SECS = 30.0

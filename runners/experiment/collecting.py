@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.peers import Peers
+from torchrelay.jobs.session import Peers
 
 ALL = "all"
 Reduction = str | Callable[[list[float]], Any]

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import RelayError, StorageError, UsageError
-from torchrelay.jobs.peers import decide, together
-from torchrelay.jobs.seeding import seed as set_seed
+from torchrelay.jobs.random import seed as set_seed
+from torchrelay.jobs.session import decide, together
 from torchrelay.metadata.code.snapshot import place_of
 from torchrelay.metadata.experiment.results import Evaluated, note_evaluated
 from torchrelay.metadata.files import sync_directory

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from torchrelay.errors import RelayError
-from torchrelay.jobs.signature import Signature, Size, TensorSpec
+from torchrelay.jobs.runtime import Signature, Size, TensorSpec
 from torchrelay.metadata.files import write_json
 
 FILE = "signature.json"

@@ -6,7 +6,7 @@ from typing import Any
 
 from torchrelay.checkpoint.package.opening import Package
 from torchrelay.errors import UsageError
-from torchrelay.jobs.seeding import seed as set_seed
+from torchrelay.jobs.random import seed as set_seed
 from torchrelay.runners.experiment.base_scene import say
 from torchrelay.runners.experiment.scene import Scene
 from torchrelay.runners.experiment.using import Used, use

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.epoch_loader import EpochLoader
+from torchrelay.jobs.data.loader import EpochLoader
 from torchrelay.runners.local_session import LocalSession
 from torchrelay.runners.session_base import SessionBase
 from torchrelay.runners.start import current_session

@@ -12,7 +12,7 @@ from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.config import Config
 from torchrelay.jobs.job import Job
-from torchrelay.jobs.seeding import seed as set_seed
+from torchrelay.jobs.random import seed as set_seed
 from torchrelay.jobs.stop import max_epochs, max_steps
 from torchrelay.metadata.experiment.rows import metric_rows
 from torchrelay.runners.context import Context

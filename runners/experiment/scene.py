@@ -6,10 +6,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torchrelay.jobs.config.config import Config
-from torchrelay.jobs.config.expansion import RunPlace
-from torchrelay.jobs.config.reading import load_config
-from torchrelay.jobs.config.runner_keys import Runner
+from torchrelay.jobs.config.config import Config, load_config
+from torchrelay.jobs.config.interpolation import RunPlace
+from torchrelay.jobs.config.runner_schema import Runner
 from torchrelay.records import dataclass
 from torchrelay.runners.experiment.amend_verb import load_what_is_there
 from torchrelay.runners.experiment.base_scene import BaseScene

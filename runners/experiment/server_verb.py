@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.reader import Checkpoint
 from torchrelay.errors import UsageError
-from torchrelay.jobs.seeding import seed as set_seed
+from torchrelay.jobs.random import seed as set_seed
 from torchrelay.runners.experiment.base_scene import say
 from torchrelay.runners.experiment.request import Request
 from torchrelay.runners.experiment.scene import Scene

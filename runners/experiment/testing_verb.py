@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchrelay.jobs.peers import Peers, decide
-from torchrelay.jobs.seeding import seed as set_seed
+from torchrelay.jobs.random import seed as set_seed
+from torchrelay.jobs.session import Peers, decide
 from torchrelay.metadata.experiment.results import read_result, write_result
 from torchrelay.runners.experiment.base_scene import say
 from torchrelay.runners.experiment.scene import Scene

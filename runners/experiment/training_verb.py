@@ -8,8 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.peers import Peers, decide
-from torchrelay.jobs.seeding import seed as set_seed
+from torchrelay.jobs.random import seed as set_seed
+from torchrelay.jobs.session import Peers, decide
 from torchrelay.metadata.experiment.note import Identity, Note
 from torchrelay.runners.experiment.base_scene import say
 from torchrelay.runners.experiment.choosing_runs import Chosen, Start, choose_to_train

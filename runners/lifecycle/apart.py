@@ -14,7 +14,7 @@ def apart() -> Iterator[None]:
     """Put environment, working directory, `sys.path`, random streams, torch's defaults back in the end."""
     import torch
 
-    from torchrelay.jobs.random_streams import RandomStreams
+    from torchrelay.jobs.random import RandomStreams
 
     environ, folder, streams = dict(os.environ), Path.cwd(), RandomStreams.capture()
     paths = list(sys.path)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torchrelay.jobs.config.config import Config
-    from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
+    from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
     from torchrelay.jobs.config.schema import Settings
     from torchrelay.jobs.job import Job
     from torchrelay.runners.lifecycle.loading import Classes

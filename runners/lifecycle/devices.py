@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
+from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
 
 if TYPE_CHECKING:
     import torch

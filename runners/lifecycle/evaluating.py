@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.batch import make_batch
-from torchrelay.jobs.config.nearest import hint
+from torchrelay.jobs.config.tree import hint
+from torchrelay.jobs.data.fetch import make_batch
 from torchrelay.runners.context import Context
 from torchrelay.runners.lifecycle.context import StepContext
 from torchrelay.runners.lifecycle.phase_state import PhaseState

@@ -15,9 +15,9 @@ from typing import Any
 
 from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.errors import NotAllowedNowError, RelayError, UsageError
-from torchrelay.jobs.epoch_loader import EpochLoader
-from torchrelay.jobs.peers import Peers, decide
-from torchrelay.jobs.stop_condition import Rule, StopAnswer
+from torchrelay.jobs.data.loader import EpochLoader
+from torchrelay.jobs.session import Peers, decide
+from torchrelay.jobs.stop import Rule, StopAnswer
 from torchrelay.records import dataclass
 
 Partition = list[str]

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchrelay.jobs.config.data_keys import Dataset
-from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
-from torchrelay.jobs.peers import Peers, decide
+from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
+from torchrelay.jobs.config.schema import Dataset
+from torchrelay.jobs.session import Peers, decide
 from torchrelay.runners.lifecycle.context import StepContext
 from torchrelay.runners.lifecycle.growing import (
     GrowingLoader,

@@ -14,8 +14,8 @@ from typing import Any
 
 from torchrelay.checkpoint.interop.export import export_checkpoint
 from torchrelay.errors import UsageError
-from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
-from torchrelay.jobs.peers import warn
+from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
+from torchrelay.jobs.session import warn
 from torchrelay.metadata.several_handlers import SeveralHandlers
 from torchrelay.records import dataclass
 from torchrelay.runners.lifecycle.selection import MODEL

@@ -12,10 +12,10 @@ from torchrelay.checkpoint.reading.epoch_choice import ranges, whole_epochs
 from torchrelay.checkpoint.reading.opening import place_of, read_log
 from torchrelay.checkpoint.remote.urls import is_url
 from torchrelay.errors import UnknownEpochError, UsageError
-from torchrelay.jobs.config.epoch_choice import EpochChoice
-from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
-from torchrelay.jobs.group import TaskGroup
-from torchrelay.jobs.peers import decide, together
+from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
+from torchrelay.jobs.config.section_types import EpochChoice
+from torchrelay.jobs.job import TaskGroup
+from torchrelay.jobs.session import decide, together
 from torchrelay.jobs.task import Task
 from torchrelay.runners.lifecycle.context import StepContext
 from torchrelay.runners.lifecycle.evaluating import evaluation

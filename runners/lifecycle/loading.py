@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.config.class_path import ClassPath
-from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
+from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
 from torchrelay.jobs.config.schema import Settings
+from torchrelay.jobs.config.section_types import ClassPath
 from torchrelay.records import dataclass
 from torchrelay.runners.lifecycle.order import STEPS
 from torchrelay.runners.lifecycle.selection import (

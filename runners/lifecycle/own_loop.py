@@ -11,7 +11,7 @@ from threading import Timer
 from torchrelay.checkpoint.reading.epoch_choice import whole_epochs
 from torchrelay.checkpoint.reading.opening import place_of, read_log
 from torchrelay.errors import SaveFailedError, UnknownEpochError, UsageError
-from torchrelay.jobs.peers import Peers, decide
+from torchrelay.jobs.session import Peers, decide
 from torchrelay.runners.binding import bind_for_load
 from torchrelay.runners.job_runner import JobRunner
 from torchrelay.runners.lifecycle.context import StepContext

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.config.data_keys import Phase
+from torchrelay.jobs.config.schema import Phase
 from torchrelay.records import dataclass
 from torchrelay.runners.lifecycle.scope import PhaseScope
 from torchrelay.runners.lifecycle.selection import LOADER, MODEL, OPTIMIZER, SCHEDULER
@@ -14,7 +14,7 @@ from torchrelay.runners.lifecycle.selection import LOADER, MODEL, OPTIMIZER, SCH
 if TYPE_CHECKING:
     from torch import nn, optim
 
-    from torchrelay.jobs.epoch_loader import EpochLoader
+    from torchrelay.jobs.data.loader import EpochLoader
 
 
 @dataclass

@@ -10,10 +10,10 @@ from typing import Any
 from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.errors import PreemptedError, UnknownEpochError, UsageError
 from torchrelay.jobs.config.config import Config
-from torchrelay.jobs.config.nearest import hint
-from torchrelay.jobs.config.runner_keys import LOCAL_TRAIN
-from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
-from torchrelay.jobs.peers import Solo
+from torchrelay.jobs.config.runner_schema import LOCAL_TRAIN
+from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
+from torchrelay.jobs.config.tree import hint
+from torchrelay.jobs.session import Solo
 from torchrelay.metadata.experiment.run_store import RunStore
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass

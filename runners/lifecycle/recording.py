@@ -8,7 +8,7 @@ from typing import Any
 
 from torchrelay.checkpoint.remote.urls import is_url
 from torchrelay.jobs.config.config import Config
-from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
+from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
 from torchrelay.jobs.config.schema import Settings
 from torchrelay.jobs.config.schema import Upstream as UpstreamKeys
 from torchrelay.metadata.capture import Given

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.config.runner_keys import CLUSTER_TRAIN, LOCAL_TRAIN
-from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
+from torchrelay.jobs.config.runner_schema import CLUSTER_TRAIN, LOCAL_TRAIN
+from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
 
 
 def check_launch(runner: RunnerKeys, *, launched: bool, world_size: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.config.data_keys import Dataset
+from torchrelay.jobs.config.schema import Dataset
 
 _DENSE = re.compile(r"(?P<name>[^:]+):\[?(?P<sizes>[1-9][0-9]{0,8}(?:,[1-9][0-9]{0,8})*)\]?")
 _NONE = "#"

@@ -18,11 +18,11 @@ from typing import Any
 from torch import nn
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.config.data_keys import Dataset, Phase
-from torchrelay.jobs.data_parallel import data_parallel
-from torchrelay.jobs.epoch_loader import EpochLoader
-from torchrelay.jobs.peers import decide
-from torchrelay.jobs.seeding import seed
+from torchrelay.jobs.config.schema import Dataset, Phase
+from torchrelay.jobs.data.data_parallel import data_parallel
+from torchrelay.jobs.data.loader import EpochLoader
+from torchrelay.jobs.random import seed
+from torchrelay.jobs.session import decide
 from torchrelay.runners.distributed.launch_env import read_launch_env
 from torchrelay.runners.job_runner import JobRunner
 from torchrelay.runners.lifecycle.context import StepContext

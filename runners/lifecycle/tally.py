@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchrelay.jobs.peers import Peers
+from torchrelay.jobs.session import Peers
 
 
 class Tally:

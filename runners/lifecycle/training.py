@@ -12,8 +12,8 @@ from torchrelay.checkpoint.blob_files import save_blobs
 from torchrelay.checkpoint.disk.canonical import sha256
 from torchrelay.checkpoint.storage_places import joined
 from torchrelay.checkpoint.tier.options import Tier
-from torchrelay.jobs.config.runner_keys import CheckpointKeys
-from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
+from torchrelay.jobs.config.runner_schema import CheckpointKeys
+from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.stop import early_stopping, max_epochs, max_steps, max_time
 from torchrelay.jobs.task import Task

@@ -12,13 +12,12 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import field
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.config.class_path import ClassPath
 from torchrelay.jobs.config.config import Config
-from torchrelay.jobs.config.problems import ConfigError, ConfigProblem
-from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
+from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
 from torchrelay.jobs.config.schema import Settings
-from torchrelay.jobs.config.tracking import Tracked
-from torchrelay.jobs.peers import Peers, decide
+from torchrelay.jobs.config.section_types import ClassPath
+from torchrelay.jobs.config.tree import ConfigError, ConfigProblem, Tracked
+from torchrelay.jobs.session import Peers, decide
 from torchrelay.records import dataclass
 from torchrelay.runners.lifecycle.apart import apart
 from torchrelay.runners.lifecycle.loading import Classes

@@ -15,8 +15,8 @@ from torch import nn, optim
 from torch.utils.data import TensorDataset
 
 from torchrelay.errors import RelayError, UsageError
-from torchrelay.jobs.config.data_keys import Dataset, Optimizer
-from torchrelay.jobs.config.nearest import hint
+from torchrelay.jobs.config.schema import Dataset, Optimizer
+from torchrelay.jobs.config.tree import hint
 
 
 class ReaderFailedError(RelayError):

@@ -10,7 +10,7 @@ from torchrelay.checkpoint.blob_file import open_blob_file
 from torchrelay.checkpoint.load_into import FileSource, load_into
 from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.errors import UsageError
-from torchrelay.jobs.config.runner_keys import Runner as RunnerKeys
+from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
 from torchrelay.jobs.config.schema import Settings
 from torchrelay.runners.lifecycle.phase_state import PhaseState
 from torchrelay.runners.lifecycle.selection import MODEL, OPTIMIZER, stored_phase

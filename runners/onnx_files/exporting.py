@@ -19,8 +19,8 @@ from torchrelay.checkpoint.onnx_out.own_copy import bare_module, own_copy
 from torchrelay.checkpoint.onnx_out.to_onnx import to_onnx
 from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.errors import RelayError, UsageError
-from torchrelay.jobs.peers import decide
-from torchrelay.jobs.random_streams import RandomStreams
+from torchrelay.jobs.random import RandomStreams
+from torchrelay.jobs.session import decide
 from torchrelay.metadata.files import read_json, write_json
 from torchrelay.runners.full_state import full_state_dict
 from torchrelay.runners.journal import Journal

@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.config.config import Config
-from torchrelay.jobs.config.problems import ConfigError
-from torchrelay.jobs.config.reading import load_config
+from torchrelay.jobs.config.config import Config, load_config
+from torchrelay.jobs.config.tree import ConfigError
 from torchrelay.metadata.capture import capture_with_code
 from torchrelay.metadata.code.archive import open_archive
 from torchrelay.metadata.code.extraction import unpack_source

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.epoch_loader import EpochLoader
+from torchrelay.jobs.data.loader import EpochLoader
 from torchrelay.runners.lifecycle.context import StepContext
 from torchrelay.runners.lifecycle.selection import phases_of, reader_path
 from torchrelay.runners.lifecycle.user_objects import made, made_dataset

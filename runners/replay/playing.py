@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchrelay.jobs.random_streams import RandomStreams
+from torchrelay.jobs.random import RandomStreams
 from torchrelay.runners.replay.trees import Json, put_together, taken_apart
 
 SEED = 0

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.batch import Batch, MappingBatch, make_batch
+from torchrelay.jobs.data.fetch import Batch, MappingBatch, make_batch
 
 Json = Any
 _PLAIN = (type(None), bool, int, float, str)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchrelay.errors import RelayError
-from torchrelay.jobs.yaml_text import read_yaml
+from torchrelay.jobs.config.yaml_reader import read_yaml
 from torchrelay.runners.report.facts import RunFacts
 from torchrelay.runners.report.markup import Child, Markup, el
 from torchrelay.runners.report.parts import of_run, scrolling, section, table

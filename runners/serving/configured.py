@@ -15,7 +15,7 @@ from torch import nn
 
 from torchrelay.checkpoint.package.saving import save
 from torchrelay.errors import UsageError
-from torchrelay.jobs.signature import Signature
+from torchrelay.jobs.runtime import Signature
 from torchrelay.runners.experiment.server_verb import followed
 from torchrelay.runners.experiment.using import Used, use
 from torchrelay.runners.rebuilding.model_of_run import rebuilt

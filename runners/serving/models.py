@@ -12,7 +12,7 @@ import torch
 from torchrelay.checkpoint.reader import Checkpoint
 from torchrelay.checkpoint.reading.devices import checked_device
 from torchrelay.errors import RelayError, UsageError
-from torchrelay.jobs.signature import Signature
+from torchrelay.jobs.runtime import Signature
 from torchrelay.metadata.capture import captures, code_id_of
 from torchrelay.metadata.files import read_json
 from torchrelay.records import dataclass

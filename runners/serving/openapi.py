@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torchrelay
-from torchrelay.jobs.signature import Signature, TensorSpec
+from torchrelay.jobs.runtime import Signature, TensorSpec
 from torchrelay.runners.serving.limits import Limits
 from torchrelay.runners.serving.served import Served
 from torchrelay.runners.serving.tensor_bodies import MEDIA_TYPE

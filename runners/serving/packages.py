@@ -11,7 +11,7 @@ import torch
 from torchrelay.checkpoint.package import Package, open_package
 from torchrelay.checkpoint.reading.devices import checked_device
 from torchrelay.errors import UsageError
-from torchrelay.jobs.signature import Signature, TensorSpec
+from torchrelay.jobs.runtime import Signature, TensorSpec
 from torchrelay.runners.serving.models import MakeHandler
 from torchrelay.runners.serving.served import Served
 from torchrelay.runners.serving.tensor_handler import Sample, TensorHandler

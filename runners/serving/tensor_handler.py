@@ -9,7 +9,7 @@ import torch
 
 from torchrelay.checkpoint.disk.dtypes import by_name, torch_dtype
 from torchrelay.errors import FormatError, UsageError
-from torchrelay.jobs.signature import Signature, TensorSpec
+from torchrelay.jobs.runtime import Signature, TensorSpec
 from torchrelay.runners.serving.refusal import FaultyAnswerError
 from torchrelay.runners.serving.trees import rows, shape_of, without_batch
 

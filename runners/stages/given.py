@@ -12,7 +12,7 @@ from typing import Any
 from torchrelay.checkpoint.reading.lookup import nearest
 from torchrelay.checkpoint.reading.patterns import pattern_list
 from torchrelay.errors import UsageError
-from torchrelay.jobs.stop_condition import free_name
+from torchrelay.jobs.stop import free_name
 from torchrelay.metadata.lineage.record import check_alias
 
 

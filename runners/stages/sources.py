@@ -13,7 +13,7 @@ from torchrelay.checkpoint.reading.patterns import choose
 from torchrelay.checkpoint.reading.stages import records_in
 from torchrelay.checkpoint.remote.urls import is_url
 from torchrelay.errors import UsageError
-from torchrelay.jobs.peers import Peers, together
+from torchrelay.jobs.session import Peers, together
 from torchrelay.metadata.lineage.capture import Stage
 from torchrelay.metadata.lineage.record import StageRecord
 from torchrelay.metadata.run_directory import RunDirectory

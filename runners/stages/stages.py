@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torchrelay.checkpoint.disk.manifest import Manifest
 from torchrelay.checkpoint.reading.stages import LINEAGE, UPSTREAM
-from torchrelay.jobs.peers import Peers, decide, together
+from torchrelay.jobs.session import Peers, decide, together
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.stages.given import Given
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.config.upstream import LINEAGE, STAGE, configuration, stage_folder
-from torchrelay.jobs.directories import local_directory, split_run
+from torchrelay.jobs.config.expressions import LINEAGE, STAGE, configuration, stage_folder
+from torchrelay.jobs.runtime import local_directory, split_run
 from torchrelay.metadata.code.loading import LoadedCode, load_code
 from torchrelay.metadata.lineage.record import check_alias
 from torchrelay.runners.stages.given import Upstream

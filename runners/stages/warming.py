@@ -18,7 +18,7 @@ from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import spec_of
 from torchrelay.checkpoint.state.module_names import submodule
 from torchrelay.errors import BlobError, UsageError
-from torchrelay.jobs.names import dotted_prefixes
+from torchrelay.jobs.cluster import dotted_prefixes
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.records import dataclass
 from torchrelay.runners.stages.given import InitFrom

@@ -8,8 +8,8 @@ from contextlib import suppress
 
 from torchrelay.checkpoint.exclusion import check_exclusion
 from torchrelay.errors import StorageError, UsageError
-from torchrelay.jobs.peers import Peers, together
-from torchrelay.jobs.places import NodePlace
+from torchrelay.jobs.cluster import NodePlace
+from torchrelay.jobs.session import Peers, together
 from torchrelay.runners.stored_runs.run_files import RunFiles
 
 VISIBLE_WITHIN_SECS = 10.0

@@ -17,8 +17,8 @@ from torchrelay.checkpoint.log.record import slot_path
 from torchrelay.checkpoint.manager_base import Manager
 from torchrelay.checkpoint.remote.retrying import Patience
 from torchrelay.errors import FencedError, RelayError, StorageError
-from torchrelay.jobs.peers import decide, together
-from torchrelay.jobs.places import NodePlace
+from torchrelay.jobs.cluster import NodePlace
+from torchrelay.jobs.session import decide, together
 from torchrelay.metadata.files import MAX_JSON_BYTES
 from torchrelay.metadata.note_text import read_note
 from torchrelay.metadata.run_directory import RunDirectory

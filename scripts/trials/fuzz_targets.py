@@ -15,8 +15,8 @@ import fuzz_mutation as mutation
 from torchrelay.checkpoint.disk import manifest_disk, shard_header
 from torchrelay.checkpoint.disk.sealed import seal, unseal
 from torchrelay.checkpoint.log import record
-from torchrelay.jobs.config.reading import read_config
-from torchrelay.jobs.yaml_text import read_findings
+from torchrelay.jobs.config.config import read_config
+from torchrelay.jobs.config.yaml_reader import read_findings
 from torchrelay.metadata.zip_members import open_zip
 
 GOLDEN = Path(__file__).resolve().parents[2] / "tests/golden"

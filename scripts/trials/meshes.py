@@ -31,7 +31,7 @@ from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.reading.leaf_reader import LeafReader
 from torchrelay.checkpoint.reading.read_plan import LeafRead
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, spec_of
-from torchrelay.jobs.places import NodePlace
+from torchrelay.jobs.cluster import NodePlace
 
 TRY = "e00000001-abcdef"
 

@@ -22,11 +22,11 @@ _HOMES = {
     "CheckpointManager": "checkpoint.manager",
     "Cluster": "jobs.cluster",
     "Context": "runners.context",
-    "Counter": "jobs.counter",
-    "DatasetReader": "jobs.readers",
+    "Counter": "jobs.task",
+    "DatasetReader": "jobs.data.readers",
     "DcpReader": "checkpoint.interop.dcp_reader",
     "DistributedSession": "runners.distributed_session",
-    "EpochLoader": "jobs.epoch_loader",
+    "EpochLoader": "jobs.data.loader",
     "FileMetadataHandler": "metadata.file_handler",
     "InitFrom": "runners.stages.given",
     "Job": "jobs.job",
@@ -39,18 +39,18 @@ _HOMES = {
     "OnnxExport": "runners.onnx_files.onnx_export",
     "OnnxModule": "checkpoint.onnx_in.onnx_module",
     "Program": "runners.experiment.program",
-    "ReaderWithLimit": "jobs.readers",
+    "ReaderWithLimit": "jobs.data.readers",
     "RelayError": "errors",
     "RunResult": "runners.result",
     "Scope": "jobs.blobs",
     "ServingHandler": "runners.serving.served",
     "Sources": "metadata.code.sources",
     "SqlHandler": "metadata.sql.handler",
-    "StopAnswer": "jobs.stop_condition",
-    "StopCondition": "jobs.stop_condition",
+    "StopAnswer": "jobs.stop",
+    "StopCondition": "jobs.stop",
     "Task": "jobs.task",
-    "TaskGroup": "jobs.group",
-    "TaskOutput": "jobs.output",
+    "TaskGroup": "jobs.job",
+    "TaskOutput": "jobs.task",
     "TensorHandler": "runners.serving.tensor_handler",
     "Tier": "checkpoint.tier.options",
     "TrackedRun": "metadata.sinks.sink",
@@ -59,13 +59,13 @@ _HOMES = {
     "Workspace": "jobs.workspace",
     "WorkspaceType": "jobs.workspace",
     "compile": "checkpoint.package.compiling",
-    "data_parallel": "jobs.data_parallel",
+    "data_parallel": "jobs.data.data_parallel",
     "db_name": "checkpoint.manager_base",
-    "early_stopping": "jobs.early_stopping",
-    "epoch_limiter": "jobs.stop_limits",
+    "early_stopping": "jobs.stop",
+    "epoch_limiter": "jobs.stop",
     "estimate_bytes": "checkpoint.blob_files",
     "export_checkpoint": "checkpoint.interop.export",
-    "final_output": "jobs.output",
+    "final_output": "jobs.task",
     "from_onnx": "checkpoint.onnx_in.onnx_module",
     "fsdp_state": "checkpoint.state.fsdp_state",
     "get_ckpt_filename": "checkpoint.manager_base",
@@ -80,9 +80,9 @@ _HOMES = {
     "load_states": "checkpoint.archive.loading",
     "load_upstream": "runners.stages.using",
     "main": "runners.experiment.entry",
-    "max_epochs": "jobs.stop_limits",
-    "max_steps": "jobs.stop_limits",
-    "max_time": "jobs.stop_limits",
+    "max_epochs": "jobs.stop",
+    "max_steps": "jobs.stop",
+    "max_time": "jobs.stop",
     "metric_rows": "metadata.experiment.rows",
     "open_checkpoint": "checkpoint.reader",
     "open_package": "checkpoint.package.opening",
@@ -90,7 +90,7 @@ _HOMES = {
     "save": "checkpoint.package.saving",
     "save_blobs": "checkpoint.blob_files",
     "save_states": "checkpoint.archive.saving",
-    "seed": "jobs.seeding",
+    "seed": "jobs.random",
     "set_states": "checkpoint.archive.loading",
     "summary": "checkpoint.package.summary",
     "to_onnx": "checkpoint.onnx_out.to_onnx",
@@ -129,14 +129,17 @@ if TYPE_CHECKING:
     from torchrelay.errors import RelayError as RelayError
     from torchrelay.jobs.blobs import Scope as Scope
     from torchrelay.jobs.cluster import Cluster as Cluster, Node as Node
-    from torchrelay.jobs.counter import Counter as Counter
-    from torchrelay.jobs.data_parallel import data_parallel as data_parallel
-    from torchrelay.jobs.epoch_loader import EpochLoader as EpochLoader
-    from torchrelay.jobs.group import TaskGroup as TaskGroup
+    from torchrelay.jobs.task import Counter as Counter
+    from torchrelay.jobs.data.data_parallel import data_parallel as data_parallel
+    from torchrelay.jobs.data.loader import EpochLoader as EpochLoader
+    from torchrelay.jobs.job import TaskGroup as TaskGroup
     from torchrelay.jobs.job import Job as Job
-    from torchrelay.jobs.output import TaskOutput as TaskOutput, final_output as final_output
-    from torchrelay.jobs.readers import DatasetReader as DatasetReader, ReaderWithLimit as ReaderWithLimit
-    from torchrelay.jobs.seeding import seed as seed
+    from torchrelay.jobs.task import TaskOutput as TaskOutput, final_output as final_output
+    from torchrelay.jobs.data.readers import (
+        DatasetReader as DatasetReader,
+        ReaderWithLimit as ReaderWithLimit,
+    )
+    from torchrelay.jobs.random import seed as seed
     from torchrelay.jobs.stop import (
         StopAnswer as StopAnswer,
         StopCondition as StopCondition,

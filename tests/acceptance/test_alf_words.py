@@ -16,9 +16,8 @@ from torchrun import torchrun
 import torchrelay
 from torchrelay import open_checkpoint
 from torchrelay.errors import UsageError
-from torchrelay.jobs.config.config import Config
-from torchrelay.jobs.config.problems import ConfigError
-from torchrelay.jobs.config.reading import load_config
+from torchrelay.jobs.config.config import Config, load_config
+from torchrelay.jobs.config.tree import ConfigError
 from torchrelay.lifecycle import run_config
 from torchrelay.runners.commands.command_line import main
 

@@ -13,9 +13,8 @@ import pytest
 from config_cases import RIGHT, problems, read, written
 
 from torchrelay.__main__ import main
-from torchrelay.jobs.config.class_path import ClassPath
-from torchrelay.jobs.config.epoch_choice import EpochChoice
-from torchrelay.jobs.config.problems import ConfigError
+from torchrelay.jobs.config.section_types import ClassPath, EpochChoice
+from torchrelay.jobs.config.tree import ConfigError
 
 COMMAND = [sys.executable, "-m", "torchrelay", "config"]
 

@@ -10,8 +10,8 @@ import torch
 from lifecycle_cases import run, written
 
 from torchrelay import open_checkpoint
-from torchrelay.jobs.config.reading import load_config
-from torchrelay.jobs.peers import Solo
+from torchrelay.jobs.config.config import load_config
+from torchrelay.jobs.session import Solo
 from torchrelay.lifecycle import StepFailedError, run_config
 from torchrelay.runners.lifecycle.growing import GrowingLoader, PartitionsOver, partitions_there
 

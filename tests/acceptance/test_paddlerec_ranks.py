@@ -179,7 +179,7 @@ def test_pdr_14_local_processes_that_are_preempted_end_the_list_to_be_continued(
 
 VERBS = """\
 import os
-from torchrelay.jobs.config.reading import load_config
+from torchrelay.jobs.config.config import load_config
 from torchrelay.lifecycle import StepFailedError, run_config
 from torchrelay.runners.configured.entry import perform
 from torchrelay.runners.experiment.request import Request

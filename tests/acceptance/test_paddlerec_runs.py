@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from torchrelay import open_checkpoint, save_blobs
 from torchrelay.errors import UnknownEpochError, UsageError
-from torchrelay.jobs.config.reading import load_config
+from torchrelay.jobs.config.config import load_config
 from torchrelay.lifecycle import Network, StepContext, StepFailedError, run_config
 from torchrelay.runners.lifecycle.devices import device_of
 from torchrelay.runners.lifecycle.loading import Loader, load_classes

@@ -13,8 +13,8 @@ from torchrun import torchrun
 
 import torchrelay
 from torchrelay.errors import UnknownEpochError, UsageError, exit_code_of
-from torchrelay.jobs.config.problems import ConfigError
-from torchrelay.jobs.config.reading import load_config
+from torchrelay.jobs.config.config import load_config
+from torchrelay.jobs.config.tree import ConfigError
 from torchrelay.lifecycle import run_config
 from torchrelay.runners.lifecycle.packages import config_file
 

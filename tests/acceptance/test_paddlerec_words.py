@@ -16,9 +16,9 @@ from torchrun import torchrun
 from torchrelay.__main__ import main
 from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.errors import UnknownEpochError, UsageError, exit_code_of
-from torchrelay.jobs.config.problems import ConfigError
-from torchrelay.jobs.config.reading import load_config
-from torchrelay.jobs.peers import Solo
+from torchrelay.jobs.config.config import load_config
+from torchrelay.jobs.config.tree import ConfigError
+from torchrelay.jobs.session import Solo
 from torchrelay.lifecycle import ClassLoadError, StepFailedError, run_config
 from torchrelay.runners.lifecycle.own_loop import _waiting
 from torchrelay.runners.lifecycle.profiles import check_keys

@@ -451,8 +451,7 @@ def test_sng_6_a_dry_run_leaves_no_trace() -> None:
         ("output_1_1", (), "int64"),
     ]
     assert (
-        torchrelay.jobs.signature.Signature.from_json(json.loads(json.dumps(signature.to_json())))
-        == signature
+        torchrelay.jobs.runtime.Signature.from_json(json.loads(json.dumps(signature.to_json()))) == signature
     )
     for wrong in (torch.zeros(2, 3), (torch.zeros(2, 3), 1, 2), {"a": torch.zeros(2), "b": given["b"]}):
         with pytest.raises(UsageError):

@@ -33,7 +33,7 @@ from torchrelay.checkpoint.reading import lasting
 from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.checkpoint.retaining import Retaining
 from torchrelay.errors import StorageError
-from torchrelay.jobs.peers import Solo
+from torchrelay.jobs.session import Solo
 
 EPOCHS = 6
 

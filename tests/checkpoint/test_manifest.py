@@ -22,7 +22,7 @@ from torchrelay.checkpoint.planning.plan import plan_replicas
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.errors import DamagedError, FormatError
-from torchrelay.jobs.places import NodePlace
+from torchrelay.jobs.cluster import NodePlace
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 DATA = (GOLDEN / "manifest_v1.json").read_bytes()

@@ -18,7 +18,7 @@ from torchrelay.checkpoint.planning.plan import plan_classes, plan_replicas
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.errors import DamagedError, SaveFailedError
-from torchrelay.jobs.places import NodePlace
+from torchrelay.jobs.cluster import NodePlace
 
 MIB = 1 << 20
 

@@ -18,7 +18,7 @@ from torchrelay.checkpoint import save as saving
 from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.recent import Recent
 from torchrelay.errors import DamagedError, StorageError
-from torchrelay.jobs.random_streams import RandomStreams
+from torchrelay.jobs.random import RandomStreams
 
 RANKS = 2
 PATIENCE = 30.0

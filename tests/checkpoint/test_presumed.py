@@ -33,8 +33,8 @@ from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.errors import DeadlineError, StorageError
 from torchrelay.jobs.blobs import Blob
-from torchrelay.jobs.peers import Solo
-from torchrelay.jobs.random_streams import RandomStreams
+from torchrelay.jobs.random import RandomStreams
+from torchrelay.jobs.session import Solo
 
 ELEMENTS = 700_000
 """Of each tensor: three blocks of the digests, the last one not full."""

@@ -19,7 +19,7 @@ from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.pacing import STRIDE, Pacer
 from torchrelay.checkpoint.position import Position
 from torchrelay.errors import StorageError, UsageError
-from torchrelay.jobs.collector import undisturbed
+from torchrelay.jobs.runtime import undisturbed
 
 
 @pytest.fixture

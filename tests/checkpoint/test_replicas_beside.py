@@ -22,7 +22,7 @@ from torchrelay.checkpoint.disk import workers
 from torchrelay.checkpoint.disk.workers import beside
 from torchrelay.errors import SaveFailedError, StorageError
 from torchrelay.jobs.blobs import Blob
-from torchrelay.jobs.random_streams import RandomStreams
+from torchrelay.jobs.random import RandomStreams
 
 RANKS = 2
 BETWEEN = 100_000

@@ -19,7 +19,7 @@ from torchrelay.checkpoint.disk.names import Flat, parse_key
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.reading.shares import PIECE, common_rows, readers_of, shares, to_ranges
 from torchrelay.errors import UsageError
-from torchrelay.jobs.places import NodePlace
+from torchrelay.jobs.cluster import NodePlace
 
 SIZES = st.sampled_from([1, 3, 1000, BLOCK, BLOCK + 5, 2 * PIECE + 17, 3 * BLOCK // 2])
 

@@ -21,8 +21,8 @@ from torchrelay.checkpoint.spec_exchange import Described, SpecExchange, class_j
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value, spec_of
 from torchrelay.checkpoint.structure import Structures
 from torchrelay.errors import SaveFailedError
-from torchrelay.jobs.peers import Solo
-from torchrelay.jobs.places import NodePlace
+from torchrelay.jobs.cluster import NodePlace
+from torchrelay.jobs.session import Solo
 
 NODES = 3
 HOSTS = (0, 0, 1)

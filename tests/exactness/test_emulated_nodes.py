@@ -12,7 +12,7 @@ from exact_job import SAMPLES
 from state_hash import sha256_of
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.random_streams import RandomStreams
+from torchrelay.jobs.random import RandomStreams
 
 SEED = 5
 

@@ -15,7 +15,7 @@ from torchrun import REPOSITORY, torchrun
 
 from torchrelay import Job, JobRunner, LocalSession, max_epochs, open_checkpoint
 from torchrelay.errors import BlobError, UsageError
-from torchrelay.jobs.places import NodePlace
+from torchrelay.jobs.cluster import NodePlace
 
 PROGRAM = REPOSITORY / "tests/programs/owned.py"
 HOWS: dict[str, dict[str, Any]] = {

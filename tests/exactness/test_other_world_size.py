@@ -13,7 +13,7 @@ from state_hash import sha256_of
 from torchrun import REPOSITORY, torchrun
 
 from torchrelay import LocalSession
-from torchrelay.jobs.random_streams import RandomStreams
+from torchrelay.jobs.random import RandomStreams
 
 PROGRAM = REPOSITORY / "tests/programs/resized.py"
 POLICIES = ("none", "error", "drop", "by_rank", "mean")

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from torchrelay.jobs.config.config import Config
-from torchrelay.jobs.config.problems import ConfigError
-from torchrelay.jobs.config.reading import load_config
+from torchrelay.jobs.config.config import Config, load_config
+from torchrelay.jobs.config.tree import ConfigError
 
 RIGHT = """\
 workspace: "."

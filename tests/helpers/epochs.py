@@ -34,7 +34,7 @@ from torchrelay.checkpoint.planning.references import with_references
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.state.leaf import Leaf, Role, Value, spec_of
 from torchrelay.checkpoint.storage import Storage
-from torchrelay.jobs.places import NodePlace
+from torchrelay.jobs.cluster import NodePlace
 
 Leaves = Sequence[Leaf] | Sequence[Sequence[Leaf]]
 

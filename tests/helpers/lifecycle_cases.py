@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from torchrelay.jobs.config.reading import load_config
+from torchrelay.jobs.config.config import load_config
 from torchrelay.lifecycle import ConfigResult, run_config
 
 CONFIG = """\

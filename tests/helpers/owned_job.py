@@ -15,7 +15,7 @@ from torch import nn
 
 import torchrelay
 from torchrelay import Context, Job, JobRunner, max_epochs
-from torchrelay.jobs.places import NodePlace
+from torchrelay.jobs.cluster import NodePlace
 from torchrelay.runners.session_base import SessionBase
 
 Blobs = dict[str, Any]

@@ -15,7 +15,7 @@ from warm import CLIENT, PLACE, server, warmed
 ALSO = (
     "torchrelay.runners.job_runner", "torchrelay.runners.start", "torchrelay.runners.life",
     "torchrelay.checkpoint.reader",
-    "torchrelay.jobs.epoch_loader", "torchrelay.runners.commands.command_line", "torchrelay.jobs.stop",
+    "torchrelay.jobs.data.loader", "torchrelay.runners.commands.command_line", "torchrelay.jobs.stop",
     "sklearn.datasets",
 )  # fmt: skip
 _CLIENT = f'exec "{sys.executable}" -I -S "{CLIENT}"'

@@ -19,8 +19,8 @@ from state_hash import sha256_of, state_of
 import torchrelay
 from torchrelay import Context, Job, JobRunner, max_epochs, max_steps
 from torchrelay.errors import UsageError
-from torchrelay.jobs.places import NodePlace
-from torchrelay.jobs.random_streams import RandomStreams
+from torchrelay.jobs.cluster import NodePlace
+from torchrelay.jobs.random import RandomStreams
 from torchrelay.runners.session_base import SessionBase
 
 SEED = 5

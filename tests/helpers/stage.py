@@ -16,7 +16,7 @@ from toy import toy
 
 from torchrelay import Job, LocalSession, MultiNodeCheckpointManager
 from torchrelay.errors import RelayError
-from torchrelay.jobs.group import SessionGroup
+from torchrelay.jobs.job import SessionGroup
 from torchrelay.runners.session_base import SessionBase
 
 

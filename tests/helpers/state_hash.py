@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchrelay.jobs.random_streams import RandomStreams
+from torchrelay.jobs.random import RandomStreams
 
 
 def sha256_of(thing: Any) -> str:

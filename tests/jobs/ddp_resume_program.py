@@ -11,7 +11,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchrelay.jobs.data_parallel import bare_ddp_instances, broadcast_buffers, data_parallel, drop
+from torchrelay.jobs.data.data_parallel import bare_ddp_instances, broadcast_buffers, data_parallel, drop
 
 STEPS, CUT = 6, 3
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from config_cases import read
 
-from torchrelay.jobs.config.problems import ConfigError
+from torchrelay.jobs.config.tree import ConfigError
 
 pydantic = pytest.importorskip("pydantic", reason="needs pydantic: pip install 'torchrelay[test]'")
 

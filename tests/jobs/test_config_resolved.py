@@ -11,10 +11,10 @@ from config_cases import RIGHT, problems, read
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchrelay.jobs.config.config import read_config
 from torchrelay.jobs.config.expressions import Mark, parts_of, written
-from torchrelay.jobs.config.reading import read_config
 from torchrelay.jobs.config.resolved import yaml_lines
-from torchrelay.jobs.yaml_text import read_yaml
+from torchrelay.jobs.config.yaml_reader import read_yaml
 
 CHARACTERS = st.text(st.sampled_from("${}workspace$.: '\"\\#-\n\té\u2028😀0e1"), max_size=12)
 TRICKY = CHARACTERS | st.sampled_from(

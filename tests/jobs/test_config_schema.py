@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from config_cases import RIGHT, problems, read
 
-from torchrelay.jobs.config.json_schema import json_schema
-from torchrelay.jobs.yaml_text import read_yaml
+from torchrelay.jobs.config.schema_docs import json_schema
+from torchrelay.jobs.config.yaml_reader import read_yaml
 
 jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema: pip install 'torchrelay[test]'")
 VALIDATOR = jsonschema.Draft202012Validator(json_schema())

@@ -11,7 +11,7 @@ import pytest
 from config_cases import read
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.config.problems import ConfigError, ConfigKeyError
+from torchrelay.jobs.config.tree import ConfigError, ConfigKeyError
 
 
 class Act(enum.Enum):

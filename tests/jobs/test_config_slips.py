@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.config.reading import load_config
-from torchrelay.jobs.config.recovering import recovered
+from torchrelay.jobs.config.config import load_config
+from torchrelay.jobs.config.tree import recovered
 from torchrelay.runners.experiment.request import read_request
 from torchrelay.runners.setting_changes import setting_changes
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.counter import Counter
+from torchrelay.jobs.task import Counter
 
 
 def test_s9_counting_down_up_and_resetting():

@@ -8,7 +8,7 @@ from torch import nn
 from torchrun import torchrun
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.data_parallel import bare_ddp_instances, broadcast_buffers, data_parallel
+from torchrelay.jobs.data.data_parallel import bare_ddp_instances, broadcast_buffers, data_parallel
 
 
 def test_one_process_needs_no_wrapper():

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, TensorDataset
 
 from torchrelay.errors import NotAllowedNowError, UsageError
-from torchrelay.jobs.epoch_loader import EpochLoader
-from torchrelay.jobs.epoch_steps import StepPlan
-from torchrelay.jobs.permutation import permutation
-from torchrelay.jobs.random_streams import RandomStreams
+from torchrelay.jobs.data.loader import EpochLoader, StepPlan
+from torchrelay.jobs.random import RandomStreams, permutation
 
 
 class Noisy(Dataset):

@@ -5,8 +5,7 @@ import torch
 
 from torchrelay.errors import NotAllowedNowError, UsageError
 from torchrelay.jobs.cluster import Node
-from torchrelay.jobs.group import TaskGroup
-from torchrelay.jobs.job import Job
+from torchrelay.jobs.job import Job, TaskGroup
 from torchrelay.jobs.stop import max_epochs
 from torchrelay.jobs.task import Task
 from torchrelay.jobs.workspace import WorkspaceType

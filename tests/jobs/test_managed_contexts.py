@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from torchrelay.errors import NotAllowedNowError, UsageError
-from torchrelay.jobs.context import Managed
+from torchrelay.jobs.cluster import Managed
 
 
 class Base(Managed):

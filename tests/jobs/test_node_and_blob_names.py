@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.names import check_blob_name, check_blob_names, check_node_name
+from torchrelay.jobs.cluster import check_blob_name, check_blob_names, check_node_name
 
 PARTS = st.lists(st.sampled_from("ab"), min_size=1, max_size=4).map(".".join)
 

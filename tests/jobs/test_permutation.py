@@ -5,8 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from torchrelay.jobs.permutation import permutation, sample_seed
-from torchrelay.jobs.splitmix import GOLDEN, finalise, mix
+from torchrelay.jobs.random import GOLDEN, finalise, mix, permutation, sample_seed
 
 ORDER = 0x6F72646572
 

@@ -3,8 +3,7 @@
 import pytest
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.placement import check_on, selected
-from torchrelay.jobs.places import NodePlace
+from torchrelay.jobs.cluster import NodePlace, check_on, selected
 
 PLACES = [
     NodePlace(

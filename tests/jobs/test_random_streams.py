@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrelay.errors import FormatError, UsageError
-from torchrelay.jobs.random_streams import RandomStreams
-from torchrelay.jobs.seeding import current_seed, seed
+from torchrelay.jobs.random import RandomStreams, current_seed, seed
 
 DERIVED_0_1 = (0.7426998693848087, 0.967198657029289, 0.11541747150667991)
 
@@ -101,7 +100,7 @@ def test_numpy_is_not_imported_by_capturing_and_is_by_restoring():
     """Without numpy loaded there is no numpy stream; restoring one loads numpy for it."""
     program = """
 import sys
-from torchrelay.jobs.random_streams import RandomStreams, _numpy_state
+from torchrelay.jobs.random import RandomStreams, _numpy_state
 before = sys.modules.pop("numpy", None)
 assert _numpy_state() is None
 assert "numpy" not in sys.modules

@@ -9,8 +9,8 @@ import torch
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.cluster import Node
+from torchrelay.jobs.data.readers import DatasetReader, ReaderWithLimit
 from torchrelay.jobs.job import Job
-from torchrelay.jobs.readers import DatasetReader, ReaderWithLimit
 from torchrelay.jobs.task import Task
 from torchrelay.jobs.workspace import Workspace
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.signature import Signature, TensorSpec
+from torchrelay.jobs.runtime import Signature, TensorSpec
 
 SIGNATURE = Signature(
     (TensorSpec("image", ("batch", 3, 32, 32), "float32"),),

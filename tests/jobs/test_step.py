@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.step import call_style, invoke, step_name
+from torchrelay.jobs.blobs import call_style, invoke, step_name
 
 
 class Trainer:

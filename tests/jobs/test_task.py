@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from torchrelay.errors import NotAllowedNowError, UsageError
+from torchrelay.jobs.blobs import invoke
 from torchrelay.jobs.cluster import Node
-from torchrelay.jobs.group import TaskGroup
-from torchrelay.jobs.output import final_output
-from torchrelay.jobs.task import Task, invoke
+from torchrelay.jobs.job import TaskGroup
+from torchrelay.jobs.task import Task, final_output
 from torchrelay.jobs.workspace import Workspace, WorkspaceType
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from torchrelay.errors import NotAllowedNowError, UsageError
 from torchrelay.jobs.cluster import Node
-from torchrelay.jobs.group import SessionGroup, TaskGroup
+from torchrelay.jobs.job import SessionGroup, TaskGroup
 from torchrelay.jobs.task import Task
 from torchrelay.jobs.workspace import WorkspaceType
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.yaml_text import LIMIT_BYTES, YamlError, read_yaml, read_yaml_file
+from torchrelay.jobs.config.yaml_reader import LIMIT_BYTES, YamlError, read_yaml, read_yaml_file
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Zl", "Zp")), max_size=12)
 SCALARS = (

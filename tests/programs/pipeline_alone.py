@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from torchrelay import lifecycle
-from torchrelay.jobs.config.reading import load_config
+from torchrelay.jobs.config.config import load_config
 from torchrelay.runners.commands.command_line import main as torchrelay
 
 

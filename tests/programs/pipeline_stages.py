@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay import lifecycle
-from torchrelay.jobs.config.reading import load_config
+from torchrelay.jobs.config.config import load_config
 from torchrelay.runners.leaving import run_and_leave
 
 STAGES = ("encoder", "expert", "agent")

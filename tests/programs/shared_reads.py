@@ -27,7 +27,7 @@ import torchrelay
 from torchrelay import DistributedSession, Job, JobRunner, max_epochs
 from torchrelay.checkpoint.counting_storage import CountingStorage
 from torchrelay.errors import PeerError, StorageError
-from torchrelay.jobs.peers import together
+from torchrelay.jobs.session import together
 
 SIZES = {"big": 5_000_000, "odd": 1_234_567, **{f"small{index}": 777 + index for index in range(300)}}
 

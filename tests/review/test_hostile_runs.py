@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from program_cases import Script
 
-from torchrelay.jobs.config.problems import ConfigError
-from torchrelay.jobs.config.reading import load_config
+from torchrelay.jobs.config.config import load_config
+from torchrelay.jobs.config.tree import ConfigError
 from torchrelay.metadata.capture import command
 from torchrelay.metadata.experiment.note import Identity, Note
 from torchrelay.metadata.experiment.run_store import RunStore

@@ -36,9 +36,9 @@ from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.errors import DamagedError, PeerError, SaveFailedError, UnknownEpochError
-from torchrelay.jobs.collector import undisturbed
-from torchrelay.jobs.peers import Solo, together
-from torchrelay.jobs.places import NodePlace
+from torchrelay.jobs.cluster import NodePlace
+from torchrelay.jobs.runtime import undisturbed
+from torchrelay.jobs.session import Solo, together
 from torchrelay.runners.distributed.store_peers import StorePeers
 
 

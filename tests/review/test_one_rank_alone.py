@@ -26,8 +26,8 @@ from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.planning.repeated import RepeatedPlans
 from torchrelay.errors import BlobError, FencedError, RelayError, SaveFailedError, UsageError
-from torchrelay.jobs.peers import warn
-from torchrelay.jobs.random_streams import RandomStreams
+from torchrelay.jobs.random import RandomStreams
+from torchrelay.jobs.session import warn
 from torchrelay.runners import job_runner
 
 RANKS = 2

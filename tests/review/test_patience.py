@@ -10,7 +10,7 @@ import torch
 
 from torchrelay import Job, JobRunner, LocalSession, max_epochs
 from torchrelay.checkpoint import load_blobs, save, timing
-from torchrelay.jobs.peers import Solo
+from torchrelay.jobs.session import Solo
 
 
 def test_a_large_load_is_waited_for_as_a_large_save_is(

@@ -31,8 +31,8 @@ from torchrelay.checkpoint.asynchronous import background, standby
 from torchrelay.checkpoint.asynchronous.background import Background
 from torchrelay.checkpoint.asynchronous.copying import Copier
 from torchrelay.errors import SaveFailedError, StorageError, UsageError
-from torchrelay.jobs import turns
-from torchrelay.jobs.group import TaskGroup
+from torchrelay.jobs import runtime
+from torchrelay.jobs.job import TaskGroup
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.journal import Journal, SaveWarning
 
@@ -110,7 +110,7 @@ def test_the_handler_is_told_on_the_main_thread_in_order(tmp_path: Path) -> None
 
 def test_a_save_goes_on_when_the_boundary_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread does not share the interpreter with the boundary, and does not wait any longer than that."""
-    monkeypatch.setattr(turns, "MOST_SECS", 60.0)
+    monkeypatch.setattr(runtime, "MOST_SECS", 60.0)
     begun: list[threading.Event] = []
     outcome, done = background._Flight._outcome, Journal.epoch_done
 

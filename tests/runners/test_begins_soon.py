@@ -18,7 +18,7 @@ HELLO = (ROOT / "README.md").read_text().split("```python\n", 1)[1].split("```",
 MOST_MODULES = 325
 NOT_FOR_A_LOCAL_RUN = (
     *("checkpoint.asynchronous", "checkpoint.interop", "checkpoint.onnx_out", "checkpoint.object_storage"),
-    *("checkpoint.tier.tier_storage", "jobs.config.", "jobs.epoch_loader", "metadata.sinks.naming"),
+    *("checkpoint.tier.tier_storage", "jobs.config.", "jobs.data.loader", "metadata.sinks.naming"),
     *(
         "metadata.sql",
         "runners.distributed.world",

@@ -21,7 +21,7 @@ from torchrelay.checkpoint.log.deletions import Deletions
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.position import Position
 from torchrelay.errors import StorageError
-from torchrelay.jobs.group import TaskGroup
+from torchrelay.jobs.job import TaskGroup
 
 both = pytest.mark.parametrize("asynchronous", [False, True])
 

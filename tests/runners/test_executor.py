@@ -9,10 +9,9 @@ import time
 import pytest
 
 from torchrelay.errors import NotAllowedNowError, TaskFailedError, UsageError
-from torchrelay.jobs.counter import Counter
-from torchrelay.jobs.group import TaskGroup
-from torchrelay.jobs.readers import DatasetReader, ReaderWithLimit
-from torchrelay.jobs.task import Task
+from torchrelay.jobs.data.readers import DatasetReader, ReaderWithLimit
+from torchrelay.jobs.job import TaskGroup
+from torchrelay.jobs.task import Counter, Task
 from torchrelay.jobs.workspace import WorkspaceType
 from torchrelay.runners.local_session import LocalSession
 

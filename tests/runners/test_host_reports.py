@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ranks import local_store, on_ranks, posted
 
 from torchrelay.errors import DeadlineError, PeerError, StorageError
-from torchrelay.jobs.peers import decide, together
+from torchrelay.jobs.session import decide, together
 from torchrelay.runners.distributed.hosts import Hosts
 from torchrelay.runners.distributed.store import StoreClient
 from torchrelay.runners.distributed.store_peers import StorePeers

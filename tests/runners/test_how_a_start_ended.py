@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from torchrelay.checkpoint.ledger_words import Holding, Look
-from torchrelay.jobs.peers import Solo
+from torchrelay.jobs.session import Solo
 from torchrelay.metadata.run_directory import RunDirectory, State
 from torchrelay.runners.choosing import Choice
 from torchrelay.runners.journal import Journal

@@ -7,7 +7,7 @@ from typing import Any
 
 from ranks import local_store, on_ranks
 
-from torchrelay.jobs.peers import Solo
+from torchrelay.jobs.session import Solo
 from torchrelay.runners.distributed.store_peers import StorePeers
 
 SIZE = 3

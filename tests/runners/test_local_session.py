@@ -10,10 +10,9 @@ import torch
 
 from torchrelay.errors import NotAllowedNowError, TaskFailedError, UsageError
 from torchrelay.jobs.cluster import Node
-from torchrelay.jobs.group import SessionGroup, TaskGroup
-from torchrelay.jobs.output import final_output
-from torchrelay.jobs.random_streams import RandomStreams
-from torchrelay.jobs.task import Task
+from torchrelay.jobs.job import SessionGroup, TaskGroup
+from torchrelay.jobs.random import RandomStreams
+from torchrelay.jobs.task import Task, final_output
 from torchrelay.jobs.workspace import Origin, WorkspaceType
 from torchrelay.runners.local_session import LocalSession
 from torchrelay.runners.run_state import RunState

@@ -14,8 +14,8 @@ from program_cases import Script
 import torchrelay
 from torchrelay import Job, JobRunner, OnnxExport, max_epochs, open_checkpoint, run_to_onnx
 from torchrelay.errors import UsageError
-from torchrelay.jobs.config.problems import ConfigError
-from torchrelay.jobs.config.reading import load_config
+from torchrelay.jobs.config.config import load_config
+from torchrelay.jobs.config.tree import ConfigError
 from torchrelay.runners.commands.command_line import main
 from torchrelay.runners.journal import SaveWarning
 

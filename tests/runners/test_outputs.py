@@ -10,9 +10,8 @@ from paired_sessions import paired_sessions
 from ranks import on_ranks
 
 from torchrelay.errors import NotAllowedNowError, TaskFailedError
-from torchrelay.jobs.group import TaskGroup
-from torchrelay.jobs.output import NotHere
-from torchrelay.jobs.task import Task
+from torchrelay.jobs.job import TaskGroup
+from torchrelay.jobs.task import NotHere, Task
 from torchrelay.runners.outputs import decode_output, encode_output
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.int64, torch.bool, torch.complex64]

@@ -13,7 +13,7 @@ from paired_sessions import paired_sessions
 from ranks import on_ranks
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.peers import Solo
+from torchrelay.jobs.session import Solo
 from torchrelay.runners.local_session import LocalSession
 from torchrelay.runners.reduction import REDUCTIONS, MetricLog, reduce_metrics
 

@@ -11,7 +11,7 @@ from ranks import on_ranks
 from torch.utils.data import DataLoader
 
 from torchrelay.errors import TaskFailedError, UsageError
-from torchrelay.jobs.epoch_loader import EpochLoader
+from torchrelay.jobs.data.loader import EpochLoader
 from torchrelay.jobs.task import Task
 from torchrelay.runners.ending.interruption import Interrupted
 from torchrelay.runners.ending.requests import GRACE_SECS, Requests

@@ -9,7 +9,7 @@ import pytest
 from ranks import local_store, on_ranks, posted
 
 from torchrelay.errors import DeadlineError, PeerError, StorageError, TaskFailedError
-from torchrelay.jobs.peers import decide, together
+from torchrelay.jobs.session import decide, together
 from torchrelay.runners.distributed.store import POLL_SECS
 from torchrelay.runners.distributed.store_peers import StorePeers
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
-from torchrelay.jobs.signature import Signature, TensorSpec
+from torchrelay.jobs.runtime import Signature, TensorSpec
 from torchrelay.runners.serving.limits import Limits
 from torchrelay.runners.serving.questions import Form, form_of, read_question, write_answer
 from torchrelay.runners.serving.refusal import FaultyAnswerError, RefusedError

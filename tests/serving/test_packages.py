@@ -11,7 +11,7 @@ from served import serving
 
 import torchrelay
 from torchrelay.errors import UsageError
-from torchrelay.jobs.signature import Signature, TensorSpec
+from torchrelay.jobs.runtime import Signature, TensorSpec
 from torchrelay.runners.serving.packages import PackageSource, batch_size_of
 
 

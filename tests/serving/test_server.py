@@ -14,7 +14,7 @@ from safetensors.torch import load, save
 from served import JSON, Held, linear, served, serving, wait_until
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.signature import Signature, TensorSpec
+from torchrelay.jobs.runtime import Signature, TensorSpec
 from torchrelay.runners.serving.access import doorkeeper, read_token
 from torchrelay.runners.serving.running import bound_socket
 from torchrelay.runners.serving.tensor_handler import TensorHandler

@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchrelay
 from torchrelay.errors import PeerError, StorageError, TaskFailedError
-from torchrelay.jobs.group import TaskGroup
-from torchrelay.jobs.peers import decide, together
+from torchrelay.jobs.job import TaskGroup
+from torchrelay.jobs.session import decide, together
 from torchrelay.jobs.task import Task
 from torchrelay.runners.leaving import leave
 

@@ -9,19 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.blobs import is_stateful
-from torchrelay.jobs.cluster import Node
-from torchrelay.jobs.names import check_blob_name, check_node_name
-from torchrelay.jobs.output import TaskOutput
-from torchrelay.jobs.step import call_style, invoke, step_name
-from torchrelay.jobs.stop_condition import (
-    RULES,
-    Rule,
-    StopAnswer,
-    StopCondition,
-    free_name,
-    function_settings,
-)
+from torchrelay.jobs.blobs import call_style, invoke, is_stateful, step_name
+from torchrelay.jobs.cluster import Node, check_blob_name, check_node_name
+from torchrelay.jobs.stop import RULES, Rule, StopAnswer, StopCondition, free_name, function_settings
+from torchrelay.jobs.task import TaskOutput
 from torchrelay.records import dataclass
 
 if TYPE_CHECKING:

@@ -1,8 +1,18 @@
-"""The random states of a process as one value: taken, put back, derived, stored.
+"""Random states of a process, seeds that are the same everywhere, and permutations that never change.
+
+Seeds and orders of data are derived from it and not from a library's generator, because a library
+may change its own between versions while a run that was begun years ago must still see its samples
+in the same order. Constants: Steele, Lea and Flood, "Fast splittable pseudorandom number
+generators" (2014), in the finaliser of David Stafford's variant 13.
+
+`finalise` is a bijection on 64 bits, so different inputs never collide.
 
 Python's `random`, numpy's global state, torch's CPU generator and the CUDA generators. Stored forms
 are portable and carry no code: canonical JSON for Python and numpy, torch's own state bytes for torch.
 Taking a state moves no stream.
+
+No state, no generator: any process on any machine computes the same order, and can start in the
+middle of it. The golden values in the tests pin it; a change here would be a change of format.
 """
 
 from __future__ import annotations
@@ -16,11 +26,39 @@ import sys
 from collections.abc import Mapping
 from functools import lru_cache
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchrelay.errors import FormatError
-from torchrelay.jobs.splitmix import mix
+from torchrelay.errors import FormatError, UsageError
 from torchrelay.records import dataclass
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+MASK = 2**64 - 1
+GOLDEN = 0x9E3779B97F4A7C15
+MULTIPLY_1 = 0xBF58476D1CE4E5B9
+MULTIPLY_2 = 0x94D049BB133111EB
+
+
+def finalise(word: int) -> int:
+    """Scramble the 64 bits of `word`."""
+    word &= MASK
+    word = ((word ^ (word >> 30)) * MULTIPLY_1) & MASK
+    word = ((word ^ (word >> 27)) * MULTIPLY_2) & MASK
+    return word ^ (word >> 31)
+
+
+def mix(*words: int) -> int:
+    """Fold any number of words (taken modulo 2**64) into one 64-bit word; their order matters.
+
+    state = 0; for each word: state = finalise(state + GOLDEN + word), all modulo 2**64.
+    """
+    state = 0
+    for word in words:
+        state = finalise(state + GOLDEN + word)
+    return state
+
 
 _PYTHON, _NUMPY, _TORCH, _CUDA = 1, 2, 3, 4  # which stream a derived seed is for
 _NUMPY_GENERATORS = frozenset({"MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"})
@@ -274,3 +312,78 @@ def _restore_cuda(states: tuple[bytes, ...]) -> None:
     # not initialised yet, torch keeps a state until it is
     for device, state in zip(_cuda_order(), states, strict=False):
         torch.cuda.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), device)
+
+
+_seed: int | None = None
+
+
+def seed(s: int) -> None:
+    """Set Python's, numpy's and torch's global streams (CUDA included) alike on all ranks; remember `s`.
+
+    Each library is seeded as its own users do it (`torch.manual_seed(s)`, `random.seed(s)`,
+    `numpy.random.seed(s % 2**32)`). `s` is an integer from 0 to 2**64 - 1; anything else is a UsageError.
+    When a fresh run starts its first epoch task, every rank's streams are derived anew from (s, rank).
+    """
+    global _seed  # noqa: PLW0603 - the process has one set of global streams, and this is what they started from
+    import torch
+
+    checked = check_seed(s)
+    random.seed(checked)
+    torch.manual_seed(checked)
+    numpy = numpy_module(load=True)
+    if numpy is not None:
+        numpy.random.seed(checked % 2**32)
+    _seed = checked
+
+
+def current_seed() -> int | None:
+    """Return what `seed` was last called with in this process; None before any call."""
+    return _seed
+
+
+def check_seed(s: int) -> int:
+    """Return `s` if it can be a seed; raises UsageError saying what can."""
+    if isinstance(s, bool) or not isinstance(s, int) or not 0 <= s < 2**64:
+        raise UsageError(f"a seed is an integer from 0 to 2**64 - 1, not {s!r}")
+    return s
+
+
+_ORDER = 0x6F72646572  # "order": keeps the keys of the order apart from the samples' seeds
+_SAMPLE = 0x73616D706C65  # "sample"
+_SIGN = -(2**63)
+
+
+def permutation(seed: int, epoch: int, n: int) -> Tensor:
+    """Return the order of `n` samples in `epoch` as an int64 tensor of indices.
+
+    It is the argsort of key(i) = finalise(mix(seed, epoch, "order") + (i + 1) * GOLDEN), compared as
+    unsigned 64-bit numbers. Keys never tie, because `finalise` is a bijection. Ten million samples
+    take seconds and 16 bytes each.
+    """
+    import torch
+
+    index = torch.arange(1, n + 1, dtype=torch.int64)
+    keys = _finalise_(index.mul_(_signed(GOLDEN)).add_(_signed(mix(seed, epoch, _ORDER))))
+    # int64 compares signed: with the sign bit flipped that is the unsigned order
+    return torch.argsort(keys.bitwise_xor_(_SIGN), stable=True)
+
+
+def sample_seed(seed: int, epoch: int, index: int) -> int:
+    """Return the 64-bit seed of one sample in one epoch: what its random augmentation starts from."""
+    return mix(seed, epoch, _SAMPLE, index)
+
+
+def _signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word
+
+
+def _finalise_(words: Tensor) -> Tensor:
+    """Do `splitmix.finalise` in place on int64 words, whose multiplication wraps as unsigned does."""
+    words.bitwise_xor_(_shifted(words, 30)).mul_(_signed(MULTIPLY_1))
+    words.bitwise_xor_(_shifted(words, 27)).mul_(_signed(MULTIPLY_2))
+    return words.bitwise_xor_(_shifted(words, 31))
+
+
+def _shifted(words: Tensor, bits: int) -> Tensor:
+    """Shift right without copies of the sign bit, as unsigned words do."""
+    return (words >> bits).bitwise_and_((1 << (64 - bits)) - 1)

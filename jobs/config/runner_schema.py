@@ -5,13 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from torchrelay.jobs.config.class_path import ClassAt, ClassPath
-from torchrelay.jobs.config.epoch_choice import EpochChoice, EpochsChosen
-from torchrelay.jobs.config.forms import ListOf, Number, OneOf, RunName, Seconds, Text, TextMap, Truth, Whole
-from torchrelay.jobs.config.gpus import GpuNumbers
-from torchrelay.jobs.config.key import key
-from torchrelay.jobs.config.path_forms import PathAt, WeightsAt
-from torchrelay.jobs.config.section_forms import Section
+from torchrelay.jobs.config.section_types import (
+    ClassAt,
+    ClassPath,
+    EpochChoice,
+    EpochsChosen,
+    GpuNumbers,
+    Section,
+)
+from torchrelay.jobs.config.types import (
+    ListOf,
+    Number,
+    OneOf,
+    RunName,
+    Seconds,
+    Text,
+    TextMap,
+    Truth,
+    Whole,
+    key,
+)
+from torchrelay.jobs.config.user_sections import PathAt, WeightsAt
 from torchrelay.records import dataclass
 
 TRAIN, LOCAL_TRAIN, CLUSTER_TRAIN = "train", "local_cluster_train", "cluster_train"

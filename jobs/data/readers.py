@@ -19,9 +19,8 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.cluster import Node
-from torchrelay.jobs.names import check_blob_name
-from torchrelay.jobs.stop_condition import Rule, StopAnswer
+from torchrelay.jobs.cluster import Node, check_blob_name
+from torchrelay.jobs.stop import Rule, StopAnswer
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.records import dataclass
 

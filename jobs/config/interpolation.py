@@ -13,16 +13,32 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
-from torchrelay.jobs.config.expressions import Mark, Part, Reference, Unreadable, Variable, parts_of, written
-from torchrelay.jobs.config.nearest import hint, nearest
-from torchrelay.jobs.config.path_forms import local_path, split_weights
-from torchrelay.jobs.config.problems import ConfigProblem, Origin
-from torchrelay.jobs.config.runner_keys import is_infer
-from torchrelay.jobs.config.schema_lookup import form_at, key_at
-from torchrelay.jobs.config.tree import Missing, Tree, find, value_at
-from torchrelay.jobs.config.upstream import UPSTREAM, UpstreamValueError, stage_folder, value_of
-from torchrelay.jobs.yaml_scalars import NotOne, plain
-from torchrelay.jobs.yaml_text import LIMIT_BYTES, LIMIT_DEPTH, LIMIT_VALUES, Place, Where
+from torchrelay.jobs.config.expressions import (
+    UPSTREAM,
+    Mark,
+    Part,
+    Reference,
+    Unreadable,
+    UpstreamValueError,
+    Variable,
+    parts_of,
+    stage_folder,
+    value_of,
+    written,
+)
+from torchrelay.jobs.config.runner_schema import is_infer
+from torchrelay.jobs.config.schema_docs import form_at, key_at
+from torchrelay.jobs.config.tree import ConfigProblem, Missing, Origin, Tree, find, hint, nearest, value_at
+from torchrelay.jobs.config.user_sections import local_path, split_weights
+from torchrelay.jobs.config.yaml_reader import (
+    LIMIT_BYTES,
+    LIMIT_DEPTH,
+    LIMIT_VALUES,
+    NotOne,
+    Place,
+    Where,
+    plain,
+)
 from torchrelay.records import dataclass
 
 LIMIT_CHAIN = 50

@@ -1,20 +1,58 @@
-"""From indices to collated data, in this process or in a worker of torch's DataLoader."""
+"""How batches are fetched: from indices to collated data, in this process or in workers."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.permutation import sample_seed
-from torchrelay.jobs.random_streams import numpy_module
-from torchrelay.jobs.splitmix import mix
+from torchrelay.jobs.random import mix, numpy_module, sample_seed
 from torchrelay.records import dataclass
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Batch(tuple[Any, ...]):
+    """The collated fields of a rank's samples: `for x, y in loader` works, `batch.weight` too.
+
+    `data` is the collated object as it came, `weight` what this rank's mean loss is multiplied by (see
+    `epoch_steps.Step.weight`), `indices` the dataset's indices as an int64 tensor, and `count` their
+    number. A rank that has no sample in a step still gets one to run forward and backward with, as
+    DDP needs: `count` is then 0, `indices` empty and `weight` 0.0.
+    A dataset whose samples are no tuples gives batches of one field: `for (x,) in loader`.
+    """
+
+    data: Any
+    weight: float
+    indices: Tensor
+    count: int  # type: ignore[assignment]  # of samples; nobody counts equal tensors with tuple.count
+
+
+class MappingBatch(dict[Any, Any]):
+    """The same for a dataset whose samples are mappings: `batch["image"]` and `batch.weight`."""
+
+    data: Any
+    weight: float
+    indices: Tensor
+    count: int
+
+
+def make_batch(data: Any, *, weight: float, indices: Tensor) -> Batch | MappingBatch:
+    """Wrap collated `data`; the tensors in it are not copied."""
+    batch: Batch | MappingBatch
+    if isinstance(data, Mapping):
+        batch = MappingBatch(data)
+    else:
+        batch = Batch(data if isinstance(data, (tuple, list)) else (data,))
+    batch.data, batch.weight, batch.indices, batch.count = data, weight, indices, len(indices)
+    return batch
+
 
 SampleError = Callable[[int, Exception], Exception]
 """What to raise instead of an error that the dataset raised for the sample of a number."""
@@ -144,3 +182,64 @@ def seed_cpu_streams(seed: int) -> None:
     numpy = numpy_module(load=False)
     if numpy:
         numpy.random.seed(mix(seed, _NUMPY) % 2**32)
+
+
+class InProcess:
+    """Batches fetched when they are asked for."""
+
+    def __init__(self, fetch: Fetch) -> None:
+        self._fetch = fetch
+
+    def fetch(self, requests: Iterable[Request], worker_seed: int) -> Iterator[Any]:
+        """Answer `requests` in order, none of them before it is asked for."""
+        return (self._fetch[request] for request in requests)
+
+
+class InWorkers:
+    """Batches fetched ahead by torch's DataLoader; its "samples" are whole requests, answered in order."""
+
+    def __init__(self, fetch: Fetch, num_workers: int, options: Mapping[str, Any]) -> None:
+        self._feed = _Feed()
+        self._generator = torch.Generator()  # or DataLoader would draw from the global stream
+        self._loader: DataLoader[Any] = DataLoader(
+            fetch,
+            batch_size=None,
+            sampler=self._feed,
+            collate_fn=_as_it_is,
+            generator=self._generator,
+            num_workers=num_workers,
+            **options,
+        )
+
+    def fetch(self, requests: Iterable[Request], worker_seed: int) -> Iterator[Any]:
+        """Answer `requests` in order; the workers' own streams start from `worker_seed`."""
+        self._feed.requests = requests
+        self._generator.manual_seed(worker_seed)
+        return iter(self._loader)
+
+
+class _Feed:
+    """The sampler of a DataLoader that lives for many epochs, so that workers can be persistent."""
+
+    requests: Iterable[Request] = ()
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.requests)
+
+
+def batch_source(fetch: Fetch, num_workers: int, options: Mapping[str, Any]) -> InProcess | InWorkers:
+    """Choose by what was given; raises UsageError for options that EpochLoader decides itself."""
+    reserved = {"batch_sampler", "collate_fn", "generator", "sampler"} & set(options)
+    if reserved:
+        raise UsageError(
+            f"EpochLoader decides {', '.join(sorted(reserved))} itself (collate= is for collating)"
+        )
+    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
+        raise UsageError(f"num_workers is an integer from 0, not {num_workers!r}")
+    if num_workers or options:
+        return InWorkers(fetch, num_workers, options)
+    return InProcess(fetch)
+
+
+def _as_it_is(data: Any) -> Any:
+    return data

@@ -1,19 +1,18 @@
-"""What a value may be: words, numbers, texts, lists; each form checks, builds, and says what it is."""
+"""Types of values and keys: what a value may be, how it is checked and described."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from torchrelay.jobs.config.nearest import hint, nearest
-from torchrelay.jobs.config.problems import ConfigProblem
-from torchrelay.jobs.config.tree import Tree
-from torchrelay.jobs.durations import seconds_in
-from torchrelay.jobs.yaml_scalars import short
-from torchrelay.jobs.yaml_text import Where
+from torchrelay.jobs.config.tree import ConfigProblem, Tree, hint, nearest
+from torchrelay.jobs.config.yaml_reader import Where, short
+from torchrelay.jobs.runtime import seconds_in
 from torchrelay.records import dataclass
 
 Json = dict[str, Any]
@@ -335,3 +334,72 @@ def described(value: Any) -> str:
     if isinstance(value, dict) and list(value) == ["workspace"] and value["workspace"] is None:
         return 'a mapping: put "{workspace}" in quotes'
     return "a mapping" if isinstance(value, dict) else "a list"
+
+
+_METADATA = "torchrelay"
+_FREE = "free"
+
+
+@dataclass(frozen=True)
+class KeySpec:
+    """One key. `default` is written as in a file; None: the key may be missing and means nothing then.
+
+    `identity`: another value makes it another run. `infer_only`: has no meaning for a runner that trains.
+    """
+
+    name: str
+    attribute: str
+    form: Form
+    doc: str
+    default: Any
+    required: bool
+    identity: bool
+    infer_only: bool
+
+
+def key(
+    form: Form,
+    doc: str,
+    *,
+    default: Any = None,
+    required: bool = False,
+    identity: bool = True,
+    infer_only: bool = False,
+    name: str | None = None,
+) -> Any:
+    """A field of a section. `name` is the key in files where a field cannot have it (`class`)."""
+    spec = KeySpec(name or "", "", form, doc, default, required, identity, infer_only)
+    return dataclasses.field(metadata={_METADATA: spec})
+
+
+def free(doc: str) -> Any:
+    """The field that takes every key which the section does not know, as a mapping that notes reads."""
+    return dataclasses.field(metadata={_METADATA: _FREE, "doc": doc})
+
+
+@dataclass(frozen=True)
+class SectionSpec:
+    """The keys of a section, and what becomes of others: `free` is the field that takes them, None refuses.
+
+    `refused` are keys of others, each with what to write instead.
+    """
+
+    keys: Mapping[str, KeySpec]
+    free: str | None
+    free_doc: str
+    refused: Mapping[str, str]
+
+
+@cache
+def section_spec(section: type) -> SectionSpec:
+    """The keys of a dataclass whose fields were made by `key` and `free`."""
+    keys: dict[str, KeySpec] = {}
+    takes, doc = None, ""
+    for one in dataclasses.fields(section):
+        said = one.metadata[_METADATA]
+        if said == _FREE:
+            takes, doc = one.name, one.metadata["doc"]
+        else:
+            spec = dataclasses.replace(said, name=said.name or one.name, attribute=one.name)
+            keys[spec.name] = spec
+    return SectionSpec(keys, takes, doc, getattr(section, "REFUSED", {}))

@@ -1,0 +1,1 @@
+"""Data in order: readers, loaders, and how batches are fetched."""
