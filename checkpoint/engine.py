@@ -50,7 +50,7 @@ from torchrelay.jobs.random import RandomStreams
 from torchrelay.jobs.runtime import undisturbed
 from torchrelay.jobs.session import Session, together, warn
 from torchrelay.jobs.workspace import Workspace
-from torchrelay.metadata.stats import NodeStats
+from torchrelay.metadata.statistics import NodeStats
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.asynchronous.background import Background, Outcome

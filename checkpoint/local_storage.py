@@ -19,7 +19,7 @@ from torchrelay.checkpoint.pacing import SHORT_STRIDE, Pacer
 from torchrelay.checkpoint.storage import PRIVATE, Memory
 from torchrelay.checkpoint.underway import moved, underway
 from torchrelay.errors import StorageError
-from torchrelay.metadata.same_place import SamePlace
+from torchrelay.metadata.fs import SamePlace
 
 MODE = 0o644
 

@@ -14,7 +14,7 @@ from torchrelay.checkpoint.selection import Patterns
 from torchrelay.checkpoint.tier.options import Tier
 from torchrelay.errors import UsageError
 from torchrelay.jobs.cluster import check_node_name
-from torchrelay.metadata.handler import MetadataHandler
+from torchrelay.metadata.handlers import MetadataHandler
 
 
 class CheckpointManager(Manager):

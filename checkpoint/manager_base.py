@@ -25,7 +25,7 @@ from torchrelay.errors import UsageError
 from torchrelay.jobs.cluster import check_node_name
 from torchrelay.jobs.job import Job, SessionGroup, TaskGroup
 from torchrelay.jobs.session import Session
-from torchrelay.metadata.handler import Holder, MetadataHandler
+from torchrelay.metadata.handlers import Holder, MetadataHandler
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.asynchronous.background import Background, Outcome

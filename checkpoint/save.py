@@ -44,7 +44,7 @@ from torchrelay.checkpoint.unchanged import lookers
 from torchrelay.errors import ChangedAfterAllError, PeerError, SaveFailedError, StorageError
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.session import Peers, decide, is_told, together, warn
-from torchrelay.metadata.stats import NodeStats, NodeTimes
+from torchrelay.metadata.statistics import NodeStats, NodeTimes
 from torchrelay.records import dataclass
 
 if TYPE_CHECKING:

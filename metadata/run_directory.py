@@ -41,8 +41,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchrelay.errors import DamagedError, FormatError, StorageError, UsageError
-from torchrelay.metadata.files import append_line, append_lines, read_json, read_lines, write_json, write_new
-from torchrelay.metadata.same_place import SamePlace
+from torchrelay.metadata.fs import (
+    SamePlace,
+    append_line,
+    append_lines,
+    read_json,
+    read_lines,
+    write_json,
+    write_new,
+)
 
 State = Literal["RUNNING", "FINISHED", "STOPPED", "PREEMPTED", "FAILED"]
 FORMAT = {"major": 1, "minor": 0, "features": []}

@@ -19,7 +19,8 @@ import torch
 
 from torchrelay.errors import RelayError, StorageError, UsageError
 from torchrelay.jobs.session import Peers, decide, together
-from torchrelay.metadata.capture import (
+from torchrelay.metadata.code.archive import changes, open_archive, write_archive
+from torchrelay.metadata.code.capture import (
     Given,
     captures,
     code_id_of,
@@ -30,13 +31,9 @@ from torchrelay.metadata.capture import (
     write_config,
     write_diff,
 )
-from torchrelay.metadata.code.archive import open_archive, write_archive
-from torchrelay.metadata.code.changes import changes
-from torchrelay.metadata.code.git_command import repository
-from torchrelay.metadata.code.hidden_ref import commit_hidden
-from torchrelay.metadata.code.main_script import Script, main_script
-from torchrelay.metadata.code.snapshot import GONE, Snapshot, digests, of_manifest, take
-from torchrelay.metadata.code.sources import Root, Sources, sources_of
+from torchrelay.metadata.code.git import commit_hidden, repository
+from torchrelay.metadata.code.selection import Root, Sources, sources_of
+from torchrelay.metadata.code.snapshot import GONE, Script, Snapshot, digests, main_script, of_manifest, take
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
 from torchrelay.runners.journal import Journal

@@ -22,12 +22,11 @@ from torchrelay.errors import LeftByInterrupt, NotAllowedNowError, TaskFailedErr
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.runtime import local_directory
 from torchrelay.jobs.session import decide
-from torchrelay.metadata.capture import Given
-from torchrelay.metadata.code.sources import Code
-from torchrelay.metadata.file_handler import FileMetadataHandler
-from torchrelay.metadata.handler import MetadataHandler
+from torchrelay.metadata.code.capture import Given
+from torchrelay.metadata.code.selection import Code
+from torchrelay.metadata.handlers import FileMetadataHandler, MetadataHandler
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.metadata.sinks.sink import MetricSink
+from torchrelay.metadata.sinks.base import MetricSink
 from torchrelay.runners.attempts import MAX_ATTEMPTS
 from torchrelay.runners.binding import bind_for_load
 from torchrelay.runners.capturing import Capturing
@@ -188,7 +187,7 @@ class JobRunner:
         own: MetadataHandler = FileMetadataHandler(self.run_directory.path)
         beside = options.pop("metadata_handler", None)
         if beside is not None:
-            from torchrelay.metadata.several_handlers import SeveralHandlers
+            from torchrelay.metadata.handlers import SeveralHandlers
 
             own = SeveralHandlers([own, beside])
         return MultiNodeCheckpointManager(self.run_directory.checkpoints, metadata_handler=own, **options)
@@ -196,7 +195,7 @@ class JobRunner:
     def _sinks(self, trackers: Sequence[str | MetricSink]) -> tuple[MetricSink, ...]:
         if isinstance(trackers, (list, tuple)) and not trackers:
             return ()
-        from torchrelay.metadata.sinks.naming import sinks_of
+        from torchrelay.metadata.sinks.registry import sinks_of
 
         sinks = sinks_of(trackers)
         if sinks and self.run_directory is None:

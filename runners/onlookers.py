@@ -15,7 +15,7 @@ from torchrelay.errors import StorageError
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.session import Peers
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.metadata.sinks.sink import MetricSink, TrackedRun
+from torchrelay.metadata.sinks.base import MetricSink, TrackedRun
 from torchrelay.runners.progress import Progress
 from torchrelay.runners.rank_log import RankLog
 from torchrelay.runners.run_state import RunState

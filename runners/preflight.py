@@ -22,7 +22,7 @@ from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.containers import is_container
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.session import Peers, together
-from torchrelay.metadata.files import write_new
+from torchrelay.metadata.fs import write_new
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.session_base import SessionBase
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torchrelay.metadata.files import append_bytes
+from torchrelay.metadata.fs import append_bytes
 from torchrelay.runners.wording import stamped
 
 MAX_BYTES = 8 << 20

@@ -19,9 +19,9 @@ from typing import Any, Literal, get_args
 
 from torchrelay.checkpoint.log.writer import is_gone, process_start
 from torchrelay.errors import RelayError
-from torchrelay.metadata.experiment.results import newest_result
+from torchrelay.metadata.experiments import newest_result
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.metadata.run_look import look_at
+from torchrelay.metadata.run_status import look_at
 from torchrelay.records import dataclass
 
 Word = Literal["created", "running", "silent", "interrupted", "failed", "finished", "tested"]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torchrelay.metadata.run_directory import without_password
-from torchrelay.metadata.sinks.sink import MetricSink, TrackedRun
+from torchrelay.metadata.sinks.base import MetricSink, TrackedRun
 from torchrelay.runners.one_thread import LateError, OneThread
 
 FAILURES = 3

@@ -14,7 +14,7 @@ from told_jobs import contents, query
 from torchrun import clean_environment
 from warm import PLACE, server, warmed
 
-from torchrelay.metadata.handler import MetadataHandler
+from torchrelay.metadata.handlers import MetadataHandler
 from torchrelay.metadata.sql.tables import VERSION, metadata
 from torchrelay.runners.commands.command_line import main
 

@@ -18,8 +18,8 @@ ALLOWED = {
     "jobs": {"jobs", "errors", "records"},
     "metadata": {"metadata", "errors", "records"},
     "checkpoint": {"checkpoint", "jobs", "errors", "records"}
-    | {"metadata.handler", "metadata.same_place", "metadata.stats"}
-    | {"metadata.zip_members", "metadata.code.archived_imports", "metadata.capture"},
+    | {"metadata.handlers", "metadata.fs", "metadata.statistics"}
+    | {"metadata.zip_reader", "metadata.code.imports", "metadata.code.capture"},
     "runners": {"runners", "checkpoint", "jobs", "metadata", "errors", "records"},
 }
 

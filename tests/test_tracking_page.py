@@ -12,7 +12,7 @@ import pytest
 from torchrun import clean_environment
 from warm import PLACE, server, warmed
 
-from torchrelay.metadata.sinks.naming import _BUILT_IN, GROUP
+from torchrelay.metadata.sinks.registry import _BUILT_IN, GROUP
 from torchrelay.runners.sight import Sight
 from torchrelay.runners.wording import stamped
 

@@ -25,7 +25,7 @@ from torchrelay.checkpoint.disk.fields import Fields
 from torchrelay.checkpoint.disk.value_decoding import decode, references
 from torchrelay.checkpoint.disk.version import check_stamp, stamp
 from torchrelay.errors import BlobError, DamagedError, FormatError
-from torchrelay.metadata.zip_members import ZipMembers, open_zip
+from torchrelay.metadata.zip_reader import ZipMembers, open_zip
 from torchrelay.records import dataclass
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torchrelay.checkpoint.disk.read_options import PLAIN
 from torchrelay.checkpoint.disk.side_by_side import each
 from torchrelay.checkpoint.storage import Memory
 from torchrelay.errors import DamagedError
-from torchrelay.metadata.zip_members import ZipMembers
+from torchrelay.metadata.zip_reader import ZipMembers
 from torchrelay.records import dataclass
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from torchrelay.checkpoint.disk.digest import BLOCK, block_digests
 from torchrelay.checkpoint.disk.workers import WRITERS, share
 from torchrelay.checkpoint.storage import WriteHandle
 from torchrelay.errors import BlobError
-from torchrelay.metadata.zip_members import name_fits
+from torchrelay.metadata.zip_reader import name_fits
 from torchrelay.records import dataclass
 
 ALIGNMENT = 64

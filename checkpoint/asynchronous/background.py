@@ -22,7 +22,7 @@ from torchrelay.checkpoint.save import SaveJob, carry_out
 from torchrelay.checkpoint.timing import Clock
 from torchrelay.jobs import runtime
 from torchrelay.jobs.session import Peers, Session
-from torchrelay.metadata.stats import NodeStats
+from torchrelay.metadata.statistics import NodeStats
 from torchrelay.records import dataclass
 
 BESIDE_TRAINING = 1

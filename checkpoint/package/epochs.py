@@ -11,7 +11,7 @@ from torch import nn
 
 from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.errors import UsageError
-from torchrelay.metadata.capture import captures, code_id_of
+from torchrelay.metadata.code.capture import captures, code_id_of
 
 
 def of_epoch(

@@ -14,7 +14,7 @@ from torchrelay.checkpoint.disk.fields import Fields
 from torchrelay.checkpoint.disk.value_decoding import decode
 from torchrelay.checkpoint.package.opening import SOURCE, Package, open_package, package_of
 from torchrelay.errors import BlobError, DamagedError, UsageError
-from torchrelay.metadata.code.archived_imports import ArchivedImports
+from torchrelay.metadata.code.imports import ArchivedImports
 
 
 def load(path: Where, *, trust_source: bool = False) -> nn.Module:

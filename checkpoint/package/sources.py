@@ -11,8 +11,8 @@ from types import ModuleType
 
 from torch import nn
 
-from torchrelay.metadata.code.archived_imports import PREFIX
-from torchrelay.metadata.zip_members import name_fits
+from torchrelay.metadata.code.imports import PREFIX
+from torchrelay.metadata.zip_reader import name_fits
 
 MAIN = "__main__"
 _FOREIGN = tuple(

@@ -1,4 +1,4 @@
-"""Source as one zip: `manifest.json`, then the files below `files/`, the same bytes for the same code id.
+"""Archives of source: written, extracted, compared.
 
 Times are fixed, names sorted, permissions alike, nothing compressed. What a member's name cannot have is
 written `=XX`, a byte in hex. An archive is named by its code id, which is the digest of its manifest.
@@ -6,19 +6,21 @@ written `=XX`, a byte in hex. An archive is named by its code id, which is the d
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import io
 import os
 import re
+import stat
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from torchrelay.errors import DamagedError, StorageError
+from torchrelay.errors import DamagedError, StorageError, UsageError
 from torchrelay.metadata.code.manifest import MOST_BYTES, Manifest, decode
-from torchrelay.metadata.files import replace_file
-from torchrelay.metadata.zip_members import ZipMembers, open_zip
+from torchrelay.metadata.fs import replace_file
+from torchrelay.metadata.zip_reader import ZipMembers, open_zip
 from torchrelay.records import dataclass
 
 _MANIFEST = "manifest.json"
@@ -105,3 +107,141 @@ def _info(name: str) -> zipfile.ZipInfo:
     info.create_system = 3  # Unix, wherever it is made
     info.external_attr = 0o100644 << 16
     return info
+
+
+def unpack_source(archive: Archive, directory: Path, *, force: bool = False) -> None:
+    """Write the files and links of an archive; files that begin with `#!` can be executed.
+
+    Raises UsageError for a directory that is not empty, unless `force` is to write over its files; what
+    lies there besides stays. A folder that is a link is never written through. Raises DamagedError before
+    anything is written, StorageError where writing fails.
+    """
+    contents = archive.read_all()
+    if not force and (directory.is_symlink() or directory.exists()) and not _is_empty(directory):
+        raise UsageError(f"{directory} is not empty: give a new directory, or --force to write over files")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, data in contents.items():
+            path = _place(directory, name)
+            replace_file(path, data, sync="nothing")
+            if data.startswith(b"#!"):
+                path.chmod(0o755)
+        for name, target in archive.manifest.links.items():
+            path = _place(directory, name)
+            with suppress(FileNotFoundError):
+                path.unlink()
+            path.symlink_to(target)
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(f"cannot write {error.filename or directory}: {error.strerror}") from error
+
+
+def _is_empty(directory: Path) -> bool:
+    try:
+        return not os.listdir(directory)
+    except OSError as error:
+        raise UsageError(f"{directory} is no directory that can be used: {error.strerror}") from None
+
+
+def _place(directory: Path, name: str) -> Path:
+    """Where a file goes; its folders are made, each a real one."""
+    folder = directory
+    for part in name.split("/")[:-1]:
+        folder = folder / part
+        with suppress(FileExistsError):
+            folder.mkdir()
+        if not stat.S_ISDIR(folder.lstat().st_mode):
+            raise StorageError(f"{folder} is in the way of {name}: remove it, or give a new directory")
+    return folder / name.rpartition("/")[2]
+
+
+_SHOWN = 8
+_LARGEST_TEXT = 4 << 20
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Names, sorted."""
+
+    added: tuple[str, ...]
+    changed: tuple[str, ...]
+    removed: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.added or self.changed or self.removed)
+
+    def __str__(self) -> str:
+        words = [*self.changed, *(f"+{one}" for one in self.added), *(f"-{one}" for one in self.removed)]
+        more = f" and {len(words) - _SHOWN} more" if len(words) > _SHOWN else ""
+        return ", ".join(words[:_SHOWN]) + more
+
+
+NO_CHANGES = Changes((), (), ())
+
+
+@dataclass(frozen=True)
+class FileDiff:
+    """One file of a difference; no `lines` where it is no text."""
+
+    name: str
+    lines: tuple[str, ...] | None
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Lines that came, lines that went."""
+        body = (self.lines or ())[2:]
+        return sum(one.startswith("+") for one in body), sum(one.startswith("-") for one in body)
+
+
+def changes(old: Mapping[str, str], new: Mapping[str, str]) -> Changes:
+    """Compare names and digests, as `snapshot.of_manifest` gives them."""
+    both = old.keys() & new.keys()
+    return Changes(
+        tuple(sorted(new.keys() - old.keys())),
+        tuple(sorted(name for name in both if old[name] != new[name])),
+        tuple(sorted(old.keys() - new.keys())),
+    )
+
+
+def file_diffs(
+    found: Changes, old: Callable[[str], bytes], new: Callable[[str], bytes]
+) -> Iterator[FileDiff]:
+    """The unified differences of the files that differ, in the order of their names."""
+    for name in sorted((*found.added, *found.changed, *found.removed)):
+        before = b"" if name in found.added else old(name)
+        after = b"" if name in found.removed else new(name)
+        sides = (
+            ("/dev/null" if name in found.added else f"a/{name}"),
+            ("/dev/null" if name in found.removed else f"b/{name}"),
+        )
+        yield FileDiff(name, _lines(before, after, *sides))
+
+
+def _lines(before: bytes, after: bytes, from_name: str, to_name: str) -> tuple[str, ...] | None:
+    texts = [_text(before), _text(after)]
+    if texts[0] is None or texts[1] is None:
+        return None
+    lines = difflib.unified_diff(texts[0], texts[1], from_name, to_name, lineterm="")
+    shown: list[str] = []
+    for line in lines:
+        shown.append(line.removesuffix("\n"))
+        if not line.endswith("\n") and line[:1] in "+- " and not line.startswith(("+++ ", "--- ")):
+            shown.append("\\ No newline at end of file")
+    return tuple(shown)
+
+
+def _text(data: bytes) -> list[str] | None:
+    if len(data) > _LARGEST_TEXT or b"\0" in data:
+        return None
+    try:
+        return _split(data.decode())
+    except UnicodeDecodeError:
+        return None
+
+
+def _split(text: str) -> list[str]:
+    """Lines with their ends; other characters that Python takes for ends of lines stay within."""
+    lines = text.split("\n")
+    ended = [f"{line}\n" for line in lines[:-1]]
+    return [*ended, lines[-1]] if lines[-1] else ended

@@ -1,22 +1,24 @@
-"""The source as it is now: selected, read once, each file by the bytes of that one reading."""
+"""The source as it is now: selected, read once; and the script of this process."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import stat
+import sys
+import sysconfig
+import tempfile
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import UsageError
 from torchrelay.metadata.code.archive import member_name
-from torchrelay.metadata.code.git_command import repository
+from torchrelay.metadata.code.git import Provenance, provenance_of, repository
 from torchrelay.metadata.code.manifest import MOST_FILES, Manifest, SourceFile, stays_within
-from torchrelay.metadata.code.provenance import Provenance, provenance_of
-from torchrelay.metadata.code.selection import select
-from torchrelay.metadata.code.sources import Root, Sources
-from torchrelay.metadata.zip_members import LIMIT_NAME
+from torchrelay.metadata.code.selection import Root, Sources, select
+from torchrelay.metadata.zip_reader import LIMIT_NAME
 from torchrelay.records import dataclass
 
 _NAMED = 5
@@ -181,3 +183,63 @@ def _check_size(sizes: Mapping[str, int], limit: int) -> None:
 
 def _megabytes(count: int) -> str:
     return f"{count / 1e6:.1f} MB"
+
+
+_OWN = [
+    Path(__file__).resolve().parents[2] / room
+    for room in ("jobs", "checkpoint", "runners", "metadata", "src/torchrelay")
+]
+"""This package's own programs, wherever it lies."""
+_PACKAGES = frozenset({"site-packages", "dist-packages"})
+_TOO_WIDE = 1
+"""Directories with so few parts are nobody's project."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """A program file and the directory that its imports begin in."""
+
+    root: Root
+    name: str
+
+
+def main_script() -> Script | None:
+    """The file that Python was started with, where it is a user's; for `-m a.b` the directory of `a`."""
+    main = sys.modules.get("__main__")
+    file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
+    if not isinstance(file, str):
+        return None
+    path = Path(file).resolve()
+    if not path.is_file() or _is_installed(path):
+        return None
+    depth = spec.name.count(".") if spec is not None else 0
+    if depth >= len(path.parents):
+        return None
+    folder = path.parents[depth]
+    name = path.relative_to(folder).as_posix()
+    return Script(Root("", folder, (name,) if _is_nobodys(folder) else None), name)
+
+
+def _is_nobodys(folder: Path) -> bool:
+    """Home, a file system's top and the folder for temporary files hold much that is no source of one run."""
+    return len(folder.parts) <= _TOO_WIDE or folder in (_home(), Path(tempfile.gettempdir()).resolve())
+
+
+def _home() -> Path | None:
+    try:
+        return Path.home().resolve()
+    except RuntimeError:
+        return None
+
+
+def _is_installed(path: Path) -> bool:
+    """Programs that came with an installation, such as test runners."""
+    of_others = not _PACKAGES.isdisjoint(path.parts)  # also of an environment that is not this one
+    return of_others or any(path.is_relative_to(place) for place in (*_installations(), *_OWN))
+
+
+@cache
+def _installations() -> tuple[Path, ...]:
+    """Where this interpreter has its modules and programs."""
+    places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")}
+    return tuple(Path(place).resolve() for place in places if place)

@@ -17,12 +17,11 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from torchrelay.errors import StorageError
-from torchrelay.metadata.notes import EPOCH, Note
+from torchrelay.metadata.handlers import EPOCH, Note
 from torchrelay.metadata.sql import tables
-from torchrelay.metadata.sql.database_url import masked, secrets_of, without
 from torchrelay.metadata.sql.rows import rows_of
-from torchrelay.metadata.sql.schema import has_tables, make_tables
-from torchrelay.metadata.sql.upserts import put
+from torchrelay.metadata.sql.tables import has_tables, make_tables, put
+from torchrelay.metadata.sql.url import masked, secrets_of, without
 
 Result = TypeVar("Result")
 _FIRST_PAUSE_SECS = 0.05

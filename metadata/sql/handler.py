@@ -1,26 +1,123 @@
-"""The metadata handler that tells a database: SQLite in a file, or a PostgreSQL server."""
+"""The metadata handler that writes to a database: what is pending, and calls that may hang.
+
+A driver that waits for a server that is frozen, a name that nobody resolves, a file on a share that is gone:
+none of these has a time limit that always holds.
+"""
 
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from torchrelay.errors import DamagedError, NotAllowedNowError, RelayError, StorageError, UsageError
-from torchrelay.metadata.file_handler import FILE_NAME
-from torchrelay.metadata.files import read_json
-from torchrelay.metadata.handler import Holder
-from torchrelay.metadata.notes import EPOCH, Note, notes_of_file, report_notes
-from torchrelay.metadata.sql.bounded_call import BoundedCalls
-from torchrelay.metadata.sql.database_url import masked, parse_url
-from torchrelay.metadata.sql.pending import Pending
-from torchrelay.metadata.stats import NodeStats
+from torchrelay.metadata.fs import read_json
+from torchrelay.metadata.handlers import EPOCH, FILE_NAME, Holder, Note, notes_of_file, report_notes
+from torchrelay.metadata.sql.url import masked, parse_url
+from torchrelay.metadata.statistics import NodeStats
 
 if TYPE_CHECKING:
     from torchrelay.metadata.sql.database import Database
+
+
+MOST_ROWS = 100_000
+"""Some tens of megabytes; what is older is given up first."""
+
+
+class Pending:
+    """Notes in their order, added by one thread and taken off by another when they are stored."""
+
+    def __init__(self, most_rows: int = MOST_ROWS) -> None:
+        self.given_up = 0
+        """Notes that were too many to be remembered."""
+        self._most = most_rows
+        self._rows = 0
+        self._notes: deque[Note] = deque()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._notes)
+
+    def add(self, notes: Sequence[Note]) -> None:
+        """Remember notes; at least the newest one stays."""
+        with self._lock:
+            self._notes.extend(notes)
+            self._rows += sum(map(rows_in, notes))
+            while self._rows > self._most and len(self._notes) > 1:
+                self._rows -= rows_in(self._notes.popleft())
+                self.given_up += 1
+
+    def all(self) -> tuple[Note, ...]:
+        """All that is remembered, the oldest first."""
+        with self._lock:
+            return tuple(self._notes)
+
+    def stored(self, notes: Sequence[Note]) -> None:
+        """Forget what was stored."""
+        done = set(map(id, notes))
+        with self._lock:
+            self._notes = deque(note for note in self._notes if id(note) not in done)
+            self._rows = sum(map(rows_in, self._notes))
+
+
+def rows_in(note: Note) -> int:
+    """About how many rows a note makes."""
+    return 1 + sum(1 + len(times.secs) for times in note.times)
+
+
+Result = TypeVar("Result")
+
+
+class BoundedCalls:
+    """Makes calls, each in a thread of its own that no exit of the process waits for."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._running: _Call[object] | None = None
+
+    def make(self, call: Callable[[], Result], wait_secs: float) -> Result:
+        """The result of a call, or its error.
+
+        Raises StorageError where it is not over in time, or where an earlier one is still going on: then
+        nothing is called. A call that was given up goes on, and may succeed.
+        """
+        running = self._running
+        if running is not None and running.thread.is_alive():
+            raise StorageError(f"{self._what} has not answered for {time.monotonic() - running.began:.0f} s")
+        mine = _Call(call)
+        self._running = mine  # type: ignore[assignment]
+        mine.thread.start()
+        mine.thread.join(wait_secs)
+        if mine.thread.is_alive():
+            raise StorageError(f"{self._what} did not answer within {wait_secs:g} s")
+        self._running = None
+        return mine.outcome()
+
+
+class _Call(Generic[Result]):
+    def __init__(self, call: Callable[[], Result]) -> None:
+        self.began = time.monotonic()
+        self._call = call
+        self._results: list[Result] = []
+        self._error: BaseException = StorageError("the call is not over")
+        self.thread = threading.Thread(target=self._run, name="metadata database", daemon=True)
+
+    def _run(self) -> None:
+        try:
+            self._results.append(self._call())
+        except BaseException as error:
+            self._error = error
+
+    def outcome(self) -> Result:
+        if self._results:
+            return self._results[0]
+        raise self._error
+
 
 DEADLINE_SECS = 5.0
 _SHARE_OF_RETRIES = 0.7

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timezone
 from typing import Any
 
-from torchrelay.metadata.notes import EPOCH, Note
+from torchrelay.metadata.handlers import EPOCH, Note
 
 Row = dict[str, Any]
 Rows = dict[str, list[Row]]

@@ -1,20 +1,34 @@
-"""The tables of the database, told in docs/metadata.md. All names begin with `relay_`.
+"""The tables of the database, described in docs/metadata.md, and the statements that write to them.
 
 A change that older versions cannot live with raises VERSION.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from sqlalchemy import (
     BigInteger,
     Column,
+    Connection,
     DateTime,
     Double,
     MetaData,
     PrimaryKeyConstraint,
     String,
     Table,
+    and_,
+    case,
+    insert,
+    inspect,
+    or_,
+    select,
+    text,
 )
+from sqlalchemy.dialects import postgresql, sqlite
+
+from torchrelay.errors import FormatError
+from torchrelay.metadata.sql.rows import MERGES, Rows
 
 VERSION = 1
 metadata = MetaData()
@@ -93,3 +107,73 @@ WHERE NOT EXISTS (
 GROUP BY e.job, e.epoch
 """
 """A later branch replaced what came after its base: those epochs are abandoned, the others current."""
+
+
+_LOCK = 0x746F7263_68726C79
+"""Ours alone among the advisory locks of a PostgreSQL database, we hope: the letters of our name."""
+
+
+def has_tables(connection: Connection, where: str) -> bool:
+    """Whether our tables are there; FormatError, naming the place and both versions, for others' version."""
+    if not inspect(connection).has_table(SCHEMA.name):
+        return False
+    versions = sorted(connection.execute(select(SCHEMA.c.version)).scalars())
+    if versions == [VERSION]:
+        return True
+    found = ", ".join(map(str, versions)) or "none"
+    raise FormatError(
+        f"the database {where} has tables of schema version {found} in {SCHEMA.name}, this torchrelay writes "
+        f"version {VERSION}: use the torchrelay that made them, or give another database and fill it with "
+        "torchrelay index"
+    )
+
+
+def make_tables(connection: Connection, where: str) -> None:
+    """Make what is missing, in the transaction that is open; two who come at once wait for each other."""
+    if has_tables(connection, where):
+        return
+    if connection.dialect.name == "postgresql":
+        connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
+        if has_tables(connection, where):
+            return
+    metadata.create_all(connection)
+    connection.execute(text(CURRENT_EPOCHS))
+    connection.execute(insert(SCHEMA).values(version=VERSION))
+
+
+def put(connection: Connection, rows: Rows) -> None:
+    """Insert rows, or merge them with those of the same keys.
+
+    Sorted, so that two jobs that write the same rows wait for each other in one order and never in a circle.
+    """
+    for name, content in rows.items():
+        if content:
+            table = metadata.tables[name]
+            keys = [column.name for column in table.primary_key]
+            in_order = sorted(content, key=lambda row: [row[key] for key in keys])
+            connection.execute(_statement(connection.dialect.name, table), in_order)
+
+
+def _statement(dialect: str, table: Table) -> Any:
+    insert: Any = postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)
+    new = insert.excluded
+    together = table.name == "relay_jobs"
+    changes = {
+        name: _of_newest(table, new, name, choose) if together else _merged(table.c[name], new[name], choose)
+        for name, choose in MERGES[table.name].items()
+    }
+    keys = [column.name for column in table.primary_key]
+    return insert.on_conflict_do_update(index_elements=keys, set_=changes)
+
+
+def _merged(old: Any, new: Any, choose: Any) -> Any:
+    """The least or the greatest of two values that may be missing."""
+    wins = new < old if choose is min else new > old
+    return case((or_(old.is_(None), wins), new), else_=old)
+
+
+def _of_newest(table: Table, new: Any, name: str, choose: Any) -> Any:
+    """The value of the row with the newer generation; of equal ones as for all other columns."""
+    same = new.generation == table.c.generation
+    wins = or_(new.generation > table.c.generation, and_(same, new[name] > table.c[name]))
+    return case((wins, new[name]), else_=table.c[name])

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from torchrelay.metadata.capture import surroundings
+from torchrelay.metadata.code.capture import surroundings
 from torchrelay.records import make_initializers
 from torchrelay.runners.chaos.functions import function_of
 

@@ -20,7 +20,7 @@ from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.multi_node import MultiNodeCheckpointManager
 from torchrelay.checkpoint.remote.urls import is_url
 from torchrelay.errors import RelayError
-from torchrelay.metadata.file_handler import FileMetadataHandler
+from torchrelay.metadata.handlers import FileMetadataHandler
 from torchrelay.runners.chaos.contents import Blobs, Mixed
 from torchrelay.runners.chaos.store_faults import strike_calls
 from torchrelay.runners.choosing import Resume

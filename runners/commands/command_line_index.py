@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from torchrelay.errors import StorageError, UsageError
-from torchrelay.metadata.notes import EPOCH, Note
-from torchrelay.metadata.sql.bounded_call import BoundedCalls
-from torchrelay.metadata.sql.database_url import parse_url
-from torchrelay.metadata.sql.pending import rows_in
+from torchrelay.metadata.handlers import EPOCH, Note
+from torchrelay.metadata.sql.handler import BoundedCalls, rows_in
+from torchrelay.metadata.sql.url import parse_url
 from torchrelay.runners.commands.command_line_arguments import Add, add_run
 from torchrelay.runners.commands.command_line_index_notes import notes_of_place
 from torchrelay.runners.commands.command_line_output import Output

@@ -18,10 +18,8 @@ from torchrelay.checkpoint.log.branches import LogView, branch_of
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import StorageError, UsageError
-from torchrelay.metadata.file_handler import FILE_NAME
-from torchrelay.metadata.files import read_json
-from torchrelay.metadata.handler import Holder
-from torchrelay.metadata.notes import EPOCH, Note, notes_of_file, report_notes, times_of
+from torchrelay.metadata.fs import read_json
+from torchrelay.metadata.handlers import EPOCH, FILE_NAME, Holder, Note, notes_of_file, report_notes, times_of
 from torchrelay.records import dataclass
 from torchrelay.runners.commands.command_line_place import Place
 

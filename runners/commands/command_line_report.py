@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torchrelay.checkpoint.storage_places import is_remote, object_at
 from torchrelay.errors import StorageError, UsageError
-from torchrelay.metadata.files import write_new
+from torchrelay.metadata.fs import write_new
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.commands.command_line_output import Output, human_bytes
 from torchrelay.runners.commands.command_line_place import locate_run

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import RelayError, UsageError
-from torchrelay.metadata.experiment.note import read_note
-from torchrelay.metadata.experiment.results import newest_result
+from torchrelay.metadata.experiments import newest_result, read_note
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.commands.command_line_place import Place, locate

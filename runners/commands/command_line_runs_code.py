@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchrelay.metadata.capture import capture_with_code
-from torchrelay.metadata.code.archive import open_archive
-from torchrelay.metadata.code.extraction import unpack_source
+from torchrelay.metadata.code.archive import open_archive, unpack_source
+from torchrelay.metadata.code.capture import capture_with_code
 from torchrelay.metadata.code.manifest import SHORT, Manifest
 from torchrelay.runners.commands.command_line_arguments import Add
 from torchrelay.runners.commands.command_line_output import Output, human_bytes

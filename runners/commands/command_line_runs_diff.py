@@ -6,8 +6,8 @@ import argparse
 from contextlib import ExitStack
 from typing import Any
 
-from torchrelay.metadata.capture import code_id_of
-from torchrelay.metadata.code.changes import Changes, FileDiff
+from torchrelay.metadata.code.archive import Changes, FileDiff
+from torchrelay.metadata.code.capture import code_id_of
 from torchrelay.metadata.code.manifest import SHORT
 from torchrelay.runners.commands.command_line_arguments import Add
 from torchrelay.runners.commands.command_line_output import Output

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchrelay.checkpoint.remote.urls import is_url
 from torchrelay.errors import UsageError
-from torchrelay.metadata.experiment.note import read_note
-from torchrelay.metadata.experiment.run_store import ProgramRun
+from torchrelay.metadata.experiments import ProgramRun, read_note
 from torchrelay.runners.commands.command_line_arguments import Add
 from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.commands.selector import Selector, parse_selector

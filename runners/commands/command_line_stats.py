@@ -11,11 +11,9 @@ from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.storage import Storage
 from torchrelay.errors import UnknownEpochError
-from torchrelay.metadata.file_handler import FILE_NAME
-from torchrelay.metadata.files import read_lines
-from torchrelay.metadata.note_text import read_note
-from torchrelay.metadata.slowest import Summary, Verdict, summary
-from torchrelay.metadata.stats import NodeTimes, node_times
+from torchrelay.metadata.fs import read_lines, read_note
+from torchrelay.metadata.handlers import FILE_NAME
+from torchrelay.metadata.statistics import NodeTimes, Summary, Verdict, node_times, summary
 from torchrelay.runners.commands.command_line_arguments import Add, add_epoch
 from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.commands.command_line_place import Place, locate

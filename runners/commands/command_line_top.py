@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import StorageError
-from torchrelay.metadata.run_look import RunLook, look_at, runs_at
+from torchrelay.metadata.run_status import RunLook, look_at, runs_at
 from torchrelay.runners.commands.command_line_arguments import Add, add_run
 from torchrelay.runners.commands.command_line_output import Output, human_number
 from torchrelay.runners.commands.command_line_place import existing_directory

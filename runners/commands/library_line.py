@@ -8,9 +8,8 @@ from typing import Any
 
 from torchrelay.checkpoint.reading.opening import best_of_run
 from torchrelay.errors import RelayError
-from torchrelay.metadata.capture import captures, code_id_of
-from torchrelay.metadata.experiment.note import Note, read_note
-from torchrelay.metadata.experiment.results import newest_result
+from torchrelay.metadata.code.capture import captures, code_id_of
+from torchrelay.metadata.experiments import Note, newest_result, read_note
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
 from torchrelay.runners.commands.command_line_output import finite, human_number

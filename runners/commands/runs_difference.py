@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import UsageError
-from torchrelay.metadata.capture import captures, code_id_of, config_texts
-from torchrelay.metadata.code.archive import Archive, open_archive
-from torchrelay.metadata.code.changes import Changes, FileDiff, changes, file_diffs
+from torchrelay.metadata.code.archive import Archive, Changes, FileDiff, changes, file_diffs, open_archive
+from torchrelay.metadata.code.capture import captures, code_id_of, config_texts
 from torchrelay.metadata.code.snapshot import of_manifest
 from torchrelay.records import dataclass
 from torchrelay.runners.commands.run_library import find_run

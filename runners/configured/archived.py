@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import UsageError
-from torchrelay.metadata.code.archive import open_archive
-from torchrelay.metadata.code.extraction import unpack_source
-from torchrelay.metadata.experiment.run_store import ProgramRun
+from torchrelay.metadata.code.archive import open_archive, unpack_source
+from torchrelay.metadata.experiments import ProgramRun
 from torchrelay.runners.configured.scene import ConfiguredScene
 from torchrelay.runners.experiment.archived_process import RESOLVED, captured_code, environment_of
 

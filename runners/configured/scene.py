@@ -21,7 +21,7 @@ from torchrelay.jobs.config.config import Config, load_config
 from torchrelay.jobs.config.interpolation import RunPlace
 from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
 from torchrelay.jobs.session import Peers, Solo
-from torchrelay.metadata.experiment.run_store import RunStore
+from torchrelay.metadata.experiments import RunStore
 from torchrelay.records import dataclass
 from torchrelay.runners.distributed.launch_env import read_launch_env
 from torchrelay.runners.experiment.base_scene import BaseScene

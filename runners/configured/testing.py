@@ -14,7 +14,7 @@ from typing import Any
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
 from torchrelay.jobs.session import decide
-from torchrelay.metadata.experiment.results import read_result, write_result
+from torchrelay.metadata.experiments import read_result, write_result
 from torchrelay.runners.configured.scene import ConfiguredScene, processes
 from torchrelay.runners.experiment.base_scene import say
 from torchrelay.runners.experiment.using import Used, use

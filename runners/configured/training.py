@@ -12,7 +12,7 @@ from typing import Any
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.runner_schema import LOCAL_TRAIN
 from torchrelay.jobs.session import Peers, decide
-from torchrelay.metadata.experiment.note import Note
+from torchrelay.metadata.experiments import Note
 from torchrelay.runners.configured.scene import ConfiguredScene, processes
 from torchrelay.runners.distributed.launch_env import read_launch_env
 from torchrelay.runners.experiment.base_scene import say

@@ -17,10 +17,10 @@ from torchrelay.checkpoint.selection import Selection
 from torchrelay.errors import DamagedError, DirectoryInUseError, RelayError, StorageError, UsageError
 from torchrelay.jobs.blobs import is_stateful
 from torchrelay.jobs.job import Job
-from torchrelay.metadata.capture import captures, command, surroundings, write_capture
+from torchrelay.metadata.code.capture import captures, command, surroundings, write_capture
 from torchrelay.metadata.code.manifest import SHORT
 from torchrelay.metadata.code.snapshot import Snapshot
-from torchrelay.metadata.experiment.run_store import ProgramRun, update_note
+from torchrelay.metadata.experiments import ProgramRun, update_note
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.capturing import Capturing
 from torchrelay.runners.experiment.base_scene import BaseScene, say

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchrelay.errors import UsageError
-from torchrelay.metadata.experiment.run_store import ProgramRun
+from torchrelay.metadata.experiments import ProgramRun
 from torchrelay.runners.experiment.archived_process import captured_code, run_process
 from torchrelay.runners.experiment.request import Request
 from torchrelay.runners.experiment.scene import Scene

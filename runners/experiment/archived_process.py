@@ -17,10 +17,9 @@ from types import FrameType
 from typing import Any
 
 from torchrelay.errors import UsageError
-from torchrelay.metadata.capture import captures, code_id_of
-from torchrelay.metadata.code.archive import open_archive
-from torchrelay.metadata.code.extraction import unpack_source
-from torchrelay.metadata.experiment.run_store import ProgramRun
+from torchrelay.metadata.code.archive import open_archive, unpack_source
+from torchrelay.metadata.code.capture import captures, code_id_of
+from torchrelay.metadata.experiments import ProgramRun
 
 MARK = "TORCHRELAY_ARCHIVED"
 """Tells the process on the archive whose run it works for; taken out of its environment at once."""

@@ -11,14 +11,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from torchrelay.errors import DamagedError, StorageError, UsageError
-from torchrelay.metadata.code.archive import open_archive
-from torchrelay.metadata.code.changes import NO_CHANGES, Changes, changes
+from torchrelay.metadata.code.archive import NO_CHANGES, Changes, changes, open_archive
+from torchrelay.metadata.code.selection import LARGEST_UNKNOWN_BYTES, Root
 from torchrelay.metadata.code.snapshot import GONE, Snapshot, digest_in, of_manifest, place_of
-from torchrelay.metadata.code.source_names import LARGEST_UNKNOWN_BYTES
-from torchrelay.metadata.code.sources import Root
-from torchrelay.metadata.experiment.note import Identity
-from torchrelay.metadata.experiment.results import Evaluated, evaluated
-from torchrelay.metadata.experiment.run_store import ProgramRun, RunStore
+from torchrelay.metadata.experiments import Evaluated, Identity, ProgramRun, RunStore, evaluated
 from torchrelay.runners.experiment.archived_process import captured_code
 from torchrelay.runners.experiment.choosing_runs import Known
 from torchrelay.runners.experiment.origin import Origin

@@ -12,7 +12,7 @@ from dataclasses import field
 from typing import Any, Literal
 
 from torchrelay.errors import DirectoryInUseError, NotAllowedNowError, UsageError
-from torchrelay.metadata.experiment.note import Identity
+from torchrelay.metadata.experiments import Identity
 from torchrelay.records import dataclass
 from torchrelay.runners.standing import Standing
 

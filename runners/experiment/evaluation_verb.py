@@ -13,8 +13,8 @@ from torchrelay.errors import RelayError, StorageError, UsageError
 from torchrelay.jobs.random import seed as set_seed
 from torchrelay.jobs.session import decide, together
 from torchrelay.metadata.code.snapshot import place_of
-from torchrelay.metadata.experiment.results import Evaluated, note_evaluated
-from torchrelay.metadata.files import sync_directory
+from torchrelay.metadata.experiments import Evaluated, note_evaluated
+from torchrelay.metadata.fs import sync_directory
 from torchrelay.runners.experiment.base_scene import BaseScene, say
 from torchrelay.runners.experiment.program import Program
 from torchrelay.runners.experiment.scene import Scene

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torchrelay.errors import DirectoryInUseError
-from torchrelay.metadata.experiment.note import Note
-from torchrelay.metadata.experiment.run_store import ProgramRun, RunStore, update_note
+from torchrelay.metadata.experiments import Note, ProgramRun, RunStore, update_note
 from torchrelay.runners.experiment.choosing_runs import Chosen
 from torchrelay.runners.standing import standing
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from torchrelay.errors import RelayError
 from torchrelay.jobs.runtime import Signature, Size, TensorSpec
-from torchrelay.metadata.files import write_json
+from torchrelay.metadata.fs import write_json
 
 FILE = "signature.json"
 _BATCH = "batch"

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import UsageError
-from torchrelay.metadata.code.main_script import main_script
-from torchrelay.metadata.code.snapshot import Snapshot, take
-from torchrelay.metadata.code.sources import Root, Sources, sources_of
-from torchrelay.metadata.experiment.run_store import RunStore
+from torchrelay.metadata.code.selection import Root, Sources, sources_of
+from torchrelay.metadata.code.snapshot import Snapshot, main_script, take
+from torchrelay.metadata.experiments import RunStore
 from torchrelay.records import dataclass
 from torchrelay.runners.stored_runs.run_url import refuse_remote
 

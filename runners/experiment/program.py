@@ -14,7 +14,7 @@ from torchrelay.jobs.config.config import Config
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.random import seed as set_seed
 from torchrelay.jobs.stop import max_epochs, max_steps
-from torchrelay.metadata.experiment.rows import metric_rows
+from torchrelay.metadata.experiments import metric_rows
 from torchrelay.runners.context import Context
 from torchrelay.runners.ending.time_limits import TimeLimit
 from torchrelay.runners.experiment.samples import Samples

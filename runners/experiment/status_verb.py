@@ -10,8 +10,7 @@ from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.errors import RelayError
 from torchrelay.metadata.code.manifest import SHORT
-from torchrelay.metadata.experiment.results import newest_result
-from torchrelay.metadata.experiment.run_store import ProgramRun
+from torchrelay.metadata.experiments import ProgramRun, newest_result
 from torchrelay.runners.experiment.base_scene import BaseScene, say
 from torchrelay.runners.experiment.choosing_runs import Start, choose_to_train, newest_of
 from torchrelay.runners.standing import standing

@@ -13,7 +13,7 @@ import torch
 from torchrelay.errors import UsageError
 from torchrelay.jobs.data.data_parallel import data_parallel
 from torchrelay.jobs.session import Peers, Solo
-from torchrelay.metadata.experiment.rows import append_values
+from torchrelay.metadata.experiments import append_values
 from torchrelay.runners.context import Context
 from torchrelay.runners.experiment.collecting import Collected, Collector, Reduction, told_values
 from torchrelay.runners.experiment.noted_signature import FirstCall

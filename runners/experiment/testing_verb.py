@@ -11,7 +11,7 @@ from typing import Any
 
 from torchrelay.jobs.random import seed as set_seed
 from torchrelay.jobs.session import Peers, decide
-from torchrelay.metadata.experiment.results import read_result, write_result
+from torchrelay.metadata.experiments import read_result, write_result
 from torchrelay.runners.experiment.base_scene import say
 from torchrelay.runners.experiment.scene import Scene
 from torchrelay.runners.experiment.using import Used, use

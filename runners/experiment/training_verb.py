@@ -10,7 +10,7 @@ from typing import Any
 from torchrelay.errors import UsageError
 from torchrelay.jobs.random import seed as set_seed
 from torchrelay.jobs.session import Peers, decide
-from torchrelay.metadata.experiment.note import Identity, Note
+from torchrelay.metadata.experiments import Identity, Note
 from torchrelay.runners.experiment.base_scene import say
 from torchrelay.runners.experiment.choosing_runs import Chosen, Start, choose_to_train
 from torchrelay.runners.experiment.launched import is_restart, launch_of

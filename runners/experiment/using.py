@@ -8,7 +8,7 @@ from torchrelay.checkpoint.log.job_file import has_job
 from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.errors import NoProvableEpochError, NotAllowedNowError, UnknownEpochError, UsageError
 from torchrelay.metadata.code.manifest import SHORT
-from torchrelay.metadata.experiment.run_store import ProgramRun
+from torchrelay.metadata.experiments import ProgramRun
 from torchrelay.records import dataclass
 from torchrelay.runners.experiment.base_scene import BaseScene
 from torchrelay.runners.experiment.choosing_runs import choose_to_use

@@ -16,7 +16,7 @@ from torchrelay.checkpoint.interop.export import export_checkpoint
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
 from torchrelay.jobs.session import warn
-from torchrelay.metadata.several_handlers import SeveralHandlers
+from torchrelay.metadata.handlers import SeveralHandlers
 from torchrelay.records import dataclass
 from torchrelay.runners.lifecycle.selection import MODEL
 from torchrelay.runners.stored_runs.run_url import is_remote

@@ -14,7 +14,7 @@ from torchrelay.jobs.config.runner_schema import LOCAL_TRAIN
 from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
 from torchrelay.jobs.config.tree import hint
 from torchrelay.jobs.session import Solo
-from torchrelay.metadata.experiment.run_store import RunStore
+from torchrelay.metadata.experiments import RunStore
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
 from torchrelay.runners.distributed.current import current_world

@@ -11,8 +11,8 @@ from torchrelay.jobs.config.config import Config
 from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
 from torchrelay.jobs.config.schema import Settings
 from torchrelay.jobs.config.schema import Upstream as UpstreamKeys
-from torchrelay.metadata.capture import Given
-from torchrelay.metadata.code.sources import Sources
+from torchrelay.metadata.code.capture import Given
+from torchrelay.metadata.code.selection import Sources
 from torchrelay.runners.lifecycle.selection import MODEL, phases_of, weights_place
 from torchrelay.runners.rebuilding.recipe import Recipe
 from torchrelay.runners.stages.given import InitFrom, Upstream

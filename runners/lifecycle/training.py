@@ -17,7 +17,7 @@ from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.stop import early_stopping, max_epochs, max_steps, max_time
 from torchrelay.jobs.task import Task
-from torchrelay.metadata.files import append_line
+from torchrelay.metadata.fs import append_line
 from torchrelay.runners.context import Context
 from torchrelay.runners.lifecycle.context import StepContext
 from torchrelay.runners.lifecycle.evaluating import evaluation, log_tally, metrics_of, moved_batch

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from torchrelay.errors import RelayError
-from torchrelay.metadata.capture import captures, code_id_of
+from torchrelay.metadata.code.capture import captures, code_id_of
 from torchrelay.metadata.run_directory import RunDirectory
 
 

@@ -21,7 +21,7 @@ from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.errors import RelayError, UsageError
 from torchrelay.jobs.random import RandomStreams
 from torchrelay.jobs.session import decide
-from torchrelay.metadata.files import read_json, write_json
+from torchrelay.metadata.fs import read_json, write_json
 from torchrelay.runners.full_state import full_state_dict
 from torchrelay.runners.journal import Journal
 from torchrelay.runners.onnx_files.describing import run_facts

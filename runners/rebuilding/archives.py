@@ -18,10 +18,9 @@ from torch import nn
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.config import Config, load_config
 from torchrelay.jobs.config.tree import ConfigError
-from torchrelay.metadata.capture import capture_with_code
-from torchrelay.metadata.code.archive import open_archive
-from torchrelay.metadata.code.extraction import unpack_source
-from torchrelay.metadata.code.loading import LoadedCode, load_code
+from torchrelay.metadata.code.archive import open_archive, unpack_source
+from torchrelay.metadata.code.capture import capture_with_code
+from torchrelay.metadata.code.imports import LoadedCode, load_code
 from torchrelay.metadata.code.manifest import is_plain
 from torchrelay.records import dataclass
 from torchrelay.runners.lifecycle.context import StepContext, place_of_process

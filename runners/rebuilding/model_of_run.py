@@ -14,8 +14,8 @@ from torch import nn
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.config import Config
-from torchrelay.metadata.capture import capture_with_code
-from torchrelay.metadata.experiment.note import read_note
+from torchrelay.metadata.code.capture import capture_with_code
+from torchrelay.metadata.experiments import read_note
 from torchrelay.records import dataclass
 from torchrelay.runners.lifecycle.apart import apart
 from torchrelay.runners.lifecycle.selection import MODEL, phases_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from torchrelay.errors import UsageError
-from torchrelay.metadata.experiment.note import read_note
+from torchrelay.metadata.experiments import read_note
 from torchrelay.runners.experiment.program import Program, made_program
 from torchrelay.runners.rebuilding.archives import Archives
 

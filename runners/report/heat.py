@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from torchrelay.metadata.slowest import WAITING, NodeRow, Summary, summary
-from torchrelay.metadata.stats import NodeTimes
+from torchrelay.metadata.statistics import WAITING, NodeRow, NodeTimes, Summary, summary
 from torchrelay.runners.report.facts import RunFacts, SavedEpoch
 from torchrelay.runners.report.markup import Markup, el
 from torchrelay.runners.report.parts import of_run, scrolling, section, table

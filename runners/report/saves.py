@@ -11,8 +11,8 @@ from typing import Any
 from torchrelay.checkpoint.disk.paths import stats_path
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.storage import Storage
-from torchrelay.metadata.file_handler import FILE_NAME
-from torchrelay.metadata.files import read_lines
+from torchrelay.metadata.fs import read_lines
+from torchrelay.metadata.handlers import FILE_NAME
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.report.course import moment_of
 from torchrelay.runners.report.facts import Save

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torchrelay.metadata.files import read_lines
+from torchrelay.metadata.fs import read_lines
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.report.course import moment_of, point_of
 from torchrelay.runners.report.facts import Attempt, Event, Point, Save

@@ -13,8 +13,8 @@ from torchrelay.checkpoint.reader import Checkpoint
 from torchrelay.checkpoint.reading.devices import checked_device
 from torchrelay.errors import RelayError, UsageError
 from torchrelay.jobs.runtime import Signature
-from torchrelay.metadata.capture import captures, code_id_of
-from torchrelay.metadata.files import read_json
+from torchrelay.metadata.code.capture import captures, code_id_of
+from torchrelay.metadata.fs import read_json
 from torchrelay.records import dataclass
 from torchrelay.runners.rebuilding.named_functions import named
 from torchrelay.runners.serving.served import Served, ServingHandler

@@ -13,7 +13,7 @@ from torchrelay.checkpoint.reading.lookup import nearest
 from torchrelay.checkpoint.reading.patterns import pattern_list
 from torchrelay.errors import UsageError
 from torchrelay.jobs.stop import free_name
-from torchrelay.metadata.lineage.record import check_alias
+from torchrelay.metadata.lineage import check_alias
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from torchrelay.checkpoint.reading.stages import records_in
 from torchrelay.checkpoint.remote.urls import is_url
 from torchrelay.errors import UsageError
 from torchrelay.jobs.session import Peers, together
-from torchrelay.metadata.lineage.capture import Stage
-from torchrelay.metadata.lineage.record import StageRecord
+from torchrelay.metadata.lineage import Stage, StageRecord
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
 from torchrelay.runners.commands.selector import parse_selector

@@ -50,7 +50,7 @@ class Stages:
         """Write `lineage/`, by the process that holds the log."""
         run = self._run
         if run is not None and self._sources:
-            from torchrelay.metadata.lineage.capture import capture
+            from torchrelay.metadata.lineage import capture
 
             stages = [source.stage for source in self._sources.values()]
             decide(self._peers, "lineage", lambda: capture(run.path, stages))

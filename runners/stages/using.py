@@ -12,8 +12,8 @@ from typing import Any
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.expressions import LINEAGE, STAGE, configuration, stage_folder
 from torchrelay.jobs.runtime import local_directory, split_run
-from torchrelay.metadata.code.loading import LoadedCode, load_code
-from torchrelay.metadata.lineage.record import check_alias
+from torchrelay.metadata.code.imports import LoadedCode, load_code
+from torchrelay.metadata.lineage import check_alias
 from torchrelay.runners.stages.given import Upstream
 
 

@@ -9,7 +9,7 @@ from dataclasses import field
 from pathlib import Path
 
 from torchrelay.errors import StorageError, UsageError
-from torchrelay.metadata.files import MAX_JSON_BYTES
+from torchrelay.metadata.fs import MAX_JSON_BYTES
 from torchrelay.records import dataclass
 from torchrelay.runners.stored_runs.run_files import Listed, RunFiles
 from torchrelay.runners.stored_runs.run_names import never_changes

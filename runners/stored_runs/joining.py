@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import RelayError
-from torchrelay.metadata.files import open_regular, read_json
+from torchrelay.metadata.fs import open_regular, read_json
 from torchrelay.runners.stored_runs.run_names import grows
 
 _PIECE_BYTES = 1 << 20

@@ -19,8 +19,7 @@ from torchrelay.checkpoint.remote.retrying import Patience
 from torchrelay.errors import FencedError, RelayError, StorageError
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.session import decide, together
-from torchrelay.metadata.files import MAX_JSON_BYTES
-from torchrelay.metadata.note_text import read_note
+from torchrelay.metadata.fs import MAX_JSON_BYTES, read_note
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.journal import Journal
 from torchrelay.runners.last_words import forget_last_words, remember_last_words

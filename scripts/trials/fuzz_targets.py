@@ -17,7 +17,7 @@ from torchrelay.checkpoint.disk.sealed import seal, unseal
 from torchrelay.checkpoint.log import record
 from torchrelay.jobs.config.config import read_config
 from torchrelay.jobs.config.yaml_reader import read_findings
-from torchrelay.metadata.zip_members import open_zip
+from torchrelay.metadata.zip_reader import open_zip
 
 GOLDEN = Path(__file__).resolve().parents[2] / "tests/golden"
 _JOB = "fuzz"

@@ -20,7 +20,7 @@ from torch import nn
 import torchrelay
 from torchrelay import EpochLoader, Job, JobRunner, Scope, data_parallel, max_epochs
 from torchrelay.checkpoint.manager_base import Manager
-from torchrelay.metadata.file_handler import FileMetadataHandler
+from torchrelay.metadata.handlers import FileMetadataHandler
 
 EPOCHS = 4
 STEPS = 8

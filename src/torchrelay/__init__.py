@@ -27,13 +27,13 @@ _HOMES = {
     "DcpReader": "checkpoint.interop.dcp_reader",
     "DistributedSession": "runners.distributed_session",
     "EpochLoader": "jobs.data.loader",
-    "FileMetadataHandler": "metadata.file_handler",
+    "FileMetadataHandler": "metadata.handlers",
     "InitFrom": "runners.stages.given",
     "Job": "jobs.job",
     "JobRunner": "runners.job_runner",
     "LocalSession": "runners.local_session",
-    "MetadataHandler": "metadata.handler",
-    "MetricSink": "metadata.sinks.sink",
+    "MetadataHandler": "metadata.handlers",
+    "MetricSink": "metadata.sinks.base",
     "MultiNodeCheckpointManager": "checkpoint.multi_node",
     "Node": "jobs.cluster",
     "OnnxExport": "runners.onnx_files.onnx_export",
@@ -44,7 +44,7 @@ _HOMES = {
     "RunResult": "runners.result",
     "Scope": "jobs.blobs",
     "ServingHandler": "runners.serving.served",
-    "Sources": "metadata.code.sources",
+    "Sources": "metadata.code.selection",
     "SqlHandler": "metadata.sql.handler",
     "StopAnswer": "jobs.stop",
     "StopCondition": "jobs.stop",
@@ -53,7 +53,7 @@ _HOMES = {
     "TaskOutput": "jobs.task",
     "TensorHandler": "runners.serving.tensor_handler",
     "Tier": "checkpoint.tier.options",
-    "TrackedRun": "metadata.sinks.sink",
+    "TrackedRun": "metadata.sinks.base",
     "UploadTaskGroupBuilder": "checkpoint.upload",
     "Upstream": "runners.stages.given",
     "Workspace": "jobs.workspace",
@@ -75,7 +75,7 @@ _HOMES = {
     "init": "runners.start",
     "load": "checkpoint.package.loading",
     "load_blobs": "checkpoint.blob_files",
-    "load_code": "metadata.code.loading",
+    "load_code": "metadata.code.imports",
     "load_into": "checkpoint.load_into",
     "load_states": "checkpoint.archive.loading",
     "load_upstream": "runners.stages.using",
@@ -83,7 +83,7 @@ _HOMES = {
     "max_epochs": "jobs.stop",
     "max_steps": "jobs.stop",
     "max_time": "jobs.stop",
-    "metric_rows": "metadata.experiment.rows",
+    "metric_rows": "metadata.experiments",
     "open_checkpoint": "checkpoint.reader",
     "open_package": "checkpoint.package.opening",
     "run_to_onnx": "runners.onnx_files.run_to_onnx",
@@ -151,12 +151,12 @@ if TYPE_CHECKING:
     )
     from torchrelay.jobs.task import Task as Task
     from torchrelay.jobs.workspace import Workspace as Workspace, WorkspaceType as WorkspaceType
-    from torchrelay.metadata.code.loading import load_code as load_code
-    from torchrelay.metadata.code.sources import Sources as Sources
-    from torchrelay.metadata.experiment.rows import metric_rows as metric_rows
-    from torchrelay.metadata.file_handler import FileMetadataHandler as FileMetadataHandler
-    from torchrelay.metadata.handler import MetadataHandler as MetadataHandler
-    from torchrelay.metadata.sinks.sink import MetricSink as MetricSink, TrackedRun as TrackedRun
+    from torchrelay.metadata.code.imports import load_code as load_code
+    from torchrelay.metadata.code.selection import Sources as Sources
+    from torchrelay.metadata.experiments import metric_rows as metric_rows
+    from torchrelay.metadata.handlers import FileMetadataHandler as FileMetadataHandler
+    from torchrelay.metadata.handlers import MetadataHandler as MetadataHandler
+    from torchrelay.metadata.sinks.base import MetricSink as MetricSink, TrackedRun as TrackedRun
     from torchrelay.metadata.sql.handler import SqlHandler as SqlHandler
     from torchrelay.runners.context import Context as Context
     from torchrelay.runners.distributed_session import DistributedSession as DistributedSession

@@ -15,7 +15,7 @@ from torchrun import REPOSITORY, clean_environment
 import torchrelay
 from torchrelay import JobRunner, LocalSession
 from torchrelay.errors import UsageError
-from torchrelay.metadata.capture import Given, captures
+from torchrelay.metadata.code.capture import Given, captures
 from torchrelay.runners.commands.command_line import main
 
 KILLED = """
@@ -23,7 +23,7 @@ import os, signal, sys, time
 import torch
 from pathlib import Path
 from torchrelay import Job, JobRunner, max_epochs
-from torchrelay.metadata.capture import Given
+from torchrelay.metadata.code.capture import Given
 
 job = Job("alf", blobs={"w": torch.zeros(2)})
 

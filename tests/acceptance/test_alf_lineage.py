@@ -204,9 +204,8 @@ def test_alf_6_lineage_of_a_beginning_that_was_given_up_stays(tmp_path: Path) ->
 
 def test_alf_6_a_kill_while_lineage_is_written_leaves_all_or_none(tmp_path: Path) -> None:
     """Killed at many moments of the copy in turn: the folder is whole or not there, the next start mends."""
-    from torchrelay.metadata.lineage import capture as capturing
-    from torchrelay.metadata.lineage.record import StageRecord
-    from torchrelay.metadata.lineage.tree import stages_of
+    from torchrelay.metadata import lineage as capturing
+    from torchrelay.metadata.lineage import StageRecord, stages_of
 
     run_stage(tmp_path / "a", {"model": Net()}, epochs=1)
     configured(tmp_path / "a", "lr=1")

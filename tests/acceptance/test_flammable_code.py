@@ -16,10 +16,9 @@ from torchrun import torchrun
 
 import torchrelay
 from torchrelay.errors import UsageError
-from torchrelay.metadata.capture import captures
 from torchrelay.metadata.code.archive import open_archive
-from torchrelay.metadata.experiment.note import Note, write_note
-from torchrelay.metadata.experiment.results import write_result
+from torchrelay.metadata.code.capture import captures
+from torchrelay.metadata.experiments import Note, write_note, write_result
 from torchrelay.runners.commands.command_line import main
 
 MODEL = """

@@ -20,7 +20,7 @@ from torchrun import REPOSITORY, clean_environment, torchrun
 
 import torchrelay
 from torchrelay.errors import UsageError
-from torchrelay.metadata.experiment.note import Identity
+from torchrelay.metadata.experiments import Identity
 from torchrelay.runners.commands.command_line import main
 from torchrelay.runners.experiment.training_verb import check_alike
 from torchrelay.runners.standing import standing

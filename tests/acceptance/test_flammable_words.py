@@ -10,8 +10,7 @@ import pytest
 import torch
 from program_cases import Script
 
-from torchrelay.metadata.experiment.note import read_note
-from torchrelay.metadata.experiment.results import newest_result, results
+from torchrelay.metadata.experiments import newest_result, read_note, results
 from torchrelay.runners.standing import standing
 
 OWN = """def train(self, where=None, *, resume_from_epoch=None):

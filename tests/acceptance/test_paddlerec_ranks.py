@@ -20,8 +20,7 @@ from torchrun import torchrun
 
 from torchrelay import open_checkpoint
 from torchrelay.lifecycle import ConfigResult, StepFailedError
-from torchrelay.metadata.experiment.results import results
-from torchrelay.metadata.experiment.run_store import RunStore
+from torchrelay.metadata.experiments import RunStore, results
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.standing import standing
 

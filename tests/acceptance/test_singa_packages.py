@@ -25,7 +25,7 @@ from torch import nn
 import torchrelay
 from torchrelay.errors import BlobError, DamagedError, FormatError, RelayError, UsageError
 from torchrelay.jobs.runtime import Signature, TensorSpec
-from torchrelay.metadata.experiment.note import Note, read_note, write_note
+from torchrelay.metadata.experiments import Note, read_note, write_note
 from torchrelay.runners.commands.command_line import main
 
 LABELS = ["cat", "dog", "cow", "owl"]

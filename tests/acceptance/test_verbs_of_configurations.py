@@ -15,8 +15,7 @@ import pytest
 
 from torchrelay import open_checkpoint
 from torchrelay.errors import RelayError
-from torchrelay.metadata.experiment.results import results
-from torchrelay.metadata.experiment.run_store import RunStore
+from torchrelay.metadata.experiments import RunStore, results
 from torchrelay.runners.commands.command_line import main
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/paddlerec_style"

@@ -21,7 +21,7 @@ from torchrelay.errors import (
     RelayError,
     StorageError,
 )
-from torchrelay.metadata.file_handler import FileMetadataHandler
+from torchrelay.metadata.handlers import FileMetadataHandler
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.journal import SaveWarning
 

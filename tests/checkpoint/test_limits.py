@@ -113,18 +113,18 @@ def test_guests_leave_the_writer_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_note_that_no_reader_takes_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small file of a run above what is read is refused by its writer, and the old one stays."""
-    from torchrelay.metadata import files
+    from torchrelay.metadata import fs
 
     path = tmp_path / "run.json"
-    files.write_json(path, {"a": 1})
-    monkeypatch.setattr(files, "MAX_JSON_BYTES", 100)
+    fs.write_json(path, {"a": 1})
+    monkeypatch.setattr(fs, "MAX_JSON_BYTES", 100)
     with pytest.raises(UsageError, match="more than the 100"):
-        files.write_json(path, {"a": "x" * 100})
-    assert files.read_json(path) == {"a": 1}
+        fs.write_json(path, {"a": "x" * 100})
+    assert fs.read_json(path) == {"a": 1}
     lines = tmp_path / "metrics.1.jsonl"
     for number in range(3):
-        files.append_line(lines, {"n": number, "x": "x" * 200})
-    assert [line["n"] for line in files.read_lines(lines)] == [0, 1, 2], "lines have no limit"
+        fs.append_line(lines, {"n": number, "x": "x" * 200})
+    assert [line["n"] for line in fs.read_lines(lines)] == [0, 1, 2], "lines have no limit"
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 from torchrun import clean_environment
 
-from torchrelay.metadata.experiment.run_store import RunStore
+from torchrelay.metadata.experiments import RunStore
 
 SMALL = """\
 import torch

@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 from source_trees import fill
 
-from torchrelay.metadata.code.archived_imports import ArchivedImports
+from torchrelay.metadata.code.imports import ArchivedImports
 
 _numbers = itertools.count()
 

@@ -15,8 +15,8 @@ from source_trees import fill
 from torchrelay.errors import DamagedError, StorageError
 from torchrelay.metadata.code.archive import archive_bytes, member_name, open_archive, write_archive
 from torchrelay.metadata.code.manifest import Manifest, decode
+from torchrelay.metadata.code.selection import Sources
 from torchrelay.metadata.code.snapshot import take
-from torchrelay.metadata.code.sources import Sources
 
 CHARACTERS = st.characters(codec="utf-8", exclude_characters="/\\\0")
 PARTS = st.text(CHARACTERS, min_size=1, max_size=6)

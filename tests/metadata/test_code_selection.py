@@ -10,9 +10,9 @@ import pytest
 from source_trees import fill, git, held
 
 from torchrelay.errors import UsageError
-from torchrelay.metadata.code.provenance import without_credentials
+from torchrelay.metadata.code.git import without_credentials
+from torchrelay.metadata.code.selection import Sources, sources_of
 from torchrelay.metadata.code.snapshot import Snapshot, take
-from torchrelay.metadata.code.sources import Sources, sources_of
 
 FILES = {
     "train.py": "1",

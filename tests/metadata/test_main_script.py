@@ -10,8 +10,8 @@ from types import ModuleType
 import pytest
 from source_trees import fill
 
-from torchrelay.metadata.code import main_script
-from torchrelay.metadata.code.main_script import Script
+from torchrelay.metadata.code import snapshot
+from torchrelay.metadata.code.snapshot import Script
 
 
 def seen(
@@ -23,7 +23,7 @@ def seen(
         main.__file__ = str(file)
     main.__spec__ = ModuleSpec(module, None) if module else None
     monkeypatch.setitem(sys.modules, "__main__", main)
-    return main_script.main_script()
+    return snapshot.main_script()
 
 
 def test_scripts_and_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,5 +54,5 @@ def test_a_script_in_the_home_directory_is_its_own_source(
 
 def test_no_script_of_a_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt, standard input, an installed program and one of our own have none."""
-    for file in (None, "<stdin>", tmp_path / "gone.py", pytest.__file__, main_script.__file__):
+    for file in (None, "<stdin>", tmp_path / "gone.py", pytest.__file__, snapshot.__file__):
         assert seen(monkeypatch, file) is None

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from torchrelay.errors import DamagedError, FormatError, UsageError
-from torchrelay.metadata.file_handler import FileMetadataHandler
-from torchrelay.metadata.handler import MetadataHandler
+from torchrelay.metadata.handlers import FileMetadataHandler, MetadataHandler
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.metadata.stats import NodeStats, NodeTimes
+from torchrelay.metadata.statistics import NodeStats, NodeTimes
 
 
 def test_identity_is_written_once(tmp_path: Path) -> None:

@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrelay.errors import UsageError
-from torchrelay.metadata.sinks.csv_sink import CsvSink
-from torchrelay.metadata.sinks.jsonl_sink import JsonlSink
-from torchrelay.metadata.sinks.naming import sinks_of
-from torchrelay.metadata.sinks.sink import MetricSink, TrackedRun
+from torchrelay.metadata.sinks.base import MetricSink, TrackedRun
+from torchrelay.metadata.sinks.registry import sinks_of
+from torchrelay.metadata.sinks.text import CsvSink, JsonlSink
 
 NAMES = st.sampled_from(["train/loss", "val/acc", 'odd, "name"', "epoch", "Ünï"])
 VALUES = st.floats() | st.integers(-5, 5).map(float)
@@ -130,14 +129,14 @@ def test_a_wrong_tracker_is_one_line(trackers: Any, words: str) -> None:
 
 def test_a_missing_extra_is_told_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the package of a tracker is not there the words have the command that mends it."""
-    monkeypatch.setattr("torchrelay.metadata.sinks.naming.find_spec", lambda name: None)
+    monkeypatch.setattr("torchrelay.metadata.sinks.registry.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install 'torchrelay\[trackers\]'"):
         sinks_of(["mlflow:sqlite:///x.db"])
 
 
 def test_a_package_can_offer_a_sink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An installed package's entry point is a name like the built-in ones; text behind the colon is given."""
-    (tmp_path / "offered.py").write_text("from torchrelay.metadata.sinks.csv_sink import CsvSink as Sheet\n")
+    (tmp_path / "offered.py").write_text("from torchrelay.metadata.sinks.text import CsvSink as Sheet\n")
     info = tmp_path / "offered-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: offered\nVersion: 1\n")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from torchrelay.errors import StorageError
-from torchrelay.metadata.files import append_line, read_json, read_lines, write_json
+from torchrelay.metadata.fs import append_line, read_json, read_lines, write_json
 
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

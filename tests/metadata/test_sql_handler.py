@@ -23,15 +23,12 @@ from told_jobs import contents, query, saved, train
 
 from torchrelay import Job, JobRunner, LocalSession, MultiNodeCheckpointManager, SqlHandler, max_epochs
 from torchrelay.errors import FormatError, NotAllowedNowError, StorageError, UnknownEpochError, UsageError
-from torchrelay.metadata.file_handler import FILE_NAME
-from torchrelay.metadata.handler import Holder, MetadataHandler
-from torchrelay.metadata.notes import EPOCH, Note, notes_of_file
-from torchrelay.metadata.sql.bounded_call import BoundedCalls
+from torchrelay.metadata.handlers import EPOCH, FILE_NAME, Holder, MetadataHandler, Note, notes_of_file
 from torchrelay.metadata.sql.database import Database
-from torchrelay.metadata.sql.database_url import parse_url
-from torchrelay.metadata.sql.pending import Pending
+from torchrelay.metadata.sql.handler import BoundedCalls, Pending
 from torchrelay.metadata.sql.rows import merged, rows_of
-from torchrelay.metadata.stats import NodeStats, NodeTimes
+from torchrelay.metadata.sql.url import parse_url
+from torchrelay.metadata.statistics import NodeStats, NodeTimes
 from torchrelay.runners.commands.command_line import main
 
 SAVE = "checkpoint_save"
@@ -166,8 +163,8 @@ def test_jobs_write_at_once(tmp_path: Path, url: str) -> None:
     """Processes that make the tables and write to one file at the same moment lose nothing, never fail."""
     code = (
         "import sys\n"
-        "from torchrelay.metadata.handler import Holder\n"
-        "from torchrelay.metadata.stats import NodeStats, NodeTimes\n"
+        "from torchrelay.metadata.handlers import Holder\n"
+        "from torchrelay.metadata.statistics import NodeStats, NodeTimes\n"
         "from torchrelay.metadata.sql.handler import SqlHandler\n"
         "handler = SqlHandler(sys.argv[1], deadline_secs=30)\n"
         "handler.set_params('/runs/x', 'torchrelay', ['a'])\n"

@@ -20,8 +20,7 @@ from test_sql_handler import check_any_order, notes, without_times
 from told_jobs import contents, query, saved, train
 
 from torchrelay.errors import FormatError, StorageError
-from torchrelay.metadata.handler import Holder
-from torchrelay.metadata.notes import EPOCH, Note
+from torchrelay.metadata.handlers import EPOCH, Holder, Note
 from torchrelay.metadata.sql import handler as sql_handler
 from torchrelay.metadata.sql.handler import SqlHandler
 from torchrelay.runners.commands.command_line import main

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrelay.errors import DamagedError, StorageError
-from torchrelay.metadata.zip_members import open_zip
+from torchrelay.metadata.zip_reader import open_zip
 
 NAMES = st.from_regex(r"[a-z][a-z0-9_.]{0,8}(/[a-z][a-z0-9_]{0,8}){0,3}", fullmatch=True)
 

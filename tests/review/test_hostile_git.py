@@ -9,11 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from torchrelay.metadata.code import git_command
-from torchrelay.metadata.code.git_command import repository
-from torchrelay.metadata.code.git_listing import listed
-from torchrelay.metadata.code.hidden_ref import commit_hidden
-from torchrelay.metadata.code.provenance import Provenance, provenance_of
+from torchrelay.metadata.code import git as git_command
+from torchrelay.metadata.code.git import Provenance, commit_hidden, listed, provenance_of, repository
 
 
 def git(directory: Path, *words: str) -> str:

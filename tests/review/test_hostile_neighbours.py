@@ -17,9 +17,8 @@ import pytest
 from torchrelay import Job, JobRunner, max_epochs
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.metadata.sinks.csv_sink import CsvSink
-from torchrelay.metadata.sinks.jsonl_sink import JsonlSink
-from torchrelay.metadata.sinks.sink import TrackedRun
+from torchrelay.metadata.sinks.base import TrackedRun
+from torchrelay.metadata.sinks.text import CsvSink, JsonlSink
 from torchrelay.runners import trackers
 from torchrelay.runners.commands import command_line_index
 from torchrelay.runners.commands.command_line import main
@@ -94,7 +93,7 @@ def test_a_pipe_where_a_tracker_writes_is_refused(kind: str, tmp_path: Path, tra
 )
 def test_a_password_that_nobody_can_tell_from_the_rest_is_not_shown(url: str) -> None:
     """URLs whose password has characters that end it are refused, and no part of it is printed."""
-    parse_url = pytest.importorskip("torchrelay.metadata.sql.database_url").parse_url
+    parse_url = pytest.importorskip("torchrelay.metadata.sql.url").parse_url
     pytest.importorskip("sqlalchemy")
     with pytest.raises(UsageError) as refused:
         parse_url(url)

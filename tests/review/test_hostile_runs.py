@@ -15,12 +15,9 @@ from program_cases import Script
 
 from torchrelay.jobs.config.config import load_config
 from torchrelay.jobs.config.tree import ConfigError
-from torchrelay.metadata.capture import command
-from torchrelay.metadata.experiment.note import Identity, Note
-from torchrelay.metadata.experiment.run_store import RunStore
-from torchrelay.metadata.lineage.capture import Stage, capture
-from torchrelay.metadata.lineage.record import StageRecord
-from torchrelay.metadata.lineage.tree import stages_of
+from torchrelay.metadata.code.capture import command
+from torchrelay.metadata.experiments import Identity, Note, RunStore
+from torchrelay.metadata.lineage import Stage, StageRecord, capture, stages_of
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.commands.command_line import main
 from torchrelay.runners.ending.requests import Requests

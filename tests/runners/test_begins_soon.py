@@ -11,14 +11,14 @@ import pytest
 from torchrun import clean_environment
 
 import torchrelay
-from torchrelay.metadata.capture import captures
+from torchrelay.metadata.code.capture import captures
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 HELLO = (ROOT / "README.md").read_text().split("```python\n", 1)[1].split("```", 1)[0]
 MOST_MODULES = 325
 NOT_FOR_A_LOCAL_RUN = (
     *("checkpoint.asynchronous", "checkpoint.interop", "checkpoint.onnx_out", "checkpoint.object_storage"),
-    *("checkpoint.tier.tier_storage", "jobs.config.", "jobs.data.loader", "metadata.sinks.naming"),
+    *("checkpoint.tier.tier_storage", "jobs.config.", "jobs.data.loader", "metadata.sinks.registry"),
     *(
         "metadata.sql",
         "runners.distributed.world",

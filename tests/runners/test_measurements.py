@@ -16,7 +16,7 @@ from stage import warned
 import torchrelay
 from torchrelay import Job, JobRunner, LocalSession, RunResult, early_stopping, max_epochs, open_checkpoint
 from torchrelay.__main__ import main
-from torchrelay.metadata.experiment.rows import metric_rows
+from torchrelay.metadata.experiments import metric_rows
 
 ACC = ("val/acc", "max")
 GAPS = {2: 0.9, 4: 0.5, 6: 0.8, 8: 0.4}

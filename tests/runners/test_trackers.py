@@ -15,9 +15,8 @@ from torchrun import clean_environment
 
 from torchrelay import Job, JobRunner, MultiNodeCheckpointManager, TrackedRun, max_epochs
 from torchrelay.errors import UsageError
-from torchrelay.metadata.sinks.csv_sink import CsvSink
-from torchrelay.metadata.sinks.jsonl_sink import JsonlSink
-from torchrelay.metadata.sinks.naming import sinks_of
+from torchrelay.metadata.sinks.registry import sinks_of
+from torchrelay.metadata.sinks.text import CsvSink, JsonlSink
 from torchrelay.runners.journal import SaveWarning
 
 PROGRAM = Path(__file__).resolve().parent.parent / "programs/watched.py"

@@ -29,7 +29,7 @@ from typing import Any
 
 from torchrelay.errors import DamagedError, StorageError, UsageError
 from torchrelay.metadata.code.manifest import is_plain
-from torchrelay.metadata.files import read_json, replace_file, write_json
+from torchrelay.metadata.fs import read_json, replace_file, write_json
 from torchrelay.metadata.run_directory import without_password
 from torchrelay.records import dataclass
 

@@ -1,19 +1,72 @@
-"""Small files that a crash leaves old or new, never torn."""
+"""Small files that a crash leaves old or new, read with care; and whether a directory is still the same.
+
+Where a file system was unmounted, or a directory renamed, the old path may lead to another place: the
+mount point below, or a directory that somebody put there since.
+"""
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import secrets
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NoReturn
 
-from torchrelay.errors import DamagedError, StorageError, UsageError
-from torchrelay.metadata.note_text import read_note
+from torchrelay.errors import DamagedError, LostDirectoryError, StorageError, UsageError
+
+DEPTH_LIMIT = 100
+"""Containers within containers; our own notes have about six."""
+_DIGITS = 300
+
+
+def read_note(data: bytes | str) -> Any:
+    """The value of a JSON text. Its numbers are finite, and whole ones have a float beside them.
+
+    Raises ValueError for anything else, for what JSON does not have (NaN), and for what is nested deeper
+    than 100 levels. Text may hold anything, halves of surrogate pairs included: paths have them.
+    """
+    try:
+        value = _DECODER.decode(data if isinstance(data, str) else data.decode())
+    except RecursionError:
+        raise ValueError(f"nested deeper than {DEPTH_LIMIT} levels") from None
+    _check_depth(value)
+    return value
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if math.isfinite(value):
+        return value
+    raise ValueError(f"{text:.40} is larger than any number here")
+
+
+def _int(text: str) -> int:
+    if len(text) > _DIGITS:
+        raise ValueError(f"{text:.40}... is larger than any number here")
+    return int(text)
+
+
+def _constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_float=_float, parse_int=_int, parse_constant=_constant)
+
+
+def _check_depth(value: Any) -> None:
+    level = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(DEPTH_LIMIT):
+        containers = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [inner for one in containers for inner in one if isinstance(inner, (dict, list))]
+        if not level:
+            return
+    raise ValueError(f"nested deeper than {DEPTH_LIMIT} levels")
+
 
 MAX_JSON_BYTES = 16 << 20
 """What a small file may have; whoever writes one checks it, too."""
@@ -161,3 +214,38 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class SamePlace:
+    """Remembers a directory by device and inode from the first look at which it is there.
+
+    Asked right before each write: one that has asked when the directory goes may still land in the other.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._known: tuple[int, int] | None = None
+
+    def check(self) -> None:
+        """Raise LostDirectoryError if another directory, or none, is there now; StorageError if unclear."""
+        known = self._known  # before the look: another thread may create the directory right after it
+        try:
+            found = self.path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            if known is not None:
+                raise LostDirectoryError(f"{self.path} is gone{_REMEDY}") from None
+            return
+        except OSError as error:
+            raise StorageError(f"cannot look at {self.path}: {error.strerror}") from error
+        now = (found.st_dev, found.st_ino)
+        if known is None:
+            self._known = now
+        elif now != known:
+            where = "on another device" if now[0] != known[0] else "another one"
+            raise LostDirectoryError(f"{self.path} is not the directory it was, but {where}{_REMEDY}")
+
+
+_REMEDY = (
+    ": it was unmounted, renamed or replaced while the job wrote there, and nothing was written into what "
+    "lies there now; mount it again or move it back, then start the same command"
+)

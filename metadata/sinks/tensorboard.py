@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchrelay.metadata.sinks.sink import OF_STEPS, TrackedRun, axis
+from torchrelay.metadata.sinks.base import OF_STEPS, TrackedRun, axis
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -9,12 +9,11 @@ from importlib.util import find_spec
 from typing import Any
 
 from torchrelay.errors import UsageError
-from torchrelay.metadata.sinks.csv_sink import CsvSink
-from torchrelay.metadata.sinks.jsonl_sink import JsonlSink
-from torchrelay.metadata.sinks.mlflow_sink import MlflowSink
-from torchrelay.metadata.sinks.sink import MetricSink
-from torchrelay.metadata.sinks.tensorboard_sink import TensorBoardSink
-from torchrelay.metadata.sinks.wandb_sink import WandbSink
+from torchrelay.metadata.sinks.base import MetricSink
+from torchrelay.metadata.sinks.mlflow import MlflowSink
+from torchrelay.metadata.sinks.tensorboard import TensorBoardSink
+from torchrelay.metadata.sinks.text import CsvSink, JsonlSink
+from torchrelay.metadata.sinks.wandb import WandbSink
 
 GROUP = "torchrelay.sinks"
 """The entry points of packages that offer sinks: callables of the text behind the colon, or of nothing."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from torchrelay.metadata.sinks.sink import OF_STEPS, TrackedRun, axis
+from torchrelay.metadata.sinks.base import OF_STEPS, TrackedRun, axis
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric, Run

@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrelay.metadata.sinks.jsonl_sink import JsonlSink
-from torchrelay.metadata.sinks.sink import OF_STEPS, TrackedRun, axis
+from torchrelay.metadata.sinks.base import OF_STEPS, TrackedRun, axis
+from torchrelay.metadata.sinks.text import JsonlSink
 
 if TYPE_CHECKING:
     import wandb

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import RelayError
-from torchrelay.metadata.files import open_regular
-from torchrelay.metadata.note_text import read_note
+from torchrelay.metadata.fs import open_regular, read_note
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
 

@@ -1,0 +1,370 @@
+"""What git knows of source: its files, its commit, and a commit for the source as it is.
+
+Even commands that read may write the index anew with what they saw of files' times; here they may write
+the copy. Where git is missing, refuses, or takes too long, there is no answer and nobody fails for it.
+
+No program that a repository's configuration names is run: hooks, monitors and protocols are off, and each
+filter (`clean`, as of git LFS) is configured away, which leaves files as they lie there. What a submodule
+configures is seen only when it is asked itself, so no command here may look into one on its own.
+
+Made by plumbing with an index of its own: HEAD, branches, index, stash and status stay as they are. The
+objects lie in the repository, reached by `refs/torchrelay/<code id>` alone; `git update-ref -d` of that name
+takes them away again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from torchrelay.errors import StorageError
+from torchrelay.metadata.code.manifest import SHORT
+from torchrelay.records import dataclass
+
+PATIENCE_SECS = 10.0
+LIMIT_BYTES = 64 << 20
+_OFF = ("core.fsmonitor=false", "core.untrackedCache=false", "core.hooksPath=/dev/null", "gc.auto=0")
+# fmt: off
+_ELSEWHERE = frozenset((
+    "GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY",
+    "GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_PREFIX", "GIT_COMMON_DIR", "GIT_NAMESPACE",
+    "GIT_EXTERNAL_DIFF", "GIT_DIFF_OPTS", "GIT_ATTR_SOURCE",
+))
+# fmt: on
+"""They would lead to another repository than that of the directory, as in a hook of git."""
+_QUIET = {
+    "GIT_OPTIONAL_LOCKS": "0",
+    "GIT_TERMINAL_PROMPT": "0",
+    "GIT_NO_LAZY_FETCH": "1",
+    "GIT_ALLOW_PROTOCOL": "none",
+    "LC_ALL": "C",
+}
+"""Nothing is fetched, not even objects that a partial clone left out: a protocol may be any program."""
+_FILTERS = r"^filter\..*\.(clean|smudge|process|required)$"
+
+
+@dataclass(frozen=True)
+class Repository:
+    """The git repository around a directory; `index` is a copy that commands may write."""
+
+    directory: Path
+    git_dir: Path
+    index: Path
+    settings: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def ask(self, *words: str, data: bytes = b"", env: Mapping[str, str] | None = None) -> bytes | None:
+        """What git prints; None where it fails, or prints more than LIMIT_BYTES."""
+        own = {**self.settings, **(env or {})}
+        told = _git(self.directory, *words, data=data, index=self.index, env=own)
+        return told if told is not None and len(told) < LIMIT_BYTES else None
+
+    def ask_beginning(self, *words: str, limit: int) -> bytes | None:
+        """What git prints, cut off after `limit` bytes; None where it fails."""
+        return _git(self.directory, *words, limit=limit, index=self.index, env=self.settings)
+
+
+@contextmanager
+def repository(directory: Path) -> Iterator[Repository | None]:
+    """The repository that a directory lies in; None where there is none, or no git."""
+    told = _git(directory, "rev-parse", "--is-inside-work-tree", "--absolute-git-dir")
+    lines = told.split(b"\n") if told else []
+    if len(lines) < 2 or lines[0] != b"true":
+        yield None
+        return
+    git_dir, settings = Path(os.fsdecode(lines[1])), _without_filters(directory)
+    if settings is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="torchrelay-git-") as scratch:
+        index = Path(scratch) / "index"
+        try:
+            shutil.copyfile(git_dir / "index", index)
+            shutil.copystat(git_dir / "index", index)  # git compares files' times with that of the index
+        except FileNotFoundError:  # nothing was ever added
+            pass
+        except OSError:
+            yield None
+            return
+        yield Repository(directory, git_dir, index, settings)
+
+
+def _without_filters(directory: Path) -> dict[str, str] | None:
+    """The environment in which no filter of the repository is a program; None where git does not tell.
+
+    Not by `-c`, which cuts a name at its first `=`.
+    """
+    told = _git(directory, "config", "--null", "--list", "--name-only")
+    if told is None or len(told) >= LIMIT_BYTES:
+        return None
+    names = [one for one in os.fsdecode(told).split("\0") if re.match(_FILTERS, one, re.DOTALL)]
+    kept = os.environ.get("GIT_CONFIG_COUNT", "0")
+    first = int(kept) if kept.isascii() and kept.isdigit() else 0
+    found = {"GIT_CONFIG_COUNT": str(first + len(names))}
+    for number, name in enumerate(names, first):
+        found[f"GIT_CONFIG_KEY_{number}"] = name
+        found[f"GIT_CONFIG_VALUE_{number}"] = "false" if name.endswith(".required") else ""
+    return found
+
+
+def _git(
+    directory: Path,
+    *words: str,
+    data: bytes = b"",
+    limit: int = LIMIT_BYTES,
+    index: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> bytes | None:
+    own = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
+    own |= {**_QUIET, **(env or {})}
+    if index is not None:
+        own["GIT_INDEX_FILE"] = str(index)
+    settings = [word for setting in _OFF for word in ("-c", setting)]
+    try:
+        process = subprocess.Popen(  # noqa: S603 - no shell, and no word of a stranger's
+            ["git", "--no-pager", *settings, *words],  # noqa: S607 - the git that the user types
+            cwd=directory, env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+    except OSError:
+        return None
+    return _answer(process, data, limit)
+
+
+def _answer(process: subprocess.Popen[bytes], data: bytes, limit: int) -> bytes | None:
+    """The output, of a process that is ended when it has said enough or takes too long.
+
+    With all that it started, which has its pipes: they would stay open behind it.
+    """
+    late = threading.Timer(PATIENCE_SECS, _end, (process,))
+    late.daemon = True
+    late.start()
+    try:
+        with process:
+            if process.stdin is None or process.stdout is None:
+                return None
+            feeding = threading.Thread(target=_feed, args=(process, data))
+            feeding.start()
+            told = process.stdout.read(limit)
+            cut = len(told) == limit
+            if cut:
+                _end(process)
+            feeding.join()
+            code = process.wait()
+    finally:
+        late.cancel()
+    return told if code == 0 or cut else None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill the process and its group; only while nobody has waited for it, so that the number is its own."""
+    if process.returncode is None:
+        with suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _feed(process: subprocess.Popen[bytes], data: bytes) -> None:
+    """Beside the reading: either pipe may be full."""
+    if process.stdin is not None:
+        try:
+            process.stdin.write(data)
+            process.stdin.close()
+        except OSError:  # git ended without reading all
+            return
+
+
+_SUBMODULE = "160000"
+_DEEPEST = 10
+
+
+@dataclass
+class Listing:
+    """Names relative to the directory.
+
+    `submodules` has the commit that the repository around asks for, or "" where it knows none.
+    """
+
+    tracked: set[str] = field(default_factory=set)
+    untracked: set[str] = field(default_factory=set)
+    submodules: dict[str, str] = field(default_factory=dict)
+
+
+def listed(repo: Repository, depth: int = 0) -> Listing | None:
+    """Ask git; None where it gives no answer."""
+    known = repo.ask("ls-files", "-z", "--stage")
+    others = repo.ask("ls-files", "-z", "--others", "--exclude-standard")
+    if known is None or others is None:
+        return None
+    found = Listing()
+    nested: list[str] = []
+    for line in _lines(known):
+        facts, _, name = line.partition("\t")
+        mode, commit, _ = facts.split(" ")
+        if mode == _SUBMODULE:
+            found.submodules[name] = commit
+            nested.append(name)
+        else:
+            found.tracked.add(name)
+    for name in _lines(others):
+        if name.endswith("/"):  # a repository of its own, which git lists as one name
+            nested.append(name.rstrip("/"))
+            found.submodules[name.rstrip("/")] = ""
+        else:
+            found.untracked.add(name)
+    for name in nested:
+        _add_nested(found, repo, name, depth)
+    return found
+
+
+def _add_nested(found: Listing, repo: Repository, name: str, depth: int) -> None:
+    directory = repo.directory / name
+    if depth >= _DEEPEST or directory.is_symlink() or not (directory / ".git").exists():
+        return  # not checked out
+    with repository(directory) as inner:
+        below = listed(inner, depth + 1) if inner is not None else None
+    if below is None:
+        return
+    found.tracked |= {f"{name}/{one}" for one in below.tracked}
+    found.untracked |= {f"{name}/{one}" for one in below.untracked}
+    found.submodules |= {f"{name}/{one}": commit for one, commit in below.submodules.items()}
+
+
+def _lines(told: bytes) -> list[str]:
+    return [os.fsdecode(line) for line in told.split(b"\0") if line]
+
+
+_WHO = {
+    "GIT_AUTHOR_NAME": "torchrelay",
+    "GIT_AUTHOR_EMAIL": "torchrelay@localhost",
+    "GIT_COMMITTER_NAME": "torchrelay",
+    "GIT_COMMITTER_EMAIL": "torchrelay@localhost",
+}
+
+
+def commit_hidden(repo: Repository, code_id: str, names: Iterable[str], label: str = "") -> str:
+    """Commit the files of these names on top of HEAD; returns the ref. Raises StorageError if git fails."""
+    ref = f"refs/torchrelay/{code_id[:SHORT]}{f'-{label}' if label else ''}"
+    if repo.ask("rev-parse", "--verify", "--quiet", ref) is not None:
+        return ref
+    listed = b"".join(os.fsencode(name) + b"\0" for name in names)
+    head = _told(repo.ask("rev-parse", "--verify", "--quiet", "HEAD"))
+    if repo.ask("read-tree", "--empty") is None:
+        raise _failed(repo)
+    if repo.ask("update-index", "--add", "-z", "--stdin", data=listed) is None:
+        raise _failed(repo)
+    tree = _told(repo.ask("write-tree"))
+    parent = ["-p", head] if head else []
+    message = f"torchrelay: source {code_id}"
+    commit = _told(repo.ask("commit-tree", *parent, "-m", message, tree, env=_WHO)) if tree else ""
+    if not commit or repo.ask("update-ref", ref, commit) is None:
+        raise _failed(repo)
+    return ref
+
+
+def _told(answer: bytes | None) -> str:
+    return (answer or b"").decode().strip()
+
+
+def _failed(repo: Repository) -> StorageError:
+    return StorageError(
+        f"git did not commit the source of {repo.directory} as a hidden ref: make {repo.git_dir} writable, "
+        "or leave git_ref out"
+    )
+
+
+DIFF_BYTES = 1 << 20
+_OWN = "--ignore-submodules=dirty"
+"""Git would look into a submodule by commands of its own, with what that configures: programs, too."""
+_STATUS = ("status", "--porcelain=v2", "--branch", "-z", "--untracked-files=normal", _OWN, "--", ".")
+_DIFF = (
+    *("diff", "--no-ext-diff", "--no-textconv", "--no-color", "--submodule=short", _OWN),
+    *("HEAD", "--", "."),
+)
+_SUBMODULE_LINE = b"160000 "
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """`commit` is None before the first one, `branch` None with a detached HEAD; `dirty` is about the root.
+
+    `diff` is from the commit to the files of the root that git knows, cut off at DIFF_BYTES. None: not told.
+    """
+
+    commit: str | None
+    branch: str | None
+    remote: str | None
+    dirty: bool | None
+    diff: bytes | None
+
+    def json(self) -> dict[str, Any]:
+        """All but the diff itself."""
+        return {
+            "commit": self.commit,
+            "branch": self.branch,
+            "remote": self.remote,
+            "dirty": self.dirty,
+            "diff_cut_off": self.diff is not None and len(self.diff) >= DIFF_BYTES,
+        }
+
+
+def provenance_of(repo: Repository) -> Provenance:
+    """Ask git; what it does not say is None."""
+    status = repo.ask(*_STATUS)
+    lines = [os.fsdecode(line) for line in status.split(b"\0")] if status is not None else []
+    heads: dict[str, str] = dict(line[2:].split(" ", 1) for line in lines if line.startswith("# branch."))
+    oid = heads.get("branch.oid")
+    commit = None if oid == "(initial)" else oid
+    branch = heads.get("branch.head")
+    dirty = _is_dirty(repo, status, 0)
+    diff = repo.ask_beginning(*_DIFF, limit=DIFF_BYTES) if commit is not None and dirty else None
+    return Provenance(commit, None if branch == "(detached)" else branch, _remote(repo), dirty, diff)
+
+
+def _is_dirty(repo: Repository, status: bytes | None, depth: int) -> bool | None:
+    """Whether anything is otherwise than committed, in submodules, too; None where git does not tell."""
+    if status is None:
+        return None
+    if any(line and not line.startswith(b"# ") for line in status.split(b"\0")):
+        return True
+    known = repo.ask("ls-files", "-z", "--stage") or b""
+    for line in known.split(b"\0"):
+        place = repo.directory / os.fsdecode(line.partition(b"\t")[2])
+        if not line.startswith(_SUBMODULE_LINE) or depth >= _DEEPEST or not (place / ".git").exists():
+            continue
+        with repository(place) as inner:
+            if inner is not None and _is_dirty(inner, inner.ask(*_STATUS), depth + 1):
+                return True
+    return False
+
+
+def _remote(repo: Repository) -> str | None:
+    """The URL of origin, else of the first remote."""
+    told = repo.ask("config", "-z", "--get-regexp", r"^remote\..*\.url$")
+    urls: dict[str, str] = {}
+    for entry in os.fsdecode(told or b"").split("\0"):
+        name, _, url = entry.partition("\n")
+        if url:
+            urls.setdefault(name, url)
+    chosen = urls.get("remote.origin.url") or next(iter(urls.values()), None)
+    return None if chosen is None else without_credentials(chosen)
+
+
+def without_credentials(url: str) -> str:
+    """A URL without what lets anybody in: user and password, query and fragment."""
+    if "://" not in url:
+        return url if re.fullmatch(r"[^\s@]+@[^\s@]+:.*", url) is None else url.partition("@")[2]
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "a URL that cannot be read"
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))

@@ -1,0 +1,412 @@
+"""Runs of one program: their directories, what each is to the others, what it measured. Needs no torch.
+
+program, origin       the program's name, and the file or module that it came from
+code_id, config_id    what the run is of; starts with others are other runs
+created, message      when it was made, and what its user said of it
+launch                which launch made it, so that the same launch, repeated, goes on with it
+limits                those of the newest start; no part of what the run is
+amended               earlier code ids that `amend` took the place of
+
+Results of other code or of another configuration than the run's (`test --ignore`) lie beside them, with the
+configuration in their name: they are no results of the run. `results/evaluated.jsonl` names the files that
+`eval` read and wrote by an epoch of the run.
+
+Files of their own, so that tests beside a running training take nothing from each other or from it.
+
+`train` and `val` are the parts of the run's metrics below these names; `test` is its test results. Values
+that a program keeps one by one lie in `values.jsonl`; a line of it makes older lines of that stream from its
+epoch on obsolete, so what a crash made happen twice counts once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import string
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from torchrelay.errors import DamagedError, RelayError, StorageError, UsageError
+from torchrelay.metadata.fs import (
+    append_line,
+    append_lines,
+    read_json,
+    read_lines,
+    replace_file,
+    sync_directory,
+    write_json,
+)
+from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.records import dataclass
+
+FILE = "program.json"
+FORMAT = {"major": 1, "minor": 0, "features": []}
+_TEXTS = ("program", "origin", "message", "launch")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What makes a run this run: the digests of its code and of its configuration.
+
+    Code that could not be read has no id, and is then like no other.
+    """
+
+    code_id: str | None
+    config_id: str | None
+
+    def same(self, other: Identity) -> bool:
+        """Whether a start with the one may go on with a run of the other."""
+        return self.code_id is not None and self == other
+
+
+@dataclass(frozen=True)
+class Note:
+    """The content of the file."""
+
+    program: str
+    origin: str
+    code_id: str | None
+    config_id: str | None
+    created: float
+    message: str = ""
+    launch: str = ""
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    amended: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def identity(self) -> Identity:
+        """What the run is of, with the newest amendment."""
+        return Identity(self.code_id, self.config_id)
+
+    @property
+    def is_of_program(self) -> bool:
+        """Whether a class in a file of Python made the run; else a configuration was all there was."""
+        return self.origin.endswith(".py")
+
+
+def read_note(run: Path) -> Note | None:
+    """None where the directory is no run of a program; raises DamagedError."""
+    found = read_json(run / FILE)
+    if found is None:
+        return None
+    known = {one.name for one in fields(Note)}
+    values = {name: value for name, value in found.items() if name in known}
+    amended = values.pop("amended", [])
+    if not _is_right(values) or not isinstance(amended, list):
+        raise DamagedError(f"{run / FILE} is not what was written: restore it from a copy")
+    return Note(**values, amended=tuple(one for one in amended if _is_amendment(one)))
+
+
+def write_note(run: Path, note: Note) -> None:
+    """Replace the file; raises StorageError."""
+    write_json(run / FILE, {"format": FORMAT, **asdict(note), "amended": list(note.amended)})
+
+
+def _is_amendment(one: Any) -> bool:
+    return isinstance(one, dict) and isinstance(one.get("code_id"), str | None)
+
+
+def _is_right(values: Mapping[str, Any]) -> bool:
+    texts = all(isinstance(values.get(name, ""), str) for name in _TEXTS)
+    ids = all(isinstance(values.get(name), str | None) for name in ("code_id", "config_id"))
+    there = {"program", "origin", "code_id", "config_id", "created"} <= values.keys()
+    number = type(values.get("created")) in (int, float)
+    return texts and ids and there and number and isinstance(values.get("limits", {}), dict)
+
+
+FOLDER = "results"
+_EVALUATED = "evaluated.jsonl"
+Evaluated = dict[Path, dict[str, bool]]
+"""Absolute paths of files that `eval` read or wrote, each with the digests that they had, and whether the
+content was a result of `eval`."""
+_NAME = re.compile(r"test-e([0-9]{8,})-([0-9a-z]{1,12})(-[0-9a-z]{1,12})?\.json")
+_NO_CODE, _NO_CONFIG = "unknown", "none"
+_SHORT = 12
+
+
+def result_path(
+    run: Path, epoch: int, code_id: str | None, config_id: str | None = None, *, own: bool = True
+) -> Path:
+    """Where the result of an epoch under some code lies."""
+    other = "" if own else f"-{(config_id or _NO_CONFIG)[:_SHORT]}"
+    return run / FOLDER / f"test-e{epoch:08d}-{(code_id or _NO_CODE)[:_SHORT]}{other}.json"
+
+
+def read_result(
+    run: Path, epoch: int, code_id: str | None, config_id: str | None = None, *, own: bool = True
+) -> dict[str, Any] | None:
+    """None where there is none; raises DamagedError, StorageError."""
+    found = read_json(result_path(run, epoch, code_id, config_id, own=own))
+    return None if found is None else _sound(found)
+
+
+def write_result(run: Path, epoch: int, code_id: str | None, content: Mapping[str, Any]) -> Path:
+    """Store a result, in place of an older one of the same epoch and code; raises StorageError."""
+    own = content.get("own", True) is not False
+    path = result_path(run, epoch, code_id, content.get("config_id"), own=own)
+    try:
+        path.parent.mkdir(exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot make {path.parent}: {error.strerror}") from error
+    write_json(path, content)
+    return path
+
+
+def results(run: Path) -> list[dict[str, Any]]:
+    """All of them in the order of their epochs, then of the time; raises DamagedError, StorageError."""
+    folder = run / FOLDER
+    names = sorted(one.name for one in folder.iterdir()) if folder.is_dir() else []
+    found = [read_json(folder / name) for name in names if _NAME.fullmatch(name)]
+    return sorted((_sound(one) for one in found if one is not None), key=_when)
+
+
+def newest_result(run: Path) -> dict[str, Any] | None:
+    """The newest one of the highest epoch that is the run's own."""
+    found = [one for one in results(run) if one.get("own", True) is not False]
+    return found[-1] if found else None
+
+
+def _sound(result: dict[str, Any]) -> dict[str, Any]:
+    """With tables where tables belong, whoever wrote the file."""
+    tables = {
+        name: one if isinstance(one := result.get(name), dict) else {} for name in ("metrics", "values")
+    }
+    return {**result, "run": str(result.get("run")), **tables}
+
+
+def _when(result: Mapping[str, Any]) -> tuple[int, float]:
+    epoch, time = result.get("epoch"), result.get("time")
+    return (epoch if type(epoch) is int else 0), (time if type(time) in (int, float) else 0.0)  # type: ignore[return-value]
+
+
+def evaluated(run: Path) -> Evaluated:
+    """What `eval` read and wrote by an epoch of the run; raises StorageError."""
+    found: Evaluated = {}
+    for line in read_lines(run / FOLDER / _EVALUATED):
+        name, digest, written = line.get("name"), line.get("sha256"), line.get("written") is True
+        if isinstance(name, str) and isinstance(digest, str) and name.isprintable():
+            known = found.setdefault(Path(os.path.normpath(run.resolve() / name)), {})
+            known[digest] = known.get(digest, False) or written
+    return found
+
+
+def note_evaluated(run: Path, files: Evaluated) -> None:
+    """Note what `eval` read and wrote, by names that a move of all leaves true; raises StorageError."""
+    known, here = evaluated(run), run.resolve()
+    lines = [
+        {"name": os.path.relpath(path, here), "sha256": digest, "written": written}
+        for path, digests in sorted(files.items())
+        for digest, written in digests.items()
+        if written > known.get(path, {}).get(digest, -1)
+    ]
+    if lines:
+        folder = run / FOLDER
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"cannot make {folder}: {error.strerror}") from error
+        append_lines(folder / _EVALUATED, lines)
+
+
+def carry_evaluated(before: Path, run: Path) -> None:
+    """A run that begins again knows what `eval` wrote by the one before it, which lay at the same path."""
+    notes = before / FOLDER / _EVALUATED
+    with suppress(OSError, StorageError):  # without it such files look like source
+        if notes.is_file():
+            (run / FOLDER).mkdir(exist_ok=True)
+            replace_file(run / FOLDER / _EVALUATED, notes.read_bytes())
+
+
+ASIDE = ".retrained"
+"""Where earlier contents of runs that were trained again lie."""
+_TRIES = 20
+
+
+@dataclass(frozen=True)
+class ProgramRun:
+    """A run and its note."""
+
+    path: Path
+    note: Note
+
+    @property
+    def id(self) -> str:
+        """The name of its directory."""
+        return self.path.name
+
+
+@dataclass(frozen=True)
+class Found:
+    """The runs of a directory, the oldest first, and those of which the note cannot be read, with why."""
+
+    runs: tuple[ProgramRun, ...] = ()
+    unread: Mapping[Path, RelayError] = field(default_factory=dict)
+
+
+class RunStore:
+    """Runs below one directory; creating the object touches nothing."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def look(self) -> Found:
+        """All runs; directories that are none of programs are passed over. A damaged one stops no other."""
+        if not self.directory.is_dir():
+            return Found()
+        runs: list[ProgramRun] = []
+        unread: dict[Path, RelayError] = {}
+        for path in sorted(self.directory.iterdir()):
+            if path.name.startswith(".") or not path.is_dir():
+                continue
+            try:
+                note = read_note(path)
+            except (DamagedError, StorageError) as error:
+                unread[path] = error
+                continue
+            if note is not None:
+                runs.append(ProgramRun(path, note))
+        return Found(tuple(sorted(runs, key=lambda run: (run.note.created, run.id))), unread)
+
+    def runs(self) -> list[ProgramRun]:
+        """The runs that can be read, the oldest first."""
+        return list(self.look().runs)
+
+    def find(self, wanted: str) -> ProgramRun:
+        """A run by its id, by a part of it that no other has, or by its path.
+
+        Raises UsageError; of a run whose note cannot be read, and that no other's name is, what it is.
+        """
+        there = self.look()
+        runs = there.runs
+        for path, error in there.unread.items():
+            if path.name == wanted or (
+                wanted and wanted in path.name and not any(wanted in run.id for run in runs)
+            ):
+                raise error
+        exact = [run for run in runs if run.id == wanted]
+        found = exact or [run for run in runs if wanted and wanted in run.id]
+        if len(found) == 1:
+            return found[0]
+        note = read_note(Path(wanted)) if not found and Path(wanted).is_dir() else None
+        if note is not None:
+            return ProgramRun(Path(wanted).absolute(), note)
+        what = f"{len(found)} runs have {wanted!r} in their ids" if found else f"there is no run {wanted!r}"
+        known = ", ".join(run.id for run in (found or runs)[-5:]) or "none"
+        raise UsageError(f"{what} in {self.directory}; there is {known}")
+
+    def create(self, note: Note, best: tuple[str, str] | None, world_size: int) -> ProgramRun:
+        """Make a run of a new id, with its identity; raises StorageError."""
+        for _ in range(_TRIES):
+            path = self.directory / _new_id(note.created)
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            except OSError as error:
+                raise StorageError(f"cannot make the run {path}: {error.strerror}") from error
+            return _begin(path, note, best, world_size)
+        raise StorageError(f"cannot make a run in {self.directory}: every id is taken")
+
+    def begin_again(
+        self, run: ProgramRun, note: Note, best: tuple[str, str] | None, world_size: int
+    ) -> tuple[ProgramRun, Path]:
+        """Move all that a run has aside and begin it anew under its id; returns where the old one lies now.
+
+        Nobody may write to the run meanwhile. Raises StorageError.
+        """
+        number = 1
+        while (aside := self.directory / ASIDE / f"{run.id}.{number}").exists():
+            number += 1
+        try:
+            aside.parent.mkdir(exist_ok=True)
+            run.path.rename(aside)
+            run.path.mkdir()
+            sync_directory(self.directory)
+        except OSError as error:
+            raise StorageError(f"cannot move {run.path} to {aside}: {error.strerror}") from error
+        begun = _begin(run.path, note, best, world_size)
+        carry_evaluated(aside, run.path)
+        return begun, aside
+
+
+def update_note(run: ProgramRun, **changes: Any) -> ProgramRun:
+    """Change fields of a run's note; raises StorageError."""
+    note = replace(run.note, **changes)
+    if note != run.note:
+        write_note(run.path, note)
+    return replace(run, note=note)
+
+
+def listed(limits: Mapping[str, Any]) -> str:
+    """Limits as people read them."""
+    return ", ".join(f"{name} {value}" for name, value in limits.items() if value is not None)
+
+
+def _begin(path: Path, note: Note, best: tuple[str, str] | None, world_size: int) -> ProgramRun:
+    RunDirectory(path).create(note.program, best, world_size)
+    write_note(path, note)
+    return ProgramRun(path, note)
+
+
+def _new_id(now: float) -> str:
+    letters = "".join(secrets.choice(string.ascii_lowercase) for _ in range(5))
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{letters}"
+
+
+VALUES = "values.jsonl"
+STREAMS = ("train", "val", "test")
+
+
+def metric_rows(run: str | os.PathLike[str], stream: str) -> list[dict[str, Any]]:
+    """Rows `{"epoch": 3, "loss": 0.5, ...}` of a run directory, in the order of the epochs.
+
+    `stream` is `train`, `val`, `test`, or whatever stands before the `/` in names of metrics. Names kept
+    value by value have lists. Of epochs that a rewind or a crash replaced only the replacement is told.
+    Raises UsageError where there is no run.
+    """
+    path = Path(run)
+    if not path.is_dir():
+        raise UsageError(f"there is no run directory {path}")
+    if stream == "test":
+        return [_test_row(one) for one in results(path)]
+    lines = RunDirectory(path).metrics()
+    rows = {line["epoch"]: _below(line.get("metrics", {}), stream) for line in lines}
+    for epoch, values in _values(path, stream).items():
+        if epoch in rows:
+            rows[epoch] |= values
+    return [{"epoch": epoch, **row} for epoch, row in sorted(rows.items()) if row]
+
+
+def append_values(run: Path, epoch: int, stream: str, values: Mapping[str, list[float | str]]) -> None:
+    """Keep the values of an epoch one by one; raises StorageError."""
+    append_line(run / VALUES, {"epoch": epoch, "stream": stream, "values": values})
+
+
+def _test_row(result: Mapping[str, Any]) -> dict[str, Any]:
+    code = result.get("code_id")
+    return {
+        "epoch": result.get("epoch"),
+        "code": code[:12] if isinstance(code, str) else None,
+        **(result.get("metrics") or {}),
+        **(result.get("values") or {}),
+    }
+
+
+def _below(metrics: Any, stream: str) -> dict[str, Any]:
+    found = metrics.items() if isinstance(metrics, dict) else ()
+    return {name.removeprefix(f"{stream}/"): one for name, one in found if name.startswith(f"{stream}/")}
+
+
+def _values(run: Path, stream: str) -> dict[int, dict[str, Any]]:
+    kept: dict[int, dict[str, Any]] = {}
+    for line in read_lines(run / VALUES):
+        epoch, values = line.get("epoch"), line.get("values")
+        if line.get("stream") != stream or type(epoch) is not int or not isinstance(values, dict):
+            continue
+        kept = {known: one for known, one in kept.items() if known < epoch} | {epoch: values}
+    return kept

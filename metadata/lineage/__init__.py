@@ -1,1 +1,0 @@
-"""The runs that a run was built on, kept in its own directory."""
