@@ -33,13 +33,13 @@ from torchrelay.checkpoint.disk.shard_entries import Form
 from torchrelay.checkpoint.disk.shard_header import LENGTH_LIMIT
 from torchrelay.checkpoint.disk.shard_reader import ShardHeader, read_header
 from torchrelay.checkpoint.disk.value_decoding import references
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.reading.box_reader import BoxPlan, BoxRead
 from torchrelay.checkpoint.reading.read_plan import LeafRead, ReadPlan, check_portions
 from torchrelay.checkpoint.reading.seen_twice import seen_twice
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role
-from torchrelay.checkpoint.storage import Memory, Storage
-from torchrelay.checkpoint.storage_places import is_remote, object_at
+from torchrelay.checkpoint.storage.base import Memory, Storage
+from torchrelay.checkpoint.storage.local import LocalStorage
+from torchrelay.checkpoint.storage.open import is_remote, object_at
 from torchrelay.errors import DamagedError, FormatError, UsageError
 from torchrelay.jobs.runtime import check_file, undisturbed
 from torchrelay.records import dataclass

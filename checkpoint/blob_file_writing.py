@@ -11,10 +11,10 @@ from torchrelay.checkpoint.blob_file import local_path
 from torchrelay.checkpoint.blob_file_content import FileContent
 from torchrelay.checkpoint.disk.shard import HeaderFrame, Part
 from torchrelay.checkpoint.disk.shard_writer import write_part
-from torchrelay.checkpoint.local_storage import LocalStorage
-from torchrelay.checkpoint.object_storage import ObjectStorage
-from torchrelay.checkpoint.remote.staged_file import StagedFile
-from torchrelay.checkpoint.storage_places import is_remote, object_at
+from torchrelay.checkpoint.storage.local import LocalStorage
+from torchrelay.checkpoint.storage.object_store import ObjectStorage
+from torchrelay.checkpoint.storage.open import is_remote, object_at
+from torchrelay.checkpoint.storage.uploads import StagedFile
 from torchrelay.checkpoint.temporary_names import temporary_beside
 from torchrelay.errors import RelayError, StorageError, UsageError
 from torchrelay.jobs.runtime import check_target

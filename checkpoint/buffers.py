@@ -7,12 +7,12 @@ from contextlib import suppress
 
 import torch
 
-from torchrelay.checkpoint.direct import WORTH_IT
 from torchrelay.checkpoint.disk import bounce
-from torchrelay.checkpoint.disk.workers import WRITERS
 from torchrelay.checkpoint.state.container_leaves import container_tensors
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
-from torchrelay.checkpoint.storage import Placed, Storage
+from torchrelay.checkpoint.storage.base import Placed, Storage
+from torchrelay.checkpoint.storage.local_io import WORTH_IT
+from torchrelay.checkpoint.storage.threads import WRITERS
 from torchrelay.errors import StorageError
 from torchrelay.jobs.session import Session
 

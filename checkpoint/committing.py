@@ -20,7 +20,7 @@ from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_o
 from torchrelay.checkpoint.report import Row, shards_in, values_in
 from torchrelay.checkpoint.space import is_full
 from torchrelay.checkpoint.state.leaf import Value
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import SaveFailedError, StorageError
 from torchrelay.jobs.runtime import undisturbed
 

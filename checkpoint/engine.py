@@ -15,7 +15,6 @@ from torchrelay.checkpoint.boundary import NodeState, built_by_program, capture,
 from torchrelay.checkpoint.buffers import touch_buffers
 from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.disk.manifest import OF_POSITION, Manifest
-from torchrelay.checkpoint.exclusion import SingleWriter, check_single_writer
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.ledger_words import Target
 from torchrelay.checkpoint.load import LoadJob, load_all
@@ -36,9 +35,9 @@ from torchrelay.checkpoint.state.kinds import check_recreatable
 from torchrelay.checkpoint.state.optimizer_leaves import PARAMS
 from torchrelay.checkpoint.state.optimizer_steps import watch_steps
 from torchrelay.checkpoint.state.rehearsal import Start, orders_of
-from torchrelay.checkpoint.storage import Placed
+from torchrelay.checkpoint.storage.base import Placed, SingleWriter, check_single_writer
+from torchrelay.checkpoint.storage.open import Tier
 from torchrelay.checkpoint.structure import Structures
-from torchrelay.checkpoint.tier.options import Tier
 from torchrelay.checkpoint.tier.placed import placed
 from torchrelay.checkpoint.timing import Clock
 from torchrelay.checkpoint.unsaved import Unsaved

@@ -16,7 +16,7 @@ from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.disk.names import format_key
 from torchrelay.checkpoint.disk.parts import box_key, piece_key
 from torchrelay.checkpoint.reading.shard_set import Holder, ShardSet
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import RelayError
 from torchrelay.records import dataclass
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from torchrelay.checkpoint.apart import Apart
 from torchrelay.checkpoint.disk import facts_disk, manifest_disk
-from torchrelay.checkpoint.exclusion import check_exclusion
 from torchrelay.checkpoint.ledger_words import Holding, Look, Target
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.deletions import Deletions
@@ -24,8 +23,8 @@ from torchrelay.checkpoint.log.record import entry_json, entry_of
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.prove_together import JointProof, prove_together
 from torchrelay.checkpoint.reading.proof import Outcome
-from torchrelay.checkpoint.storage import Storage
-from torchrelay.checkpoint.tier.options import NOTES
+from torchrelay.checkpoint.storage.base import Storage, check_exclusion
+from torchrelay.checkpoint.storage.open import NOTES
 from torchrelay.errors import (
     DamagedError,
     FencedError,

@@ -16,7 +16,6 @@ from torchrelay.checkpoint.disk.dtypes import memory_of
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.facts import Facts
-from torchrelay.checkpoint.headway import headway
 from torchrelay.checkpoint.ledger_words import Target
 from torchrelay.checkpoint.load_shared import agreed, offer, shareable
 from torchrelay.checkpoint.members import RNG_BLOB, Member
@@ -49,7 +48,8 @@ from torchrelay.checkpoint.state.module_restore import restore_requires_grad, st
 from torchrelay.checkpoint.state.reads import Read, form
 from torchrelay.checkpoint.state.restore import Restoration, restoration
 from torchrelay.checkpoint.state.stateful_restore import restore_learning_rates
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
+from torchrelay.checkpoint.storage.inflight import headway
 from torchrelay.checkpoint.timing import Clock, patience_secs
 from torchrelay.errors import PartiallyLoadedError, PeerError, RelayError, StorageError, UsageError
 from torchrelay.jobs.cluster import NodePlace

@@ -30,7 +30,7 @@ from torchrelay.checkpoint.reading.two_passes import Loading, Wanted
 from torchrelay.checkpoint.reshard import same_nodes
 from torchrelay.checkpoint.state.leaf import Role
 from torchrelay.checkpoint.state.restore import Restoration, restoration
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.timing import Clock, patience_secs
 from torchrelay.checkpoint.wildcards import matches
 from torchrelay.errors import MissingShardError, UsageError

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.checkpoint.asynchronous.samples import Verify
-from torchrelay.checkpoint.exclusion import SingleWriter
 from torchrelay.checkpoint.log.keeping import BestEpochs
 from torchrelay.checkpoint.manager_base import Manager, db_name
 from torchrelay.checkpoint.selection import Patterns
-from torchrelay.checkpoint.tier.options import Tier
+from torchrelay.checkpoint.storage.base import SingleWriter
+from torchrelay.checkpoint.storage.open import Tier
 from torchrelay.errors import UsageError
 from torchrelay.jobs.cluster import check_node_name
 from torchrelay.metadata.handlers import MetadataHandler

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any
 from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.disk.paths import shard_paths
 from torchrelay.checkpoint.engine import Engine
-from torchrelay.checkpoint.exclusion import SingleWriter
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.ledger_words import Target
 from torchrelay.checkpoint.log.keeping import Best, BestEpochs, Keeping
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.program_changes import resume_options_of
 from torchrelay.checkpoint.selection import Patterns, selection_of
-from torchrelay.checkpoint.storage_places import joined
-from torchrelay.checkpoint.tier.options import Tier
+from torchrelay.checkpoint.storage.base import SingleWriter
+from torchrelay.checkpoint.storage.open import Tier, joined
 from torchrelay.errors import UsageError
 from torchrelay.jobs.cluster import check_node_name
 from torchrelay.jobs.job import Job, SessionGroup, TaskGroup

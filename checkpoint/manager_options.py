@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypedDict
 
-from torchrelay.checkpoint.exclusion import SingleWriter
 from torchrelay.checkpoint.log.keeping import BestEpochs
 from torchrelay.checkpoint.selection import Patterns
-from torchrelay.checkpoint.tier.options import Tier
+from torchrelay.checkpoint.storage.base import SingleWriter
+from torchrelay.checkpoint.storage.open import Tier
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.asynchronous.samples import Verify

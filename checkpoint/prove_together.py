@@ -15,7 +15,7 @@ from torchrelay.checkpoint.disk.manifest import Manifest
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.reading.proof import Level, Outcome, Proof, Share, prove
 from torchrelay.checkpoint.reading.shard_set import ShardSet
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.jobs.session import Peers
 from torchrelay.records import dataclass
 

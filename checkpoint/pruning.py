@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from torchrelay.checkpoint.exclusion import check_exclusion
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.changes import protected
 from torchrelay.checkpoint.log.counter import PATIENCE_SECS
@@ -24,7 +23,7 @@ from torchrelay.checkpoint.reading.epoch_choice import ranges
 from torchrelay.checkpoint.reading.lasting import Lasting
 from torchrelay.checkpoint.reading.metrics import KnownMetrics
 from torchrelay.checkpoint.reading.proof import Outcome
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage, check_exclusion
 from torchrelay.checkpoint.tier.notes import only_near, refuse_part
 from torchrelay.errors import StorageError, UnknownEpochError, UsageError
 from torchrelay.records import dataclass

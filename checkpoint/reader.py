@@ -39,7 +39,7 @@ from torchrelay.checkpoint.reading.proof import Proof
 from torchrelay.checkpoint.reading.stages import Upstreams
 from torchrelay.checkpoint.selection import Selection
 from torchrelay.checkpoint.state.flatten import leaves_of
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError, UsageError
 from torchrelay.jobs.runtime import undisturbed
 from torchrelay.jobs.session import warn

@@ -36,7 +36,7 @@ from torchrelay.checkpoint.planning.reuse import (
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.state.dtensors import is_sharded
 from torchrelay.checkpoint.state.leaf import Value
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.unchanged import Findings, TensorOf, look
 from torchrelay.errors import ChangedAfterAllError, RelayError
 from torchrelay.jobs.session import Peers, decide, together

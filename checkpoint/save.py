@@ -25,9 +25,7 @@ from torchrelay.checkpoint.disk.paths import DATA, stats_path, try_directory
 from torchrelay.checkpoint.disk.shard import ShardIdentity
 from torchrelay.checkpoint.disk.shard_entries import Entries
 from torchrelay.checkpoint.disk.shard_writer import write_shard
-from torchrelay.checkpoint.disk.workers import WRITERS, beside
 from torchrelay.checkpoint.facts import Facts
-from torchrelay.checkpoint.headway import headway
 from torchrelay.checkpoint.ledger_words import Holding
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.record import entry_json, entry_of
@@ -38,7 +36,9 @@ from torchrelay.checkpoint.reuse import Reuse
 from torchrelay.checkpoint.space import check_room
 from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.leaf import Leaf, Value
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
+from torchrelay.checkpoint.storage.inflight import headway
+from torchrelay.checkpoint.storage.threads import WRITERS, beside
 from torchrelay.checkpoint.timing import Clock, patience_secs
 from torchrelay.checkpoint.unchanged import lookers
 from torchrelay.errors import ChangedAfterAllError, PeerError, SaveFailedError, StorageError

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from torchrelay.checkpoint.planning.assignments import Plan
 from torchrelay.checkpoint.position import Position
-from torchrelay.checkpoint.storage import Room, Storage
+from torchrelay.checkpoint.storage.base import Room, Storage
 from torchrelay.errors import SaveFailedError
 
 FILE_BYTES = 8 << 10

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torchrelay.checkpoint.disk.canonical import sha256
 from torchrelay.checkpoint.log.writer import WriterIdentity, process_start
-from torchrelay.checkpoint.storage import PRIVATE
+from torchrelay.checkpoint.storage.base import PRIVATE
 from torchrelay.records import dataclass
 
 UNSEEN_SECS = 7 * 24 * 3600.0

@@ -20,8 +20,8 @@ from torchrelay.checkpoint.disk import dtypes
 from torchrelay.checkpoint.disk.boxes import Bounds
 from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, block_count, block_digests
 from torchrelay.checkpoint.disk.extents import PROBE
-from torchrelay.checkpoint.disk.workers import share
 from torchrelay.checkpoint.known import KnownFile, Part
+from torchrelay.checkpoint.storage.threads import share
 from torchrelay.records import dataclass
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from torchrelay.checkpoint.headway import Work, works
+from torchrelay.checkpoint.storage.inflight import Work, works
 from torchrelay.runners.pace import duration
 from torchrelay.runners.wording import human_bytes
 

@@ -24,7 +24,6 @@ from torchrelay.checkpoint.disk.manifest import ShardRow
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.ledger_words import Holding
-from torchrelay.checkpoint.local_storage import LocalStorage, LocalWriteHandle
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.planning.assignments import Plan
@@ -33,6 +32,7 @@ from torchrelay.checkpoint.report import NodeReport
 from torchrelay.checkpoint.save import SaveJob, carry_out, make_plan
 from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role
+from torchrelay.checkpoint.storage.local import LocalStorage, LocalWriteHandle
 from torchrelay.checkpoint.timing import Clock
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.runtime import undisturbed

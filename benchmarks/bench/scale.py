@@ -31,7 +31,6 @@ from torchrelay.checkpoint.disk.paths import manifest_path, shard_path
 from torchrelay.checkpoint.disk.windows import local_target
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.ledger import Holding
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.planning.assignments import Plan, elements, item_bytes
 from torchrelay.checkpoint.position import Position
@@ -39,6 +38,7 @@ from torchrelay.checkpoint.reading.leaf_reader import LeafReader
 from torchrelay.checkpoint.reading.read_plan import LeafRead
 from torchrelay.checkpoint.save import SaveJob, carry_out, make_plan
 from torchrelay.checkpoint.spec_exchange import SpecExchange
+from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.timing import Clock
 from torchrelay.jobs.runtime import undisturbed
 from torchrelay.jobs.session import Peers

@@ -16,7 +16,7 @@ from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, block_digests
 from torchrelay.checkpoint.disk.fields import Fields
 from torchrelay.checkpoint.disk.read_options import PLAIN
 from torchrelay.checkpoint.disk.side_by_side import each
-from torchrelay.checkpoint.storage import Memory
+from torchrelay.checkpoint.storage.base import Memory
 from torchrelay.errors import DamagedError
 from torchrelay.metadata.zip_reader import ZipMembers
 from torchrelay.records import dataclass

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from torchrelay.checkpoint.archive.zip_writing import Fill, ZipWriter
 from torchrelay.checkpoint.interop.publishing import publish
-from torchrelay.checkpoint.local_storage import LocalStorage
-from torchrelay.checkpoint.storage import WriteHandle
-from torchrelay.checkpoint.storage_places import FILE, is_remote, object_at
+from torchrelay.checkpoint.storage.base import WriteHandle
+from torchrelay.checkpoint.storage.local import LocalStorage
+from torchrelay.checkpoint.storage.open import FILE, is_remote, object_at
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.jobs.runtime import check_file
 

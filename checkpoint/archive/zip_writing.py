@@ -16,8 +16,8 @@ from dataclasses import field
 from functools import lru_cache
 
 from torchrelay.checkpoint.disk.digest import BLOCK, block_digests
-from torchrelay.checkpoint.disk.workers import WRITERS, share
-from torchrelay.checkpoint.storage import WriteHandle
+from torchrelay.checkpoint.storage.base import WriteHandle
+from torchrelay.checkpoint.storage.threads import WRITERS, share
 from torchrelay.errors import BlobError
 from torchrelay.metadata.zip_reader import name_fits
 from torchrelay.records import dataclass

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from torchrelay.checkpoint.disk.stored_entries import Stored
-from torchrelay.checkpoint.storage import Fetches, Storage, open_for_reading
+from torchrelay.checkpoint.storage.base import Fetches, Storage, open_for_reading
 
 WORTH_IT = 4096
 """So many entries take some milliseconds to look at."""

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import xxhash
 
-from torchrelay.checkpoint.storage import Memory
+from torchrelay.checkpoint.storage.base import Memory
 
 NAME = "xxh3-128"
 BLOCK = 1 << 20

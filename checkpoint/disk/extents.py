@@ -20,7 +20,7 @@ from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, block_digests, digest
 from torchrelay.checkpoint.disk.many_tensors import AT_ONCE, all_dense, all_in_order, memories_of
 from torchrelay.checkpoint.disk.seconds import Seconds
 from torchrelay.checkpoint.disk.shard_entries import Data, Entries
-from torchrelay.checkpoint.storage import Memory
+from torchrelay.checkpoint.storage.base import Memory
 from torchrelay.errors import BlobError
 from torchrelay.records import dataclass
 

@@ -8,8 +8,8 @@ from torchrelay.checkpoint.disk import bounce
 from torchrelay.checkpoint.disk.extents import Digests, Segment, blocks, extents, segments
 from torchrelay.checkpoint.disk.seconds import Seconds
 from torchrelay.checkpoint.disk.shard import HeaderFrame, Part
-from torchrelay.checkpoint.disk.workers import share
-from torchrelay.checkpoint.storage import WriteHandle
+from torchrelay.checkpoint.storage.base import WriteHandle
+from torchrelay.checkpoint.storage.threads import share
 
 
 def fill(handle: WriteHandle, part: Part, frame: HeaderFrame, seconds: Seconds, writers: int) -> Digests:

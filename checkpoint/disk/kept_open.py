@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import ExitStack, suppress
 from types import TracebackType
 
-from torchrelay.checkpoint.storage import ReadHandle, Storage, open_for_reading
+from torchrelay.checkpoint.storage.base import ReadHandle, Storage, open_for_reading
 
 
 class KeptOpen:

@@ -21,7 +21,7 @@ from torchrelay.checkpoint.disk.paths import manifest_path
 from torchrelay.checkpoint.disk.runs import unpack_names
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.log.live import Entry
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError
 from torchrelay.jobs.runtime import undisturbed
 from torchrelay.records import dataclass

@@ -44,7 +44,7 @@ from torchrelay.checkpoint.disk.runs import pack_names, pack_numbers, unpack_nam
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.recent import Recent
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError
 from torchrelay.jobs.cluster import GRADIENTS
 from torchrelay.records import dataclass

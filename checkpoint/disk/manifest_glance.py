@@ -18,7 +18,7 @@ from torchrelay.checkpoint.disk.paths import stats_path
 from torchrelay.checkpoint.disk.runs import unpack_names, unpack_numbers
 from torchrelay.checkpoint.facts import Facts
 from torchrelay.checkpoint.log.live import Entry
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError
 from torchrelay.records import dataclass
 

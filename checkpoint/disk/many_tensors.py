@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, TypeGuard
 
 from torchrelay.checkpoint.disk.dtypes import has_memory
-from torchrelay.checkpoint.storage import Memory
+from torchrelay.checkpoint.storage.base import Memory
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ from itertools import chain
 from torchrelay.checkpoint.disk.kept_open import KeptOpen
 from torchrelay.checkpoint.disk.read_options import ReadOptions
 from torchrelay.checkpoint.disk.side_by_side import each
-from torchrelay.checkpoint.storage import ReadHandle, Storage
+from torchrelay.checkpoint.storage.base import ReadHandle, Storage
 from torchrelay.records import dataclass
 
 Attempt = Callable[[Callable[[], None]], None]

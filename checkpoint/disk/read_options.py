@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchrelay.checkpoint.storage import Fetches, ReadHandle
+from torchrelay.checkpoint.storage.base import Fetches, ReadHandle
 from torchrelay.errors import UsageError
 from torchrelay.records import dataclass
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchrelay.checkpoint.disk import canonical
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError, UsageError
 
 Json = Any

@@ -23,7 +23,7 @@ from torchrelay.checkpoint.disk.shard_header import (
 )
 from torchrelay.checkpoint.disk.small_entries import FAR_BYTES, Batch, batches, in_order
 from torchrelay.checkpoint.disk.stored_entries import StoredEntries, StoredEntry
-from torchrelay.checkpoint.storage import (
+from torchrelay.checkpoint.storage.base import (
     Memory,
     ReadHandle,
     Storage,

@@ -17,8 +17,8 @@ from torchrelay.checkpoint.disk.seconds import Seconds
 from torchrelay.checkpoint.disk.shard import HeaderFrame, Part, ShardIdentity
 from torchrelay.checkpoint.disk.shard_entries import Entries
 from torchrelay.checkpoint.disk.shard_parts import DEFAULT_LIMITS, ShardLimits, cut
-from torchrelay.checkpoint.disk.workers import WRITERS
-from torchrelay.checkpoint.storage import Storage, WriteHandle
+from torchrelay.checkpoint.storage.base import Storage, WriteHandle
+from torchrelay.checkpoint.storage.threads import WRITERS
 from torchrelay.errors import StorageError
 from torchrelay.records import dataclass
 

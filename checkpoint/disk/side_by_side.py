@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import TypeVar
 
-from torchrelay.checkpoint.disk.workers import share
+from torchrelay.checkpoint.storage.threads import share
 
 T = TypeVar("T")
 EACH = 4 << 20

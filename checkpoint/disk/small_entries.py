@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, digests_of
 from torchrelay.checkpoint.disk.stored_entries import Stored, StoredEntries
-from torchrelay.checkpoint.storage import Memory
+from torchrelay.checkpoint.storage.base import Memory
 from torchrelay.errors import DamagedError, StorageError
 from torchrelay.records import dataclass
 

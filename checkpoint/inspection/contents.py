@@ -14,7 +14,7 @@ from torchrelay.checkpoint.reading.leaf_reader import LeafReader
 from torchrelay.checkpoint.reading.lookup import nearest
 from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.checkpoint.reading.seen_twice import seen_twice
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.wildcards import matches
 from torchrelay.errors import UsageError
 from torchrelay.records import dataclass

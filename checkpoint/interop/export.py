@@ -20,7 +20,7 @@ from torchrelay.checkpoint.interop.torch_files import check_savable, write_torch
 from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.checkpoint.reading.casting import Cast
 from torchrelay.checkpoint.reading.lookup import Nodes
-from torchrelay.checkpoint.storage_places import is_remote
+from torchrelay.checkpoint.storage.open import is_remote
 from torchrelay.errors import UsageError
 from torchrelay.jobs.runtime import local_directory
 from torchrelay.records import dataclass

@@ -26,7 +26,6 @@ from torchrelay.checkpoint.interop.remote_publishing import (
 )
 from torchrelay.checkpoint.interop.safetensors_files import read_safetensors
 from torchrelay.checkpoint.interop.torch_files import read_torch_file
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.planning.assignments import NodeClass, Plan
@@ -34,7 +33,8 @@ from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_o
 from torchrelay.checkpoint.planning.plan import plan_classes
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.state.leaf import Leaf, Value, spec_of
-from torchrelay.checkpoint.storage_places import is_remote
+from torchrelay.checkpoint.storage.local import LocalStorage
+from torchrelay.checkpoint.storage.open import is_remote
 from torchrelay.errors import UsageError
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.runtime import is_directory, local_directory

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torchrelay.checkpoint.interop.publishing import publish
-from torchrelay.checkpoint.object_storage import ObjectStorage
-from torchrelay.checkpoint.storage_places import is_remote, object_at
+from torchrelay.checkpoint.storage.object_store import ObjectStorage
+from torchrelay.checkpoint.storage.open import is_remote, object_at
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.jobs.runtime import local_directory
 

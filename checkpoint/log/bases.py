@@ -32,7 +32,7 @@ from torchrelay.checkpoint.log.record import (
     slot_path,
     whole_entries,
 )
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError, RelayError, StorageError
 from torchrelay.records import dataclass
 

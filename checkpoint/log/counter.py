@@ -11,7 +11,7 @@ from collections.abc import Callable
 from threading import Event, Thread
 
 from torchrelay.checkpoint.disk import canonical
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 
 PATH = "writer.json"
 LIMIT_BYTES = 4096

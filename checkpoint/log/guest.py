@@ -16,7 +16,7 @@ from torchrelay.checkpoint.log.live import Key, Mark, State
 from torchrelay.checkpoint.log.log_append import Draft, OvertakenError, append
 from torchrelay.checkpoint.log.log_reader import read_tail
 from torchrelay.checkpoint.log.record import LOG, key_json
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError, StorageError, UnknownEpochError
 
 Json = Any

@@ -13,7 +13,7 @@ from torchrelay.checkpoint.log.branches import branch_of, line_of
 from torchrelay.checkpoint.log.live import Key, State
 from torchrelay.checkpoint.log.record import Record, decode, slot_path
 from torchrelay.checkpoint.position import Position
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError
 from torchrelay.records import dataclass
 

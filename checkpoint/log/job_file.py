@@ -23,7 +23,7 @@ from torchrelay.checkpoint.disk.paths import DATA, manifest_path
 from torchrelay.checkpoint.disk.sealed import read_sealed, seal, sealed_bytes, unseal
 from torchrelay.checkpoint.disk.version import check_stamp, stamp
 from torchrelay.checkpoint.log.record import LOG, Record, decode, slot_path
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError, UsageError
 from torchrelay.records import dataclass
 

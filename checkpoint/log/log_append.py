@@ -18,7 +18,7 @@ from torchrelay.checkpoint.log.live import Entry, State
 from torchrelay.checkpoint.log.log_reader import Base, Tail, advance, read_tail
 from torchrelay.checkpoint.log.record import LOG, BaseRef, Record, encode, encode_base, slot_path
 from torchrelay.checkpoint.log.tail import STRIDE, floor
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.records import dataclass
 

@@ -29,7 +29,7 @@ from torchrelay.checkpoint.log.record import (
     whole_entries,
 )
 from torchrelay.checkpoint.log.tail import STRIDE, chain_end, find_tail, floor
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError, StorageError
 from torchrelay.records import dataclass
 

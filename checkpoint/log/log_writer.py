@@ -33,7 +33,7 @@ from torchrelay.checkpoint.log.takeover import Taken, take_over
 from torchrelay.checkpoint.log.thinning import thin
 from torchrelay.checkpoint.log.writer import WriterIdentity, describe
 from torchrelay.checkpoint.position import Position
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import FencedError, NotAllowedNowError, StorageError
 
 Json = Any

@@ -13,7 +13,7 @@ from torchrelay.checkpoint.disk.paths import DATA, try_directory
 from torchrelay.checkpoint.log.live import Retirement
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.log.retention import RetentionPolicy, to_retire
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError, StorageError
 from torchrelay.records import dataclass
 

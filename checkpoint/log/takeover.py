@@ -20,7 +20,7 @@ from torchrelay.checkpoint.log.log_append import Draft, OvertakenError, append
 from torchrelay.checkpoint.log.log_reader import Tail, mended, read_tail
 from torchrelay.checkpoint.log.record import LOG
 from torchrelay.checkpoint.log.writer import Right, WriterIdentity, describe, judge
-from torchrelay.checkpoint.storage import Leftovers, Storage, Unfinished
+from torchrelay.checkpoint.storage.base import Leftovers, Storage, Unfinished
 from torchrelay.errors import DirectoryInUseError, StorageError
 from torchrelay.records import dataclass
 

@@ -10,7 +10,7 @@ from torchrelay.checkpoint.disk.sealed import sealed_bytes
 from torchrelay.checkpoint.log.job_file import JobFile
 from torchrelay.checkpoint.log.record import decode, slot_path
 from torchrelay.checkpoint.log.tail import STRIDE, floor
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import StorageError
 
 

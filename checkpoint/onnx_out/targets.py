@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torchrelay.checkpoint.interop.publishing import check_free
-from torchrelay.checkpoint.object_storage import ObjectStorage
-from torchrelay.checkpoint.remote.urls import is_url
-from torchrelay.checkpoint.storage_places import FILE
+from torchrelay.checkpoint.storage.object_store import ObjectStorage
+from torchrelay.checkpoint.storage.open import FILE
+from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.jobs.runtime import local_directory
 from torchrelay.records import dataclass

@@ -23,7 +23,7 @@ from torchrelay.checkpoint.disk.shard_reader import ShardHeader
 from torchrelay.checkpoint.disk.stored_entries import StoredEntry
 from torchrelay.checkpoint.disk.windows import Target
 from torchrelay.checkpoint.reading.scatter import Copy, Slab
-from torchrelay.checkpoint.storage import ReadHandle
+from torchrelay.checkpoint.storage.base import ReadHandle
 from torchrelay.errors import DamagedError
 from torchrelay.records import dataclass
 

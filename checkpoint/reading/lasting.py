@@ -9,7 +9,7 @@ from __future__ import annotations
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.reading.proof import Outcome, Proof, Share, prove
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 
 LOOKED_AT = 64
 """Holders of files that one look opens at most: a header costs a read, and the training may wait for it."""

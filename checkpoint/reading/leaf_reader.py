@@ -31,7 +31,7 @@ from torchrelay.checkpoint.reading.lookup import find_row, holder_of
 from torchrelay.checkpoint.reading.read_plan import NOWHERE, LeafRead, ReadPlan, check_portions
 from torchrelay.checkpoint.reading.seen_twice import seen_twice
 from torchrelay.checkpoint.reading.shard_set import Holder, ShardSet
-from torchrelay.checkpoint.storage import Memory, Storage, worth_of_a_request
+from torchrelay.checkpoint.storage.base import Memory, Storage, worth_of_a_request
 from torchrelay.errors import UsageError
 from torchrelay.records import dataclass
 

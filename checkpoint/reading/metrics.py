@@ -14,7 +14,7 @@ from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.keeping import Best, Keeping
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.retention import Scores
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 
 _EXPECTED = 3
 """So many positions may well have no metrics: the first state, and epochs that were not evaluated."""

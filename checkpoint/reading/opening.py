@@ -7,9 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torchrelay.checkpoint.counting_storage import CountingStorage
 from torchrelay.checkpoint.disk.manifest_glance import glance
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.job_file import has_job, holds_job
 from torchrelay.checkpoint.log.live import Entry
@@ -17,10 +15,10 @@ from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.reading.epoch_choice import Wanted, best_first, named_entry, whole_epochs
 from torchrelay.checkpoint.reading.lookup import nearest_directory
 from torchrelay.checkpoint.reading.proof import Outcome, Proof, prove
-from torchrelay.checkpoint.remote.urls import is_url
-from torchrelay.checkpoint.storage import Storage
-from torchrelay.checkpoint.storage_places import FILE, joined, storage_of
-from torchrelay.checkpoint.tier.options import NOTES
+from torchrelay.checkpoint.storage.base import Storage
+from torchrelay.checkpoint.storage.local import LocalStorage
+from torchrelay.checkpoint.storage.open import FILE, NOTES, CountingStorage, joined, storage_of
+from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.errors import NoProvableEpochError, StorageError, UnknownEpochError, UsageError
 from torchrelay.jobs.runtime import is_directory
 from torchrelay.records import dataclass

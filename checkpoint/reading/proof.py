@@ -19,11 +19,11 @@ from typing import Literal
 
 from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
-from torchrelay.checkpoint.headway import headway
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.reading.seen_twice import seen_twice
 from torchrelay.checkpoint.reading.shard_set import Holder, ShardSet, holders_of
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
+from torchrelay.checkpoint.storage.inflight import headway
 from torchrelay.errors import DamagedError, FormatError, StorageError
 from torchrelay.records import dataclass
 

@@ -18,7 +18,7 @@ from torchrelay.checkpoint.disk.parts import alike, holding
 from torchrelay.checkpoint.disk.paths import position_of, shard_path
 from torchrelay.checkpoint.disk.shard import ShardIdentity
 from torchrelay.checkpoint.disk.shard_reader import ShardExpectation, ShardHeader, read_header
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError
 from torchrelay.records import dataclass
 

@@ -27,7 +27,7 @@ from torchrelay.checkpoint.reading.read_plan import NOWHERE, LeafRead, ReadPlan
 from torchrelay.checkpoint.state.in_place import NOTHING, InPlace
 from torchrelay.checkpoint.state.reads import Read, put
 from torchrelay.checkpoint.state.tensor_names import overlaps_of
-from torchrelay.checkpoint.storage import Memory
+from torchrelay.checkpoint.storage.base import Memory
 from torchrelay.errors import BlobError, PartiallyLoadedError, RelayError
 from torchrelay.records import dataclass
 

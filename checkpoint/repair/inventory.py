@@ -19,8 +19,8 @@ from torchrelay.checkpoint.log.live import Retirement
 from torchrelay.checkpoint.log.log_reader import HINT, Tail, read_hint, read_tail
 from torchrelay.checkpoint.log.record import LOG, decode, slot_path
 from torchrelay.checkpoint.log.tail import STRIDE, find_tail, floor
-from torchrelay.checkpoint.storage import Leftovers, Storage
-from torchrelay.checkpoint.tier.options import NOTES
+from torchrelay.checkpoint.storage.base import Leftovers, Storage
+from torchrelay.checkpoint.storage.open import NOTES
 from torchrelay.errors import DamagedError, UnknownEpochError
 from torchrelay.records import dataclass
 

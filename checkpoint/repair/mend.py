@@ -6,7 +6,6 @@ it, can never be committed by anybody any more; so nothing that is in flight is 
 
 from __future__ import annotations
 
-from torchrelay.checkpoint.exclusion import check_exclusion
 from torchrelay.checkpoint.log.bases import restore
 from torchrelay.checkpoint.log.counter import PATIENCE_SECS
 from torchrelay.checkpoint.log.log_reader import open_log
@@ -14,7 +13,7 @@ from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.log.record import LOG
 from torchrelay.checkpoint.log.sweep import delete_orphans, delete_retired
 from torchrelay.checkpoint.repair.inventory import Finding, Inventory, take_inventory
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage, check_exclusion
 from torchrelay.checkpoint.tier.notes import refuse_part
 from torchrelay.records import dataclass
 

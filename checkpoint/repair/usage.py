@@ -11,7 +11,7 @@ from torchrelay.checkpoint.disk.paths import DATA, try_directory
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.keeping import Keeping
 from torchrelay.checkpoint.log.live import Entry
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError
 from torchrelay.records import dataclass
 

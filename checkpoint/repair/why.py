@@ -10,7 +10,7 @@ from torchrelay.checkpoint.log.history import Happening, History, happened_to
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.reading.proof import Outcome, Proof, prove
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import NoProvableEpochError, StorageError
 from torchrelay.records import dataclass
 

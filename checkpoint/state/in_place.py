@@ -20,7 +20,7 @@ from torchrelay.checkpoint.disk.many_tensors import AT_ONCE, memories_at
 from torchrelay.checkpoint.disk.shard_entries import Form
 from torchrelay.checkpoint.state.admission import all_torch_memory, unwritable
 from torchrelay.checkpoint.state.plain_tensors import PlainTensors
-from torchrelay.checkpoint.storage import Memory
+from torchrelay.checkpoint.storage.base import Memory
 from torchrelay.errors import RelayError
 from torchrelay.records import dataclass
 

@@ -19,7 +19,7 @@ from torchrelay.checkpoint.disk.many_tensors import (
     memories_at,
 )
 from torchrelay.checkpoint.disk.shard_entries import Form, form_of
-from torchrelay.checkpoint.storage import Memory
+from torchrelay.checkpoint.storage.base import Memory
 from torchrelay.records import dataclass
 
 

@@ -10,7 +10,7 @@ from torchrelay.checkpoint.disk.paths import shard_path
 from torchrelay.checkpoint.disk.shard_reader import ShardExpectation, read_header
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.reading.seen_twice import seen_twice
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.tier.parts import Part
 from torchrelay.checkpoint.tier.sending import Sending
 from torchrelay.errors import DamagedError, StorageError

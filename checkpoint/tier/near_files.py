@@ -13,7 +13,7 @@ from torchrelay.checkpoint.disk.names import TRY
 from torchrelay.checkpoint.disk.paths import DATA
 from torchrelay.checkpoint.log.live import Retirement, State
 from torchrelay.checkpoint.log.sweep import delete_try
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import StorageError
 
 Json = Any

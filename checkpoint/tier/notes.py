@@ -12,8 +12,8 @@ from typing import Any
 from torchrelay.checkpoint.disk.sealed import seal, sealed_bytes, unseal
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.job_file import read_job
-from torchrelay.checkpoint.storage import Storage
-from torchrelay.checkpoint.tier.options import NOTES as PATH
+from torchrelay.checkpoint.storage.base import Storage
+from torchrelay.checkpoint.storage.open import NOTES as PATH
 from torchrelay.errors import UsageError
 from torchrelay.records import dataclass
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NoReturn
 
-from torchrelay.checkpoint.local_storage import LocalStorage
-from torchrelay.checkpoint.storage import Storage
-from torchrelay.checkpoint.storage_places import storage_of
+from torchrelay.checkpoint.storage.base import Storage
+from torchrelay.checkpoint.storage.local import LocalStorage
+from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.checkpoint.tier.notes import read_notes
 from torchrelay.checkpoint.tier.tier_storage import TierStorage
 from torchrelay.errors import UsageError

@@ -14,10 +14,11 @@ from dataclasses import replace
 from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.disk.manifest import Manifest
 from torchrelay.checkpoint.disk.paths import shard_path
-from torchrelay.checkpoint.headway import headway
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.storage.inflight import headway
+from torchrelay.checkpoint.storage.open import Tier
 from torchrelay.checkpoint.tier.among import damage_in, present
 from torchrelay.checkpoint.tier.in_thread import (
     STOP_SECS,
@@ -26,7 +27,6 @@ from torchrelay.checkpoint.tier.in_thread import (
     yield_to_training,
 )
 from torchrelay.checkpoint.tier.notes import Notes, forgotten, read_notes, write_notes
-from torchrelay.checkpoint.tier.options import Tier
 from torchrelay.checkpoint.tier.parts import Part, part_path, read_part, write_part
 from torchrelay.checkpoint.tier.sending import Moved, Sending, StoppedError
 from torchrelay.checkpoint.tier.tier_storage import TierStorage

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from torchrelay.checkpoint.disk.paths import try_directory
 from torchrelay.checkpoint.disk.sealed import seal, sealed_bytes, unseal
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError, RelayError
 from torchrelay.records import dataclass
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torchrelay.checkpoint.exclusion import SingleWriter
 from torchrelay.checkpoint.ledger import Ledger
 from torchrelay.checkpoint.log.keeping import Keeping
-from torchrelay.checkpoint.storage import Storage
-from torchrelay.checkpoint.storage_places import storage_of
-from torchrelay.checkpoint.tier.options import Tier, check_tier
+from torchrelay.checkpoint.storage.base import SingleWriter, Storage
+from torchrelay.checkpoint.storage.open import Tier, check_tier, storage_of
 
 
 def placed(

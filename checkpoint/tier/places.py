@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from torchrelay.checkpoint.disk.canonical import sha256
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import RelayError, StorageError, UsageError
 from torchrelay.jobs.session import Peers, together
 from torchrelay.records import dataclass

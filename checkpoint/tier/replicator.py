@@ -13,13 +13,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from torchrelay.checkpoint.headway import headway
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.live import Entry, State
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.log.record import entry_json
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.reading.proof import Outcome, prove
+from torchrelay.checkpoint.storage.inflight import headway
+from torchrelay.checkpoint.storage.open import Tier
 from torchrelay.checkpoint.tier import histories
 from torchrelay.checkpoint.tier.among import LostPartError, Others, damage_of, send_among
 from torchrelay.checkpoint.tier.in_thread import (
@@ -29,7 +30,6 @@ from torchrelay.checkpoint.tier.in_thread import (
     yield_to_training,
 )
 from torchrelay.checkpoint.tier.notes import Notes, forgotten, read_notes, write_notes
-from torchrelay.checkpoint.tier.options import Tier
 from torchrelay.checkpoint.tier.parts import Part, delete_parts, part_path, read_part
 from torchrelay.checkpoint.tier.sending import Moved, Sending, StoppedError
 from torchrelay.checkpoint.tier.tier_storage import TierStorage

@@ -21,10 +21,10 @@ from torchrelay.checkpoint.disk.paths import DATA, manifest_path, shard_path, st
 from torchrelay.checkpoint.disk.read_options import ReadOptions
 from torchrelay.checkpoint.disk.read_requests import ReadRequest
 from torchrelay.checkpoint.disk.shard_reader import ShardExpectation, ShardHeader, read_header
-from torchrelay.checkpoint.disk.workers import share
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.reading.proof import Outcome, prove
-from torchrelay.checkpoint.storage import Storage, WriteHandle
+from torchrelay.checkpoint.storage.base import Storage, WriteHandle
+from torchrelay.checkpoint.storage.threads import share
 from torchrelay.errors import DamagedError, StorageError
 from torchrelay.records import dataclass
 

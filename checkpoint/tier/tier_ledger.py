@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from torchrelay.checkpoint.exclusion import check_exclusion
 from torchrelay.checkpoint.ledger import Ledger
 from torchrelay.checkpoint.ledger_words import Look, Target
 from torchrelay.checkpoint.log.branches import LogView
@@ -22,10 +21,11 @@ from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.prove_together import JointProof, prove_together
 from torchrelay.checkpoint.reading.proof import Level, Outcome
 from torchrelay.checkpoint.retaining import Retaining
+from torchrelay.checkpoint.storage.base import check_exclusion
+from torchrelay.checkpoint.storage.open import Tier
 from torchrelay.checkpoint.tier import histories
 from torchrelay.checkpoint.tier.among import Others
 from torchrelay.checkpoint.tier.notes import Notes, read_notes, refuse_to_begin
-from torchrelay.checkpoint.tier.options import Tier
 from torchrelay.checkpoint.tier.replicator import Replicator
 from torchrelay.checkpoint.tier.tier_storage import TierStorage
 from torchrelay.errors import FencedError, RelayError, SaveFailedError

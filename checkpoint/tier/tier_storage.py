@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import cast
 
 from torchrelay.checkpoint.disk.paths import DATA
-from torchrelay.checkpoint.exclusion import SingleWriter
-from torchrelay.checkpoint.local_reading import LocalReadHandle
-from torchrelay.checkpoint.local_storage import LocalStorage
-from torchrelay.checkpoint.storage import LongReads, ReadHandle, Storage, reads_of
+from torchrelay.checkpoint.storage.base import LongReads, ReadHandle, SingleWriter, Storage, reads_of
+from torchrelay.checkpoint.storage.local import LocalStorage
+from torchrelay.checkpoint.storage.local_io import LocalReadHandle
 
 
 class TierStorage(LocalStorage):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from torchrelay.checkpoint.exclusion import SingleWriter
+from torchrelay.checkpoint.storage.base import SingleWriter
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.records import dataclass
 from torchrelay.runners.chaos import damage, images, power, schedule

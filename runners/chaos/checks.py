@@ -17,9 +17,9 @@ from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.reader import Checkpoint
 from torchrelay.checkpoint.reading.opening import place_of
 from torchrelay.checkpoint.reading.proof import prove
-from torchrelay.checkpoint.remote.urls import is_url
-from torchrelay.checkpoint.storage import Storage
-from torchrelay.checkpoint.storage_places import storage_of
+from torchrelay.checkpoint.storage.base import Storage
+from torchrelay.checkpoint.storage.open import storage_of
+from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.errors import RelayError
 from torchrelay.runners.chaos.contents import SMALL, Lost, Mixed, compare
 from torchrelay.runners.chaos.target import acknowledged, train

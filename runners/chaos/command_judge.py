@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.record import slot_path
 from torchrelay.checkpoint.log.tail import STRIDE
 from torchrelay.checkpoint.reading.proof import prove
+from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import RelayError, UsageError
 from torchrelay.records import dataclass
 from torchrelay.runners.chaos.command_runs import Done

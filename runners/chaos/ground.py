@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from torchrelay.checkpoint.exclusion import SingleWriter
+from torchrelay.checkpoint.storage.base import SingleWriter
 from torchrelay.runners.chaos import images, schedule
 from torchrelay.runners.chaos.pool import Worker, scratch
 from torchrelay.runners.chaos.scenarios import SCENARIOS, Prepared, Scenario, prepare

@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.object_storage import ObjectStorage
-from torchrelay.checkpoint.remote.retrying import Patience
+from torchrelay.checkpoint.storage.object_store import ObjectStorage
+from torchrelay.checkpoint.storage.retry import Patience
 from torchrelay.runners.chaos.fault import Fault, fault_of
 
 _PATIENCE = Patience(deadline_secs=0.3, first_pause_secs=0.01, longest_pause_secs=0.05)

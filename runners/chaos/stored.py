@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.exclusion import SingleWriter
-from torchrelay.checkpoint.object_storage import ObjectStorage
-from torchrelay.checkpoint.remote.retrying import refusal
-from torchrelay.checkpoint.remote.urls import shown
-from torchrelay.checkpoint.storage_places import joined
+from torchrelay.checkpoint.storage.base import SingleWriter
+from torchrelay.checkpoint.storage.object_store import ObjectStorage
+from torchrelay.checkpoint.storage.open import joined
+from torchrelay.checkpoint.storage.retry import refusal
+from torchrelay.checkpoint.storage.urls import shown
 from torchrelay.errors import RelayError, StorageError, UsageError
 from torchrelay.records import dataclass
 from torchrelay.runners.chaos.calls import Call, read_calls

@@ -8,7 +8,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.remote.urls import shown
+from torchrelay.checkpoint.storage.urls import shown
 from torchrelay.records import dataclass
 from torchrelay.runners.chaos.fault import Fault
 from torchrelay.runners.chaos.forks import Ended

@@ -18,7 +18,7 @@ import torchrelay
 from torchrelay.checkpoint.log.job_file import PATH as JOB_FILE
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.multi_node import MultiNodeCheckpointManager
-from torchrelay.checkpoint.remote.urls import is_url
+from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.errors import RelayError
 from torchrelay.metadata.handlers import FileMetadataHandler
 from torchrelay.runners.chaos.contents import Blobs, Mixed

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from torchrelay.checkpoint.remote.urls import is_url, open_file_system
+from torchrelay.checkpoint.storage.urls import is_url, open_file_system
 
 
 class Tree(Protocol):

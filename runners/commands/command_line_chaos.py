@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from torchrelay.checkpoint.remote.urls import is_url
-from torchrelay.checkpoint.storage_places import FILE
+from torchrelay.checkpoint.storage.open import FILE
+from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.errors import UsageError
 from torchrelay.runners.chaos import builtin, command_target
 from torchrelay.runners.chaos.scenarios import SCENARIOS, scenarios

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.disk.paths import manifest_path, stats_path
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.branches import LogView, branch_of
 from torchrelay.checkpoint.log.live import Entry
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
+from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.metadata.fs import read_json
 from torchrelay.metadata.handlers import EPOCH, FILE_NAME, Holder, Note, notes_of_file, report_notes, times_of

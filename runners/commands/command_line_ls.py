@@ -9,7 +9,7 @@ from typing import Any
 from torchrelay.checkpoint.disk.manifest_glance import Glance, glance_or_notes
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.live import Entry, Key
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.tier.notes import Notes, read_notes
 from torchrelay.jobs.runtime import undisturbed
 from torchrelay.records import dataclass

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from torchrelay.checkpoint.storage_places import is_remote, object_at
+from torchrelay.checkpoint.storage.open import is_remote, object_at
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.metadata.fs import write_new
 from torchrelay.metadata.run_directory import RunDirectory

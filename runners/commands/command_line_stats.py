@@ -9,7 +9,7 @@ from typing import Any
 from torchrelay.checkpoint.disk.paths import stats_path
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.live import Entry
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import UnknownEpochError
 from torchrelay.metadata.fs import read_lines, read_note
 from torchrelay.metadata.handlers import FILE_NAME

@@ -10,10 +10,10 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torchrelay.checkpoint.exclusion import check_exclusion
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.reading.proof import Level, Outcome, Proof, prove
+from torchrelay.checkpoint.storage.base import check_exclusion
 from torchrelay.errors import NoProvableEpochError, StorageError
 from torchrelay.records import dataclass
 from torchrelay.runners.commands.command_line_arguments import Add, add_epoch, add_single_writer

@@ -6,12 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torchrelay.checkpoint.exclusion import SingleWriter, check_exclusion
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.guest import append_as_guest, pin_draft, tag_draft
 from torchrelay.checkpoint.log.live import Key, Mark
 from torchrelay.checkpoint.log.log_append import Draft
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import SingleWriter, Storage, check_exclusion
 from torchrelay.errors import UnknownEpochError, UsageError
 from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.commands.command_line_place import Place, locate

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from torchrelay.checkpoint.counting_storage import CountingStorage
-from torchrelay.checkpoint.exclusion import SingleWriter
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.reading import opening
 from torchrelay.checkpoint.reading.epoch_choice import Wanted, named_entry, wanted
-from torchrelay.checkpoint.remote.urls import is_url, shown
+from torchrelay.checkpoint.storage.base import SingleWriter
+from torchrelay.checkpoint.storage.open import CountingStorage
+from torchrelay.checkpoint.storage.urls import is_url, shown
 from torchrelay.errors import UnknownEpochError, UsageError
 from torchrelay.jobs.runtime import split_run, undisturbed
 from torchrelay.records import dataclass

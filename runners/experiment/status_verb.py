@@ -6,8 +6,8 @@ import json
 from contextlib import suppress
 from typing import Any
 
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import RelayError
 from torchrelay.metadata.code.manifest import SHORT
 from torchrelay.metadata.experiments import ProgramRun, newest_result

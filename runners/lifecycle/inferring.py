@@ -10,7 +10,7 @@ from typing import Any
 from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.checkpoint.reading.epoch_choice import ranges, whole_epochs
 from torchrelay.checkpoint.reading.opening import place_of, read_log
-from torchrelay.checkpoint.remote.urls import is_url
+from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.errors import UnknownEpochError, UsageError
 from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
 from torchrelay.jobs.config.section_types import EpochChoice

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.remote.urls import is_url, open_file_system
+from torchrelay.checkpoint.storage.urls import is_url, open_file_system
 from torchrelay.errors import UsageError
 
 Row = dict[str, Any]

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.remote.urls import is_url
+from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.jobs.config.config import Config
 from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
 from torchrelay.jobs.config.schema import Settings

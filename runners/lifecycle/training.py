@@ -10,8 +10,7 @@ import torch
 
 from torchrelay.checkpoint.blob_files import save_blobs
 from torchrelay.checkpoint.disk.canonical import sha256
-from torchrelay.checkpoint.storage_places import joined
-from torchrelay.checkpoint.tier.options import Tier
+from torchrelay.checkpoint.storage.open import Tier, joined
 from torchrelay.jobs.config.runner_schema import CheckpointKeys
 from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
 from torchrelay.jobs.job import Job

@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from torchrelay.checkpoint.reader import Checkpoint, open_checkpoint
-from torchrelay.checkpoint.remote.urls import is_url
-from torchrelay.checkpoint.storage_places import FILE
+from torchrelay.checkpoint.storage.open import FILE
+from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.errors import UsageError
 from torchrelay.records import dataclass
 from torchrelay.runners.rebuilding.model_of_run import Made, rebuilt

@@ -14,7 +14,7 @@ from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.record import Record
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.repair.why import Start, explain, start_now
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.records import dataclass
 from torchrelay.runners.report.facts import BranchNote, EpochRow, Event, Point, Save
 from torchrelay.runners.report.limits import Limits, Troubles

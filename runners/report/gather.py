@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.checkpoint.disk.manifest import Manifest
-from torchrelay.checkpoint.storage_places import storage_of
+from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.report.committed import (
     Committed,

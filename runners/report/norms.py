@@ -10,7 +10,7 @@ from torchrelay.checkpoint.inspection.difference import Comparison
 from torchrelay.checkpoint.inspection.number_types import CAN_BE_BAD
 from torchrelay.checkpoint.inspection.tensor_bytes import CHUNK_BYTES, Buffer, Source, parts
 from torchrelay.checkpoint.log.live import Entry
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import RelayError
 from torchrelay.runners.commands.command_line_output import human_bytes
 from torchrelay.runners.report.facts import LeafNorm, Norms

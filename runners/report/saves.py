@@ -10,7 +10,7 @@ from typing import Any
 
 from torchrelay.checkpoint.disk.paths import stats_path
 from torchrelay.checkpoint.log.live import Entry
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.metadata.fs import read_lines
 from torchrelay.metadata.handlers import FILE_NAME
 from torchrelay.metadata.run_directory import RunDirectory

@@ -9,7 +9,7 @@ from torchrelay.checkpoint.disk import manifest_disk
 from torchrelay.checkpoint.disk.layouts import PerNode
 from torchrelay.checkpoint.disk.manifest import Manifest
 from torchrelay.checkpoint.log.live import Entry
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.runners.report.facts import BlobBytes, EpochBytes
 from torchrelay.runners.report.limits import Limits, Troubles, spread
 

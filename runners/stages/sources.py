@@ -11,7 +11,7 @@ from torchrelay.checkpoint.disk.manifest import OF_POSITION
 from torchrelay.checkpoint.reader import Checkpoint, open_checkpoint
 from torchrelay.checkpoint.reading.patterns import choose
 from torchrelay.checkpoint.reading.stages import records_in
-from torchrelay.checkpoint.remote.urls import is_url
+from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.errors import UsageError
 from torchrelay.jobs.session import Peers, together
 from torchrelay.metadata.lineage import Stage, StageRecord

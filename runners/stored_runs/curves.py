@@ -13,7 +13,7 @@ from typing import Any
 
 from torchrelay.checkpoint.disk.manifest_glance import glance
 from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.journal import finite
 

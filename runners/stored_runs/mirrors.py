@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torchrelay.checkpoint.log.job_file import PATH as JOB_FILE
 from torchrelay.checkpoint.log.record import slot_path
-from torchrelay.checkpoint.remote.retrying import Patience
+from torchrelay.checkpoint.storage.retry import Patience
 from torchrelay.errors import StorageError
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.stored_runs.bringing import bring, found_in, place_for

@@ -10,9 +10,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-from torchrelay.checkpoint.exclusion import SingleWriter
-from torchrelay.checkpoint.object_storage import ObjectStorage
-from torchrelay.checkpoint.remote.urls import open_file_system, shown
+from torchrelay.checkpoint.storage.base import SingleWriter
+from torchrelay.checkpoint.storage.object_store import ObjectStorage
+from torchrelay.checkpoint.storage.urls import open_file_system, shown
 from torchrelay.errors import StorageError
 from torchrelay.records import dataclass
 from torchrelay.runners.stored_runs.run_names import DEEPEST, is_name

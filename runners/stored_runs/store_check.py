@@ -6,7 +6,7 @@ import secrets
 import time
 from contextlib import suppress
 
-from torchrelay.checkpoint.exclusion import check_exclusion
+from torchrelay.checkpoint.storage.base import check_exclusion
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.session import Peers, together

@@ -15,7 +15,7 @@ from torchrelay.checkpoint.ledger_words import Target
 from torchrelay.checkpoint.log.job_file import PATH as JOB_FILE
 from torchrelay.checkpoint.log.record import slot_path
 from torchrelay.checkpoint.manager_base import Manager
-from torchrelay.checkpoint.remote.retrying import Patience
+from torchrelay.checkpoint.storage.retry import Patience
 from torchrelay.errors import FencedError, RelayError, StorageError
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.session import decide, together

@@ -23,7 +23,7 @@ from storm_job import use_oracle
 
 import torchrelay
 from torchrelay import Job, JobRunner, max_epochs
-from torchrelay.checkpoint.local_storage import LocalStorage, LocalWriteHandle
+from torchrelay.checkpoint.storage.local import LocalStorage, LocalWriteHandle
 from torchrelay.runners.distributed.store_peers import StorePeers
 
 EPOCHS = 3

@@ -24,7 +24,7 @@ def bugs() -> Iterator[Bug]:
 
 
 def _durability() -> Iterator[Bug]:
-    storage, writer = "checkpoint/local_storage.py", "checkpoint/disk/shard_writer.py"
+    storage, writer = "checkpoint/storage/local.py", "checkpoint/disk/shard_writer.py"
     yield Bug(
         "a shard is not synced",
         writer,
@@ -84,7 +84,7 @@ def _durability() -> Iterator[Bug]:
     )
     yield Bug(
         "an error of a writing thread is swallowed",
-        "checkpoint/disk/workers.py",
+        "checkpoint/storage/threads.py",
         "    if errors:\n        raise min(errors",
         "    if errors and not helpers:\n        raise min(errors",
         ["tests/checkpoint/test_direct_writes.py", "tests/checkpoint/test_writers.py"],
@@ -102,7 +102,7 @@ def _the_log() -> Iterator[Bug]:
     append = "checkpoint/log/log_append.py"
     yield Bug(
         "a record replaces what has its slot",
-        "checkpoint/local_naming.py",
+        "checkpoint/storage/local.py",
         "        os.link(temporary, full)\n",
         "        os.replace(temporary, full)\n",
         ["tests/checkpoint/test_log_writer.py", "tests/checkpoint/test_log_takeover.py"],
@@ -116,7 +116,7 @@ def _the_log() -> Iterator[Bug]:
     )
     yield Bug(
         "a creation in a store that failed is taken for done",
-        "checkpoint/object_storage.py",
+        "checkpoint/storage/object_store.py",
         "        except FileNotFoundError:\n            raise error from None\n        if found != data:",
         "        except FileNotFoundError:\n            return\n        if found != data:",
         ["tests/stores/test_servers.py", "-k", "any_schedule and moto"],
@@ -283,7 +283,7 @@ def _verification() -> Iterator[Bug]:
     )
     yield Bug(
         "links are followed",
-        "checkpoint/local_storage.py",
+        "checkpoint/storage/local.py",
         "            if _is_link(full):\n",
         "            if False:\n",
         ["tests/bad_input/test_met_damage.py"],
@@ -415,7 +415,7 @@ def _together() -> Iterator[Bug]:
     )
     yield Bug(
         "an interrupted join counts as the end of a thread",
-        "checkpoint/disk/workers.py",
+        "checkpoint/storage/threads.py",
         "        while helper.ident is not None and not helper.over.is_set():\n"
         "            try:\n"
         "                helper.over.wait(LOOK_SECS)\n",

@@ -29,16 +29,15 @@ from store_proxy import Proxy
 from store_schedules import Striking, drawn, told
 
 from torchrelay import Job, JobRunner, LocalSession, MultiNodeCheckpointManager, max_epochs, open_checkpoint
-from torchrelay.checkpoint import object_storage
 from torchrelay.checkpoint.log import log_writer
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.job_file import PATH as JOB_FILE
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.log.writer import WriterIdentity
-from torchrelay.checkpoint.remote import multipart
-from torchrelay.checkpoint.remote.retrying import Patience
-from torchrelay.checkpoint.storage_places import storage_of
+from torchrelay.checkpoint.storage import object_store, uploads
+from torchrelay.checkpoint.storage.open import storage_of
+from torchrelay.checkpoint.storage.retry import Patience
 from torchrelay.errors import FencedError, RelayError
 from torchrelay.runners.commands.command_line import main
 
@@ -391,8 +390,8 @@ def _job(known: Known, until: int, floats: int) -> Job:
 def impatient() -> Iterator[None]:
     """Calls into stores are given up after seconds, and files of a megabyte go in parts."""
     with (
-        patch.object(object_storage, "Patience", _PATIENCE),
-        patch.object(object_storage, "PUT_IN_ONE_BYTES", 1 << 20),
-        patch.object(multipart, "PART_BYTES", 5 << 20),
+        patch.object(object_store, "Patience", _PATIENCE),
+        patch.object(object_store, "PUT_IN_ONE_BYTES", 1 << 20),
+        patch.object(uploads, "PART_BYTES", 5 << 20),
     ):
         yield

@@ -10,12 +10,12 @@ from fingerprint import state_sha256
 from storm_job import MARKS, STEPS
 
 import torchrelay
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.reader import Checkpoint
 from torchrelay.checkpoint.reading.proof import prove
+from torchrelay.checkpoint.storage.local import LocalStorage
 
 
 @dataclass

@@ -52,7 +52,7 @@ _HOMES = {
     "TaskGroup": "jobs.job",
     "TaskOutput": "jobs.task",
     "TensorHandler": "runners.serving.tensor_handler",
-    "Tier": "checkpoint.tier.options",
+    "Tier": "checkpoint.storage.open",
     "TrackedRun": "metadata.sinks.base",
     "UploadTaskGroupBuilder": "checkpoint.upload",
     "Upstream": "runners.stages.given",
@@ -124,7 +124,7 @@ if TYPE_CHECKING:
     from torchrelay.checkpoint.onnx_out.to_onnx import to_onnx as to_onnx
     from torchrelay.checkpoint.reader import open_checkpoint as open_checkpoint
     from torchrelay.checkpoint.state.fsdp_state import fsdp_state as fsdp_state
-    from torchrelay.checkpoint.tier.options import Tier as Tier
+    from torchrelay.checkpoint.storage.open import Tier as Tier
     from torchrelay.checkpoint.upload import UploadTaskGroupBuilder as UploadTaskGroupBuilder
     from torchrelay.errors import RelayError as RelayError
     from torchrelay.jobs.blobs import Scope as Scope

@@ -24,8 +24,8 @@ from torchrelay.checkpoint.disk.names import Whole
 from torchrelay.checkpoint.disk.shard import ShardIdentity
 from torchrelay.checkpoint.disk.shard_parts import ShardLimits, cut
 from torchrelay.checkpoint.disk.shard_reader import read_header
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import UsageError
 
 

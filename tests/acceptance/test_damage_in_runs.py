@@ -163,19 +163,19 @@ def test_keep_last_over_a_rewind(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_a_warning_until_it_is_too_many(tmp_path: Path, monkeypatch) -> None:
     """A failed save warns and is never found; so many in a row end the run, a good one starts anew."""
-    from torchrelay.checkpoint import local_storage
+    from torchrelay.checkpoint.storage import local
 
     run = tmp_path / "run"
-    good, failed = local_storage.LocalWriteHandle.sync_file, []
+    good, failed = local.LocalWriteHandle.sync_file, []
     broken: set[str] = set()
 
     def sync(handle) -> None:
         if any(mark in handle.path for mark in broken):
             failed.append(handle.path)
-            raise local_storage.StorageError(f"cannot sync {handle.path}: No space left on device")
+            raise local.StorageError(f"cannot sync {handle.path}: No space left on device")
         good(handle)
 
-    monkeypatch.setattr(local_storage.LocalWriteHandle, "sync_file", sync)
+    monkeypatch.setattr(local.LocalWriteHandle, "sync_file", sync)
     broken |= {"e00000002-", "e00000004-"}
     with warned() as texts:
         assert start(run, 5, max_failed_saves=2)[0] == 5

@@ -23,7 +23,7 @@ from torch import nn
 import torchrelay
 from torchrelay.checkpoint.archive.members import StoredTensors
 from torchrelay.checkpoint.archive.singa import read_singa_states
-from torchrelay.checkpoint.local_storage import LocalWriteHandle
+from torchrelay.checkpoint.storage.local import LocalWriteHandle
 from torchrelay.errors import (
     BlobError,
     DamagedError,

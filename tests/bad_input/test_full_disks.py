@@ -21,7 +21,7 @@ from torchrun import REPOSITORY, torchrun
 
 from torchrelay import open_checkpoint
 from torchrelay.checkpoint import committing
-from torchrelay.checkpoint.local_storage import LocalStorage
+from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import LostDirectoryError
 
 PROGRAM = Path(__file__).resolve().parent.parent / "programs/full_disk.py"

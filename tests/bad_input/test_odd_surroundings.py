@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from torchrelay.checkpoint.object_storage import ObjectStorage
-from torchrelay.checkpoint.remote.urls import shown
+from torchrelay.checkpoint.storage.object_store import ObjectStorage
+from torchrelay.checkpoint.storage.urls import shown
 from torchrelay.errors import UsageError
 
 LS = [sys.executable, "-m", "torchrelay", "ls"]

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torchrelay
-from torchrelay.checkpoint import local_storage
 from torchrelay.checkpoint.engine import Engine
+from torchrelay.checkpoint.storage import local
 from torchrelay.runners.chaos import checks, damage, target
 
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -148,19 +148,19 @@ def acknowledging_early(**arguments: Any) -> dict[str, Any]:
 
 def swallowing_errors(**arguments: Any) -> dict[str, Any]:
     """A failed sync of a file is passed over."""
-    real = local_storage.LocalWriteHandle.sync_file
+    real = local.LocalWriteHandle.sync_file
 
-    def sync(self: local_storage.LocalWriteHandle) -> None:
+    def sync(self: local.LocalWriteHandle) -> None:
         with suppress(OSError):
             real(self)
 
-    local_storage.LocalWriteHandle.sync_file = sync
+    local.LocalWriteHandle.sync_file = sync
     return target.train(**arguments)
 
 
 def leaving_files_open(**arguments: Any) -> dict[str, Any]:
     """Descriptors of written files are never closed."""
-    local_storage.LocalWriteHandle.close = lambda self: None
+    local.LocalWriteHandle.close = lambda self: None
     return target.train(**arguments)
 
 

@@ -19,16 +19,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 from torchrelay import Job, JobRunner, max_epochs
-from torchrelay.checkpoint import direct, local_storage
-from torchrelay.checkpoint.direct import ALIGNMENT, open_direct
-from torchrelay.checkpoint.disk import bounce, extents, workers
+from torchrelay.checkpoint.disk import bounce, extents
 from torchrelay.checkpoint.disk.digest import BLOCK, block_digests
 from torchrelay.checkpoint.disk.names import Whole
 from torchrelay.checkpoint.disk.seconds import Seconds
 from torchrelay.checkpoint.disk.shard import ShardIdentity
 from torchrelay.checkpoint.disk.shard_reader import read_header
-from torchrelay.checkpoint.local_storage import LocalStorage, LocalWriteHandle
 from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.storage import local, local_io
+from torchrelay.checkpoint.storage import threads as workers
+from torchrelay.checkpoint.storage.local import LocalStorage, LocalWriteHandle
+from torchrelay.checkpoint.storage.local_io import ALIGNMENT, open_direct
 from torchrelay.errors import BlobError, StorageError
 
 IDENTITY = ShardIdentity("job", Position(1), "node_0", "main", "try")
@@ -62,7 +63,7 @@ def written(where, entries, **options):
 @pytest.fixture
 def any_size_direct(monkeypatch):
     """Files of every size are written directly where that is possible."""
-    monkeypatch.setattr(local_storage, "WORTH_IT", 1)
+    monkeypatch.setattr(local, "WORTH_IT", 1)
 
 
 @pytest.fixture
@@ -132,7 +133,7 @@ def test_a_file_of_any_size_is_what_a_plain_writer_makes(tmp_path, any_size_dire
     where = tmp_path if place == "here" else Path("/dev/shm") / f"torchrelay-{os.getpid()}"
     try:
         quick, quick_report = written(where, of_sizes([size]), writers=3)
-        monkeypatch.setattr(local_storage, "WORTH_IT", 1 << 60)
+        monkeypatch.setattr(local, "WORTH_IT", 1 << 60)
         plain, plain_report = written(where, of_sizes([size]))
     finally:
         if place == "memory":
@@ -152,9 +153,9 @@ def test_all_paths_make_identical_files(tmp_path_factory, sizes, writers):
     found = []
     with pytest.MonkeyPatch.context() as patch:
         for worth in (1, 1 << 60):
-            patch.setattr(local_storage, "WORTH_IT", worth)
+            patch.setattr(local, "WORTH_IT", worth)
             found.append(written(where, of_sizes(sizes), writers=writers))
-        patch.setattr(local_storage, "WORTH_IT", 1)
+        patch.setattr(local, "WORTH_IT", 1)
         Pwrite(patch, 1, failing(errno.EINVAL))
         found.append(written(where, of_sizes(sizes), writers=writers))
     (content, report), *others = found
@@ -183,7 +184,7 @@ def test_large_files_are_written_directly_by_several_threads(tmp_path, direct_wr
 def test_small_files_take_the_page_cache(tmp_path, monkeypatch):
     """A file below the threshold is not opened twice."""
     calls = Pwrite(monkeypatch, 0, call)
-    written(tmp_path, of_sizes([direct.WORTH_IT // 2]))
+    written(tmp_path, of_sizes([local_io.WORTH_IT // 2]))
     assert calls.direct == 0 and calls.cached > 0
 
 
@@ -325,7 +326,7 @@ def test_a_file_that_was_exchanged_is_not_written_directly(tmp_path):
     handle = LocalStorage(tmp_path).open_exclusive("file")
     (tmp_path / "file").rename(tmp_path / "moved")
     (tmp_path / "file").touch()
-    handle.preallocate(direct.WORTH_IT)
+    handle.preallocate(local_io.WORTH_IT)
     handle.close()
     assert handle.alignment == 0 and (tmp_path / "file").stat().st_size == 0
 
@@ -363,7 +364,7 @@ def test_each_byte_is_hashed_once(tmp_path, any_size_direct, monkeypatch):
 @pytest.mark.parametrize("limit", [1, 1 << 40])
 def test_what_is_written_to_meanwhile_is_proved_all_the_same(tmp_path, monkeypatch, limit):
     """A thread of the program that writes to tensors during a save never makes blocks that do not verify."""
-    monkeypatch.setattr(local_storage, "WORTH_IT", limit)
+    monkeypatch.setattr(local, "WORTH_IT", limit)
     sources = [bytearray(_CONTENT[:size]) for size in (5 * BLOCK + 64, 9 * BLOCK + 1, 100, 7 * BLOCK)]
     write_at, writes, lock = LocalWriteHandle.write_at, [], threading.Lock()
 

@@ -16,12 +16,12 @@ from log_helpers import MemoryStorage, entry, run_of
 from stores import QUICK, DoubleLiar, Faulty, Liar, Refusing, Terse, store_of
 
 from torchrelay import JobRunner, MultiNodeCheckpointManager, open_checkpoint
-from torchrelay.checkpoint import local_naming
-from torchrelay.checkpoint.exclusion import check_exclusion
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.log_reader import open_log
-from torchrelay.checkpoint.object_storage import ObjectStorage
-from torchrelay.checkpoint.remote.retrying import Patience
+from torchrelay.checkpoint.storage import local
+from torchrelay.checkpoint.storage.base import check_exclusion
+from torchrelay.checkpoint.storage.local import LocalStorage
+from torchrelay.checkpoint.storage.object_store import ObjectStorage
+from torchrelay.checkpoint.storage.retry import Patience
 from torchrelay.errors import StorageError, UsageError
 
 LIARS = {
@@ -42,7 +42,7 @@ def refuse_links(monkeypatch, *, renames):
 
     monkeypatch.setattr(os, "link", link)
     if not renames:
-        monkeypatch.setattr(local_naming, "rename_without_replacing", rename)
+        monkeypatch.setattr(local, "rename_without_replacing", rename)
 
 
 @pytest.mark.parametrize("make", [LocalStorage, lambda _: store_of(Faulty()), lambda _: store_of(Terse())])

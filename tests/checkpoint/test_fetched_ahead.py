@@ -13,8 +13,8 @@ from torchrelay.checkpoint.blob_file import open_blob_file
 from torchrelay.checkpoint.disk import ahead
 from torchrelay.checkpoint.disk.ahead import fetched_ahead, worth_fetching
 from torchrelay.checkpoint.disk.digest import BLOCK
-from torchrelay.checkpoint.local_reading import LocalReadHandle
-from torchrelay.checkpoint.local_storage import LocalStorage
+from torchrelay.checkpoint.storage.local import LocalStorage
+from torchrelay.checkpoint.storage.local_io import LocalReadHandle
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no hints")
 COUNT, WAIT_SECS = 40, 60

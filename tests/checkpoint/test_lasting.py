@@ -24,14 +24,14 @@ from torchrelay import (
     open_checkpoint,
 )
 from torchrelay.checkpoint.ledger import Ledger
-from torchrelay.checkpoint.local_reading import LocalReadHandle
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.keeping import Keeping
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.reading import lasting
 from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.checkpoint.retaining import Retaining
+from torchrelay.checkpoint.storage.local import LocalStorage
+from torchrelay.checkpoint.storage.local_io import LocalReadHandle
 from torchrelay.errors import StorageError
 from torchrelay.jobs.session import Solo
 

@@ -11,11 +11,11 @@ from epochs import Writing, buffer, parameter, places, tensor, value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrelay.checkpoint.counting_storage import CountingStorage
 from torchrelay.checkpoint.disk.dtypes import memory_of
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.reading.leaf_reader import LeafReader
 from torchrelay.checkpoint.reading.read_plan import LeafRead
+from torchrelay.checkpoint.storage.open import CountingStorage
 from torchrelay.errors import DamagedError, UsageError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.complex128, torch.bool, torch.uint8, torch.float64]

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from log_helpers import MemoryStorage, entry, run_of, take
 
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.changes import retired
 from torchrelay.checkpoint.log.guest import append_as_guest, pin_draft
@@ -18,6 +17,7 @@ from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.retention import every_n_epochs, keep_all, keep_last, to_retire
 from torchrelay.checkpoint.log.sweep import sweep
 from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import UsageError
 
 

@@ -11,18 +11,18 @@ from dataclasses import replace
 import pytest
 from log_helpers import MemoryStorage, entry, take
 
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log import log_append, log_writer, takeover
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.live import State
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.log.writer import Right, WriterIdentity, judge, process_start
+from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import DirectoryInUseError
 
 HOLD = """
 import sys
-from torchrelay.checkpoint.local_storage import LocalStorage
+from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.log.log_writer import LogWriter
 writer = LogWriter.take(LocalStorage(sys.argv[1]), "job", period_secs=0.05)
 print("ready", flush=True)

@@ -16,7 +16,6 @@ from meshes import MemoryStorage, Saved, local_part, target
 from page_cache import drop_from_cache, until_cold
 
 from torchrelay import load_blobs, load_into, save_blobs
-from torchrelay.checkpoint import local_reading
 from torchrelay.checkpoint.disk.boxes import Sharded
 from torchrelay.checkpoint.disk.digest import BLOCK
 from torchrelay.checkpoint.disk.dtypes import memory_of
@@ -24,10 +23,11 @@ from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.disk.read_options import ReadOptions
 from torchrelay.checkpoint.disk.read_requests import ReadRequest
 from torchrelay.checkpoint.disk.shard_reader import read_header
-from torchrelay.checkpoint.local_reading import ALIGN, DIRECT_FROM
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.reading.load_result import blob_of
 from torchrelay.checkpoint.reading.read_plan import LeafRead
+from torchrelay.checkpoint.storage import local_io
+from torchrelay.checkpoint.storage.local import LocalStorage
+from torchrelay.checkpoint.storage.local_io import ALIGN, DIRECT_FROM
 from torchrelay.errors import DamagedError, PartiallyLoadedError, StorageError, UsageError
 
 EDGES = [0, 1, 511, 512, 513, ALIGN - 1, ALIGN, ALIGN + 1, BLOCK - 1, BLOCK, BLOCK + 1]
@@ -49,13 +49,13 @@ def storage(tmp_path_factory, content):
 @pytest.fixture
 def direct(monkeypatch):
     """How many reads went past the cache."""
-    counted, real = [], local_reading._read_aligned
+    counted, real = [], local_io._read_aligned
 
     def counting(*given):
         counted.append(real(*given))
         return counted[-1]
 
-    monkeypatch.setattr(local_reading, "_read_aligned", counting)
+    monkeypatch.setattr(local_io, "_read_aligned", counting)
     return counted
 
 
@@ -133,8 +133,8 @@ def test_a_file_system_without_direct_reads_is_read_through_its_cache(storage, c
         asked.append(1)
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(local_reading, "_read_aligned", refusing)
-    monkeypatch.setattr(local_reading.LocalReadHandle, "_is_cached", lambda *given: False)
+    monkeypatch.setattr(local_io, "_read_aligned", refusing)
+    monkeypatch.setattr(local_io.LocalReadHandle, "_is_cached", lambda *given: False)
     handle, room = storage.open_read("file"), bytearray(SIZE)
     for start in (0, 2 * BLOCK):
         handle.read_into(start, memoryview(room)[start : start + 2 * BLOCK], direct=True)
@@ -151,8 +151,8 @@ def test_other_errors_of_a_direct_read_are_told_with_the_file(storage, monkeypat
 
     if not takes_direct(storage.root / "file"):
         pytest.skip("this file system has no direct reads")
-    monkeypatch.setattr(local_reading, "_read_aligned", failing)
-    monkeypatch.setattr(local_reading.LocalReadHandle, "_is_cached", lambda *given: False)
+    monkeypatch.setattr(local_io, "_read_aligned", failing)
+    monkeypatch.setattr(local_io.LocalReadHandle, "_is_cached", lambda *given: False)
     handle = storage.open_read("file")
     with pytest.raises(StorageError, match=r"cannot read .*file: Input/output error"):
         handle.read_into(0, memoryview(bytearray(SIZE)), direct=True)

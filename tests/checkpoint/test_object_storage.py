@@ -18,13 +18,13 @@ from log_helpers import entry, kinds_of, take
 from stores import QUICK, Faulty, OverloadedError, Terse, store_of
 
 import torchrelay
-from torchrelay.checkpoint import object_storage
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.live import Retirement
 from torchrelay.checkpoint.log.log_reader import open_log
-from torchrelay.checkpoint.object_storage import ObjectStorage
-from torchrelay.checkpoint.remote.retrying import AT_LEAST, Patience, may_pass, persistently
-from torchrelay.checkpoint.storage_places import joined, storage_of
+from torchrelay.checkpoint.storage import object_store
+from torchrelay.checkpoint.storage.local import LocalStorage
+from torchrelay.checkpoint.storage.object_store import ObjectStorage
+from torchrelay.checkpoint.storage.open import joined, storage_of
+from torchrelay.checkpoint.storage.retry import AT_LEAST, Patience, may_pass, persistently
 from torchrelay.errors import StorageError, UsageError
 
 PATHS = ("log/0.json", "log/1.json", "data/e1/trainer:0.safetensors", "HINT", "data/e1", "log")
@@ -220,7 +220,7 @@ def test_nothing_is_visible_before_it_is_whole():
 
 def test_large_files_are_put_from_the_staged_file(monkeypatch):
     """Beyond one PUT fsspec reads the staged file itself; a lost answer repeats it."""
-    monkeypatch.setattr(object_storage, "PUT_IN_ONE_BYTES", 100)
+    monkeypatch.setattr(object_store, "PUT_IN_ONE_BYTES", 100)
     system = Faulty(iter(["", "lost"]))
     storage = store_of(system)
     write(storage, "data/x", bytes(range(256)))

@@ -12,10 +12,10 @@ import torch
 from epochs import Writing, buffer, moment, parameter, value
 
 from torchrelay.checkpoint.facts import Facts
-from torchrelay.checkpoint.local_storage import LocalStorage, LocalWriteHandle
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.checkpoint.state.leaf import Leaf, Role, Value
+from torchrelay.checkpoint.storage.local import LocalStorage, LocalWriteHandle
 from torchrelay.errors import (
     BlobError,
     DamagedError,

@@ -15,9 +15,9 @@ from torchrelay.checkpoint.disk.dtypes import memory_of
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.disk.passing import Passage, Passing
 from torchrelay.checkpoint.disk.read_options import ReadOptions
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.reading import read_plan
 from torchrelay.checkpoint.reading.read_plan import LeafRead
+from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import DamagedError, StorageError
 
 spans = st.lists(st.tuples(st.integers(0, 90), st.integers(0, 40)), max_size=12).map(

@@ -17,11 +17,11 @@ from page_cache import drop_from_cache, pages_in_cache, until_cold
 
 from torchrelay.checkpoint.disk.portions import Portion, once, read_portions
 from torchrelay.checkpoint.disk.read_options import PLAIN, WAITING, ReadOptions
-from torchrelay.checkpoint.local_reading import LocalReadHandle
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.reading.seen_twice import seen_twice
 from torchrelay.checkpoint.reading.sharing import threads_each
-from torchrelay.checkpoint.storage import ReadHandle, open_for_reading
+from torchrelay.checkpoint.storage.base import ReadHandle, open_for_reading
+from torchrelay.checkpoint.storage.local import LocalStorage
+from torchrelay.checkpoint.storage.local_io import LocalReadHandle
 from torchrelay.errors import DamagedError
 
 PIECE = 3 << 20

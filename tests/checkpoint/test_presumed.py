@@ -28,9 +28,9 @@ from torchrelay import (
 )
 from torchrelay.checkpoint import reuse, unchanged
 from torchrelay.checkpoint import save as saving
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.reading.proof import prove
+from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import DeadlineError, StorageError
 from torchrelay.jobs.blobs import Blob
 from torchrelay.jobs.random import RandomStreams

@@ -6,9 +6,9 @@ import pytest
 import torch
 from epochs import Writing, buffer, moment, parameter, value
 
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.reading.proof import Outcome, Share, prove
 from torchrelay.checkpoint.reading.shard_set import ShardSet
+from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import StorageError
 
 LEAVES = [

@@ -10,14 +10,14 @@ import pytest
 from given_entries import ShardEntry, entries_of
 
 from torchrelay import Job, JobRunner, max_epochs
-from torchrelay.checkpoint import pacing
 from torchrelay.checkpoint.disk.canonical import dumps
 from torchrelay.checkpoint.disk.names import Flat, Whole, encode_name, format_key, parse_key
 from torchrelay.checkpoint.disk.shard import Part, ShardIdentity, cost_limit, entry_cost
 from torchrelay.checkpoint.disk.side_by_side import EACH, each
-from torchrelay.checkpoint.local_storage import LocalStorage
-from torchrelay.checkpoint.pacing import STRIDE, Pacer
 from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.storage import local_io
+from torchrelay.checkpoint.storage.local import LocalStorage
+from torchrelay.checkpoint.storage.local_io import STRIDE, Pacer
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.jobs.runtime import undisturbed
 
@@ -26,7 +26,7 @@ from torchrelay.jobs.runtime import undisturbed
 def started(monkeypatch):
     """The ranges that the device was told to write, instead of telling it."""
     found = []
-    monkeypatch.setattr(pacing, "_sync_file_range", lambda fd, start, n, flags: found.append((start, n)))
+    monkeypatch.setattr(local_io, "_sync_file_range", lambda fd, start, n, flags: found.append((start, n)))
     return found
 
 
@@ -48,7 +48,7 @@ def test_a_jump_back_to_the_header_starts_nothing_twice(started):
 
 def test_a_system_without_the_hint_writes_the_same(tmp_path, monkeypatch):
     """Where the call does not exist, files are whole all the same."""
-    monkeypatch.setattr(pacing, "_sync_file_range", None)
+    monkeypatch.setattr(local_io, "_sync_file_range", None)
     content = os.urandom(2 * STRIDE + 3)
     handle = LocalStorage(tmp_path).open_exclusive("file")
     handle.write_at(0, memoryview(content))

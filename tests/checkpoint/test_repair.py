@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from stage import warned
 
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log import log_append
 from torchrelay.checkpoint.log.bases import lost_bases
 from torchrelay.checkpoint.log.guest import append_as_guest, pin_draft
@@ -27,6 +26,7 @@ from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.checkpoint.repair.inventory import take_inventory
 from torchrelay.checkpoint.repair.mend import repair
+from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import DirectoryInUseError, UnknownEpochError
 from torchrelay.runners.commands.command_line import main
 

@@ -18,8 +18,8 @@ from ranks import on_ranks
 from torchrelay import MultiNodeCheckpointManager
 from torchrelay.checkpoint import replicas
 from torchrelay.checkpoint import save as save_module
-from torchrelay.checkpoint.disk import workers
-from torchrelay.checkpoint.disk.workers import beside
+from torchrelay.checkpoint.storage import threads as workers
+from torchrelay.checkpoint.storage.threads import beside
 from torchrelay.errors import SaveFailedError, StorageError
 from torchrelay.jobs.blobs import Blob
 from torchrelay.jobs.random import RandomStreams

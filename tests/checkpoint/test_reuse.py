@@ -22,9 +22,9 @@ from torchrelay import (
     max_epochs,
     open_checkpoint,
 )
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.reading.proof import prove
+from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.runners.commands.command_line import main
 
 HEAD = {epoch: ["head"] for epoch in range(1, 20)}

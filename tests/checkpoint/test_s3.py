@@ -14,12 +14,12 @@ from stores import QUICK, Faulty, store_of
 from test_object_storage import story, write
 
 from torchrelay import MultiNodeCheckpointManager, open_checkpoint
-from torchrelay.checkpoint.exclusion import check_exclusion
 from torchrelay.checkpoint.log.log_reader import open_log
-from torchrelay.checkpoint.object_storage import ObjectStorage
-from torchrelay.checkpoint.remote.retrying import Patience
-from torchrelay.checkpoint.remote.urls import open_file_system
-from torchrelay.checkpoint.storage_places import storage_of
+from torchrelay.checkpoint.storage.base import check_exclusion
+from torchrelay.checkpoint.storage.object_store import ObjectStorage
+from torchrelay.checkpoint.storage.open import storage_of
+from torchrelay.checkpoint.storage.retry import Patience
+from torchrelay.checkpoint.storage.urls import open_file_system
 from torchrelay.errors import StorageError
 from torchrelay.runners.commands.command_line import main
 

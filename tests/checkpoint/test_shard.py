@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from torchrelay.checkpoint.counting_storage import CountingStorage
 from torchrelay.checkpoint.disk import dtypes
 from torchrelay.checkpoint.disk.digest import BLOCK
 from torchrelay.checkpoint.disk.names import Box, Flat, Whole, format_key
@@ -21,8 +20,9 @@ from torchrelay.checkpoint.disk.read_requests import ReadRequest
 from torchrelay.checkpoint.disk.shard import ShardIdentity
 from torchrelay.checkpoint.disk.shard_parts import ShardLimits
 from torchrelay.checkpoint.disk.shard_reader import ShardExpectation, read_header
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.storage.local import LocalStorage
+from torchrelay.checkpoint.storage.open import CountingStorage
 from torchrelay.errors import BlobError, StorageError, UsageError
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -15,8 +15,8 @@ from torchrelay.checkpoint.disk.names import Whole
 from torchrelay.checkpoint.disk.shard import ShardIdentity
 from torchrelay.checkpoint.disk.shard_header import parse
 from torchrelay.checkpoint.disk.shard_reader import ShardExpectation, read_header
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import DamagedError, FormatError, StorageError
 
 FILE = "trainer_0.4.main.safetensors"

@@ -11,14 +11,14 @@ import pytest
 from s3_server import BUCKET, needs_s3, s3_server
 from tiers import WAIT_SECS, Away, Gate, Places, numbers_in, until
 
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.keeping import Keeping
 from torchrelay.checkpoint.log.log_reader import open_log
-from torchrelay.checkpoint.object_storage import ObjectStorage
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.pruning import prune
 from torchrelay.checkpoint.retaining import Retaining
-from torchrelay.checkpoint.storage_places import storage_of
+from torchrelay.checkpoint.storage.local import LocalStorage
+from torchrelay.checkpoint.storage.object_store import ObjectStorage
+from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.errors import SaveFailedError
 
 

@@ -11,10 +11,10 @@ from paired_sessions import Meeting, PairedPeers
 from tiers import WAIT_SECS, Places, numbers_in, until
 
 from torchrelay import Tier
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log import log_writer
 from torchrelay.checkpoint.log.keeping import KEEP_ALL
 from torchrelay.checkpoint.log.log_writer import LogWriter
+from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.tier import places
 from torchrelay.checkpoint.tier.hosts_ledger import HostsLedger
 from torchrelay.checkpoint.tier.tier_storage import TierStorage

@@ -18,9 +18,9 @@ from torchrelay.checkpoint.log import log_writer
 from torchrelay.checkpoint.log.keeping import KEEP_ALL
 from torchrelay.checkpoint.log.live import Retirement
 from torchrelay.checkpoint.log.log_writer import LogWriter
-from torchrelay.checkpoint.object_storage import ObjectStorage
-from torchrelay.checkpoint.remote.retrying import Patience
-from torchrelay.checkpoint.storage_places import storage_of
+from torchrelay.checkpoint.storage.object_store import ObjectStorage
+from torchrelay.checkpoint.storage.open import storage_of
+from torchrelay.checkpoint.storage.retry import Patience
 from torchrelay.checkpoint.tier import tier_ledger
 from torchrelay.checkpoint.tier.sending import Sending
 from torchrelay.checkpoint.tier.tier_ledger import TierLedger

@@ -11,11 +11,11 @@ from stores import Faulty
 from tiers import Places, numbers_in
 
 from torchrelay.checkpoint.disk.sealed import seal
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.live import Entry, Retirement, State
-from torchrelay.checkpoint.object_storage import ObjectStorage
 from torchrelay.checkpoint.position import Position
-from torchrelay.checkpoint.remote.retrying import Patience
+from torchrelay.checkpoint.storage.local import LocalStorage
+from torchrelay.checkpoint.storage.object_store import ObjectStorage
+from torchrelay.checkpoint.storage.retry import Patience
 from torchrelay.checkpoint.tier import near_files
 from torchrelay.checkpoint.tier.claims import Claim, claim_of, given_up, teller
 from torchrelay.checkpoint.tier.notes import PATH, Notes, read_notes, refuse_part, write_notes

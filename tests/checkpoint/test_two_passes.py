@@ -25,13 +25,13 @@ from torchrelay.checkpoint.archive.loading import load_states
 from torchrelay.checkpoint.archive.saving import save_states
 from torchrelay.checkpoint.disk.boxes import Sharded
 from torchrelay.checkpoint.disk.mesh import Mesh
-from torchrelay.checkpoint.local_reading import LocalReadHandle
 from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.checkpoint.reading import loading as epoch_loads
 from torchrelay.checkpoint.reading import two_passes
 from torchrelay.checkpoint.reading.two_passes import Loading, Wanted
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role
 from torchrelay.checkpoint.state.reads import Read
+from torchrelay.checkpoint.storage.local_io import LocalReadHandle
 from torchrelay.errors import DamagedError, PartiallyLoadedError, StorageError
 
 MIB = 1 << 20

@@ -187,6 +187,6 @@ def test_many_processes_start_at_once(starters, tmp_path):
 
 
 def log_writer_storage(path):
-    from torchrelay.checkpoint.local_storage import LocalStorage
+    from torchrelay.checkpoint.storage.local import LocalStorage
 
     return LocalStorage(path)

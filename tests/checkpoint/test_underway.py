@@ -10,9 +10,9 @@ from time import monotonic
 
 import pytest
 
-from torchrelay.checkpoint import local_storage, underway
-from torchrelay.checkpoint.local_storage import LocalStorage
-from torchrelay.checkpoint.underway import LEAST_RATE, PATIENCE_SECS, Call
+from torchrelay.checkpoint.storage import inflight, local
+from torchrelay.checkpoint.storage.inflight import LEAST_RATE, PATIENCE_SECS, Call
+from torchrelay.checkpoint.storage.local import LocalStorage
 
 
 @pytest.mark.parametrize(
@@ -35,29 +35,29 @@ def test_a_write_that_does_not_return_is_named(tmp_path, monkeypatch):
         assert go.wait(60)
         return real(*arguments)
 
-    monkeypatch.setattr(local_storage.os, "pwrite", stuck)
+    monkeypatch.setattr(local.os, "pwrite", stuck)
     handle = LocalStorage(tmp_path).open_exclusive("a")
     writer = threading.Thread(target=handle.write_at, args=(0, memoryview(b"abc")))
     writer.start()
-    assert inside.wait(60) and underway.hanging() is None
-    monkeypatch.setattr(underway, "PATIENCE_SECS", -1.0)
-    said = underway.hanging()
+    assert inside.wait(60) and inflight.hanging() is None
+    monkeypatch.setattr(inflight, "PATIENCE_SECS", -1.0)
+    said = inflight.hanging()
     go.set()
     writer.join(60)
     handle.close()
     assert said is not None and f"cannot write {tmp_path}/a: the storage has not answered" in said
-    assert underway.calls() == []
+    assert inflight.calls() == []
 
 
 def test_a_call_that_fails_is_forgotten(tmp_path):
     """An error leaves nothing underway."""
     with pytest.raises(FileNotFoundError):
         LocalStorage(tmp_path).read_range("absent", 0, 1)
-    with pytest.raises(ZeroDivisionError), underway.underway("write", "x"):
-        assert [(call.verb, call.path) for call in underway.calls()] == [("write", "x")]
-        assert underway.calls()[0].since <= monotonic()
+    with pytest.raises(ZeroDivisionError), inflight.underway("write", "x"):
+        assert [(call.verb, call.path) for call in inflight.calls()] == [("write", "x")]
+        assert inflight.calls()[0].since <= monotonic()
         raise ZeroDivisionError
-    assert underway.calls() == []
+    assert inflight.calls() == []
 
 
 def test_an_interrupt_anywhere_leaves_nothing_underway():
@@ -69,14 +69,14 @@ def test_an_interrupt_anywhere_leaves_nothing_underway():
         events = count(1)
 
         def trace(frame, event, _):
-            ours = frame.f_code.co_filename == underway.__file__ and frame.f_code.co_name != "__del__"
+            ours = frame.f_code.co_filename == inflight.__file__ and frame.f_code.co_name != "__del__"
             if ours and next(events) == place:
                 raise KeyboardInterrupt
             return trace if ours else None
 
         sys.settrace(trace)
         try:
-            with underway.underway("write", "x", 5):
+            with inflight.underway("write", "x", 5):
                 pass
         except KeyboardInterrupt:
             return True
@@ -86,5 +86,5 @@ def test_an_interrupt_anywhere_leaves_nothing_underway():
 
     while interrupted(places + 1):
         places += 1
-        assert underway.calls() == [], f"after an interrupt at event {places}"
+        assert inflight.calls() == [], f"after an interrupt at event {places}"
     assert places > 8

@@ -18,10 +18,10 @@ from ranks import on_ranks
 from torchrelay.checkpoint.disk.boxes import Sharded
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.disk.shard_reader import ShardExpectation, read_header
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.prove_together import JointProof, prove_together
 from torchrelay.checkpoint.reading.proof import Outcome, prove
 from torchrelay.checkpoint.reading.shard_set import Holder, ShardSet, holders_of
+from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import DamagedError
 
 

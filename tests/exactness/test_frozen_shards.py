@@ -12,9 +12,9 @@ from frozen_job import tries_of, written
 from torchrun import REPOSITORY, torchrun
 
 from torchrelay import LocalSession, open_checkpoint
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.reading.proof import prove
+from torchrelay.checkpoint.storage.local import LocalStorage
 
 PROGRAM = REPOSITORY / "tests/programs/frozen_shards.py"
 pytestmark = [pytest.mark.slow, pytest.mark.ranks, pytest.mark.timeout(200)]

@@ -24,7 +24,6 @@ from torchrelay.checkpoint.disk.names import Flat, Whole
 from torchrelay.checkpoint.disk.paths import manifest_path, try_directory
 from torchrelay.checkpoint.disk.shard import ShardIdentity
 from torchrelay.checkpoint.facts import Facts
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.planning.assignments import NodeClass, Plan
@@ -33,7 +32,8 @@ from torchrelay.checkpoint.planning.plan import plan_classes
 from torchrelay.checkpoint.planning.references import with_references
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.state.leaf import Leaf, Role, Value, spec_of
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
+from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.jobs.cluster import NodePlace
 
 Leaves = Sequence[Leaf] | Sequence[Sequence[Leaf]]

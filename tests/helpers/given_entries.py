@@ -10,7 +10,7 @@ from torchrelay.checkpoint.disk.names import Key
 from torchrelay.checkpoint.disk.shard import ShardIdentity
 from torchrelay.checkpoint.disk.shard_entries import Entries, described
 from torchrelay.checkpoint.disk.shard_writer import ShardReport
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 
 if TYPE_CHECKING:
     import torch

@@ -14,10 +14,10 @@ from typing import Any
 from torchrun import clean_environment, kill, runs
 from warm import PLACE, server, warmed
 
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.log_reader import open_log
-from torchrelay.checkpoint.storage_places import storage_of
+from torchrelay.checkpoint.storage.local import LocalStorage
+from torchrelay.checkpoint.storage.open import storage_of
 
 JOB = Path(__file__).with_name("near_job.py")
 WAIT_SECS = 150.0

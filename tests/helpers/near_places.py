@@ -17,15 +17,15 @@ from epochs import Writing, parameter, tensor, value
 from paired_sessions import Meeting, PairedPeers
 from tiers import WAIT_SECS, until
 
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log import log_writer
 from torchrelay.checkpoint.log.keeping import KEEP_ALL, Keeping
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.retaining import Retaining
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
+from torchrelay.checkpoint.storage.local import LocalStorage
+from torchrelay.checkpoint.storage.open import Tier
 from torchrelay.checkpoint.tier.hosts_ledger import HostsLedger
-from torchrelay.checkpoint.tier.options import Tier
 from torchrelay.checkpoint.tier.tier_storage import TierStorage
 
 

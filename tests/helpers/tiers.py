@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from epochs import Writing, parameter, tensor, value
 
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.keeping import KEEP_ALL, Keeping
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.log_writer import WhenFenced, not_told
 from torchrelay.checkpoint.reading.proof import prove
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
+from torchrelay.checkpoint.storage.local import LocalStorage
+from torchrelay.checkpoint.storage.open import Tier
 from torchrelay.checkpoint.tier.notes import read_notes
-from torchrelay.checkpoint.tier.options import Tier
 from torchrelay.checkpoint.tier.tier_ledger import TierLedger
 from torchrelay.checkpoint.tier.tier_storage import TierStorage
 from torchrelay.errors import StorageError

@@ -18,13 +18,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from meshes import Saved, random_mesh, random_shape
 
-from torchrelay.checkpoint.counting_storage import CountingStorage
 from torchrelay.checkpoint.disk.boxes import Replicated, Sharded
 from torchrelay.checkpoint.disk.digest import BLOCK
 from torchrelay.checkpoint.disk.mesh import Mesh
 from torchrelay.checkpoint.inspection.contents import Epoch, open_epoch
 from torchrelay.checkpoint.inspection.difference import LeafChange, Wish, leaf_changes
 from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.storage.open import CountingStorage
 from torchrelay.errors import DamagedError, UsageError
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.commands import command_line

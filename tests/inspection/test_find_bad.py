@@ -11,7 +11,6 @@ import torch
 from epochs import Writing, moment, parameter, value
 from meshes import Saved
 
-from torchrelay.checkpoint.counting_storage import CountingStorage
 from torchrelay.checkpoint.disk.boxes import Sharded
 from torchrelay.checkpoint.disk.digest import BLOCK
 from torchrelay.checkpoint.disk.mesh import Mesh
@@ -19,6 +18,7 @@ from torchrelay.checkpoint.inspection.bad_elements import Looker
 from torchrelay.checkpoint.inspection.contents import Epoch, open_epoch
 from torchrelay.checkpoint.log.live import Key
 from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.storage.open import CountingStorage
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.commands.command_line import main
 

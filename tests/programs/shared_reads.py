@@ -25,7 +25,7 @@ os.environ["GROUP_RANK"] = str(int(os.environ["RANK"]) // 2)
 
 import torchrelay
 from torchrelay import DistributedSession, Job, JobRunner, max_epochs
-from torchrelay.checkpoint.counting_storage import CountingStorage
+from torchrelay.checkpoint.storage.open import CountingStorage
 from torchrelay.errors import PeerError, StorageError
 from torchrelay.jobs.session import together
 

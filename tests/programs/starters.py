@@ -11,10 +11,10 @@ import json
 import os
 import sys
 
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import RelayError
 
 FIRST = Entry(0, Position(0), "e00000000-abcdef", 1, "0" * 64)

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.position import Position
-from torchrelay.checkpoint.storage_places import storage_of
+from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.errors import RelayError
 
 

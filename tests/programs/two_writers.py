@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from torchrelay import Context, Job, JobRunner, MultiNodeCheckpointManager, max_epochs
-from torchrelay.checkpoint.local_storage import LocalStorage
-from torchrelay.checkpoint.object_storage import ObjectStorage
+from torchrelay.checkpoint.storage.local import LocalStorage
+from torchrelay.checkpoint.storage.object_store import ObjectStorage
 
 IDLE_SECS = 60.0
 

@@ -17,7 +17,7 @@ from torchrelay.checkpoint.log.log_reader import Base, Tail
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.log.record import BaseRef, Record, encode_base
 from torchrelay.checkpoint.log.sweep import delete_try
-from torchrelay.checkpoint.storage import Storage
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import StorageError
 
 Without = Callable[[], AbstractContextManager[object]]

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_runs import train
 
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.writer import process_here
+from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.report.course import course_of
 from torchrelay.runners.report.facts import Point

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.log_writer import LogWriter
+from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import StorageError
 
 

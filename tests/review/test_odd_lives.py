@@ -24,9 +24,9 @@ from torchrelay import (
     Task,
     max_epochs,
 )
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.log.writer import WriterIdentity
+from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import FencedError, RelayError, StorageError, UsageError
 
 

@@ -12,10 +12,10 @@ from epochs import Writing, parameter
 from paired_sessions import Meeting, PairedPeers
 from ranks import on_ranks
 
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.prove_together import JointProof, prove_together
 from torchrelay.checkpoint.reading.proof import Outcome
+from torchrelay.checkpoint.storage.local import LocalStorage
 
 HOSTS = ("gpu00", "gpu00", "gpu01", "gpu01")
 

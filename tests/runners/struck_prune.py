@@ -5,11 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.keeping import Best, Keeping
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.pruning import prune
 from torchrelay.checkpoint.reading.proof import prove
+from torchrelay.checkpoint.storage.local import LocalStorage
 
 KEPT = [2, 3, 5, 6]
 

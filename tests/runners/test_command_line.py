@@ -15,9 +15,9 @@ import torch
 from epochs import Writing, moment, parameter, value
 
 from torchrelay.checkpoint.facts import Facts
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.live import Key, Retirement
 from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import StorageError
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.commands.command_line import main

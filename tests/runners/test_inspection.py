@@ -20,12 +20,12 @@ from torchrun import torchrun
 from torchrelay import Job, JobRunner, LocalSession, max_epochs, open_checkpoint
 from torchrelay.checkpoint.disk import manifest_disk, manifest_glance
 from torchrelay.checkpoint.facts import Facts
-from torchrelay.checkpoint.local_storage import LocalStorage, LocalWriteHandle
 from torchrelay.checkpoint.log.keeping import Keeping
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.log.sweep import delete_left
-from torchrelay.checkpoint.storage_places import storage_of
+from torchrelay.checkpoint.storage.local import LocalStorage, LocalWriteHandle
+from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.errors import UsageError
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.commands.command_line import main, whole_parser
@@ -279,7 +279,7 @@ SLOW_RANK = """
 import os, sys, time
 import torch
 from torchrelay import Job, JobRunner, max_epochs
-from torchrelay.checkpoint.local_storage import LocalWriteHandle
+from torchrelay.checkpoint.storage.local import LocalWriteHandle
 
 if os.environ["RANK"] == "2":
     whole = LocalWriteHandle.sync_file

@@ -15,9 +15,9 @@ import pytest
 from kept_job import train
 
 from torchrelay import open_checkpoint
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.reading.proof import prove
+from torchrelay.checkpoint.storage.local import LocalStorage
 
 Told = Callable[..., tuple[int, str, str]]
 

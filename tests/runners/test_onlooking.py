@@ -14,8 +14,8 @@ from pathlib import Path
 import kept_job
 import pytest
 
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.storage.local import LocalStorage
 
 Told = Callable[..., tuple[int, str, str]]
 VERBS = (

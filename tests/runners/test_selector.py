@@ -151,7 +151,7 @@ def test_a_store_is_selected_from_by_its_url() -> None:
     """Checkpoints at a URL are found, tags and best included; the run's own notes need not be there."""
     import fsspec
 
-    from torchrelay.checkpoint.storage_places import storage_of
+    from torchrelay.checkpoint.storage.open import storage_of
 
     system = fsspec.filesystem("memory")
     try:

@@ -21,8 +21,8 @@ from torchrelay import (
     Tier,
     max_epochs,
 )
-from torchrelay.checkpoint.local_storage import LocalStorage
 from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.tier.notes import PATH
 from torchrelay.checkpoint.tier.sending import Sending
 from torchrelay.errors import StorageError, UsageError

@@ -17,12 +17,11 @@ from torchrun import clean_environment
 
 import torchrelay.runners.workings as workings
 from torchrelay import Job, JobRunner, max_epochs
-from torchrelay.checkpoint.headway import Work, headway, works
-from torchrelay.checkpoint.local_reading import LocalReadHandle
-from torchrelay.checkpoint.local_storage import LocalStorage, LocalWriteHandle
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.reading.proof import prove
-from torchrelay.checkpoint.underway import moved
+from torchrelay.checkpoint.storage.inflight import Work, headway, moved, works
+from torchrelay.checkpoint.storage.local import LocalStorage, LocalWriteHandle
+from torchrelay.checkpoint.storage.local_io import LocalReadHandle
 
 NBYTES = 3_000_000 * 4
 
@@ -100,7 +99,7 @@ def test_a_verb_shows_it_on_a_terminal_and_not_in_a_file(tmp_path: Path) -> None
     JobRunner(job(1), tmp_path / "run", best=None).train()
     slow = (
         "import sys, time; import torchrelay.runners.workings as w; w.LONG_SECS = 0.1\n"
-        "from torchrelay.checkpoint.local_reading import LocalReadHandle as L; real = L.read_into\n"
+        "from torchrelay.checkpoint.storage.local_io import LocalReadHandle as L; real = L.read_into\n"
         "L.read_into = lambda *a, **k: (time.sleep(0.05), real(*a, **k))[1]\n"
         "from torchrelay.__main__ import main; sys.exit(main(['verify', 'run']))"
     )

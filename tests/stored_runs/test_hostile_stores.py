@@ -19,8 +19,8 @@ from store_servers import skip_without
 from stored_jobs import Hosts, in_memory, train, weights
 
 import torchrelay
-from torchrelay.checkpoint.object_storage import ObjectStorage
-from torchrelay.checkpoint.remote.urls import open_file_system
+from torchrelay.checkpoint.storage.object_store import ObjectStorage
+from torchrelay.checkpoint.storage.urls import open_file_system
 from torchrelay.errors import UsageError
 from torchrelay.runners.stored_runs import mirrors
 from torchrelay.runners.stored_runs.bringing import bring, found_in

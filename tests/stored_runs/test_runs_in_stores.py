@@ -19,7 +19,7 @@ from stored_jobs import Hosts, in_memory, job_of, put, remove, train, weights
 from torchrelay import JobRunner, LocalSession, Tier
 from torchrelay.checkpoint.log import log_writer
 from torchrelay.checkpoint.log.log_writer import LogWriter
-from torchrelay.checkpoint.storage_places import storage_of
+from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.errors import DirectoryInUseError, FencedError, RelayError, UsageError
 from torchrelay.lifecycle import StepFailedError
 from torchrelay.metadata.run_directory import RunDirectory

@@ -22,7 +22,7 @@ import asyncssh
 from fsspec.asyn import AsyncFileSystem, sync_wrapper
 from fsspec.utils import infer_storage_options
 
-from torchrelay.checkpoint.storage import PRIVATE
+from torchrelay.checkpoint.storage.base import PRIVATE
 
 _PIECE_BYTES = 8 << 20
 _PATIENCE = {"connect_timeout": 20, "login_timeout": 20, "keepalive_interval": 10, "keepalive_count_max": 3}

@@ -15,13 +15,10 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import IO, Any, TypeVar
 
-from torchrelay.checkpoint.exclusion import SingleWriter
-from torchrelay.checkpoint.remote.multipart import give_up, put_in_parts, takes_parts, unfinished
-from torchrelay.checkpoint.remote.retrying import Patience, persistently, refusal
-from torchrelay.checkpoint.remote.sizes import size_of
-from torchrelay.checkpoint.remote.staged_file import StagedFile
-from torchrelay.checkpoint.remote.urls import open_file_system, shown
-from torchrelay.checkpoint.storage import PRIVATE, Memory, ReadHandle
+from torchrelay.checkpoint.storage.base import PRIVATE, Memory, ReadHandle, SingleWriter
+from torchrelay.checkpoint.storage.retry import Patience, persistently, refusal, size_of
+from torchrelay.checkpoint.storage.uploads import StagedFile, give_up, put_in_parts, takes_parts, unfinished
+from torchrelay.checkpoint.storage.urls import open_file_system, shown
 from torchrelay.errors import StorageError
 
 T = TypeVar("T")

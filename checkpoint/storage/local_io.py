@@ -1,8 +1,16 @@
-"""Bytes of a local file in place: from the page cache, or past it straight from the device.
+"""Reads and writes of local files: page cache, direct I/O, hints to the kernel.
+
+Written data are handed to the device while the next are still being hashed, so that the sync at the end
+finds little left to do. A system without these calls writes and reads the same, only later.
 
 A direct read leaves the cache to others and spares the kernel's copy; loads are quicker through the cache
 all the same, and it lets the processes of a host share what they read. Both were measured
 (docs/performance.md).
+
+There is no list of file systems and no probe on the side: the file that is being written is asked. One
+that cannot be opened so, or that refuses a write, is written through the page cache, and so is the end
+of a file that fills no page. No page is ever written both ways at once, so that the kernel keeps the
+cache coherent.
 """
 
 from __future__ import annotations
@@ -12,12 +20,61 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from torchrelay.checkpoint.pacing import expect_long_read
-from torchrelay.checkpoint.storage import Memory, read_each
+from torchrelay.checkpoint.storage.base import Memory, read_each
 from torchrelay.records import dataclass
+
+STRIDE = 8 << 20
+"""Bytes after which the device is told to begin; smaller files are left to the sync."""
+SHORT_STRIDE = 1 << 20
+"""The same where much is computed while a file is written: then even a small one need not wait."""
+_START_WRITING = 2  # SYNC_FILE_RANGE_WRITE
+_LONG_READ = 1 << 20
+
+
+class Pacer:
+    """Tells the device of a growing file's bytes as they are written."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.stride = STRIDE
+        self._descriptor = descriptor
+        self._start = self._end = 0
+
+    def wrote(self, offset: int, nbytes: int) -> None:
+        """Count bytes that were just written; those of a stride that is full are started."""
+        if offset != self._end:
+            self._begin()
+            self._start = offset
+        self._end = offset + nbytes
+        if self._end - self._start >= self.stride:
+            self._begin()
+
+    def _begin(self) -> None:
+        if _sync_file_range is not None and self._end - self._start >= self.stride:
+            # A failure is no error: the sync that follows finds and reports what could not be written.
+            _sync_file_range(self._descriptor, self._start, self._end - self._start, _START_WRITING)
+        self._start = self._end
+
+
+def expect_long_read(descriptor: int, nbytes: int) -> None:
+    """Let the kernel read far ahead, where that is worth a call."""
+    if nbytes >= _LONG_READ and hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+
+def _found() -> Callable[..., int] | None:
+    try:
+        found = ctypes.CDLL(None).sync_file_range
+    except (AttributeError, OSError):
+        return None
+    found.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return found
+
+
+_sync_file_range = _found()
+
 
 DIRECT_FROM = 1 << 20
 """Shorter reads are not worth going past the cache."""
@@ -197,3 +254,65 @@ def _read_aligned(descriptor: int, plan: _Aligned, view: memoryview, scratch: me
 
 def _address(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+ALIGNMENT = max(4096, mmap.PAGESIZE)
+"""Offset, length and address of a direct write are multiples of it: no disk known today asks for more."""
+WORTH_IT = 16 << 20
+"""Bytes of a file from which on direct writes pay: below, the page cache is as quick."""
+REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY)
+"""What file systems answer that take no direct writes, or not these."""
+
+
+class DirectFile:
+    """A second descriptor of a file that is being written; several threads may use it at once."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.refused = False
+        """Whether the file system would not take a write: do not try again."""
+
+    def write(self, offset: int, view: memoryview) -> int:
+        """Write as much of the beginning of 1-D bytes as can be; returns how many bytes that was.
+
+        Nothing unless `offset` and the memory are aligned. Raises OSError for what is not a refusal.
+        """
+        whole, done = len(view) - len(view) % ALIGNMENT, 0
+        if offset % ALIGNMENT or not _is_aligned(view):
+            return 0
+        while done < whole and done % ALIGNMENT == 0 and not self.refused:
+            try:
+                written = os.pwrite(self._descriptor, view[done:whole], offset + done)
+            except OSError as error:
+                if error.errno not in REFUSALS:
+                    raise
+                written = 0
+            self.refused = self.refused or written == 0
+            done += written
+        return done
+
+    def close(self) -> None:
+        """Close once; raises OSError for what the system kept until now."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def open_direct(path: str, descriptor: int) -> DirectFile | None:
+    """The file behind `descriptor` for direct writes; None where that cannot be."""
+    if not hasattr(os, "O_DIRECT"):
+        return None
+    try:
+        second = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    if not os.path.samestat(os.fstat(descriptor), os.fstat(second)):
+        os.close(second)
+        return None
+    return DirectFile(second)
+
+
+def _is_aligned(view: memoryview) -> bool:
+    if view.readonly or len(view) < ALIGNMENT:
+        return False
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)) % ALIGNMENT == 0

@@ -1,15 +1,23 @@
-"""The calls into storages that are going on now, so that one that hangs is told from one that is slow.
+"""Calls into storages that are in flight, and the progress of long works: saves, loads, uploads.
 
 A thread inside a call that never returns cannot tell. Each call is noted where it begins and forgotten where
 it ends; who watches the process asks for those that take longer than any storage that still moves.
+
+Works say what they do and how many bytes they are going to move; the storages' calls say what was moved
+(`underway`). Nobody waits here, and nothing is decided by it.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import NamedTuple
+
+from torchrelay.records import dataclass
 
 PATIENCE_SECS = 60.0
 """How long a call may take that moves no bytes to speak of."""
@@ -34,7 +42,7 @@ class Call(NamedTuple):
 
 _MOVING_VERBS = {"read", "write"}
 
-_now: dict[int, tuple[str, str, int, float]] = {}
+_calls: dict[int, tuple[str, str, int, float]] = {}
 """What a `Call` has, by the object that notes it: made quickly, for storages are called very often."""
 _moved: dict[int, int] = {}
 """By thread, so that no count is lost."""
@@ -51,12 +59,12 @@ class underway:  # noqa: N801 - it reads as the statement that it is; a generato
         self._nbytes = nbytes
 
     def __enter__(self) -> None:
-        _now[id(self)] = self._verb, self._path, self._nbytes, time.monotonic()
+        _calls[id(self)] = self._verb, self._path, self._nbytes, time.monotonic()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _now.pop(id(self), None)
+        _calls.pop(id(self), None)
         if error is not None:
             self._failed(error)
         elif self._verb in _MOVING_VERBS:
@@ -67,7 +75,7 @@ class underway:  # noqa: N801 - it reads as the statement that it is; a generato
 
     def __del__(self) -> None:
         # Ctrl-C may come where the block begins or ends: what is not forgotten seems to hang for ever.
-        _now.pop(id(self), None)
+        _calls.pop(id(self), None)
 
 
 def moved(nbytes: int) -> None:
@@ -84,7 +92,7 @@ def moved_bytes() -> int:
 
 def calls() -> list[Call]:
     """The calls of this process that are going on, the oldest first."""
-    return [Call(*one) for one in list(_now.values())]
+    return [Call(*one) for one in list(_calls.values())]
 
 
 def hanging() -> str | None:
@@ -96,3 +104,45 @@ def hanging() -> str | None:
                 f"cannot {call.verb} {call.path}: the storage has not answered for {now - call.since:.0f} s"
             )
     return None
+
+
+@dataclass(frozen=True)
+class Work:
+    """One work: `nbytes` in all (None: not known), of which `done` are moved, in `secs` until now."""
+
+    what: str
+    nbytes: int | None
+    done: int
+    secs: float
+
+    @property
+    def secs_left(self) -> float | None:
+        """At the rate until now; None while nothing tells."""
+        if not self.nbytes or not self.done or self.secs <= 0:
+            return None
+        return max(self.nbytes - self.done, 0) * self.secs / self.done
+
+
+_numbers = itertools.count()
+_works: dict[int, tuple[str, int | None, int, float]] = {}
+
+
+@contextmanager
+def headway(what: str, nbytes: int | None = None) -> Iterator[None]:
+    """Say that the block is such a work."""
+    number = next(_numbers)
+    _works[number] = (what, nbytes, moved_bytes(), time.monotonic())
+    try:
+        yield
+    finally:
+        del _works[number]
+
+
+def works() -> list[Work]:
+    """The works that are going on, the oldest first. What two at once move is counted for both."""
+    moved, now = moved_bytes(), time.monotonic()
+    found = []
+    for what, nbytes, before, since in list(_works.values()):
+        done = moved - before
+        found.append(Work(what, nbytes, done if nbytes is None else min(done, nbytes), now - since))
+    return found

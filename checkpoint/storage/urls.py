@@ -89,7 +89,7 @@ def _sftp(url: str) -> tuple[Any, str]:
     from fsspec.config import conf, set_conf_env
     from fsspec.utils import infer_storage_options
 
-    from torchrelay.checkpoint.remote.sftp import SftpFileSystem
+    from torchrelay.checkpoint.storage.sftp import SftpFileSystem
 
     told = infer_storage_options(url)
     path = told.pop("path")

@@ -1,4 +1,4 @@
-"""Calls to a store over a network: what may pass by itself is tried again until a deadline.
+"""Calls to a store over a network, retried until a deadline.
 
 Nothing here knows what a call does: whoever repeats one must be able to, or look first what became of it.
 """
@@ -9,7 +9,7 @@ import errno
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torchrelay.errors import StorageError
 from torchrelay.records import dataclass
@@ -115,3 +115,16 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             return
         yield step
         step = step.__cause__
+
+
+def size_of(system: Any, name: str) -> int | None:
+    """The size of a file; None for a directory. Raises FileNotFoundError and what the client raises.
+
+    s3fs, which looks for directories, too, lists what may lie below a name that nothing has; a store is
+    asked for hundreds of these.
+    """
+    if hasattr(system, "call_s3"):
+        bucket, key, _ = system.split_path(name)
+        return int(system.call_s3("head_object", Bucket=bucket, Key=key)["ContentLength"])
+    found = system.info(name)
+    return int(found["size"]) if found.get("type") == "file" else None

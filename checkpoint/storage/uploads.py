@@ -1,19 +1,22 @@
-"""A large file to S3 in parts: several on their way at a time, given up together where one fails.
+"""Uploads of new objects: staged in a local file, large ones to S3 in parts.
 
 What was begun and not completed is invisible, and is paid for until somebody gives it up: this module does
 when a part fails, and whoever takes the log over does so with what a killed writer left.
+
+A store cannot write the header of a shard last, at offset 0, into an object that exists. Staging costs
+local space for the file (in the directory for temporary files) and a copy; nothing is visible before.
 """
 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import IO, Any, TypeVar
 
-from torchrelay.checkpoint.disk.workers import share
-from torchrelay.checkpoint.remote.retrying import Patience, persistently
-from torchrelay.checkpoint.remote.sizes import size_of
+from torchrelay.checkpoint.storage.retry import Patience, persistently, size_of
+from torchrelay.checkpoint.storage.threads import share
 from torchrelay.errors import StorageError
 
 T = TypeVar("T")
@@ -96,3 +99,54 @@ def give_up(system: Any, name: str, upload: str) -> None:
     bucket, key, _ = system.split_path(name)
     with suppress(FileNotFoundError):
         system.call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload)
+
+
+Put = Callable[[IO[bytes], int], None]
+"""Puts a staged file of so many bytes, all of it or nothing; raises StorageError."""
+
+
+class StagedFile:
+    """The write handle of an object. `sync_file` puts it; closed without that, it never existed."""
+
+    alignment = 0
+
+    def __init__(self, path: str, put: Put) -> None:
+        self.path = path
+        self._put = put
+        try:
+            self._file: IO[bytes] = tempfile.TemporaryFile(prefix="torchrelay-")  # noqa: SIM115 - see `close`
+        except OSError as error:
+            raise self._no_room(error) from error
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        """Write into the staged file."""
+        try:
+            view = data.cast("B")
+            while len(view):
+                written = os.pwrite(self._file.fileno(), view, offset)
+                view, offset = view[written:], offset + written
+        except OSError as error:
+            raise self._no_room(error) from error
+
+    def preallocate(self, nbytes: int) -> None:
+        """Reserve local space where the file system can."""
+        try:
+            if nbytes:
+                os.posix_fallocate(self._file.fileno(), 0, nbytes)
+        except OSError as error:
+            raise self._no_room(error) from error
+
+    def sync_file(self) -> None:
+        """Put the object; it is durable when the store has answered."""
+        self._put(self._file, os.fstat(self._file.fileno()).st_size)
+
+    def close(self) -> None:
+        """Let go of the staged file; later calls do nothing."""
+        self._file.close()
+
+    def _no_room(self, error: OSError) -> StorageError:
+        where = tempfile.gettempdir()
+        return StorageError(
+            f"{self.path} cannot be staged in {where}: {error.strerror or error}; a file lies there whole "
+            "before it is sent: free some space, or set TMPDIR to a place with room for the largest shard"
+        )
