@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.records import dataclass
 
 

@@ -16,23 +16,22 @@ from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchrelay.checkpoint.disk import canonical
-from torchrelay.checkpoint.disk.boxes import whole
-from torchrelay.checkpoint.disk.canonical import Json
-from torchrelay.checkpoint.disk.dtypes import memory_of
-from torchrelay.checkpoint.disk.lazily import lazily
-from torchrelay.checkpoint.disk.listed_leaves import LEAVES
-from torchrelay.checkpoint.disk.manifest import LeafRow
-from torchrelay.checkpoint.disk.names import all_plain, encode_name
-from torchrelay.checkpoint.disk.parts import Near
-from torchrelay.checkpoint.disk.passing import ThreadMemory
-from torchrelay.checkpoint.disk.read_options import ReadOptions, verifies
-from torchrelay.checkpoint.disk.read_requests import ReadRequest
-from torchrelay.checkpoint.disk.shard import METADATA_KEY
-from torchrelay.checkpoint.disk.shard_entries import Form
-from torchrelay.checkpoint.disk.shard_header import LENGTH_LIMIT
-from torchrelay.checkpoint.disk.shard_reader import ShardHeader, read_header
-from torchrelay.checkpoint.disk.value_decoding import references
+from torchrelay.checkpoint.format import canonical_json
+from torchrelay.checkpoint.format.canonical_json import Json
+from torchrelay.checkpoint.format.dtypes import memory_of
+from torchrelay.checkpoint.format.manifest.keys import Near
+from torchrelay.checkpoint.format.manifest.schema import LeafRow
+from torchrelay.checkpoint.format.mesh_geometry import whole
+from torchrelay.checkpoint.format.names import all_plain, encode_name
+from torchrelay.checkpoint.format.shard.batched_reads import ThreadMemory
+from torchrelay.checkpoint.format.shard.entries import Form
+from torchrelay.checkpoint.format.shard.fast_header import LEAVES
+from torchrelay.checkpoint.format.shard.header import LENGTH_LIMIT
+from torchrelay.checkpoint.format.shard.layout import METADATA_KEY
+from torchrelay.checkpoint.format.shard.read_plan import ReadOptions, ReadRequest, verifies
+from torchrelay.checkpoint.format.shard.reader import ShardHeader, read_header
+from torchrelay.checkpoint.format.utils import lazily
+from torchrelay.checkpoint.format.value_decoding import references
 from torchrelay.checkpoint.reading.box_reader import BoxPlan, BoxRead
 from torchrelay.checkpoint.reading.read_plan import LeafRead, ReadPlan, check_portions
 from torchrelay.checkpoint.reading.seen_twice import seen_twice
@@ -187,7 +186,9 @@ def _of_others(storage: Storage, name: str) -> bool:
         length = int.from_bytes(storage.read_range(name, 0, 8), "little")
         if not 2 <= length <= min(LENGTH_LIMIT, (storage.stat(name) or 0) - 8):
             return False
-        said = canonical.loads(storage.read_range(name, 8, length), what="header", limit_bytes=LENGTH_LIMIT)
+        said = canonical_json.loads(
+            storage.read_range(name, 8, length), what="header", limit_bytes=LENGTH_LIMIT
+        )
     except (OSError, DamagedError, FormatError):
         return False
     metadata = said.get("__metadata__", {}) if isinstance(said, dict) else None
@@ -205,22 +206,22 @@ def _seal(texts: Iterable[str], values: Mapping[str, Json]) -> str:
     for text in texts:
         hashed.update(f"{comma}{text}".encode())
         comma = ","
-    hashed.update(b"],%b]" % canonical.dumps_read(dict(values)))
+    hashed.update(b"],%b]" % canonical_json.dumps_read(dict(values)))
     return hashed.hexdigest()
 
 
 def row(one: LeafSpec) -> str:
     """What is sealed of a leaf, in canonical JSON; raises UsageError for what has none."""
     said = [one.name, one.blob, one.role._value_, one.kind, one.dtype, one.shape, one.alias_of]
-    return canonical.dumps(said).decode()
+    return canonical_json.dumps(said).decode()
 
 
 def openings(names: Sequence[str], blobs: Sequence[str], roles: Iterable[str]) -> list[str]:
     """What leaves are to their blobs, in canonical JSON but for the last bracket; UsageError for no text."""
-    words = canonical.words(names)
+    words = canonical_json.words(names)
     if names == blobs:
         return [f'[{name},{name},"{role}"' for name, role in zip(words, roles, strict=True)]
-    others = canonical.words(blobs)
+    others = canonical_json.words(blobs)
     return [f'[{name},{blob},"{role}"' for name, blob, role in zip(words, others, roles, strict=True)]
 
 
@@ -246,7 +247,7 @@ def _listed_rows(names: Sequence[str], role: str, forms: Sequence[Form]) -> Iter
 
 
 def _form_text(form: Form) -> str:
-    return canonical.dumps([form.dtype, list(form.shape)]).decode()[1:-1]
+    return canonical_json.dumps([form.dtype, list(form.shape)]).decode()[1:-1]
 
 
 def local_path(where: str | os.PathLike[str]) -> Path:

@@ -7,15 +7,14 @@ from itertools import compress
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.blob_file import openings, row, seal, tensor_rows
-from torchrelay.checkpoint.disk import canonical
-from torchrelay.checkpoint.disk.canonical import Json
-from torchrelay.checkpoint.disk.dtypes import logical_dtype
-from torchrelay.checkpoint.disk.listed_leaves import LEAVES
-from torchrelay.checkpoint.disk.names import Key, Whole
-from torchrelay.checkpoint.disk.shard import Part, ShardIdentity
-from torchrelay.checkpoint.disk.shard_entries import Entries, form_of, whole_entries
-from torchrelay.checkpoint.disk.shard_parts import ShardLimits, cut
-from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.format import canonical_json
+from torchrelay.checkpoint.format.canonical_json import Json
+from torchrelay.checkpoint.format.dtypes import logical_dtype
+from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.names import Key, Whole
+from torchrelay.checkpoint.format.shard.entries import Entries, form_of, whole_entries
+from torchrelay.checkpoint.format.shard.fast_header import LEAVES
+from torchrelay.checkpoint.format.shard.layout import Part, ShardIdentity, ShardLimits, cut
 from torchrelay.checkpoint.state.dtensors import is_sharded
 from torchrelay.checkpoint.state.flatten import tensor_role
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Value, spec_of
@@ -70,7 +69,7 @@ def content_of(leaves: Sequence[Leaf]) -> FileContent:
     }
     forms = [form_of(_type(name, tensor), tensor.shape) for name, tensor in stored.items()]
     values = {leaf.name: leaf.content.json for leaf in leaves if isinstance(leaf.content, Value)}
-    texts = {name: canonical.dumps(value, within=_WITHIN) for name, value in values.items()}
+    texts = {name: canonical_json.dumps(value, within=_WITHIN) for name, value in values.items()}
     rows = openings(
         [leaf.name for leaf in leaves], [leaf.blob for leaf in leaves], [leaf.role._value_ for leaf in leaves]
     )
@@ -101,4 +100,4 @@ def _values_text(
     Put together from texts, for the checks of canonical JSON would take longer than all else.
     """
     own = f'{{"leaves":[{"],".join(rows)}]],"sha256":"{seal(sealed, values)}"}}'.encode()
-    return canonical.object_of({**texts, LEAVES: own})
+    return canonical_json.object_of({**texts, LEAVES: own})

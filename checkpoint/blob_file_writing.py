@@ -9,8 +9,8 @@ from pathlib import Path
 
 from torchrelay.checkpoint.blob_file import local_path
 from torchrelay.checkpoint.blob_file_content import FileContent
-from torchrelay.checkpoint.disk.shard import HeaderFrame, Part
-from torchrelay.checkpoint.disk.shard_writer import write_part
+from torchrelay.checkpoint.format.shard.layout import HeaderFrame, Part
+from torchrelay.checkpoint.format.shard.writer import write_part
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
 from torchrelay.checkpoint.storage.open import is_remote, object_at

@@ -17,18 +17,17 @@ import torch
 from torchrelay.checkpoint.blob_file import BlobFile, open_blob_file
 from torchrelay.checkpoint.blob_file_content import FileContent, content_of, content_of_plain
 from torchrelay.checkpoint.blob_file_writing import file_bytes, write_blob_file
+from torchrelay.checkpoint.format.manifest.position import Patterns, Selection, matches, selection_of
+from torchrelay.checkpoint.format.names import nearest
 from torchrelay.checkpoint.reading.casting import Cast, cast, check_types_used, checked_cast
 from torchrelay.checkpoint.reading.devices import checked_device
-from torchrelay.checkpoint.reading.lookup import nearest
 from torchrelay.checkpoint.reading.patterns import Rename, check_prefix_used, pattern_list, renamed_all
 from torchrelay.checkpoint.selecting import check_patterns_used, select
-from torchrelay.checkpoint.selection import Patterns, Selection, selection_of
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role
 from torchrelay.checkpoint.state.plain_tensors import PlainTensors, plain_tensors
 from torchrelay.checkpoint.state.restore import restoration
-from torchrelay.checkpoint.wildcards import matches
 from torchrelay.errors import UsageError
 from torchrelay.jobs.cluster import check_blob_names
 from torchrelay.jobs.runtime import undisturbed

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.disk.mesh import Mesh
-from torchrelay.checkpoint.disk.windows import place_of
+from torchrelay.checkpoint.format.layouts import place_of
+from torchrelay.checkpoint.format.manifest.position import EVERYTHING, Selection
+from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.members import RNG_BLOB, Member, scopes_of
 from torchrelay.checkpoint.planning.assignments import Assignment
 from torchrelay.checkpoint.selecting import select
-from torchrelay.checkpoint.selection import EVERYTHING, Selection
 from torchrelay.checkpoint.state.dtensors import local_of
 from torchrelay.checkpoint.state.flatten import named_leaves
 from torchrelay.checkpoint.state.gradients import gradient_leaves

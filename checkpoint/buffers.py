@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import torch
 
-from torchrelay.checkpoint.disk import bounce
+from torchrelay.checkpoint.format.shard import writer
 from torchrelay.checkpoint.state.container_leaves import container_tensors
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.storage.base import Placed, Storage
@@ -21,7 +21,7 @@ def touch_buffers(storage: Storage, session: Session) -> None:
     """Make them where a share of the registered tensors is worth direct writes; else a save makes its own."""
     if isinstance(storage, Placed) and sum(_sizes(session)) // len(session.nodes) >= WORTH_IT:
         with suppress(StorageError):  # a save that finds no memory either says so
-            bounce.pool().touch(WRITERS)
+            writer.pool().touch(WRITERS)
 
 
 def _sizes(session: Session) -> Iterator[int]:

@@ -10,11 +10,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from torchrelay.checkpoint.disk import manifest_disk
-from torchrelay.checkpoint.disk.canonical import sha256
-from torchrelay.checkpoint.disk.manifest import Manifest, ShardRow, columns
-from torchrelay.checkpoint.disk.paths import manifest_path, try_directory
-from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.format.canonical_json import sha256
+from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest import codec
+from torchrelay.checkpoint.format.manifest.schema import (
+    Manifest,
+    ShardRow,
+    columns,
+    manifest_path,
+    try_directory,
+)
 from torchrelay.checkpoint.planning.assignments import Plan, PlannedLeaf
 from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_of
 from torchrelay.checkpoint.report import Row, shards_in, values_in
@@ -35,7 +40,7 @@ def prepare(job: SaveJob, plan: Plan) -> None:
     """Do what `commit` then finds done for this plan; raises DamagedError for what no reader would accept."""
     unknown = dict.fromkeys(plan.inline_rows.values())
     manifest = _manifest(job, plan, job.position.directory("0" * 12), (), unknown)
-    manifest_disk.prepare(manifest if job.reuse is None else job.reuse.completed(manifest))
+    codec.prepare(manifest if job.reuse is None else job.reuse.completed(manifest))
     _ = plan.writers  # remembered there
 
 
@@ -72,7 +77,7 @@ def _write_manifest(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) ->
     manifest = _manifest(job, plan, try_name, shards, values_in(rows))
     if job.reuse is not None:
         manifest = job.reuse.completed(manifest)
-    data = manifest_disk.encode(manifest)
+    data = codec.encode(manifest)
     _write_file(job.storage, manifest_path(try_name), data)
     job.storage.sync_dir(try_directory(try_name))
     return Entry(

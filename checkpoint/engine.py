@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.boundary import NodeState, built_by_program, capture, check_whole
 from torchrelay.checkpoint.buffers import touch_buffers
-from torchrelay.checkpoint.disk import manifest_disk
-from torchrelay.checkpoint.disk.manifest import OF_POSITION, Manifest
-from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.format.manifest import codec
+from torchrelay.checkpoint.format.manifest.position import EVERYTHING, Facts, Position, Selection, matches_any
+from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, Manifest
+from torchrelay.checkpoint.format.utils import Clock
 from torchrelay.checkpoint.ledger_words import Target
 from torchrelay.checkpoint.load import LoadJob, load_all
 from torchrelay.checkpoint.log.keeping import KEEP_ALL, Keeping
 from torchrelay.checkpoint.members import Member, members_of, stored_blobs
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.program_changes import ResumeOptions, gone_blobs
 from torchrelay.checkpoint.reading.renaming import renamed_manifest
 from torchrelay.checkpoint.replicas import ReplicaCheck, checked_every
@@ -28,7 +28,6 @@ from torchrelay.checkpoint.retaining import Retaining
 from torchrelay.checkpoint.reuse import Reuse
 from torchrelay.checkpoint.save import SaveJob, make_plan, save_epoch
 from torchrelay.checkpoint.selecting import check_remade
-from torchrelay.checkpoint.selection import EVERYTHING, Selection
 from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.gradients import Gradients
 from torchrelay.checkpoint.state.kinds import check_recreatable
@@ -39,9 +38,7 @@ from torchrelay.checkpoint.storage.base import Placed, SingleWriter, check_singl
 from torchrelay.checkpoint.storage.open import Tier
 from torchrelay.checkpoint.structure import Structures
 from torchrelay.checkpoint.tier.placed import placed
-from torchrelay.checkpoint.timing import Clock
 from torchrelay.checkpoint.unsaved import Unsaved
-from torchrelay.checkpoint.wildcards import matches_any
 from torchrelay.errors import BlobError, UsageError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.cluster import GRADIENTS, NodePlace
@@ -459,7 +456,7 @@ class Engine:
         together(
             session.peers,
             "partial load: manifest",
-            lambda: read.append(manifest_disk.read(self.storage, entry)),
+            lambda: read.append(codec.read(self.storage, entry)),
         )
         from torchrelay.checkpoint.load_blobs import load_some
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from torchrelay.checkpoint.disk.dtypes import by_name, torch_dtype
-from torchrelay.checkpoint.disk.manifest import Manifest
+from torchrelay.checkpoint.format.dtypes import by_name, torch_dtype
+from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.records import dataclass
 
 

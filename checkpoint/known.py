@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from typing import NamedTuple
 
-from torchrelay.checkpoint.disk.boxes import Bounds, volume
-from torchrelay.checkpoint.disk.manifest import OF_POSITION, LeafRow, Manifest
-from torchrelay.checkpoint.disk.mesh import Mesh
-from torchrelay.checkpoint.disk.names import format_key
-from torchrelay.checkpoint.disk.parts import box_key, piece_key
+from torchrelay.checkpoint.format.manifest.keys import box_key, piece_key
+from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, LeafRow, Manifest
+from torchrelay.checkpoint.format.mesh import Mesh
+from torchrelay.checkpoint.format.mesh_geometry import Bounds, volume
+from torchrelay.checkpoint.format.names import format_key
 from torchrelay.checkpoint.reading.shard_set import Holder, ShardSet
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import RelayError

@@ -12,15 +12,15 @@ from functools import partial
 from typing import Any
 
 from torchrelay.checkpoint.apart import Apart
-from torchrelay.checkpoint.disk import facts_disk, manifest_disk
+from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest import codec, position
+from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.ledger_words import Holding, Look, Target
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.deletions import Deletions
-from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.log_writer import LogWriter, WhenFenced, not_told
 from torchrelay.checkpoint.log.record import entry_json, entry_of
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.prove_together import JointProof, prove_together
 from torchrelay.checkpoint.reading.proof import Outcome
 from torchrelay.checkpoint.storage.base import Storage, check_exclusion
@@ -71,7 +71,7 @@ class Ledger:
     def look(self, peers: Peers, *, tolerant: bool = False) -> Look:
         """Read the log. `tolerant`: a directory that cannot be read looks empty, with a notice."""
         found = decide(peers, "look at the log", lambda: self._look(tolerant=tolerant), by=self.reader)
-        facts = None if found["facts"] is None else facts_disk.facts_of(found["facts"], "the log")
+        facts = None if found["facts"] is None else position.facts_of(found["facts"], "the log")
         return Look(**{**found, "facts": facts, "notices": tuple(found["notices"])})
 
     def _look(self, *, tolerant: bool) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Ledger:
         facts = None
         if newest is not None:
             with suppress(OSError):  # whoever loads it will say what is wrong with it
-                facts = facts_disk.facts_json(manifest_disk.read(self.storage, newest).facts)
+                facts = position.facts_json(codec.read(self.storage, newest).facts)
         return {
             "commits": bool(view.entries),
             "branch": view.current.id,

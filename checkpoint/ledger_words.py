@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
 
-from torchrelay.checkpoint.disk.manifest import Manifest
-from torchrelay.checkpoint.facts import Facts
-from torchrelay.checkpoint.log.live import Entry
-from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest.position import Facts, Position
+from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.reading.shard_set import ShardSet
 from torchrelay.records import dataclass
 

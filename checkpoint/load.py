@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.disk.dtypes import memory_of
-from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
-from torchrelay.checkpoint.disk.mesh import Mesh
-from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.format.dtypes import memory_of
+from torchrelay.checkpoint.format.manifest.position import EVERYTHING, Facts, Selection
+from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest
+from torchrelay.checkpoint.format.mesh import Mesh
+from torchrelay.checkpoint.format.utils import Clock, patience_secs
 from torchrelay.checkpoint.ledger_words import Target
 from torchrelay.checkpoint.load_shared import agreed, offer, shareable
 from torchrelay.checkpoint.members import RNG_BLOB, Member
@@ -39,7 +40,6 @@ from torchrelay.checkpoint.reshard import (
     same_nodes,
 )
 from torchrelay.checkpoint.selecting import left_out
-from torchrelay.checkpoint.selection import EVERYTHING, Selection
 from torchrelay.checkpoint.state.container_restore import change_container
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.gradients import REMEDY, Gradients
@@ -50,7 +50,6 @@ from torchrelay.checkpoint.state.restore import Restoration, restoration
 from torchrelay.checkpoint.state.stateful_restore import restore_learning_rates
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.inflight import headway
-from torchrelay.checkpoint.timing import Clock, patience_secs
 from torchrelay.errors import PartiallyLoadedError, PeerError, RelayError, StorageError, UsageError
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.containers import is_container

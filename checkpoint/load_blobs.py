@@ -13,7 +13,10 @@ from functools import partial
 from typing import Any
 
 from torchrelay.checkpoint.asynchronous.gate import gate
-from torchrelay.checkpoint.disk.manifest import Manifest
+from torchrelay.checkpoint.format.manifest.position import matches
+from torchrelay.checkpoint.format.manifest.schema import Manifest
+from torchrelay.checkpoint.format.names import nearest
+from torchrelay.checkpoint.format.utils import Clock, patience_secs
 from torchrelay.checkpoint.load import spec_of_row
 from torchrelay.checkpoint.reading.leaf_reader import LeafReader
 from torchrelay.checkpoint.reading.lookup import (
@@ -21,7 +24,6 @@ from torchrelay.checkpoint.reading.lookup import (
     find_row,
     holder_of,
     is_owned,
-    nearest,
     several_owners,
     split_name,
 )
@@ -31,8 +33,6 @@ from torchrelay.checkpoint.reshard import same_nodes
 from torchrelay.checkpoint.state.leaf import Role
 from torchrelay.checkpoint.state.restore import Restoration, restoration
 from torchrelay.checkpoint.storage.base import Storage
-from torchrelay.checkpoint.timing import Clock, patience_secs
-from torchrelay.checkpoint.wildcards import matches
 from torchrelay.errors import MissingShardError, UsageError
 from torchrelay.jobs.cluster import GRADIENTS, dotted_prefixes
 from torchrelay.jobs.session import Session, together

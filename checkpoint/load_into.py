@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torchrelay.checkpoint.asynchronous.gate import gate
 from torchrelay.checkpoint.blob_file import BlobFile, open_blob_file
 from torchrelay.checkpoint.blob_files import read_blobs
+from torchrelay.checkpoint.format.manifest.position import is_pattern, matches, matches_any
+from torchrelay.checkpoint.format.names import nearest
 from torchrelay.checkpoint.reading.casting import Cast, cast_of, checked_cast
 from torchrelay.checkpoint.reading.load_result import LoadResult, blob_of, checked_objects, of_objects
-from torchrelay.checkpoint.reading.lookup import nearest
 from torchrelay.checkpoint.reading.patterns import (
     Rename,
     check_exclude_used,
@@ -29,7 +30,6 @@ from torchrelay.checkpoint.state.flatten import leaf_names
 from torchrelay.checkpoint.state.in_place import NOTHING, InPlace, fitting, planned
 from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec, Role
 from torchrelay.checkpoint.state.restore import Restoration, restoration
-from torchrelay.checkpoint.wildcards import is_pattern, matches, matches_any
 from torchrelay.errors import UsageError
 from torchrelay.jobs.blobs import kind_of
 from torchrelay.jobs.containers import is_container

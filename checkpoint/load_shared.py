@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from torchrelay.checkpoint.disk.dtypes import memory_of
-from torchrelay.checkpoint.disk.layouts import Replicated, Split
-from torchrelay.checkpoint.disk.manifest import Manifest
+from torchrelay.checkpoint.format.dtypes import memory_of
+from torchrelay.checkpoint.format.layouts import Replicated, Split
+from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.reading.leaf_reader import LeafReader
 from torchrelay.checkpoint.reading.lookup import find_row
 from torchrelay.checkpoint.reading.shared_reads import SharedReads

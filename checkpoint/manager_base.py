@@ -9,15 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrelay.checkpoint.disk import manifest_disk
-from torchrelay.checkpoint.disk.paths import shard_paths
 from torchrelay.checkpoint.engine import Engine
-from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.format.manifest import codec
+from torchrelay.checkpoint.format.manifest.position import Facts, Patterns, Position, selection_of
+from torchrelay.checkpoint.format.manifest.schema import shard_paths
 from torchrelay.checkpoint.ledger_words import Target
 from torchrelay.checkpoint.log.keeping import Best, BestEpochs, Keeping
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.program_changes import resume_options_of
-from torchrelay.checkpoint.selection import Patterns, selection_of
 from torchrelay.checkpoint.storage.base import SingleWriter
 from torchrelay.checkpoint.storage.open import Tier, joined
 from torchrelay.errors import UsageError
@@ -294,7 +292,7 @@ class Manager:
         entry = self.engine.ledger.view().find(epoch)
         if entry is None:
             return []
-        manifest = manifest_disk.read(self.engine.storage, entry)
+        manifest = codec.read(self.engine.storage, entry)
         return [f"{self.engine.storage.url}/{one}" for one in shard_paths(manifest, self.stored_name(node))]
 
     def blob_list(self) -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypedDict
 
+from torchrelay.checkpoint.format.manifest.position import Patterns
 from torchrelay.checkpoint.log.keeping import BestEpochs
-from torchrelay.checkpoint.selection import Patterns
 from torchrelay.checkpoint.storage.base import SingleWriter
 from torchrelay.checkpoint.storage.open import Tier
 

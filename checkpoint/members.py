@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from torchrelay.checkpoint.disk.manifest import OF_POSITION, Manifest
+from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, Manifest
 from torchrelay.checkpoint.state.dtensors import is_sharded
 from torchrelay.checkpoint.state.gradients import parameter_of
 from torchrelay.checkpoint.state.leaf import Leaf, Role, Value

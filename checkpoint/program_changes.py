@@ -14,12 +14,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import field
 from typing import Any
 
-from torchrelay.checkpoint.disk.canonical import Json
-from torchrelay.checkpoint.disk.manifest import OF_POSITION, LeafRow, Manifest
-from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.format.canonical_json import Json
+from torchrelay.checkpoint.format.manifest.position import Patterns, Position
+from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, LeafRow, Manifest
 from torchrelay.checkpoint.reading.load_result import blob_of
 from torchrelay.checkpoint.reading.patterns import pattern_list
-from torchrelay.checkpoint.selection import Patterns
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.errors import UsageError
 from torchrelay.jobs.cluster import dotted_prefixes

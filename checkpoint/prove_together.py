@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import field
 from typing import Any
 
-from torchrelay.checkpoint.disk.manifest import Manifest
-from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.reading.proof import Level, Outcome, Proof, Share, prove
 from torchrelay.checkpoint.reading.shard_set import ShardSet
 from torchrelay.checkpoint.storage.base import Storage

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
+from torchrelay.checkpoint.format.log_state import Entry, Key, Retirement, State
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.changes import protected
 from torchrelay.checkpoint.log.counter import PATIENCE_SECS
 from torchrelay.checkpoint.log.keeping import Keeping
-from torchrelay.checkpoint.log.live import Entry, Key, Retirement, State
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.log.retention import whole_epochs

@@ -13,12 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torchrelay.checkpoint.disk.manifest import Manifest
-from torchrelay.checkpoint.disk.read_options import ReadOptions, verifies
-from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.format.manifest.position import Facts, Position, Selection
+from torchrelay.checkpoint.format.manifest.schema import Manifest
+from torchrelay.checkpoint.format.shard.read_plan import ReadOptions, verifies
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.retention import whole_epochs
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.reading.blob_info import Blobs, LeafInfo, leaf_info
 from torchrelay.checkpoint.reading.casting import Cast, check_types_used, checked_cast
 from torchrelay.checkpoint.reading.devices import checked_device
@@ -37,7 +36,6 @@ from torchrelay.checkpoint.reading.opening import Best, Place, place_of, proved_
 from torchrelay.checkpoint.reading.patterns import Rename, choose, pattern_list, renamed_all
 from torchrelay.checkpoint.reading.proof import Proof
 from torchrelay.checkpoint.reading.stages import Upstreams
-from torchrelay.checkpoint.selection import Selection
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError, UsageError

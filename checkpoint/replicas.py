@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from torchrelay.checkpoint.boundary import NodeState
-from torchrelay.checkpoint.disk.boxes import describe
-from torchrelay.checkpoint.disk.mesh import Mesh
+from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.mesh import Mesh
+from torchrelay.checkpoint.format.mesh_geometry import describe
 from torchrelay.checkpoint.planning.compare import (
     WHOLE_EVERY,
     Lone,
@@ -25,7 +26,6 @@ from torchrelay.checkpoint.planning.compare import (
     is_compared,
     mode_at,
 )
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.save import SaveJob
 from torchrelay.checkpoint.state.dtensors import local_of
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value

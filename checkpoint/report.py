@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchrelay.checkpoint.disk.manifest import ShardRow, table
+from torchrelay.checkpoint.format.manifest.schema import ShardRow, table
 from torchrelay.records import dataclass
 
 Json = Any

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.disk.dtypes import by_name, memory_of, torch_dtype
-from torchrelay.checkpoint.disk.manifest import OF_POSITION, LeafRow, Manifest
+from torchrelay.checkpoint.format.dtypes import by_name, memory_of, torch_dtype
+from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, LeafRow, Manifest
 from torchrelay.checkpoint.members import Member
 from torchrelay.checkpoint.reading.leaf_reader import LeafReader
 from torchrelay.checkpoint.state.leaf import OPTIM_GROUP

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import field
 
+from torchrelay.checkpoint.format.log_state import Key
 from torchrelay.checkpoint.ledger import Ledger
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.keeping import Keeping
-from torchrelay.checkpoint.log.live import Key
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.log.sweep import delete_left, is_left
 from torchrelay.checkpoint.reading.lasting import Lasting

@@ -14,10 +14,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
-from torchrelay.checkpoint.disk import manifest_disk
-from torchrelay.checkpoint.disk.manifest import OF_POSITION, BlobRow, Manifest
-from torchrelay.checkpoint.disk.names import format_keys
-from torchrelay.checkpoint.disk.shard_writer import ShardReport
+from torchrelay.checkpoint.format.manifest import codec
+from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, BlobRow, Manifest
+from torchrelay.checkpoint.format.names import format_keys
+from torchrelay.checkpoint.format.shard.writer import ShardReport
 from torchrelay.checkpoint.known import Known, KnownFile, Part, known_of
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.retention import kept_with
@@ -33,7 +34,6 @@ from torchrelay.checkpoint.planning.reuse import (
     same_leaves,
     within_limits,
 )
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.state.dtensors import is_sharded
 from torchrelay.checkpoint.state.leaf import Value
 from torchrelay.checkpoint.storage.base import Storage
@@ -180,7 +180,7 @@ class Reuse:
         for name in manifest.tries:
             if name not in self._written:
                 try:
-                    self._written[name] = own_bytes(manifest_disk.read_of_try(self._storage, name))
+                    self._written[name] = own_bytes(codec.read_of_try(self._storage, name))
                 except (RelayError, OSError):
                     continue
         self._written = {name: self._written[name] for name in manifest.tries if name in self._written}

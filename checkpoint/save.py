@@ -19,18 +19,17 @@ from typing import TYPE_CHECKING, Any
 from torchrelay.checkpoint.apart import Apart
 from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.committing import commit, discard, prepare
-from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, block_digests
-from torchrelay.checkpoint.disk.manifest import ShardRow
-from torchrelay.checkpoint.disk.paths import DATA, stats_path, try_directory
-from torchrelay.checkpoint.disk.shard import ShardIdentity
-from torchrelay.checkpoint.disk.shard_entries import Entries
-from torchrelay.checkpoint.disk.shard_writer import write_shard
-from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE, block_digests
+from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest.position import Facts, Position
+from torchrelay.checkpoint.format.manifest.schema import DATA, ShardRow, stats_path, try_directory
+from torchrelay.checkpoint.format.shard.entries import Entries
+from torchrelay.checkpoint.format.shard.layout import ShardIdentity
+from torchrelay.checkpoint.format.shard.writer import write_shard
+from torchrelay.checkpoint.format.utils import Clock, patience_secs
 from torchrelay.checkpoint.ledger_words import Holding
-from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.record import entry_json, entry_of
 from torchrelay.checkpoint.planning.assignments import Plan
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.report import NodeReport, Row, bytes_in, secs_in
 from torchrelay.checkpoint.reuse import Reuse
 from torchrelay.checkpoint.space import check_room
@@ -39,7 +38,6 @@ from torchrelay.checkpoint.state.leaf import Leaf, Value
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.inflight import headway
 from torchrelay.checkpoint.storage.threads import WRITERS, beside
-from torchrelay.checkpoint.timing import Clock, patience_secs
 from torchrelay.checkpoint.unchanged import lookers
 from torchrelay.errors import ChangedAfterAllError, PeerError, SaveFailedError, StorageError
 from torchrelay.jobs.cluster import NodePlace

@@ -10,13 +10,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torchrelay.checkpoint.reading.lookup import nearest
-from torchrelay.checkpoint.selection import Selection
+from torchrelay.checkpoint.format.manifest.position import Selection, matches
+from torchrelay.checkpoint.format.names import nearest
 from torchrelay.checkpoint.state.flatten import leaves_of, parameter_names
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import Leaf, Role, Value
 from torchrelay.checkpoint.state.optimizer_leaves import state_prefix
-from torchrelay.checkpoint.wildcards import matches
 from torchrelay.errors import BlobError, UsageError
 
 

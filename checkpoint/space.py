@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 from collections.abc import Collection
 
+from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.planning.assignments import Plan
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.storage.base import Room, Storage
 from torchrelay.errors import SaveFailedError
 

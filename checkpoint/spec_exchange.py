@@ -16,8 +16,8 @@ from functools import cached_property
 from typing import Any
 
 from torchrelay.checkpoint.boundary import NodeState
-from torchrelay.checkpoint.disk import canonical
-from torchrelay.checkpoint.disk.mesh import Mesh, placements_json, placements_of
+from torchrelay.checkpoint.format import canonical_json
+from torchrelay.checkpoint.format.mesh import Mesh, placements_json, placements_of
 from torchrelay.checkpoint.planning.assignments import NodeClass, Plan
 from torchrelay.checkpoint.planning.identity import leaves_digest, same
 from torchrelay.checkpoint.planning.plan import shared_unlike, unusual
@@ -44,7 +44,7 @@ class Described:
     @cached_property
     def digest(self) -> str:
         """SHA-256 (hex) over everything that a plan depends on: the leaves, and scopes but the usual one."""
-        return canonical.sha256(canonical.dumps([self.leaves_digest, unusual(self.scopes)]))
+        return canonical_json.sha256(canonical_json.dumps([self.leaves_digest, unusual(self.scopes)]))
 
 
 _Members = dict[str, tuple[int, ...]]

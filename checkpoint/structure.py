@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import is_
 
-from torchrelay.checkpoint.disk.dtypes import logical_name
-from torchrelay.checkpoint.disk.manifest import VALUE_LIMIT_BYTES
+from torchrelay.checkpoint.format.dtypes import logical_name
+from torchrelay.checkpoint.format.manifest.schema import VALUE_LIMIT_BYTES
 from torchrelay.checkpoint.state.dtensors import is_sharded
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value, device_of, order_of, spec_of
 from torchrelay.checkpoint.state.rehearsal import Start

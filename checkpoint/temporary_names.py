@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from torchrelay.checkpoint.disk.canonical import sha256
+from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.log.writer import WriterIdentity, process_start
 from torchrelay.checkpoint.storage.base import PRIVATE
 from torchrelay.records import dataclass

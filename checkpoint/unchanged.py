@@ -16,10 +16,10 @@ from dataclasses import field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from torchrelay.checkpoint.disk import dtypes
-from torchrelay.checkpoint.disk.boxes import Bounds
-from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, block_count, block_digests
-from torchrelay.checkpoint.disk.extents import PROBE
+from torchrelay.checkpoint.format import dtypes
+from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE, block_count, block_digests
+from torchrelay.checkpoint.format.mesh_geometry import Bounds
+from torchrelay.checkpoint.format.shard.extents import PROBE
 from torchrelay.checkpoint.known import KnownFile, Part
 from torchrelay.checkpoint.storage.threads import share
 from torchrelay.records import dataclass

@@ -9,11 +9,10 @@ from weakref import WeakSet
 from torch.optim import Optimizer
 
 from torchrelay.checkpoint.boundary import NodeState
+from torchrelay.checkpoint.format.manifest.position import Position, Selection
+from torchrelay.checkpoint.format.names import nearest
 from torchrelay.checkpoint.members import Member, newcomers
-from torchrelay.checkpoint.position import Position
-from torchrelay.checkpoint.reading.lookup import nearest
 from torchrelay.checkpoint.selecting import used_patterns
-from torchrelay.checkpoint.selection import Selection
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import Value
 from torchrelay.checkpoint.state.optimizer_leaves import PARAMS

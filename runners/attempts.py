@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.errors import NoProgressError
 from torchrelay.jobs.session import Peers, decide
 from torchrelay.runners.journal import Journal

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 
-from torchrelay.checkpoint.disk.values import encode
-from torchrelay.checkpoint.wildcards import is_pattern
+from torchrelay.checkpoint.format.manifest.position import is_pattern
+from torchrelay.checkpoint.format.values import encode
 from torchrelay.errors import BlobError, UsageError
 from torchrelay.jobs.blobs import Blob, holds_live, invoke, kind_of
 from torchrelay.jobs.containers import is_container

@@ -13,7 +13,7 @@ import operator
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from torchrelay.checkpoint.position import MAX_EPOCH
+from torchrelay.checkpoint.format.manifest.position import MAX_EPOCH
 from torchrelay.errors import NoProvableEpochError, UsageError
 from torchrelay.records import dataclass
 

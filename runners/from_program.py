@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from torchrelay.checkpoint.disk.values import encode
+from torchrelay.checkpoint.format.values import encode
 from torchrelay.errors import BlobError, UsageError
 from torchrelay.jobs.blobs import Blob
 from torchrelay.jobs.session import together

@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.ledger_words import Holding, Look
 from torchrelay.checkpoint.log.writer import process_here
-from torchrelay.checkpoint.position import Position
 from torchrelay.errors import DirectoryInUseError, PreemptedError, StorageError, UsageError
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.session import Peers, decide, warn

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchrelay.checkpoint.disk.values import decode, encode
+from torchrelay.checkpoint.format.values import decode, encode
 from torchrelay.errors import BlobError
 from torchrelay.jobs.session import Json
 from torchrelay.jobs.task import NotHere, Task, TaskOutput

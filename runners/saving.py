@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.format.manifest.position import Facts, Position
 from torchrelay.checkpoint.manager_base import Manager
-from torchrelay.checkpoint.position import Position
 from torchrelay.errors import FencedError, LostDirectoryError, PeerError, SaveFailedError, UsageError
 from torchrelay.jobs.session import decide
 from torchrelay.runners.session_base import SessionBase

@@ -9,37 +9,31 @@ from pathlib import Path
 
 import pytest
 
-from torchrelay.checkpoint.disk import (
-    canonical,
-    digest,
+from torchrelay.checkpoint.format import (
+    canonical_json,
     dtypes,
-    manifest,
-    manifest_check,
-    manifest_disk,
     mesh,
-    mesh_rules,
+    mesh_geometry,
     names,
-    runs,
-    sealed,
-    shard,
-    shard_header,
-    shard_parts,
+    utils,
     value_decoding,
     values,
 )
-from torchrelay.checkpoint.disk.boxes import describe
-from torchrelay.checkpoint.disk.container_values import CONTAINER_KINDS
-from torchrelay.checkpoint.disk.facts_disk import facts_json, facts_of
-from torchrelay.checkpoint.disk.mesh import placements_of
-from torchrelay.checkpoint.disk.mesh_places import intervals_at
-from torchrelay.checkpoint.disk.names import GROUP, NODE, Whole, format_key
-from torchrelay.checkpoint.disk.paths import DATA
-from torchrelay.checkpoint.disk.version import FEATURES
-from torchrelay.checkpoint.disk.windows import local_target
-from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.format import dtypes as digest
+from torchrelay.checkpoint.format.canonical_json import FEATURES
+from torchrelay.checkpoint.format.container_values import CONTAINER_KINDS
+from torchrelay.checkpoint.format.layouts import local_target
+from torchrelay.checkpoint.format.log_state import DAMAGED, HEALTHY, Entry, State
+from torchrelay.checkpoint.format.manifest import codec, schema, validation
+from torchrelay.checkpoint.format.manifest.position import Facts, Position, facts_json, facts_of
+from torchrelay.checkpoint.format.manifest.schema import DATA
+from torchrelay.checkpoint.format.mesh import intervals_at, placements_of
+from torchrelay.checkpoint.format.mesh_geometry import describe
+from torchrelay.checkpoint.format.names import GROUP, NODE, Whole, format_key
+from torchrelay.checkpoint.format.shard import header
+from torchrelay.checkpoint.format.shard import layout as shard
+from torchrelay.checkpoint.format.shard import layout as shard_parts
 from torchrelay.checkpoint.log import counter, job_file, log_append, log_reader, record, tail, writer
-from torchrelay.checkpoint.log.live import DAMAGED, HEALTHY, Entry, State
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.reading.proof import Outcome
 from torchrelay.checkpoint.state.leaf import Role
 from torchrelay.jobs.blobs import Scope
@@ -99,7 +93,7 @@ def test_holder_fields() -> None:
 def test_job_file_fields() -> None:
     """The fields of job.json on the page are those of the code, and it is sealed under the stated key."""
     job = job_file.JobFile("a", "b", "c")
-    written = sealed.unseal("job", job_file._encode(job), "job.json")
+    written = canonical_json.unseal("job", job_file._encode(job), "job.json")
     assert set(written) <= set(code(section("job.json")))
 
 
@@ -134,7 +128,7 @@ def test_manifest_tables() -> None:
     """The keys, columns and facts of a manifest on the page are those of the frozen manifest."""
     frozen = json.loads((GOLDEN / "manifest_v1.json").read_bytes())
     told = {key: row[1] for row in rows("Manifest") for key in code(row[0])}
-    assert set(told) == manifest_disk._KNOWN
+    assert set(told) == codec._KNOWN
     for table in ("blobs", "leaves", "shards", "world", "job", "position"):
         assert set(frozen[table]) <= set(code(told[table])), table
     assert set(frozen["facts"]) <= set(code(told["facts"]))
@@ -184,9 +178,9 @@ def test_roles_and_scopes() -> None:
     """All roles and scopes are named."""
     said = section("Leaves").split("Roles:", 1)[1]
     roles, scopes = said.split("Scopes:", 1)
-    assert set(code(roles)) == {role.value for role in Role} == set(manifest_check.ROLES)
+    assert set(code(roles)) == {role.value for role in Role} == set(validation.ROLES)
     registered = {scope.value for scope in Scope} - {Scope.TRANSIENT.value}
-    assert set(code(scopes)) == set(manifest_check.SCOPES) == registered
+    assert set(code(scopes)) == set(validation.SCOPES) == registered
 
 
 def test_shard_metadata() -> None:
@@ -197,7 +191,7 @@ def test_shard_metadata() -> None:
     inner = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][shard.METADATA_KEY])
     assert first_cells("Shard file", 1) == set(inner)
     assert (inner["digest"], inner["block"]) == ("xxh3-128", 1048576)
-    assert set(shard_header._RESERVED) <= set(code(section("Shard file")))
+    assert set(header._RESERVED) <= set(code(section("Shard file")))
     assert format_key(Whole("__metadata__")) in code(section("Keys"))
 
 
@@ -229,24 +223,24 @@ def test_names_of_files() -> None:
 @pytest.mark.parametrize(
     ("words", "value"),
     [
-        ("more than 128 levels", canonical.DEPTH_LIMIT == 128),
-        ("below 2^53", canonical.INTEGER_LIMIT == 2**53),
+        ("more than 128 levels", canonical_json.DEPTH_LIMIT == 128),
+        ("below 2^53", canonical_json.INTEGER_LIMIT == 2**53),
         ("a multiple of 4096", shard.ALIGNMENT == 4096),
         ("Blocks are of 1 MiB", digest.BLOCK == MIB),
         ("base64 of 16 bytes per block", digest.SIZE == 16),
         ("64 GiB of data and 50,000,000 bytes of header",
          shard_parts.ShardLimits(64 << 30, 50_000_000) == shard_parts.DEFAULT_LIMITS),
-        ("above 100,000,000 bytes", shard_header.LENGTH_LIMIT == 100_000_000),
+        ("above 100,000,000 bytes", header.LENGTH_LIMIT == 100_000_000),
         ("multiply to more than 65536", mesh.MAX_SPLIT_FACTOR == 65536),
-        ("box of at least 1 MiB", mesh_rules.SPLIT_BYTES == MIB),
-        ("**Rule 2**", mesh_rules.RULE == 2 and {1, 2} == mesh_rules.KNOWN),
-        ("a file of at most\n16 MiB", sealed.LIMIT_BYTES == 16 * MIB),
-        ("values of at most 64 KiB", manifest.VALUE_LIMIT_BYTES == 64 << 10),
+        ("box of at least 1 MiB", mesh_geometry.SPLIT_BYTES == MIB),
+        ("**Rule 2**", mesh_geometry.RULE == 2 and {1, 2} == mesh_geometry.KNOWN),
+        ("a file of at most\n16 MiB", canonical_json.LIMIT_BYTES == 16 * MIB),
+        ("values of at most 64 KiB", schema.VALUE_LIMIT_BYTES == 64 << 10),
         ("at most 1 MiB; kinds", values.ARRAY_LIMIT == MIB),
         ("kinds `biufcSUmM`", values._NUMPY_KINDS == "biufcSUmM"),
         ("At most 32 containers", values.LEVELS == 32),
         ("| 4096 characters |", names.LONGEST_NAME == 4096),
-        ("more than 2^22 items", runs.LIMIT == 1 << 22),
+        ("more than 2^22 items", utils.LIMIT == 1 << 22),
         ("live entries, at most 64", log_append.INLINE == 64),
         ("below the newest 256", tail.STRIDE == 256),
         ("one of the next three", tail._PROBE == 3),

@@ -10,11 +10,10 @@ import pytest
 from meshes import random_mesh, random_shape
 
 from torchrelay.checkpoint import spec_exchange
-from torchrelay.checkpoint.disk.boxes import Replicated, Sharded, intersect
-from torchrelay.checkpoint.disk.manifest import Manifest
-from torchrelay.checkpoint.disk.mesh import Mesh
-from torchrelay.checkpoint.disk.parts import parts_of
-from torchrelay.checkpoint.disk.paths import shard_path
+from torchrelay.checkpoint.format.manifest.keys import parts_of
+from torchrelay.checkpoint.format.manifest.schema import Manifest, shard_path
+from torchrelay.checkpoint.format.mesh import Mesh
+from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded, intersect
 from torchrelay.checkpoint.reading.shard_set import holders_of
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 

@@ -19,21 +19,20 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.checkpoint.boundary import NodeState
-from torchrelay.checkpoint.disk.boxes import Replicated, Sharded
-from torchrelay.checkpoint.disk.manifest import ShardRow
-from torchrelay.checkpoint.disk.mesh import Mesh
-from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest.position import Facts, Position
+from torchrelay.checkpoint.format.manifest.schema import ShardRow
+from torchrelay.checkpoint.format.mesh import Mesh
+from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded
+from torchrelay.checkpoint.format.utils import Clock
 from torchrelay.checkpoint.ledger_words import Holding
-from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.planning.assignments import Plan
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.report import NodeReport
 from torchrelay.checkpoint.save import SaveJob, carry_out, make_plan
 from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role
 from torchrelay.checkpoint.storage.local import LocalStorage, LocalWriteHandle
-from torchrelay.checkpoint.timing import Clock
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.runtime import undisturbed
 from torchrelay.runners.distributed.hosts import Hosts

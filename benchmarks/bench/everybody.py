@@ -19,8 +19,8 @@ import torch
 
 from bench.coordinator import PER_HOST, leaf_of, places_of
 from torchrelay.checkpoint.boundary import NodeState
-from torchrelay.checkpoint.disk.boxes import Bounds, Replicated, Sharded, whole
-from torchrelay.checkpoint.disk.mesh import Mesh
+from torchrelay.checkpoint.format.mesh import Mesh
+from torchrelay.checkpoint.format.mesh_geometry import Bounds, Replicated, Sharded, whole
 from torchrelay.checkpoint.planning.assignments import Assignment
 from torchrelay.checkpoint.spec_exchange import Described, class_json
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec

@@ -23,23 +23,21 @@ from bench.coordinator import Aside, Coordinator, Crowd, Unsynced
 from bench.everybody import Everybody, RankPeers, content_of
 from torchrelay import open_checkpoint
 from torchrelay.checkpoint import save as saving
-from torchrelay.checkpoint.disk.boxes import uncovered, whole
-from torchrelay.checkpoint.disk.manifest import Manifest
-from torchrelay.checkpoint.disk.manifest_disk import encode
-from torchrelay.checkpoint.disk.mesh import Mesh
-from torchrelay.checkpoint.disk.paths import manifest_path, shard_path
-from torchrelay.checkpoint.disk.windows import local_target
-from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.format.layouts import local_target
+from torchrelay.checkpoint.format.manifest.codec import encode
+from torchrelay.checkpoint.format.manifest.position import Facts, Position
+from torchrelay.checkpoint.format.manifest.schema import Manifest, manifest_path, shard_path
+from torchrelay.checkpoint.format.mesh import Mesh
+from torchrelay.checkpoint.format.mesh_geometry import uncovered, whole
+from torchrelay.checkpoint.format.utils import Clock
 from torchrelay.checkpoint.ledger import Holding
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.planning.assignments import Plan, elements, item_bytes
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.reading.leaf_reader import LeafReader
 from torchrelay.checkpoint.reading.read_plan import LeafRead
 from torchrelay.checkpoint.save import SaveJob, carry_out, make_plan
 from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.storage.local import LocalStorage
-from torchrelay.checkpoint.timing import Clock
 from torchrelay.jobs.runtime import undisturbed
 from torchrelay.jobs.session import Peers
 from torchrelay.runners.distributed.hosts import Hosts

@@ -19,11 +19,9 @@ from typing import TYPE_CHECKING
 from torchrelay.checkpoint.archive.members import Outgoing, StoredTensors, write_tensors
 from torchrelay.checkpoint.archive.publishing import Where, fetched, write_archive
 from torchrelay.checkpoint.archive.zip_writing import Chunk, ZipWriter
-from torchrelay.checkpoint.disk import canonical
-from torchrelay.checkpoint.disk.canonical import Json
-from torchrelay.checkpoint.disk.fields import Fields
-from torchrelay.checkpoint.disk.value_decoding import decode, references
-from torchrelay.checkpoint.disk.version import check_stamp, stamp
+from torchrelay.checkpoint.format import canonical_json
+from torchrelay.checkpoint.format.canonical_json import Fields, Json, check_stamp, stamp
+from torchrelay.checkpoint.format.value_decoding import decode, references
 from torchrelay.errors import BlobError, DamagedError, FormatError
 from torchrelay.metadata.zip_reader import ZipMembers, open_zip
 from torchrelay.records import dataclass
@@ -65,7 +63,10 @@ def write_contents(where: Where, contents: Contents, *, overwrite: bool) -> str:
             group: write_tensors(writer, f"{group}.safetensors", tensors)
             for group, tensors in contents.tensors.items()
         }
-        for name, data in {**contents.members, MANIFEST: canonical.dumps(_manifest(contents, said))}.items():
+        for name, data in {
+            **contents.members,
+            MANIFEST: canonical_json.dumps(_manifest(contents, said)),
+        }.items():
             if len(data) > MEMBER_LIMIT:
                 raise BlobError(f"{name} has {len(data)} bytes, more than the {MEMBER_LIMIT} that are read")
             writer.add(name, [Chunk(memoryview(data))])
@@ -96,7 +97,7 @@ class ArchiveFile:
         self.what, self._members = members.what, members
         if MANIFEST not in members.members:
             raise FormatError(f"{self.what} is a zip archive of something else: it has no {MANIFEST}")
-        found = canonical.loads(
+        found = canonical_json.loads(
             members.read(MANIFEST, MEMBER_LIMIT),
             what=f"{self.what}: {MANIFEST}",
             limit_bytes=MEMBER_LIMIT,

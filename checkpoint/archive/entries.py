@@ -9,11 +9,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from torchrelay.checkpoint.disk import canonical, dtypes
-from torchrelay.checkpoint.disk.canonical import Json
-from torchrelay.checkpoint.disk.digest import SIZE, block_count
-from torchrelay.checkpoint.disk.dtypes import ElementType
-from torchrelay.checkpoint.disk.fields import Fields
+from torchrelay.checkpoint.format import canonical_json, dtypes
+from torchrelay.checkpoint.format.canonical_json import Fields, Json
+from torchrelay.checkpoint.format.dtypes import SIZE, ElementType, block_count
 from torchrelay.errors import BlobError, DamagedError
 from torchrelay.records import dataclass
 
@@ -109,7 +107,7 @@ def places(header: bytes, data: int, nbytes: int, entries: Mapping[str, Entry], 
 
     `data` is where the bytes begin, `nbytes` the size of the member. Raises DamagedError.
     """
-    found = canonical.loads(header, what=what, limit_bytes=HEADER_LIMIT)
+    found = canonical_json.loads(header, what=what, limit_bytes=HEADER_LIMIT)
     if not isinstance(found, dict):
         raise DamagedError(f"{what}: its header is no object")
     found.pop("__metadata__", None)

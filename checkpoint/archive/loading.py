@@ -14,10 +14,10 @@ from torchrelay.checkpoint.archive.publishing import Where
 from torchrelay.checkpoint.archive.states import checked, entries_of
 from torchrelay.checkpoint.archive.tying import shared_parameters, tie_again
 from torchrelay.checkpoint.asynchronous.gate import gate
-from torchrelay.checkpoint.disk import dtypes
-from torchrelay.checkpoint.disk.many_tensors import all_strided
-from torchrelay.checkpoint.disk.shard_entries import form_of
-from torchrelay.checkpoint.disk.value_decoding import decode
+from torchrelay.checkpoint.format import dtypes
+from torchrelay.checkpoint.format.shard.batched_reads import all_strided
+from torchrelay.checkpoint.format.shard.entries import form_of
+from torchrelay.checkpoint.format.value_decoding import decode
 from torchrelay.checkpoint.reading.two_passes import naming_what_changed, runs_of
 from torchrelay.checkpoint.state.admission import admitted_in_place, unwritable
 from torchrelay.checkpoint.state.in_place import NOTHING, InPlace, fitting

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING
 from torchrelay.checkpoint.archive import entries as form
 from torchrelay.checkpoint.archive.entries import OTHER, Entry
 from torchrelay.checkpoint.archive.zip_writing import ALIGNMENT, Chunk, ZipWriter
-from torchrelay.checkpoint.disk import dtypes
-from torchrelay.checkpoint.disk.canonical import Json
-from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, block_digests
-from torchrelay.checkpoint.disk.fields import Fields
-from torchrelay.checkpoint.disk.read_options import PLAIN
-from torchrelay.checkpoint.disk.side_by_side import each
+from torchrelay.checkpoint.format import dtypes
+from torchrelay.checkpoint.format.canonical_json import Fields, Json
+from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE, block_digests
+from torchrelay.checkpoint.format.shard.read_plan import PLAIN, each
 from torchrelay.checkpoint.storage.base import Memory
 from torchrelay.errors import DamagedError
 from torchrelay.metadata.zip_reader import ZipMembers

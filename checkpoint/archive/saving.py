@@ -12,8 +12,8 @@ from torchrelay.checkpoint.archive.archive_file import AUX, MODEL, STATES, Conte
 from torchrelay.checkpoint.archive.members import Outgoing
 from torchrelay.checkpoint.archive.publishing import Where
 from torchrelay.checkpoint.archive.states import States, checked, states_of
-from torchrelay.checkpoint.disk import values
-from torchrelay.checkpoint.disk.canonical import Json
+from torchrelay.checkpoint.format import values
+from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.package.recorded import recorded_call
 from torchrelay.checkpoint.state.admission import admitted
 from torchrelay.errors import UsageError

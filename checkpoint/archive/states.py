@@ -14,8 +14,8 @@ from torch import nn
 
 from torchrelay.checkpoint.archive.entries import BUFFER, OTHER, PARAMETER
 from torchrelay.checkpoint.archive.members import Outgoing
-from torchrelay.checkpoint.disk import values
-from torchrelay.checkpoint.disk.canonical import Json
+from torchrelay.checkpoint.format import values
+from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.state.admission import admitted_in_place
 from torchrelay.checkpoint.state.leaf import Role
 from torchrelay.checkpoint.state.module_leaves import (

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field
 from functools import lru_cache
 
-from torchrelay.checkpoint.disk.digest import BLOCK, block_digests
+from torchrelay.checkpoint.format.dtypes import BLOCK, block_digests
 from torchrelay.checkpoint.storage.base import WriteHandle
 from torchrelay.checkpoint.storage.threads import WRITERS, share
 from torchrelay.errors import BlobError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from torchrelay.checkpoint.disk.dtypes import memory_of
-from torchrelay.checkpoint.disk.lazily import lazily
+from torchrelay.checkpoint.format.dtypes import memory_of
+from torchrelay.checkpoint.format.utils import lazily
 from torchrelay.records import dataclass
 
 ALIGNMENT = 64

@@ -15,11 +15,11 @@ from torchrelay.checkpoint.asynchronous.samples import Verify
 from torchrelay.checkpoint.asynchronous.stage import Stage, guarded_addresses, stage
 from torchrelay.checkpoint.asynchronous.standby import Standby
 from torchrelay.checkpoint.boundary import NodeState
+from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.utils import Clock
 from torchrelay.checkpoint.planning.assignments import Plan
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.replicas import WholeBytes
 from torchrelay.checkpoint.save import SaveJob, carry_out
-from torchrelay.checkpoint.timing import Clock
 from torchrelay.jobs import runtime
 from torchrelay.jobs.session import Peers, Session
 from torchrelay.metadata.statistics import NodeStats

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from torchrelay.checkpoint.asynchronous.arena import Room
-from torchrelay.checkpoint.disk.dtypes import stored_bytes
+from torchrelay.checkpoint.format.dtypes import stored_bytes
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 

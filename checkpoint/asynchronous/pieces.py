@@ -7,7 +7,7 @@ from dataclasses import field
 from typing import Any
 
 from torchrelay.checkpoint.asynchronous.arena import Block, Room, room
-from torchrelay.checkpoint.disk.names import format_key
+from torchrelay.checkpoint.format.names import format_key
 from torchrelay.checkpoint.planning.assignments import Assignment, Plan
 from torchrelay.records import dataclass
 

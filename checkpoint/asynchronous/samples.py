@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 import xxhash
 
-from torchrelay.checkpoint.disk.dtypes import memory_of
+from torchrelay.checkpoint.format.dtypes import memory_of
 
 Verify = Literal["samples", "full"]
 """How much of a tensor that is copied late is hashed: four stretches of 16 KiB, or all of it."""

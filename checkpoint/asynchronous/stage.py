@@ -15,7 +15,7 @@ from torchrelay.checkpoint.asynchronous.late import Find, late_leaves
 from torchrelay.checkpoint.asynchronous.pieces import Piece, Pieces
 from torchrelay.checkpoint.asynchronous.samples import SAMPLE_BYTES, Verify, digest
 from torchrelay.checkpoint.boundary import NodeState
-from torchrelay.checkpoint.disk.names import format_key
+from torchrelay.checkpoint.format.names import format_key
 from torchrelay.checkpoint.planning.assignments import Assignment
 from torchrelay.errors import SaveFailedError
 from torchrelay.jobs import runtime

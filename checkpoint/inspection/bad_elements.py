@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from torchrelay.checkpoint.disk.digest import BLOCK, SIZE, block_count
+from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE, block_count
 from torchrelay.checkpoint.inspection.contents import Epoch, Item
 from torchrelay.checkpoint.inspection.elements import Array
 from torchrelay.checkpoint.inspection.moments import steps

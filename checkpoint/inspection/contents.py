@@ -6,16 +6,16 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-from torchrelay.checkpoint.disk.layouts import PerNode
-from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
-from torchrelay.checkpoint.disk.parts import parts_of
-from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.format.layouts import PerNode
+from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest.keys import parts_of
+from torchrelay.checkpoint.format.manifest.position import matches
+from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest
+from torchrelay.checkpoint.format.names import nearest
 from torchrelay.checkpoint.reading.leaf_reader import LeafReader
-from torchrelay.checkpoint.reading.lookup import nearest
 from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.checkpoint.reading.seen_twice import seen_twice
 from torchrelay.checkpoint.storage.base import Storage
-from torchrelay.checkpoint.wildcards import matches
 from torchrelay.errors import UsageError
 from torchrelay.records import dataclass
 

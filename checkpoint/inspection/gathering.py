@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from torchrelay.checkpoint.disk.boxes import Bounds, whole
+from torchrelay.checkpoint.format.mesh_geometry import Bounds, whole
 from torchrelay.checkpoint.inspection.contents import Epoch
 from torchrelay.checkpoint.inspection.numerics import np
 from torchrelay.checkpoint.inspection.tensor_bytes import Buffer, Part

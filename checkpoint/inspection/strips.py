@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from torchrelay.checkpoint.disk.boxes import Bounds, intersect
-from torchrelay.checkpoint.disk.digest import BLOCK, SIZE
+from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE
+from torchrelay.checkpoint.format.mesh_geometry import Bounds, intersect
 from torchrelay.checkpoint.inspection.tensor_bytes import Part
 from torchrelay.records import dataclass
 

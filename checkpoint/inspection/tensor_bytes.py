@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 
-from torchrelay.checkpoint.disk.boxes import Bounds, Interval, range_boxes, runs, volume, whole
-from torchrelay.checkpoint.disk.names import Box, Flat, Key, format_key
-from torchrelay.checkpoint.disk.parts import parts_of
-from torchrelay.checkpoint.disk.read_requests import ReadRequest
-from torchrelay.checkpoint.disk.shard_reader import ShardHeader
+from torchrelay.checkpoint.format.manifest.keys import parts_of
+from torchrelay.checkpoint.format.mesh_geometry import Bounds, Interval, range_boxes, runs, volume, whole
+from torchrelay.checkpoint.format.names import Box, Flat, Key, format_key
+from torchrelay.checkpoint.format.shard.read_plan import ReadRequest
+from torchrelay.checkpoint.format.shard.reader import ShardHeader
 from torchrelay.checkpoint.inspection.contents import Epoch, Item
 from torchrelay.records import dataclass
 

@@ -9,8 +9,14 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.disk.digest import BLOCK
-from torchrelay.checkpoint.disk.dtypes import ElementType, by_name, logical_name, memory_of, torch_dtype
+from torchrelay.checkpoint.format.dtypes import (
+    BLOCK,
+    ElementType,
+    by_name,
+    logical_name,
+    memory_of,
+    torch_dtype,
+)
 from torchrelay.records import dataclass
 
 PIECE = 8 * BLOCK

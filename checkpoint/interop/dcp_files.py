@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from torchrelay.checkpoint.disk.dtypes import by_name, logical_name
+from torchrelay.checkpoint.format.dtypes import by_name, logical_name
 from torchrelay.checkpoint.interop.content import Incoming
 from torchrelay.checkpoint.interop.scratch import mapped_tensors
 from torchrelay.errors import BlobError, FormatError, RelayError, StorageError, UsageError

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from torchrelay.checkpoint.asynchronous.gate import gate
-from torchrelay.checkpoint.disk.manifest import OF_POSITION
+from torchrelay.checkpoint.format.manifest.schema import OF_POSITION
 from torchrelay.checkpoint.interop.torch_files import saved_bytes
 from torchrelay.checkpoint.reader import Checkpoint, open_checkpoint
 from torchrelay.checkpoint.reading.handle import TensorHandle

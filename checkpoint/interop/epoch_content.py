@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchrelay.checkpoint.disk.dtypes import by_name
-from torchrelay.checkpoint.disk.manifest import OF_POSITION
+from torchrelay.checkpoint.format.dtypes import by_name
+from torchrelay.checkpoint.format.manifest.schema import OF_POSITION
 from torchrelay.checkpoint.interop.content import Content, Outgoing
 from torchrelay.checkpoint.reader import Checkpoint
 from torchrelay.checkpoint.reading.casting import Cast, cast_of, check_types_used, checked_cast

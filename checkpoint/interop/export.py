@@ -8,7 +8,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.disk.dtypes import memory_of
+from torchrelay.checkpoint.format.dtypes import memory_of
 from torchrelay.checkpoint.interop.content import Content
 from torchrelay.checkpoint.interop.epoch_content import content_of, mapping_of
 from torchrelay.checkpoint.interop.huggingface import write_huggingface

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.disk import canonical
+from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.interop.content import Content, Incoming
 from torchrelay.checkpoint.interop.safetensors_files import read_safetensors, write_safetensors
 from torchrelay.errors import DamagedError, FormatError, RelayError, StorageError, UsageError
@@ -72,7 +72,9 @@ def _weight_map(path: Path) -> dict[str, str]:
     try:
         if path.stat().st_size > _INDEX_LIMIT:
             raise FormatError(f"{path} is too large for an index")
-        found: Any = canonical.loads(path.read_bytes(), what="it", limit_bytes=_INDEX_LIMIT)["weight_map"]
+        found: Any = canonical_json.loads(path.read_bytes(), what="it", limit_bytes=_INDEX_LIMIT)[
+            "weight_map"
+        ]
     except RelayError as error:
         raise FormatError(f"{path} is no index: {error}") from error
     except OSError as error:

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.disk.canonical import sha256
-from torchrelay.checkpoint.disk.manifest import Manifest, ShardRow
-from torchrelay.checkpoint.disk.paths import manifest_path, try_directory
-from torchrelay.checkpoint.disk.shard import ShardIdentity
-from torchrelay.checkpoint.disk.shard_writer import write_shard
-from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.format.canonical_json import sha256
+from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest.position import Facts, Position
+from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow, manifest_path, try_directory
+from torchrelay.checkpoint.format.shard.layout import ShardIdentity
+from torchrelay.checkpoint.format.shard.writer import write_shard
 from torchrelay.checkpoint.interop.content import Incoming
 from torchrelay.checkpoint.interop.huggingface import read_huggingface
 from torchrelay.checkpoint.interop.incoming_leaves import leaves_from
@@ -26,12 +26,10 @@ from torchrelay.checkpoint.interop.remote_publishing import (
 )
 from torchrelay.checkpoint.interop.safetensors_files import read_safetensors
 from torchrelay.checkpoint.interop.torch_files import read_torch_file
-from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.planning.assignments import NodeClass, Plan
 from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_of
 from torchrelay.checkpoint.planning.plan import plan_classes
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.state.leaf import Leaf, Value, spec_of
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.open import is_remote

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.disk import values
+from torchrelay.checkpoint.format import values
 from torchrelay.checkpoint.interop.content import Incoming
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Role, Value

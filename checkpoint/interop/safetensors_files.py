@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.disk import canonical
-from torchrelay.checkpoint.disk.dtypes import by_code
+from torchrelay.checkpoint.format import canonical_json
+from torchrelay.checkpoint.format.dtypes import by_code
 from torchrelay.checkpoint.interop.content import Incoming, Outgoing
 from torchrelay.checkpoint.interop.scratch import tensor_in
 from torchrelay.errors import BlobError, DamagedError, FormatError, StorageError
@@ -67,7 +67,7 @@ def read_safetensors(path: Path) -> Incoming:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(HEADER_LIMIT, size - 8):
                 raise FormatError("its header does not fit the file, which may be cut short")
-            header = canonical.loads(file.read(length), what="its header", limit_bytes=HEADER_LIMIT)
+            header = canonical_json.loads(file.read(length), what="its header", limit_bytes=HEADER_LIMIT)
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except (FormatError, DamagedError) as error:
         raise type(error)(f"{path} is no safetensors file that can be read: {error}") from error

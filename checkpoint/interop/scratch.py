@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from torchrelay.checkpoint.disk.dtypes import ElementType, torch_dtype
+from torchrelay.checkpoint.format.dtypes import ElementType, torch_dtype
 from torchrelay.errors import StorageError
 
 _ALIGNMENT = 64

@@ -11,15 +11,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
-from torchrelay.checkpoint.disk import canonical
-from torchrelay.checkpoint.disk.fields import Fields
-from torchrelay.checkpoint.disk.manifest import Manifest
-from torchrelay.checkpoint.disk.manifest_disk import HINT_LIMIT_BYTES, decode
-from torchrelay.checkpoint.disk.names import TRY, parse_shard_file_name
-from torchrelay.checkpoint.disk.paths import DATA, manifest_path, try_directory
+from torchrelay.checkpoint.format import canonical_json
+from torchrelay.checkpoint.format.canonical_json import Fields
+from torchrelay.checkpoint.format.log_state import Entry, Key, State
+from torchrelay.checkpoint.format.manifest.codec import HINT_LIMIT_BYTES, decode
+from torchrelay.checkpoint.format.manifest.schema import DATA, Manifest, manifest_path, try_directory
+from torchrelay.checkpoint.format.names import TRY, parse_shard_file_name
 from torchrelay.checkpoint.log import changes
 from torchrelay.checkpoint.log.history import History
-from torchrelay.checkpoint.log.live import Entry, Key, State
 from torchrelay.checkpoint.log.record import (
     LOG,
     BaseRef,
@@ -96,7 +95,7 @@ def _read(storage: Storage, ref: BaseRef) -> tuple[tuple[Entry, ...] | None, str
 def _matching(ref: BaseRef, guesses: Iterable[tuple[Entry, ...]]) -> Iterator[bytes]:
     for entries in guesses:
         data = encode_base(tuple(sorted(entries, key=lambda entry: entry.key)))
-        if len(data) == ref.nbytes and canonical.sha256(data) == ref.sha256:
+        if len(data) == ref.nbytes and canonical_json.sha256(data) == ref.sha256:
             yield data
 
 
@@ -139,7 +138,7 @@ def _from_manifests(storage: Storage, record: Record) -> Iterator[Entry]:
             manifest: Manifest = decode(data, what=manifest_path(name))
             if manifest.job_uuid == record.job and manifest.tries[0] == name:
                 yield Entry(
-                    manifest.branch, manifest.position, name, len(data), canonical.sha256(data),
+                    manifest.branch, manifest.position, name, len(data), canonical_json.sha256(data),
                     manifest.needs, manifest.groups,
                 )  # fmt: skip
 

@@ -11,8 +11,8 @@ from dataclasses import field
 from functools import cached_property
 from typing import Any
 
-from torchrelay.checkpoint.log.live import Branch, Entry, Key, Mark, Retirement, State
-from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.format.log_state import Branch, Entry, Key, Mark, Retirement, State
+from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.records import dataclass
 
 Json = Any

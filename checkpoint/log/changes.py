@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torchrelay.checkpoint.disk.names import TRY
+from torchrelay.checkpoint.format.log_state import DAMAGED, Branch, Entry, Key, Mark, Retirement, State
+from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.names import TRY
 from torchrelay.checkpoint.log.branches import line_of, lineage_of, newest_of
-from torchrelay.checkpoint.log.live import DAMAGED, Branch, Entry, Key, Mark, Retirement, State
-from torchrelay.checkpoint.position import Position
 from torchrelay.errors import SaveFailedError, UnknownEpochError, UsageError
 
 Json = Any

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from threading import Event, Thread
 
-from torchrelay.checkpoint.disk import canonical
+from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.storage.base import Storage
 
 PATH = "writer.json"
@@ -51,7 +51,7 @@ class Beat:
 
 def move(storage: Storage, generation: int, nonce: str, count: int) -> None:
     """Write the counter."""
-    data = canonical.dumps({"generation": generation, "nonce": nonce, "counter": count})
+    data = canonical_json.dumps({"generation": generation, "nonce": nonce, "counter": count})
     storage.replace(PATH, data)
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torchrelay.checkpoint.disk.names import check_mark_name
+from torchrelay.checkpoint.format.log_state import Key, Mark, State
+from torchrelay.checkpoint.format.names import check_mark_name
 from torchrelay.checkpoint.log import changes
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.job_file import check_job, read_job
-from torchrelay.checkpoint.log.live import Key, Mark, State
 from torchrelay.checkpoint.log.log_append import Draft, OvertakenError, append
 from torchrelay.checkpoint.log.log_reader import read_tail
 from torchrelay.checkpoint.log.record import LOG, key_json

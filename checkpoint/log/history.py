@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
 from typing import Any
 
-from torchrelay.checkpoint.disk.names import TRY
-from torchrelay.checkpoint.disk.paths import position_of
-from torchrelay.checkpoint.disk.sealed import sealed_bytes
+from torchrelay.checkpoint.format.canonical_json import sealed_bytes
+from torchrelay.checkpoint.format.log_state import Key, State
+from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.manifest.schema import position_of
+from torchrelay.checkpoint.format.names import TRY
 from torchrelay.checkpoint.log.branches import branch_of, line_of
-from torchrelay.checkpoint.log.live import Key, State
 from torchrelay.checkpoint.log.record import Record, decode, slot_path
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError
 from torchrelay.records import dataclass

@@ -16,12 +16,18 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.disk.canonical import sha256
-from torchrelay.checkpoint.disk.fields import Fields
-from torchrelay.checkpoint.disk.names import TRY
-from torchrelay.checkpoint.disk.paths import DATA, manifest_path
-from torchrelay.checkpoint.disk.sealed import read_sealed, seal, sealed_bytes, unseal
-from torchrelay.checkpoint.disk.version import check_stamp, stamp
+from torchrelay.checkpoint.format.canonical_json import (
+    Fields,
+    check_stamp,
+    read_sealed,
+    seal,
+    sealed_bytes,
+    sha256,
+    stamp,
+    unseal,
+)
+from torchrelay.checkpoint.format.manifest.schema import DATA, manifest_path
+from torchrelay.checkpoint.format.names import TRY
 from torchrelay.checkpoint.log.record import LOG, Record, decode, slot_path
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError, UsageError

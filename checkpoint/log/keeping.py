@@ -8,10 +8,10 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
+from torchrelay.checkpoint.format.log_state import DAMAGED, Entry, Key, Retirement, State
 from torchrelay.checkpoint.log import changes
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.changes import protected
-from torchrelay.checkpoint.log.live import DAMAGED, Entry, Key, Retirement, State
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.log.retention import (
     RetentionPolicy,

@@ -13,8 +13,8 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
-from torchrelay.checkpoint.disk import canonical, sealed
-from torchrelay.checkpoint.log.live import Entry, State
+from torchrelay.checkpoint.format import canonical_json
+from torchrelay.checkpoint.format.log_state import Entry, State
 from torchrelay.checkpoint.log.log_reader import Base, Tail, advance, read_tail
 from torchrelay.checkpoint.log.record import LOG, BaseRef, Record, encode, encode_base, slot_path
 from torchrelay.checkpoint.log.tail import STRIDE, floor
@@ -73,7 +73,7 @@ def append(storage: Storage, tail: Tail, draft: Draft) -> Appended:
             return Appended(tail, None)
         record, base = _compose(storage, tail, draft, *changed)
         data = encode(record)
-        if len(changed[0].marks) > len(tail.view.marks) and 2 * len(data) > sealed.LIMIT_BYTES:
+        if len(changed[0].marks) > len(tail.view.marks) and 2 * len(data) > canonical_json.LIMIT_BYTES:
             raise UsageError(  # the other half is for what writers must be able to append
                 f"{storage.url} has so many tags and pins that a record of its log takes {len(data)} bytes: "
                 "take some away first (torchrelay tag --delete, torchrelay unpin)"
@@ -83,7 +83,7 @@ def append(storage: Storage, tail: Tail, draft: Draft) -> Appended:
                 continue
             storage.sync_dir(LOG)
             view = replace(tail.view, state=changed[0], slot=record.slot, generation=record.generation)
-            previous = canonical.sha256(data)
+            previous = canonical_json.sha256(data)
             return Appended(Tail(tail.job, view, record.slot + 1, previous, base), record)
         tail, other = advance(storage, tail)
         storage.sync_dir(LOG)  # what we stand on must not be lost to a power cut
@@ -182,7 +182,7 @@ def _split(
 
 def _write_base(storage: Storage, entries: tuple[Entry, ...]) -> Base:
     data = encode_base(entries)
-    ref = BaseRef(f"base-{secrets.token_hex(8)}.json", len(data), canonical.sha256(data))
+    ref = BaseRef(f"base-{secrets.token_hex(8)}.json", len(data), canonical_json.sha256(data))
     storage.link_exclusive(ref.path, data)
     storage.sync_dir(LOG)  # durable before the record that refers to it
     return Base(ref, {entry.key: entry for entry in entries})

@@ -10,13 +10,13 @@ import re
 from contextlib import suppress
 from dataclasses import field, replace
 
-from torchrelay.checkpoint.disk import canonical
-from torchrelay.checkpoint.disk.sealed import read_sealed, sealed_bytes
+from torchrelay.checkpoint.format import canonical_json
+from torchrelay.checkpoint.format.canonical_json import read_sealed, sealed_bytes
+from torchrelay.checkpoint.format.log_state import Entry, Key
 from torchrelay.checkpoint.log.bases import LostBase, lost_bases
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.history import read_history
 from torchrelay.checkpoint.log.job_file import JobFile, check_job, outvoted, read_job
-from torchrelay.checkpoint.log.live import Entry, Key
 from torchrelay.checkpoint.log.record import (
     LOG,
     BaseRef,
@@ -122,7 +122,7 @@ def advance(storage: Storage, tail: Tail) -> tuple[Tail, Record | None]:
     data = _bytes_of(storage, slot)
     if data is None:
         raise StorageError(f"{storage.url}/{slot_path(slot)} is taken but cannot be found: try again")
-    after = replace(tail, next_slot=slot + 1, previous_sha256=canonical.sha256(data))
+    after = replace(tail, next_slot=slot + 1, previous_sha256=canonical_json.sha256(data))
     try:
         record = decode(data, slot=slot, job=tail.job.uuid)
     except DamagedError as error:
@@ -138,7 +138,7 @@ def _read_from(storage: Storage, job: JobFile, newest: int) -> Tail:
     record, notices = _newest_valid(storage, job, newest)
     job = job.as_repeated(record.state.holder)
     notices = (*notices, *_check_chain(storage, job, record, newest))
-    empty = Tail(job, LogView(), newest + 1, canonical.sha256(newest_bytes))
+    empty = Tail(job, LogView(), newest + 1, canonical_json.sha256(newest_bytes))
     try:
         return _told_by(storage, empty, record, notices)
     except DamagedError:
@@ -234,7 +234,7 @@ def _check_chain(storage: Storage, job: JobFile, record: Record, newest: int) ->
             notices.append(f"{error}; newer records do not need it")
             link = None
             continue
-        _check_link(storage, link, older, canonical.sha256(data), slot)
+        _check_link(storage, link, older, canonical_json.sha256(data), slot)
         link = older
     return tuple(notices)
 

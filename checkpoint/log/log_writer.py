@@ -13,12 +13,13 @@ from dataclasses import replace
 from threading import Lock
 from typing import Any
 
+from torchrelay.checkpoint.format.log_state import Entry, Key, Retirement, State
+from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.log import changes
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.counter import PATIENCE_SECS, PERIOD_SECS, Beat, move
 from torchrelay.checkpoint.log.guest import pin_draft, tag_draft, unpin_draft
 from torchrelay.checkpoint.log.job_file import begin_job
-from torchrelay.checkpoint.log.live import Entry, Key, Retirement, State
 from torchrelay.checkpoint.log.log_append import Draft, OvertakenError, append
 from torchrelay.checkpoint.log.log_reader import HINT, advance, read_tail
 from torchrelay.checkpoint.log.record import (
@@ -32,7 +33,6 @@ from torchrelay.checkpoint.log.record import (
 from torchrelay.checkpoint.log.takeover import Taken, take_over
 from torchrelay.checkpoint.log.thinning import thin
 from torchrelay.checkpoint.log.writer import WriterIdentity, describe
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import FencedError, NotAllowedNowError, StorageError
 

@@ -12,13 +12,11 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
 
-from torchrelay.checkpoint.disk import canonical
-from torchrelay.checkpoint.disk.fields import Fields
-from torchrelay.checkpoint.disk.names import TRY
-from torchrelay.checkpoint.disk.sealed import seal, unseal
-from torchrelay.checkpoint.disk.version import check_stamp, stamp
-from torchrelay.checkpoint.log.live import Branch, Entry, Key, Mark, Retirement, State
-from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.format import canonical_json
+from torchrelay.checkpoint.format.canonical_json import Fields, check_stamp, seal, stamp, unseal
+from torchrelay.checkpoint.format.log_state import Branch, Entry, Key, Mark, Retirement, State
+from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.names import TRY
 from torchrelay.errors import DamagedError, FormatError
 from torchrelay.records import dataclass
 
@@ -151,17 +149,17 @@ def decode_link(data: bytes, *, slot: int, job: str) -> Link:
 
 def encode_base(entries: tuple[Entry, ...]) -> bytes:
     """The bytes of a base file."""
-    return canonical.dumps({"format": stamp(), "live": [entry_json(entry) for entry in entries]})
+    return canonical_json.dumps({"format": stamp(), "live": [entry_json(entry) for entry in entries]})
 
 
 def decode_base(data: bytes, ref: BaseRef) -> tuple[Entry, ...]:
     """Read a base file whose size and SHA-256 must be those that the record states (DamagedError)."""
-    if len(data) != ref.nbytes or canonical.sha256(data) != ref.sha256:
+    if len(data) != ref.nbytes or canonical_json.sha256(data) != ref.sha256:
         raise DamagedError(
             f"{ref.path} is damaged: it has not the {ref.nbytes} bytes and the SHA-256 that the log states; "
             "restore it from a copy of the directory"
         )
-    value = canonical.loads(data, what=ref.path, limit_bytes=len(data), depth=16)
+    value = canonical_json.loads(data, what=ref.path, limit_bytes=len(data), depth=16)
     fields = Fields(value if isinstance(value, dict) else {}, ref.path)
     check_stamp(fields.values.get("format"), what=fields.what)
     return fields.each("live", _entry)

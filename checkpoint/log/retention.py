@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from torchrelay.checkpoint.format.log_state import Entry, Key, Retirement
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.changes import protected
-from torchrelay.checkpoint.log.live import Entry, Key, Retirement
 from torchrelay.checkpoint.reading.epoch_choice import best_first
 from torchrelay.errors import UsageError
 from torchrelay.records import dataclass

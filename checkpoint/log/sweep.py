@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from torchrelay.checkpoint.disk.names import TRY, parse_shard_file_name
-from torchrelay.checkpoint.disk.paths import DATA, try_directory
-from torchrelay.checkpoint.log.live import Retirement
+from torchrelay.checkpoint.format.log_state import Retirement
+from torchrelay.checkpoint.format.manifest.schema import DATA, try_directory
+from torchrelay.checkpoint.format.names import TRY, parse_shard_file_name
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.log.retention import RetentionPolicy, to_retire
 from torchrelay.checkpoint.storage.base import Storage

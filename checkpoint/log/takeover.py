@@ -10,12 +10,12 @@ from contextlib import suppress
 from datetime import datetime, timezone
 from typing import Any
 
-from torchrelay.checkpoint.disk.paths import DATA
+from torchrelay.checkpoint.format.log_state import State
+from torchrelay.checkpoint.format.manifest.schema import DATA
 from torchrelay.checkpoint.log import changes
 from torchrelay.checkpoint.log.bases import restore
 from torchrelay.checkpoint.log.counter import moves
 from torchrelay.checkpoint.log.job_file import JobFile, check_job, write_again
-from torchrelay.checkpoint.log.live import State
 from torchrelay.checkpoint.log.log_append import Draft, OvertakenError, append
 from torchrelay.checkpoint.log.log_reader import Tail, mended, read_tail
 from torchrelay.checkpoint.log.record import LOG

@@ -6,7 +6,7 @@ stretch of slots that the next one finishes.
 
 from __future__ import annotations
 
-from torchrelay.checkpoint.disk.sealed import sealed_bytes
+from torchrelay.checkpoint.format.canonical_json import sealed_bytes
 from torchrelay.checkpoint.log.job_file import JobFile
 from torchrelay.checkpoint.log.record import decode, slot_path
 from torchrelay.checkpoint.log.tail import STRIDE, floor

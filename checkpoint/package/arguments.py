@@ -2,7 +2,7 @@
 
 `{"at": name}` is the value of a step or input. `{"layout": ...}` and `{"memory_format": ...}` are torch's,
 `{"device": ...}` where the model lay when the program was made: it means where it lies now. Other constants
-are typed values (`disk/values.py`).
+are typed values (`format/values.py`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.disk import values
-from torchrelay.checkpoint.disk.canonical import Json
+from torchrelay.checkpoint.format import values
+from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.errors import DamagedError
 from torchrelay.records import dataclass
 

@@ -10,8 +10,8 @@ from torch import nn
 from torchrelay.checkpoint.archive.archive_file import MEMBER_LIMIT, ArchiveFile, open_archive_file
 from torchrelay.checkpoint.archive.loading import fill
 from torchrelay.checkpoint.archive.publishing import Where
-from torchrelay.checkpoint.disk.fields import Fields
-from torchrelay.checkpoint.disk.value_decoding import decode
+from torchrelay.checkpoint.format.canonical_json import Fields
+from torchrelay.checkpoint.format.value_decoding import decode
 from torchrelay.checkpoint.package.opening import SOURCE, Package, open_package, package_of
 from torchrelay.errors import BlobError, DamagedError, UsageError
 from torchrelay.metadata.code.imports import ArchivedImports

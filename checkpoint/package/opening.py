@@ -16,10 +16,9 @@ from torchrelay.checkpoint.archive.archive_file import (
 )
 from torchrelay.checkpoint.archive.entries import PARAMETER
 from torchrelay.checkpoint.archive.publishing import Where
-from torchrelay.checkpoint.disk import canonical
-from torchrelay.checkpoint.disk.canonical import Json
-from torchrelay.checkpoint.disk.fields import Fields
-from torchrelay.checkpoint.disk.value_decoding import decode
+from torchrelay.checkpoint.format import canonical_json
+from torchrelay.checkpoint.format.canonical_json import Fields, Json
+from torchrelay.checkpoint.format.value_decoding import decode
 from torchrelay.errors import DamagedError, FormatError, UsageError
 from torchrelay.jobs.runtime import Signature
 from torchrelay.records import dataclass
@@ -155,6 +154,6 @@ def _module(archive: ArchiveFile, signature: Signature, still: Sequence[str] | N
 def _program_json(archive: ArchiveFile) -> Json:
     what = f"{archive.what}: {PROGRAM}"
     try:
-        return canonical.loads(archive.read(PROGRAM, MEMBER_LIMIT), what=what, limit_bytes=MEMBER_LIMIT)
+        return canonical_json.loads(archive.read(PROGRAM, MEMBER_LIMIT), what=what, limit_bytes=MEMBER_LIMIT)
     except FormatError as error:
         raise FormatError(f"{what}: {error}") from None

@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torchrelay.checkpoint.disk.canonical import Json
-from torchrelay.checkpoint.disk.fields import Fields
-from torchrelay.checkpoint.disk.version import check_stamp, stamp
+from torchrelay.checkpoint.format.canonical_json import Fields, Json, check_stamp, stamp
 from torchrelay.checkpoint.package import arguments
 from torchrelay.checkpoint.package.trees import Tree, check_tree
 from torchrelay.errors import DamagedError

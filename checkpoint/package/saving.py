@@ -23,8 +23,8 @@ from torchrelay.checkpoint.archive.members import Outgoing
 from torchrelay.checkpoint.archive.publishing import Where
 from torchrelay.checkpoint.archive.saving import aux_of
 from torchrelay.checkpoint.archive.states import States, checked, states_of
-from torchrelay.checkpoint.disk import canonical, values
-from torchrelay.checkpoint.disk.canonical import Json
+from torchrelay.checkpoint.format import canonical_json, values
+from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.package import opening
 from torchrelay.checkpoint.package.calls import Dynamic
 from torchrelay.checkpoint.package.epochs import of_epoch
@@ -125,7 +125,7 @@ def _contents(
     constants = {} if exported is None else dict(exported.constants)
     members = {opening.SOURCE + name: data for name, data in files.items()}
     if exported is not None:
-        members[opening.PROGRAM] = canonical.dumps(exported.json)
+        members[opening.PROGRAM] = canonical_json.dumps(exported.json)
     groups = {
         MODEL: states.tensors,
         AUX: aux[1],

@@ -9,7 +9,7 @@ from typing import Any
 from torchrelay.checkpoint.archive.archive_file import MODEL, PACKAGE, ArchiveFile, open_archive_file
 from torchrelay.checkpoint.archive.entries import PARAMETER, Entry
 from torchrelay.checkpoint.archive.publishing import Where
-from torchrelay.checkpoint.disk.value_decoding import references
+from torchrelay.checkpoint.format.value_decoding import references
 from torchrelay.checkpoint.package.opening import Package, package_of, signature_in
 from torchrelay.jobs.runtime import Signature, TensorSpec
 
@@ -99,7 +99,7 @@ def _elements(entry: Entry) -> int:
 
 def _of_module(module: Any) -> Iterable[str]:
     from torchrelay.checkpoint.archive.states import checked, states_of
-    from torchrelay.checkpoint.disk.dtypes import logical_dtype
+    from torchrelay.checkpoint.format.dtypes import logical_dtype
     from torchrelay.checkpoint.package.recorded import recorded_call
 
     states = states_of(checked(module))

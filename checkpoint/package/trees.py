@@ -1,7 +1,7 @@
 """How a call's arguments and results are put together: tensors by number, within lists, tuples and dicts.
 
 `{"leaf": 0}` is the first tensor, `{"list": [...]}`, `{"tuple": [...]}`, `{"dict": [[key, tree], ...]}` hold
-others, `{"value": ...}` is a constant (`disk/values.py`). A named tuple is stored as the tuple that it is.
+others, `{"value": ...}` is a constant (`format/values.py`). A named tuple is stored as the tuple that it is.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torchrelay.checkpoint.disk import values
-from torchrelay.checkpoint.disk.canonical import Json
+from torchrelay.checkpoint.format import values
+from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.errors import BlobError, DamagedError, UsageError
 
 Tree = Json

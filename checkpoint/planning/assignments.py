@@ -10,14 +10,14 @@ from math import prod
 from operator import attrgetter, sub
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchrelay.checkpoint.disk.boxes import Bounds, item_bytes_of, volume
-from torchrelay.checkpoint.disk.layouts import Layout, PerNode, Split
-from torchrelay.checkpoint.disk.lazily import lazily
-from torchrelay.checkpoint.disk.manifest import VALUE_LIMIT_BYTES, BlobRow, LeafRow, table
-from torchrelay.checkpoint.disk.mesh import Mesh
-from torchrelay.checkpoint.disk.names import Flat, Key, Whole
-from torchrelay.checkpoint.disk.parts import box_key
-from torchrelay.checkpoint.disk.shard_entries import Entries, described
+from torchrelay.checkpoint.format.layouts import Layout, PerNode, Split
+from torchrelay.checkpoint.format.manifest.keys import box_key
+from torchrelay.checkpoint.format.manifest.schema import VALUE_LIMIT_BYTES, BlobRow, LeafRow, table
+from torchrelay.checkpoint.format.mesh import Mesh
+from torchrelay.checkpoint.format.mesh_geometry import Bounds, item_bytes_of, volume
+from torchrelay.checkpoint.format.names import Flat, Key, Whole
+from torchrelay.checkpoint.format.shard.entries import Entries, described
+from torchrelay.checkpoint.format.utils import lazily
 from torchrelay.checkpoint.planning.identity import leaves_digest
 from torchrelay.records import dataclass
 

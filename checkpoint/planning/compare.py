@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from torchrelay.checkpoint.disk import canonical, dtypes
-from torchrelay.checkpoint.disk.canonical import Json
+from torchrelay.checkpoint.format import canonical_json, dtypes
+from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Value
 from torchrelay.jobs.session import Peers, together
 from torchrelay.records import dataclass
@@ -230,7 +230,7 @@ def _combined(digests: ByLeaf) -> list[str]:
 
 
 def _named(names: Iterable[str]) -> str:
-    return _hash(canonical.dumps(sorted(names)))
+    return _hash(canonical_json.dumps(sorted(names)))
 
 
 def _odd_ones(nodes: Mapping[int, str]) -> tuple[int, ...]:
@@ -242,7 +242,7 @@ def _odd_ones(nodes: Mapping[int, str]) -> tuple[int, ...]:
 def _digest(leaf: Leaf, mode: Mode) -> str:
     tensor = leaf.content
     if isinstance(tensor, Value):
-        return _hash(canonical.dumps(tensor.json))
+        return _hash(canonical_json.dumps(tensor.json))
     if leaf.alias_of is not None:
         return _hash(f"alias of {leaf.alias_of}".encode())
     hashed = xxhash.xxh3_128(repr((str(tensor.dtype), tuple(tensor.shape))).encode())

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchrelay.checkpoint.disk.manifest import BlobRow, Manifest, ShardRow, World, in_order
-from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.format.manifest.position import Facts, Position
+from torchrelay.checkpoint.format.manifest.schema import BlobRow, Manifest, ShardRow, World, in_order
+from torchrelay.checkpoint.format.utils import Recent
 from torchrelay.checkpoint.planning.assignments import Plan
-from torchrelay.checkpoint.position import Position
-from torchrelay.checkpoint.recent import Recent
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.records import dataclass
 

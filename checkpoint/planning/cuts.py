@@ -6,8 +6,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-from torchrelay.checkpoint.disk.layouts import Cut
-from torchrelay.checkpoint.disk.manifest import table
+from torchrelay.checkpoint.format.layouts import Cut
+from torchrelay.checkpoint.format.manifest.schema import table
 
 CUT_BYTES = 1 << 20
 """Leaves are cut at multiples of this from their start: digest blocks then fall on the same bytes

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from torchrelay.checkpoint.disk.canonical import dumps, dumps_read, sha256, words
-from torchrelay.checkpoint.disk.manifest import VALUE_LIMIT_BYTES, has_odd_gradient
+from torchrelay.checkpoint.format.canonical_json import dumps, dumps_read, sha256, words
+from torchrelay.checkpoint.format.manifest.schema import VALUE_LIMIT_BYTES, has_odd_gradient
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.state.leaf import LeafSpec

@@ -17,10 +17,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
-from torchrelay.checkpoint.disk import canonical
-from torchrelay.checkpoint.disk.firsts import first_of_each
-from torchrelay.checkpoint.disk.layouts import Layout, PerNode, Replicated, Split
-from torchrelay.checkpoint.disk.manifest import table
+from torchrelay.checkpoint.format import canonical_json
+from torchrelay.checkpoint.format.layouts import Layout, PerNode, Replicated, Split
+from torchrelay.checkpoint.format.manifest.schema import table
+from torchrelay.checkpoint.format.utils import first_of_each
 from torchrelay.checkpoint.planning.assignments import NodeClass, Plan, PlannedLeaf, item_bytes
 from torchrelay.checkpoint.planning.cuts import CUT_BYTES, cuts_between
 from torchrelay.checkpoint.planning.identity import same, sorted_leaves
@@ -90,18 +90,18 @@ def unusual(scopes: Mapping[str, str]) -> dict[str, str]:
 def plan_hash(question: Question) -> str:
     """SHA-256 (hex) over all that decides a plan; ranks compare it before they write."""
     classes = [
-        b"[%b,%b]" % (canonical.dumps_read(one.nodes), canonical.dumps(one.digest))
+        b"[%b,%b]" % (canonical_json.dumps_read(one.nodes), canonical_json.dumps(one.digest))
         for one in question.classes
     ]
     stated = {
-        "version": canonical.dumps(PLAN_VERSION),
-        "cut": canonical.dumps(question.cut),
-        "scopes": canonical.dumps(unusual(question.scopes)),
-        "hosts": canonical.dumps_read(question.hosts),
-        "referenced": canonical.dumps(sorted(question.referenced)),
+        "version": canonical_json.dumps(PLAN_VERSION),
+        "cut": canonical_json.dumps(question.cut),
+        "scopes": canonical_json.dumps(unusual(question.scopes)),
+        "hosts": canonical_json.dumps_read(question.hosts),
+        "referenced": canonical_json.dumps(sorted(question.referenced)),
         "classes": b"[%b]" % b",".join(classes),
     }
-    return canonical.sha256(canonical.object_of(stated))
+    return canonical_json.sha256(canonical_json.object_of(stated))
 
 
 def _make(question: Question, key: str) -> Plan:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
-from torchrelay.checkpoint.disk.layouts import Cut, Layout, PerNode, Replicated, Split
-from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest, ShardRow, in_order
-from torchrelay.checkpoint.disk.mesh import Mesh
-from torchrelay.checkpoint.disk.parts import alike, holding
+from torchrelay.checkpoint.format.layouts import Cut, Layout, PerNode, Replicated, Split
+from torchrelay.checkpoint.format.manifest.keys import alike, holding
+from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest, ShardRow, in_order
+from torchrelay.checkpoint.format.mesh import Mesh
 
 
 def with_references(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from torchrelay.checkpoint.format.utils import Recent
 from torchrelay.checkpoint.planning.assignments import NodeClass, Plan
 from torchrelay.checkpoint.planning.plan import plan_classes
-from torchrelay.checkpoint.recent import Recent
 from torchrelay.records import dataclass
 
 _REMEMBERED = 4

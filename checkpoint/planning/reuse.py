@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from torchrelay.checkpoint.disk.boxes import volume
-from torchrelay.checkpoint.disk.layouts import Layout
-from torchrelay.checkpoint.disk.manifest import OF_POSITION, LeafRow, Manifest, has_odd_gradient
-from torchrelay.checkpoint.disk.mesh import Mesh
+from torchrelay.checkpoint.format.layouts import Layout
+from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, LeafRow, Manifest, has_odd_gradient
+from torchrelay.checkpoint.format.mesh import Mesh
+from torchrelay.checkpoint.format.mesh_geometry import volume
 from torchrelay.checkpoint.planning.assignments import Plan, PlannedLeaf, elements
 from torchrelay.records import dataclass
 

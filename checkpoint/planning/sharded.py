@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from torchrelay.checkpoint.disk.boxes import Replicated
-from torchrelay.checkpoint.disk.firsts import first_of_each
+from torchrelay.checkpoint.format.mesh_geometry import Replicated
+from torchrelay.checkpoint.format.utils import first_of_each
 from torchrelay.errors import SaveFailedError
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from functools import cached_property
 
 import xxhash
 
-from torchrelay.checkpoint.disk.canonical import dumps
-from torchrelay.checkpoint.disk.manifest import BlobRow, LeafRow, Manifest
+from torchrelay.checkpoint.format.canonical_json import dumps
+from torchrelay.checkpoint.format.manifest.schema import BlobRow, LeafRow, Manifest
+from torchrelay.checkpoint.format.names import nearest
 from torchrelay.checkpoint.reading.leaf_reader import LeafReader
-from torchrelay.checkpoint.reading.lookup import nearest
 from torchrelay.errors import UsageError
 from torchrelay.jobs.cluster import GRADIENTS
 from torchrelay.records import dataclass

@@ -10,18 +10,16 @@ from dataclasses import field
 from functools import lru_cache, partial
 from itertools import groupby
 
-from torchrelay.checkpoint.disk.boxes import intersect, range_boxes, uncovered
-from torchrelay.checkpoint.disk.digest import BLOCK
-from torchrelay.checkpoint.disk.manifest import LeafRow
-from torchrelay.checkpoint.disk.names import encode_name
-from torchrelay.checkpoint.disk.parts import Near, PartForm
-from torchrelay.checkpoint.disk.passing import Passing
-from torchrelay.checkpoint.disk.portions import Portion
-from torchrelay.checkpoint.disk.read_options import ReadOptions
-from torchrelay.checkpoint.disk.read_requests import ReadRequest
-from torchrelay.checkpoint.disk.shard_reader import ShardHeader
-from torchrelay.checkpoint.disk.stored_entries import StoredEntry
-from torchrelay.checkpoint.disk.windows import Target
+from torchrelay.checkpoint.format.dtypes import BLOCK
+from torchrelay.checkpoint.format.layouts import Target
+from torchrelay.checkpoint.format.manifest.keys import Near, PartForm
+from torchrelay.checkpoint.format.manifest.schema import LeafRow
+from torchrelay.checkpoint.format.mesh_geometry import intersect, range_boxes, uncovered
+from torchrelay.checkpoint.format.names import encode_name
+from torchrelay.checkpoint.format.shard.batched_reads import Passing
+from torchrelay.checkpoint.format.shard.entries import StoredEntry
+from torchrelay.checkpoint.format.shard.read_plan import Portion, ReadOptions, ReadRequest
+from torchrelay.checkpoint.format.shard.reader import ShardHeader
 from torchrelay.checkpoint.reading.scatter import Copy, Slab
 from torchrelay.checkpoint.storage.base import ReadHandle
 from torchrelay.errors import DamagedError

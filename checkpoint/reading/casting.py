@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from torchrelay.checkpoint.reading.lookup import nearest
-from torchrelay.checkpoint.wildcards import matches
+from torchrelay.checkpoint.format.manifest.position import matches
+from torchrelay.checkpoint.format.names import nearest
 from torchrelay.errors import UsageError
 
 Cast = torch.dtype | Mapping[str, torch.dtype] | None

@@ -8,9 +8,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.names import nearest
 from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.live import Entry
-from torchrelay.checkpoint.reading.lookup import nearest
 from torchrelay.errors import UnknownEpochError, UsageError
 from torchrelay.records import dataclass
 

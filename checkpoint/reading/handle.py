@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.disk.dtypes import by_name, torch_dtype
+from torchrelay.checkpoint.format.dtypes import by_name, torch_dtype
 from torchrelay.checkpoint.reading.leaf_reader import LeafReader
 from torchrelay.checkpoint.reading.regions import Interval, read_box
 from torchrelay.errors import UsageError

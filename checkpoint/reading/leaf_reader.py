@@ -15,17 +15,15 @@ from typing import Any
 
 import xxhash
 
-from torchrelay.checkpoint.disk import values
-from torchrelay.checkpoint.disk.layouts import Replicated, Split
-from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
-from torchrelay.checkpoint.disk.mesh import Mesh
-from torchrelay.checkpoint.disk.names import Flat, Key, encode_name, format_key
-from torchrelay.checkpoint.disk.parts import parts_near, parts_of
-from torchrelay.checkpoint.disk.passing import ThreadMemory
-from torchrelay.checkpoint.disk.read_options import PLAIN, ReadOptions
-from torchrelay.checkpoint.disk.read_requests import ReadRequest
-from torchrelay.checkpoint.disk.shard_reader import ShardHeader
-from torchrelay.checkpoint.disk.windows import whole_target
+from torchrelay.checkpoint.format import values
+from torchrelay.checkpoint.format.layouts import Replicated, Split, whole_target
+from torchrelay.checkpoint.format.manifest.keys import parts_near, parts_of
+from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest
+from torchrelay.checkpoint.format.mesh import Mesh
+from torchrelay.checkpoint.format.names import Flat, Key, encode_name, format_key
+from torchrelay.checkpoint.format.shard.batched_reads import ThreadMemory
+from torchrelay.checkpoint.format.shard.read_plan import PLAIN, ReadOptions, ReadRequest
+from torchrelay.checkpoint.format.shard.reader import ShardHeader
 from torchrelay.checkpoint.reading.box_reader import BoxPlan, BoxRead
 from torchrelay.checkpoint.reading.lookup import find_row, holder_of
 from torchrelay.checkpoint.reading.read_plan import NOWHERE, LeafRead, ReadPlan, check_portions

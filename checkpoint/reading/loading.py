@@ -13,13 +13,15 @@ from typing import Any
 import torch
 
 from torchrelay.checkpoint.asynchronous.gate import gate
-from torchrelay.checkpoint.disk import values
-from torchrelay.checkpoint.disk.dtypes import by_name, memory_of, torch_dtype
-from torchrelay.checkpoint.disk.manifest import OF_POSITION, LeafRow, Manifest
-from torchrelay.checkpoint.disk.mesh import Mesh
-from torchrelay.checkpoint.disk.shard_entries import form_of
-from torchrelay.checkpoint.disk.value_decoding import references
-from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.format import values
+from torchrelay.checkpoint.format.dtypes import by_name, memory_of, torch_dtype
+from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest.position import EVERYTHING, matches_any
+from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, LeafRow, Manifest
+from torchrelay.checkpoint.format.mesh import Mesh
+from torchrelay.checkpoint.format.names import nearest
+from torchrelay.checkpoint.format.shard.entries import form_of
+from torchrelay.checkpoint.format.value_decoding import references
 from torchrelay.checkpoint.reading.casting import Cast, cast, cast_of, checked_cast
 from torchrelay.checkpoint.reading.leaf_reader import LeafReader
 from torchrelay.checkpoint.reading.load_result import LoadResult, blob_of, checked_objects, of_objects
@@ -30,7 +32,6 @@ from torchrelay.checkpoint.reading.lookup import (
     find_row,
     holder_of,
     is_owned,
-    nearest,
     node_for,
     node_of,
     whose,
@@ -39,13 +40,11 @@ from torchrelay.checkpoint.reading.patterns import Below, Chosen, Rename, check_
 from torchrelay.checkpoint.reading.read_plan import LeafRead
 from torchrelay.checkpoint.reading.renaming import Renaming
 from torchrelay.checkpoint.reading.two_passes import Columns, Loading, Wanted
-from torchrelay.checkpoint.selection import EVERYTHING
 from torchrelay.checkpoint.state.container_restore import check_changed
 from torchrelay.checkpoint.state.flatten import leaf_names
 from torchrelay.checkpoint.state.in_place import NOTHING, InPlace, fitting, planned
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.checkpoint.state.restore import Restoration, restoration
-from torchrelay.checkpoint.wildcards import matches_any
 from torchrelay.errors import UsageError
 from torchrelay.jobs.cluster import dotted_prefixes
 from torchrelay.jobs.containers import item_of, within

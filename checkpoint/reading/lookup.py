@@ -9,10 +9,10 @@ from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 
-from torchrelay.checkpoint.disk.layouts import Layout, PerNode
-from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
+from torchrelay.checkpoint.format.layouts import Layout, PerNode
+from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest
+from torchrelay.checkpoint.format.names import nearest
 from torchrelay.errors import UsageError
-from torchrelay.jobs.cluster import GRADIENTS
 
 Nodes = str | Mapping[str, str] | None
 """Whose value is taken of what differs between nodes: one node's, or that of a node per stored blob."""
@@ -173,16 +173,6 @@ def own_names(manifest: Manifest, leaf: LeafRow, layout: Layout) -> str:
     """`a:name, b:name, ...` for a message."""
     names = [f"{manifest.world.names[number]}:{leaf.name}" for number in layout.nodes]
     return ", ".join(names[:4]) + (f", ... ({len(names)} nodes)" if len(names) > 4 else "")
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a message: what was probably meant, or what there is."""
-    known = [one for one in known if not one.startswith(GRADIENTS)]  # which nobody asks for by name
-    close = get_close_matches(name, known, n=3, cutoff=0.6)
-    if close:
-        return f"; did you mean {' or '.join(map(repr, close))}?"
-    some = ", ".join(map(repr, sorted(known)[:8]))
-    return f"; there {'is' if len(known) == 1 else 'are'} {some or 'none'}{', ...' if len(known) > 8 else ''}"
 
 
 def nearest_directory(path: Path) -> str:

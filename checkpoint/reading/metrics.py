@@ -9,10 +9,10 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from torchrelay.checkpoint.disk import manifest_disk
+from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.keeping import Best, Keeping
-from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.retention import Scores
 from torchrelay.checkpoint.storage.base import Storage
 
@@ -36,7 +36,7 @@ class KnownMetrics:
             if entry.try_name in self._known:
                 continue
             try:
-                self._known[entry.try_name] = manifest_disk.read(storage, entry).facts.metrics
+                self._known[entry.try_name] = codec.read(storage, entry).facts.metrics
             except OSError as error:
                 self._unread[entry] = error
 

@@ -7,10 +7,10 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torchrelay.checkpoint.disk.manifest_glance import glance
+from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest.summary import glance
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.job_file import has_job, holds_job
-from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.reading.epoch_choice import Wanted, best_first, named_entry, whole_epochs
 from torchrelay.checkpoint.reading.lookup import nearest_directory

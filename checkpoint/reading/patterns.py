@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 
-from torchrelay.checkpoint.disk.layouts import PerNode
-from torchrelay.checkpoint.disk.manifest import Manifest
+from torchrelay.checkpoint.format.layouts import PerNode
+from torchrelay.checkpoint.format.manifest.position import matches
+from torchrelay.checkpoint.format.manifest.schema import Manifest
+from torchrelay.checkpoint.format.names import nearest
 from torchrelay.checkpoint.reading.lookup import (
     Nodes,
     check_decided,
     check_owned,
     checked_nodes,
-    nearest,
     node_for,
     several_owners,
     split_name,
 )
-from torchrelay.checkpoint.wildcards import matches
 from torchrelay.errors import UsageError
 from torchrelay.jobs.cluster import GRADIENTS, RANDOM_STATES
 from torchrelay.records import dataclass

@@ -17,9 +17,9 @@ from collections.abc import Collection, Iterable
 from enum import Enum
 from typing import Literal
 
-from torchrelay.checkpoint.disk import manifest_disk
-from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest
-from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest import codec
+from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest
 from torchrelay.checkpoint.reading.seen_twice import seen_twice
 from torchrelay.checkpoint.reading.shard_set import Holder, ShardSet, holders_of
 from torchrelay.checkpoint.storage.base import Storage
@@ -104,7 +104,7 @@ def prove(
     asks for them says so.
     """
     try:
-        manifest = seen_twice(lambda: manifest_disk.read(storage, entry))
+        manifest = seen_twice(lambda: codec.read(storage, entry))
         shards = ShardSet(storage, manifest)
         rows = [row for row in _wanted_rows(manifest, want) if _is_kept(manifest.leaves[row], entry)]
         size = sum(leaf.nbytes for leaf in manifest.leaves) if level == "full" else None

@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 
-from torchrelay.checkpoint.disk.passing import ThreadMemory
-from torchrelay.checkpoint.disk.portions import Portion, read_portions
-from torchrelay.checkpoint.disk.read_options import ReadOptions
-from torchrelay.checkpoint.disk.read_requests import ReadRequest
-from torchrelay.checkpoint.disk.shard_reader import ShardHeader
-from torchrelay.checkpoint.disk.windows import Target
+from torchrelay.checkpoint.format.layouts import Target
+from torchrelay.checkpoint.format.shard.batched_reads import ThreadMemory
+from torchrelay.checkpoint.format.shard.read_plan import Portion, ReadOptions, ReadRequest, read_portions
+from torchrelay.checkpoint.format.shard.reader import ShardHeader
 from torchrelay.checkpoint.reading.box_reader import BoxPlan
 from torchrelay.checkpoint.reading.seen_twice import seen_twice
 from torchrelay.records import dataclass

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from torchrelay.checkpoint.disk.digest import BLOCK
-from torchrelay.checkpoint.disk.dtypes import memory_of
+from torchrelay.checkpoint.format.dtypes import BLOCK, memory_of
 
 Fill = Callable[[int, int, memoryview], None]
 """Fills memory with the bytes [start, stop) of a tensor."""

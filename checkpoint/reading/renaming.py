@@ -9,16 +9,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from torchrelay.checkpoint.disk.canonical import Json
-from torchrelay.checkpoint.disk.manifest import OF_POSITION, BlobRow, LeafRow, Manifest
-from torchrelay.checkpoint.disk.value_decoding import renamed_references
+from torchrelay.checkpoint.format.canonical_json import Json
+from torchrelay.checkpoint.format.manifest.position import matches_any
+from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, BlobRow, LeafRow, Manifest
+from torchrelay.checkpoint.format.value_decoding import renamed_references
 from torchrelay.checkpoint.reading.leaf_reader import LeafReader
 from torchrelay.checkpoint.reading.load_result import blob_of
 from torchrelay.checkpoint.reading.patterns import Rename, renamed
 from torchrelay.checkpoint.reading.read_plan import LeafRead, ReadPlan
 from torchrelay.checkpoint.state.leaf import OPTIM_GROUP
 from torchrelay.checkpoint.state.optimizer_leaves import PARAMS, groups_prefix, state_prefix
-from torchrelay.checkpoint.wildcards import matches_any
 from torchrelay.errors import UsageError
 from torchrelay.records import dataclass
 

@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from torchrelay.checkpoint.disk.boxes import Bounds, Interval, halves, runs, volume, whole
-from torchrelay.checkpoint.disk.lazily import lazily
+from torchrelay.checkpoint.format.mesh_geometry import Bounds, Interval, halves, runs, volume, whole
+from torchrelay.checkpoint.format.utils import lazily
 from torchrelay.records import dataclass
 
 SLAB_BYTES = 2 << 20

@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from torchrelay.checkpoint.disk.manifest import LeafRow, Manifest, ShardRow
-from torchrelay.checkpoint.disk.names import all_plain
-from torchrelay.checkpoint.disk.parts import alike, holding
-from torchrelay.checkpoint.disk.paths import position_of, shard_path
-from torchrelay.checkpoint.disk.shard import ShardIdentity
-from torchrelay.checkpoint.disk.shard_reader import ShardExpectation, ShardHeader, read_header
+from torchrelay.checkpoint.format.manifest.keys import alike, holding
+from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest, ShardRow, position_of, shard_path
+from torchrelay.checkpoint.format.names import all_plain
+from torchrelay.checkpoint.format.shard.layout import ShardIdentity
+from torchrelay.checkpoint.format.shard.reader import ShardExpectation, ShardHeader, read_header
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError
 from torchrelay.records import dataclass

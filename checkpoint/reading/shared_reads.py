@@ -12,8 +12,8 @@ import threading
 from collections.abc import Mapping
 from itertools import groupby
 
-from torchrelay.checkpoint.disk.read_requests import ReadRequest
-from torchrelay.checkpoint.disk.shard_reader import ShardHeader
+from torchrelay.checkpoint.format.shard.read_plan import ReadRequest
+from torchrelay.checkpoint.format.shard.reader import ShardHeader
 from torchrelay.checkpoint.reading.leaf_reader import LeafReader
 from torchrelay.checkpoint.reading.shares import PIECE, Batch, Part, Shares
 from torchrelay.errors import DamagedError

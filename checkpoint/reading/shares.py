@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, zip_longest
 
-from torchrelay.checkpoint.disk.digest import BLOCK
-from torchrelay.checkpoint.disk.manifest import Manifest
-from torchrelay.checkpoint.disk.names import Flat, format_key
-from torchrelay.checkpoint.disk.parts import parts_of
+from torchrelay.checkpoint.format.dtypes import BLOCK
+from torchrelay.checkpoint.format.manifest.keys import parts_of
+from torchrelay.checkpoint.format.manifest.schema import Manifest
+from torchrelay.checkpoint.format.names import Flat, format_key
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.records import dataclass
 

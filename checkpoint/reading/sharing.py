@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from torchrelay.checkpoint.disk.read_options import ReadOptions
+from torchrelay.checkpoint.format.shard.read_plan import ReadOptions
 
 if TYPE_CHECKING:
     from torchrelay.jobs.session import Session

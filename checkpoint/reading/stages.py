@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchrelay.checkpoint.reading.lookup import nearest
+from torchrelay.checkpoint.format.names import nearest
 from torchrelay.errors import UsageError
 
 if TYPE_CHECKING:

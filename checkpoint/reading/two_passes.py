@@ -19,10 +19,10 @@ from typing import Protocol
 
 import torch
 
-from torchrelay.checkpoint.disk.boxes import Bounds, halves, intersect, whole
-from torchrelay.checkpoint.disk.dtypes import memory_of
-from torchrelay.checkpoint.disk.read_options import ReadOptions
-from torchrelay.checkpoint.disk.windows import Target, Window, whole_target
+from torchrelay.checkpoint.format.dtypes import memory_of
+from torchrelay.checkpoint.format.layouts import Target, Window, whole_target
+from torchrelay.checkpoint.format.mesh_geometry import Bounds, halves, intersect, whole
+from torchrelay.checkpoint.format.shard.read_plan import ReadOptions
 from torchrelay.checkpoint.reading.read_plan import NOWHERE, LeafRead, ReadPlan
 from torchrelay.checkpoint.state.in_place import NOTHING, InPlace
 from torchrelay.checkpoint.state.reads import Read, put

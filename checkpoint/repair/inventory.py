@@ -8,14 +8,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import field
 from typing import Any, Literal
 
-from torchrelay.checkpoint.disk.names import TRY, parse_shard_file_name
-from torchrelay.checkpoint.disk.paths import DATA, MANIFEST, STATS, try_directory
-from torchrelay.checkpoint.disk.sealed import sealed_bytes
+from torchrelay.checkpoint.format.canonical_json import sealed_bytes
+from torchrelay.checkpoint.format.log_state import Retirement
+from torchrelay.checkpoint.format.manifest.schema import DATA, MANIFEST, STATS, try_directory
+from torchrelay.checkpoint.format.names import TRY, parse_shard_file_name
 from torchrelay.checkpoint.log import counter, job_file
 from torchrelay.checkpoint.log.bases import LostBase, lost_bases
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.history import History, read_history
-from torchrelay.checkpoint.log.live import Retirement
 from torchrelay.checkpoint.log.log_reader import HINT, Tail, read_hint, read_tail
 from torchrelay.checkpoint.log.record import LOG, decode, slot_path
 from torchrelay.checkpoint.log.tail import STRIDE, find_tail, floor

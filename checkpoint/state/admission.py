@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from torchrelay.checkpoint.disk.dtypes import check_dense, has_memory, is_storable, logical_dtype
-from torchrelay.checkpoint.disk.many_tensors import all_dense, all_in_memory
+from torchrelay.checkpoint.format.dtypes import check_dense, has_memory, is_storable, logical_dtype
+from torchrelay.checkpoint.format.shard.batched_reads import all_dense, all_in_memory
 from torchrelay.checkpoint.state.dtensors import is_sharded, local_of
 from torchrelay.checkpoint.state.subclasses import is_typed_memory, is_wrapper, plain
 from torchrelay.errors import BlobError

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchrelay.checkpoint.disk.canonical import Json
-from torchrelay.checkpoint.disk.values import encode
+from torchrelay.checkpoint.format.canonical_json import Json
+from torchrelay.checkpoint.format.values import encode
 from torchrelay.checkpoint.state.admission import admitted
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Role, Value, frozen_of
 from torchrelay.checkpoint.state.stateful_leaves import dotted, nested_leaves, unused_name

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchrelay.checkpoint.disk.canonical import Json
-from torchrelay.checkpoint.disk.value_decoding import decode, holds_only_tensors, references
-from torchrelay.checkpoint.disk.values import encode, tagged
+from torchrelay.checkpoint.format.canonical_json import Json
+from torchrelay.checkpoint.format.value_decoding import decode, holds_only_tensors, references
+from torchrelay.checkpoint.format.values import encode, tagged
 from torchrelay.checkpoint.state.admission import admitted_in_place
 from torchrelay.checkpoint.state.dtensors import is_sharded, stand_in
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role, learning

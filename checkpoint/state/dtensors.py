@@ -8,10 +8,9 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from torchrelay.checkpoint.disk.boxes import Placement, Replicated, Sharded
-from torchrelay.checkpoint.disk.mesh import MAX_SPLIT_FACTOR, Mesh
-from torchrelay.checkpoint.disk.mesh_places import intervals_at
-from torchrelay.checkpoint.disk.windows import Target, local_target
+from torchrelay.checkpoint.format.layouts import Target, local_target
+from torchrelay.checkpoint.format.mesh import MAX_SPLIT_FACTOR, Mesh, intervals_at
+from torchrelay.checkpoint.format.mesh_geometry import Placement, Replicated, Sharded
 from torchrelay.errors import BlobError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.disk.many_tensors import AT_ONCE
+from torchrelay.checkpoint.format.shard.batched_reads import AT_ONCE
 from torchrelay.checkpoint.state.admission import admitted, all_plain_memory, is_plain_memory
 from torchrelay.checkpoint.state.container_leaves import container_leaves, container_tensors
 from torchrelay.checkpoint.state.kinds import Kind, kind_of, local_part

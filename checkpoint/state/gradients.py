@@ -23,9 +23,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchrelay.checkpoint.disk import values
-from torchrelay.checkpoint.disk.canonical import Json
-from torchrelay.checkpoint.disk.dtypes import is_storable
+from torchrelay.checkpoint.format import values
+from torchrelay.checkpoint.format.canonical_json import Json
+from torchrelay.checkpoint.format.dtypes import is_storable
 from torchrelay.checkpoint.state.container_leaves import container_tensors
 from torchrelay.checkpoint.state.dtensors import is_sharded, memory_of_shard
 from torchrelay.checkpoint.state.flatten import parameter_names

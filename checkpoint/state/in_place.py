@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchrelay.checkpoint.disk.many_tensors import AT_ONCE, memories_at
-from torchrelay.checkpoint.disk.shard_entries import Form
+from torchrelay.checkpoint.format.shard.batched_reads import AT_ONCE, memories_at
+from torchrelay.checkpoint.format.shard.entries import Form
 from torchrelay.checkpoint.state.admission import all_torch_memory, unwritable
 from torchrelay.checkpoint.state.plain_tensors import PlainTensors
 from torchrelay.checkpoint.storage.base import Memory

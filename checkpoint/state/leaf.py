@@ -11,8 +11,8 @@ from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
 
-from torchrelay.checkpoint.disk.dtypes import logical_dtype
-from torchrelay.checkpoint.disk.mesh import Mesh
+from torchrelay.checkpoint.format.dtypes import logical_dtype
+from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.state.dtensors import is_sharded, sharding_of
 from torchrelay.records import dataclass
 

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from torchrelay.checkpoint.disk.dtypes import by_name, torch_dtype
-from torchrelay.checkpoint.disk.value_decoding import decode, references
+from torchrelay.checkpoint.format.dtypes import by_name, torch_dtype
+from torchrelay.checkpoint.format.value_decoding import decode, references
 from torchrelay.checkpoint.state.dtensors import is_sharded
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.checkpoint.state.module_leaves import ModuleEntry

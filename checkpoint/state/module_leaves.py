@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchrelay.checkpoint.disk.many_tensors import AT_ONCE
+from torchrelay.checkpoint.format.shard.batched_reads import AT_ONCE
 from torchrelay.checkpoint.state.admission import admitted_in_place, all_plain_memory
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Role, frozen_of
 from torchrelay.checkpoint.state.module_names import Part, key_names, module_parts

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torchrelay.checkpoint.disk.many_tensors import AT_ONCE
+from torchrelay.checkpoint.format.shard.batched_reads import AT_ONCE
 from torchrelay.checkpoint.state.admission import admitted, all_plain_memory
 from torchrelay.checkpoint.state.kinds import local_part
 from torchrelay.checkpoint.state.leaf import OPTIM_GROUP, Leaf, Role, Value

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.optim import LBFGS, Optimizer
 
+from torchrelay.checkpoint.format.manifest.position import matches_any
 from torchrelay.checkpoint.state.container_leaves import container_tensors
 from torchrelay.checkpoint.state.container_restore import fits_in_place
 from torchrelay.checkpoint.state.dtensors import is_sharded
@@ -40,7 +41,6 @@ from torchrelay.checkpoint.state.reads import (
 )
 from torchrelay.checkpoint.state.restoring import Draft
 from torchrelay.checkpoint.state.subclasses import description, is_wrapper, made_state
-from torchrelay.checkpoint.wildcards import matches_any
 from torchrelay.errors import BlobError
 
 Builder = Callable[[torch.device | None], Any]

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.disk.dtypes import is_storable, logical_name
-from torchrelay.checkpoint.disk.many_tensors import (
+from torchrelay.checkpoint.format.dtypes import is_storable, logical_name
+from torchrelay.checkpoint.format.shard.batched_reads import (
     AT_ONCE,
     all_in_memory,
     all_in_order,
     all_strided,
     memories_at,
 )
-from torchrelay.checkpoint.disk.shard_entries import Form, form_of
+from torchrelay.checkpoint.format.shard.entries import Form, form_of
 from torchrelay.checkpoint.storage.base import Memory
 from torchrelay.records import dataclass
 

@@ -7,8 +7,8 @@ from functools import lru_cache
 
 import torch
 
-from torchrelay.checkpoint.disk.dtypes import as_copied, by_name, torch_dtype
-from torchrelay.checkpoint.disk.windows import Target
+from torchrelay.checkpoint.format.dtypes import as_copied, by_name, torch_dtype
+from torchrelay.checkpoint.format.layouts import Target
 from torchrelay.checkpoint.state.dtensors import is_sharded
 from torchrelay.checkpoint.state.leaf import LeafSpec, order_of
 from torchrelay.checkpoint.state.subclasses import is_wrapper

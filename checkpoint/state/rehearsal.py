@@ -18,10 +18,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from torchrelay.checkpoint.disk.canonical import Json
-from torchrelay.checkpoint.disk.manifest import OF_POSITION
-from torchrelay.checkpoint.disk.names import LONGEST_NAME
-from torchrelay.checkpoint.disk.shard_entries import form_of
+from torchrelay.checkpoint.format.canonical_json import Json
+from torchrelay.checkpoint.format.manifest.schema import OF_POSITION
+from torchrelay.checkpoint.format.names import LONGEST_NAME
+from torchrelay.checkpoint.format.shard.entries import form_of
 from torchrelay.checkpoint.state.container_leaves import container_tensors
 from torchrelay.checkpoint.state.container_restore import ContainerLoad
 from torchrelay.checkpoint.state.dtensors import is_sharded

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from torchrelay.checkpoint.disk.canonical import Json
-from torchrelay.checkpoint.disk.manifest import OF_POSITION
+from torchrelay.checkpoint.format.canonical_json import Json
+from torchrelay.checkpoint.format.manifest.schema import OF_POSITION
 from torchrelay.checkpoint.state.admission import not_initialised
 from torchrelay.checkpoint.state.container_restore import ContainerLoad, draft_container, regrouped
 from torchrelay.checkpoint.state.kinds import Kind, kind_of

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchrelay.checkpoint.disk.canonical import Json
-from torchrelay.checkpoint.disk.dtypes import by_name, torch_dtype
-from torchrelay.checkpoint.disk.value_decoding import decode
+from torchrelay.checkpoint.format.canonical_json import Json
+from torchrelay.checkpoint.format.dtypes import by_name, torch_dtype
+from torchrelay.checkpoint.format.value_decoding import decode
 from torchrelay.checkpoint.state.admission import admitted_in_place, all_torch_memory, unwritable
 from torchrelay.checkpoint.state.dtensors import empty_like, is_sharded, memory_of_shard, target_of
 from torchrelay.checkpoint.state.findings import Findings

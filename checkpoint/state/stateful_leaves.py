@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchrelay.checkpoint.disk.value_decoding import ParameterName
-from torchrelay.checkpoint.disk.values import encode, is_scalar
+from torchrelay.checkpoint.format.value_decoding import ParameterName
+from torchrelay.checkpoint.format.values import encode, is_scalar
 from torchrelay.checkpoint.state.admission import admitted
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Role, Value, frozen_of
 from torchrelay.checkpoint.state.subclasses import (

@@ -11,14 +11,14 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from torchrelay.checkpoint.disk.values import decode
+from torchrelay.checkpoint.format.manifest.position import matches_any
+from torchrelay.checkpoint.format.values import decode
 from torchrelay.checkpoint.state.kinds import Kind, kind_of, optimizers_in
 from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec, Role, learning
 from torchrelay.checkpoint.state.optimizer_leaves import match_strides, parameters
 from torchrelay.checkpoint.state.restoring import Draft
 from torchrelay.checkpoint.state.stateful_leaves import tree_tensors
 from torchrelay.checkpoint.state.subclasses import made_by_an_optimizer
-from torchrelay.checkpoint.wildcards import matches_any
 
 Builder = Callable[[], Any]
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torchrelay.checkpoint.disk.canonical import Json
+from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.state.dtensors import is_sharded
 from torchrelay.errors import BlobError
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from torchrelay.checkpoint.disk.canonical import Json
-from torchrelay.checkpoint.disk.dtypes import as_copied
-from torchrelay.checkpoint.disk.value_decoding import ParameterName, decode
+from torchrelay.checkpoint.format.canonical_json import Json
+from torchrelay.checkpoint.format.dtypes import as_copied
+from torchrelay.checkpoint.format.value_decoding import ParameterName, decode
 from torchrelay.checkpoint.state.dtensors import stand_in
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role, learning
 from torchrelay.checkpoint.state.reads import dtype_name, put

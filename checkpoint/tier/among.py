@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from torchrelay.checkpoint.disk import manifest_disk
-from torchrelay.checkpoint.disk.manifest import Manifest, ShardRow
-from torchrelay.checkpoint.disk.paths import shard_path
-from torchrelay.checkpoint.disk.shard_reader import ShardExpectation, read_header
-from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest import codec
+from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow, shard_path
+from torchrelay.checkpoint.format.shard.reader import ShardExpectation, read_header
 from torchrelay.checkpoint.reading.seen_twice import seen_twice
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.tier.parts import Part
@@ -42,7 +41,7 @@ def send_among(
     `ask_again` has them look whether what they sent is there, where the whole is not proved.
     Raises LostPartError for an epoch that nobody can complete, and what `Sending.send` raises.
     """
-    manifest = manifest_disk.read(sending.near, entry)
+    manifest = codec.read(sending.near, entry)
     sending.make_directories(manifest)
     sending.send_manifest(entry)
     mine = present(sending.near, manifest)
@@ -78,7 +77,7 @@ def present(near: Storage, manifest: Manifest) -> list[ShardRow]:
 def damage_of(near: Storage, entry: Entry) -> str | None:
     """What is wrong with the manifest and the files that this near directory has, every byte read twice."""
     try:
-        manifest = seen_twice(lambda: manifest_disk.read(near, entry))
+        manifest = seen_twice(lambda: codec.read(near, entry))
     except DamagedError as error:
         return str(error)
     return damage_in(near, manifest)

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from torchrelay.checkpoint.format.log_state import Branch, Entry, Retirement, State
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.changes import without
-from torchrelay.checkpoint.log.live import Branch, Entry, Retirement, State
 from torchrelay.errors import StorageError
 
 Json = Any

@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any
 
 from torchrelay.checkpoint.apart import Apart
-from torchrelay.checkpoint.disk import manifest_disk
+from torchrelay.checkpoint.format.log_state import Entry, Retirement, State
+from torchrelay.checkpoint.format.manifest import codec
+from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.ledger_words import Look, Target
 from torchrelay.checkpoint.log.job_file import share_job
-from torchrelay.checkpoint.log.live import Entry, Retirement, State
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.record import entry_json, entry_of
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.prove_together import FULL_PROOF_SECS, JointProof, prove_together
 from torchrelay.checkpoint.reading.proof import Level, Outcome
 from torchrelay.checkpoint.tier import claims, near_files
@@ -358,7 +358,7 @@ class HostsLedger(TierLedger):
         mates = self.places.mates
         share = mates.index(self.places.rank), len(mates)
         try:
-            manifest = manifest_disk.read(self.storage, entry)
+            manifest = codec.read(self.storage, entry)
             return damage_in(self.storage.near, manifest, share=share, headers_only=level != "full")
         except DamagedError as error:
             return str(error)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from torchrelay.checkpoint.disk.names import TRY
-from torchrelay.checkpoint.disk.paths import DATA
-from torchrelay.checkpoint.log.live import Retirement, State
+from torchrelay.checkpoint.format.log_state import Retirement, State
+from torchrelay.checkpoint.format.manifest.schema import DATA
+from torchrelay.checkpoint.format.names import TRY
 from torchrelay.checkpoint.log.sweep import delete_try
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import StorageError

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import field, replace
 from typing import Any
 
-from torchrelay.checkpoint.disk.sealed import seal, sealed_bytes, unseal
+from torchrelay.checkpoint.format.canonical_json import seal, sealed_bytes, unseal
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.job_file import read_job
 from torchrelay.checkpoint.storage.base import Storage

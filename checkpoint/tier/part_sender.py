@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from torchrelay.checkpoint.disk import manifest_disk
-from torchrelay.checkpoint.disk.manifest import Manifest
-from torchrelay.checkpoint.disk.paths import shard_path
+from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest import codec
+from torchrelay.checkpoint.format.manifest.schema import Manifest, shard_path
 from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.storage.inflight import headway
 from torchrelay.checkpoint.storage.open import Tier
@@ -157,7 +156,7 @@ class PartSender(Awaiting):
         pause = 0.05
         while True:
             try:
-                return manifest_disk.read(self._storage.far, entry)
+                return codec.read(self._storage.far, entry)
             except (FileNotFoundError, DamagedError):  # not there yet, or not all of it
                 pass
             self._check()

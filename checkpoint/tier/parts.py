@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 
-from torchrelay.checkpoint.disk.paths import try_directory
-from torchrelay.checkpoint.disk.sealed import seal, sealed_bytes, unseal
+from torchrelay.checkpoint.format.canonical_json import seal, sealed_bytes, unseal
+from torchrelay.checkpoint.format.manifest.schema import try_directory
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError, RelayError
 from torchrelay.records import dataclass

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from torchrelay.checkpoint.disk.canonical import sha256
+from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import RelayError, StorageError, UsageError
 from torchrelay.jobs.session import Peers, together

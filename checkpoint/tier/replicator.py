@@ -13,11 +13,11 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from torchrelay.checkpoint.format.log_state import Entry, State
+from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.live import Entry, State
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.log.record import entry_json
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.reading.proof import Outcome, prove
 from torchrelay.checkpoint.storage.inflight import headway
 from torchrelay.checkpoint.storage.open import Tier

@@ -14,14 +14,20 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
-from torchrelay.checkpoint.disk import manifest_disk
-from torchrelay.checkpoint.disk.canonical import sha256
-from torchrelay.checkpoint.disk.manifest import Manifest, ShardRow
-from torchrelay.checkpoint.disk.paths import DATA, manifest_path, shard_path, stats_path, try_directory
-from torchrelay.checkpoint.disk.read_options import ReadOptions
-from torchrelay.checkpoint.disk.read_requests import ReadRequest
-from torchrelay.checkpoint.disk.shard_reader import ShardExpectation, ShardHeader, read_header
-from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.format.canonical_json import sha256
+from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest import codec
+from torchrelay.checkpoint.format.manifest.schema import (
+    DATA,
+    Manifest,
+    ShardRow,
+    manifest_path,
+    shard_path,
+    stats_path,
+    try_directory,
+)
+from torchrelay.checkpoint.format.shard.read_plan import ReadOptions, ReadRequest
+from torchrelay.checkpoint.format.shard.reader import ShardExpectation, ShardHeader, read_header
 from torchrelay.checkpoint.reading.proof import Outcome, prove
 from torchrelay.checkpoint.storage.base import Storage, WriteHandle
 from torchrelay.checkpoint.storage.threads import share
@@ -91,7 +97,7 @@ class Sending:
         Raises DamagedError where the near files are not what was saved, StorageError where a place fails,
         or the far one does not have afterwards what it was sent.
         """
-        manifest = manifest_disk.read(self.near, entry)
+        manifest = codec.read(self.near, entry)
         own = entry.try_name
         self.make_directories(manifest)
         self.send_shards(manifest, manifest.shards, kept)
@@ -134,7 +140,7 @@ class Sending:
     def check_manifest(self, entry: Entry) -> None:
         """Raise StorageError where the manifest that was sent is not there; it is sent again then."""
         try:
-            manifest_disk.read(self.far, entry)
+            codec.read(self.far, entry)
         except (FileNotFoundError, DamagedError) as error:
             self.forget(manifest_path(entry.try_name))
             raise StorageError(f"{self.far.url} has not got what it was sent: {error}") from None

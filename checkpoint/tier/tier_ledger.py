@@ -9,15 +9,15 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from torchrelay.checkpoint.format.log_state import Entry, State
+from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.ledger import Ledger
 from torchrelay.checkpoint.ledger_words import Look, Target
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.job_file import same_job, share_job
 from torchrelay.checkpoint.log.keeping import Keeping
-from torchrelay.checkpoint.log.live import Entry, State
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.log_writer import LogWriter
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.prove_together import JointProof, prove_together
 from torchrelay.checkpoint.reading.proof import Level, Outcome
 from torchrelay.checkpoint.retaining import Retaining

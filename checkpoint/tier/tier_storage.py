@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
 
-from torchrelay.checkpoint.disk.paths import DATA
+from torchrelay.checkpoint.format.manifest.schema import DATA
 from torchrelay.checkpoint.storage.base import LongReads, ReadHandle, SingleWriter, Storage, reads_of
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.local_io import LocalReadHandle

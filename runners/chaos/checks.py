@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import torchrelay
+from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.checkpoint.log.job_file import has_job, holds_job
-from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.reader import Checkpoint
 from torchrelay.checkpoint.reading.opening import place_of

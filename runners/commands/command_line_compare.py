@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torchrelay.checkpoint.disk.manifest_glance import glance
-from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest.summary import glance
 from torchrelay.checkpoint.reading.opening import Best
 from torchrelay.errors import UsageError
 from torchrelay.metadata.run_directory import RunDirectory

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from torchrelay.checkpoint.format.log_state import Entry, Key
 from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.live import Entry, Key
 from torchrelay.runners.commands.command_line_output import human_number
 
 

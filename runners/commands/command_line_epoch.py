@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from torchrelay.checkpoint.disk.manifest_blobs import BlobLine, EpochTable, largest, read_table
-from torchrelay.checkpoint.disk.paths import position_of
-from torchrelay.checkpoint.reading.lookup import nearest
-from torchrelay.checkpoint.wildcards import matches, matches_any
+from torchrelay.checkpoint.format.manifest.position import matches, matches_any
+from torchrelay.checkpoint.format.manifest.schema import position_of
+from torchrelay.checkpoint.format.manifest.summary import BlobLine, EpochTable, largest, read_table
+from torchrelay.checkpoint.format.names import nearest
 from torchrelay.errors import UsageError
 from torchrelay.jobs.runtime import undisturbed
 from torchrelay.runners.commands.command_line_arguments import Add, add_blobs, add_epoch

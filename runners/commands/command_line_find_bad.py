@@ -10,10 +10,10 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.checkpoint.inspection.contents import check_chosen, open_epoch
 from torchrelay.checkpoint.inspection.first_bad import first_bad
 from torchrelay.checkpoint.inspection.jumps import FACTOR
-from torchrelay.checkpoint.log.live import Entry
 from torchrelay.errors import DamagedError, UsageError
 from torchrelay.runners.commands.command_line_arguments import Add, add_blobs, add_epoch
 from torchrelay.runners.commands.command_line_find_jump import FOUND, find_jump

@@ -11,10 +11,10 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from torchrelay.checkpoint.disk import manifest_disk
-from torchrelay.checkpoint.disk.paths import manifest_path, stats_path
+from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest import codec
+from torchrelay.checkpoint.format.manifest.schema import manifest_path, stats_path
 from torchrelay.checkpoint.log.branches import LogView, branch_of
-from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import StorageError, UsageError
@@ -76,7 +76,7 @@ def _branches(source: _Source) -> Iterator[Note]:
 def _notes_of_entry(source: _Source, entry: Entry) -> Iterator[Note]:
     """What an epoch's own files tell; nothing where its manifest cannot be read: `verify` says so."""
     with suppress(OSError):
-        manifest = manifest_disk.read(source.storage, entry)
+        manifest = codec.read(source.storage, entry)
         holder = source.holder(entry.branch, manifest.generation)
         time = (source.directory / manifest_path(entry.try_name)).stat().st_mtime
         yield Note(holder, source.prefix, EPOCH, entry.position.epoch, time, len(manifest.world.nodes))

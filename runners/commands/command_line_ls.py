@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from torchrelay.checkpoint.disk.manifest_glance import Glance, glance_or_notes
+from torchrelay.checkpoint.format.log_state import Entry, Key
+from torchrelay.checkpoint.format.manifest.summary import Glance, glance_or_notes
 from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.live import Entry, Key
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.tier.notes import Notes, read_notes
 from torchrelay.jobs.runtime import undisturbed

@@ -6,8 +6,8 @@ import argparse
 import re
 from typing import Any
 
+from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.log.keeping import KEEP_ALL, Best, Keeping
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.pruning import Loss, Pruned, plan_pruning, prune
 from torchrelay.checkpoint.reading.epoch_choice import ranges
 from torchrelay.errors import DirectoryInUseError, UsageError

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from torchrelay.checkpoint.disk import manifest_disk
-from torchrelay.checkpoint.disk.manifest import Manifest
+from torchrelay.checkpoint.format.manifest import codec
+from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.record import slot_path
 from torchrelay.checkpoint.repair.inventory import Finding
@@ -40,7 +40,7 @@ def write_notes(place: Place, view: LogView | None, notes: tuple[Finding, ...]) 
     manifest: Manifest | None = None
     if newest is not None:
         with suppress(OSError):
-            manifest = manifest_disk.read(place.storage, newest)
+            manifest = codec.read(place.storage, newest)
     paths = {one.path for one in notes}
     if "../run.json" in paths:
         place.run.write_identity(_identity(place.run, view, manifest))

@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torchrelay.checkpoint.disk.paths import stats_path
+from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest.schema import stats_path
 from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import UnknownEpochError
 from torchrelay.metadata.fs import read_lines, read_note

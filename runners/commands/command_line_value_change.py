@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torchrelay.checkpoint.disk.value_decoding import decode
+from torchrelay.checkpoint.format.value_decoding import decode
 from torchrelay.errors import RelayError
 
 _ENTRIES, _SHOWN, _DIGITS = 3, 40, 8

@@ -10,8 +10,8 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.reading.proof import Level, Outcome, Proof, prove
 from torchrelay.checkpoint.storage.base import check_exclusion
 from torchrelay.errors import NoProvableEpochError, StorageError

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from torchrelay.checkpoint.format.log_state import Key, Mark
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.guest import append_as_guest, pin_draft, tag_draft
-from torchrelay.checkpoint.log.live import Key, Mark
 from torchrelay.checkpoint.log.log_append import Draft
 from torchrelay.checkpoint.storage.base import SingleWriter, Storage, check_exclusion
 from torchrelay.errors import UnknownEpochError, UsageError

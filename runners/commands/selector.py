@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.reading import opening
 from torchrelay.checkpoint.reading.epoch_choice import Wanted, named_entry, wanted
 from torchrelay.checkpoint.storage.base import SingleWriter

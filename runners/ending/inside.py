@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from torchrelay.checkpoint.facts import Facts
-from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.format.manifest.position import Facts, Position
 from torchrelay.jobs.runtime import undivided
 from torchrelay.jobs.session import together
 from torchrelay.runners.ending.place import Place, places_json

@@ -15,9 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from torchrelay.checkpoint.format.manifest.position import Selection
 from torchrelay.checkpoint.members import members_of
 from torchrelay.checkpoint.selecting import select
-from torchrelay.checkpoint.selection import Selection
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import Leaf, spec_of
 from torchrelay.errors import RelayError, TaskFailedError, UsageError

@@ -6,7 +6,7 @@ there cannot be saved, it is the end of the epoch, which is saved anyway; the re
 
 from __future__ import annotations
 
-from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.jobs.session import Peers
 from torchrelay.runners.ending.inside import MidEpochSaver
 from torchrelay.runners.ending.requests import Requests

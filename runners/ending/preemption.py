@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.records import dataclass
 from torchrelay.runners.ending.inside import NOTHING_NEW, MidEpochSaver
 from torchrelay.runners.ending.requests import Requests

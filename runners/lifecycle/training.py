@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchrelay.checkpoint.blob_files import save_blobs
-from torchrelay.checkpoint.disk.canonical import sha256
+from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.storage.open import Tier, joined
 from torchrelay.jobs.config.runner_schema import CheckpointKeys
 from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys

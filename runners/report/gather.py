@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.disk.manifest import Manifest
+from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.report.committed import (

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.checkpoint.inspection.contents import Epoch, Item, open_epoch
 from torchrelay.checkpoint.inspection.difference import Comparison
 from torchrelay.checkpoint.inspection.number_types import CAN_BE_BAD
 from torchrelay.checkpoint.inspection.tensor_bytes import CHUNK_BYTES, Buffer, Source, parts
-from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import RelayError
 from torchrelay.runners.commands.command_line_output import human_bytes

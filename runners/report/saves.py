@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from torchrelay.checkpoint.disk.paths import stats_path
-from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest.schema import stats_path
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.metadata.fs import read_lines
 from torchrelay.metadata.handlers import FILE_NAME

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from torchrelay.checkpoint.disk import manifest_disk
-from torchrelay.checkpoint.disk.layouts import PerNode
-from torchrelay.checkpoint.disk.manifest import Manifest
-from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.format.layouts import PerNode
+from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest import codec
+from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.runners.report.facts import BlobBytes, EpochBytes
 from torchrelay.runners.report.limits import Limits, Troubles, spread
@@ -21,9 +21,7 @@ def manifests_of(
     whole = [entry for entry in line if entry.position.boundary and entry.healthy]
     size = max((entry.manifest_bytes for entry in whole), default=1)
     room = max(1, min(limits.sized_epochs, limits.manifest_bytes // max(1, size)))
-    found = (
-        troubles.tried(partial(manifest_disk.read, storage, entry), None) for entry in spread(whole, room)
-    )
+    found = (troubles.tried(partial(codec.read, storage, entry), None) for entry in spread(whole, room))
     return [one for one in found if one is not None]
 
 

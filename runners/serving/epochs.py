@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.log_reader import read_hint
 from torchrelay.checkpoint.log.record import slot_path
 from torchrelay.checkpoint.log.tail import find_tail

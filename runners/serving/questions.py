@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.disk import canonical
+from torchrelay.checkpoint.format import canonical_json
 from torchrelay.errors import DamagedError
 from torchrelay.records import dataclass
 from torchrelay.runners.serving.limits import Limits
@@ -94,7 +94,7 @@ def _of_tensors(body: bytearray, limits: Limits) -> Question:
 def _of_json(body: bytearray, limits: Limits) -> Question:
     _check_size(body, limits)
     try:
-        value = canonical.loads(
+        value = canonical_json.loads(
             bytes(body), what="the body", limit_bytes=limits.json_bytes, depth=limits.depth
         )
     except DamagedError as error:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.disk import canonical
-from torchrelay.checkpoint.disk.dtypes import ElementType, by_code, logical_dtype, stored_bytes, torch_dtype
+from torchrelay.checkpoint.format import canonical_json
+from torchrelay.checkpoint.format.dtypes import ElementType, by_code, logical_dtype, stored_bytes, torch_dtype
 from torchrelay.errors import BlobError, DamagedError, FormatError
 from torchrelay.runners.serving.refusal import FaultyAnswerError, wrong
 
@@ -30,7 +30,7 @@ def tensors_of(body: bytearray, most_elements: int) -> dict[str, torch.Tensor]:
     if not 2 <= length <= min(_HEADER_BYTES, len(body) - 8):
         raise wrong("the body is no safetensors file: its header does not fit it")
     try:
-        header = canonical.loads(
+        header = canonical_json.loads(
             bytes(body[8 : 8 + length]), what="the header", limit_bytes=_HEADER_BYTES, depth=4
         )
     except DamagedError as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.disk.dtypes import by_name, torch_dtype
+from torchrelay.checkpoint.format.dtypes import by_name, torch_dtype
 from torchrelay.errors import FormatError, UsageError
 from torchrelay.jobs.runtime import Signature, TensorSpec
 from torchrelay.runners.serving.refusal import FaultyAnswerError

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.reading.lookup import nearest
+from torchrelay.checkpoint.format.names import nearest
 from torchrelay.checkpoint.reading.patterns import pattern_list
 from torchrelay.errors import UsageError
 from torchrelay.jobs.stop import free_name

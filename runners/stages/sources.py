@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.disk.manifest import OF_POSITION
+from torchrelay.checkpoint.format.manifest.schema import OF_POSITION
 from torchrelay.checkpoint.reader import Checkpoint, open_checkpoint
 from torchrelay.checkpoint.reading.patterns import choose
 from torchrelay.checkpoint.reading.stages import records_in

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from torchrelay.checkpoint.disk.manifest import Manifest
+from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.reading.stages import LINEAGE, UPSTREAM
 from torchrelay.jobs.session import Peers, decide, together
 from torchrelay.metadata.run_directory import RunDirectory

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from torchrelay.checkpoint.format.names import nearest
 from torchrelay.checkpoint.reader import Checkpoint
 from torchrelay.checkpoint.reading.load_result import LoadResult
-from torchrelay.checkpoint.reading.lookup import nearest
 from torchrelay.checkpoint.reading.patterns import Below, pattern_list
 from torchrelay.checkpoint.reading.stages import UPSTREAM
 from torchrelay.checkpoint.state.container_leaves import container_tensors

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from torchrelay.checkpoint.disk.manifest_glance import glance
+from torchrelay.checkpoint.format.manifest.summary import glance
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.metadata.run_directory import RunDirectory

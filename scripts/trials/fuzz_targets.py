@@ -12,8 +12,9 @@ from pathlib import Path
 
 import fuzz_mutation as mutation
 
-from torchrelay.checkpoint.disk import manifest_disk, shard_header
-from torchrelay.checkpoint.disk.sealed import seal, unseal
+from torchrelay.checkpoint.format.canonical_json import seal, unseal
+from torchrelay.checkpoint.format.manifest import codec
+from torchrelay.checkpoint.format.shard import header
 from torchrelay.checkpoint.log import record
 from torchrelay.jobs.config.config import read_config
 from torchrelay.jobs.config.yaml_reader import read_findings
@@ -106,8 +107,8 @@ def _manifest() -> Target:
     seeds = [path.read_bytes() for path in sorted(GOLDEN.glob("manifest_*v1.json"))]
 
     def read(data: bytes) -> None:
-        written = manifest_disk.encode(manifest_disk.decode(data))
-        if manifest_disk.encode(manifest_disk.decode(written)) != written:
+        written = codec.encode(codec.decode(data))
+        if codec.encode(codec.decode(written)) != written:
             raise UnlikeError("a manifest that was accepted")
 
     return Target("manifest", seeds, read, _either)
@@ -123,8 +124,8 @@ def _header() -> Target:
     head = whole[: 8 + int.from_bytes(whole[:8], "little")]
 
     def read(data: bytes) -> None:
-        length = shard_header.header_length(data[:8], size, what="shard")
-        shard_header.parse(data[:length].ljust(length, b" "), size, what="shard")
+        length = header.header_length(data[:8], size, what="shard")
+        header.parse(data[:length].ljust(length, b" "), size, what="shard")
 
     def mutate(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
         if rng.random() < 0.2:

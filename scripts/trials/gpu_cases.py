@@ -26,7 +26,7 @@ from torch import nn
 
 import torchrelay
 from torchrelay import Context, EpochLoader, Job, JobRunner, max_epochs
-from torchrelay.checkpoint.disk.dtypes import stored_bytes
+from torchrelay.checkpoint.format.dtypes import stored_bytes
 
 EPOCHS, STEPS, BATCH = 4, 5, 16
 FIRST, SECOND = 8, 12

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from meshes import Saved, load, local_part, random_mesh, random_shape, target
 
-from torchrelay.checkpoint.disk.mesh import Mesh
+from torchrelay.checkpoint.format.mesh import Mesh
 
 PAIRS = 10
 """Pairs of one save: as many leaves, each read by another mesh."""

@@ -16,18 +16,17 @@ import torch
 
 from torchrelay.checkpoint import save
 from torchrelay.checkpoint.boundary import NodeState
-from torchrelay.checkpoint.disk.boxes import Placement, Replicated, Sharded, local_intervals
-from torchrelay.checkpoint.disk.dtypes import memory_of
-from torchrelay.checkpoint.disk.manifest import Manifest, ShardRow
-from torchrelay.checkpoint.disk.mesh import Mesh
-from torchrelay.checkpoint.disk.shard import ShardIdentity
-from torchrelay.checkpoint.disk.shard_writer import write_shard
-from torchrelay.checkpoint.disk.windows import Target, local_target
-from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.format.dtypes import memory_of
+from torchrelay.checkpoint.format.layouts import Target, local_target
+from torchrelay.checkpoint.format.manifest.position import Facts, Position
+from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow
+from torchrelay.checkpoint.format.mesh import Mesh
+from torchrelay.checkpoint.format.mesh_geometry import Placement, Replicated, Sharded, local_intervals
+from torchrelay.checkpoint.format.shard.layout import ShardIdentity
+from torchrelay.checkpoint.format.shard.writer import write_shard
 from torchrelay.checkpoint.planning.assignments import NodeClass
 from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_of
 from torchrelay.checkpoint.planning.plan import plan_classes
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.reading.leaf_reader import LeafReader
 from torchrelay.checkpoint.reading.read_plan import LeafRead
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, spec_of

@@ -24,7 +24,7 @@ def bugs() -> Iterator[Bug]:
 
 
 def _durability() -> Iterator[Bug]:
-    storage, writer = "checkpoint/storage/local.py", "checkpoint/disk/shard_writer.py"
+    storage, writer = "checkpoint/storage/local.py", "checkpoint/format/shard/writer.py"
     yield Bug(
         "a shard is not synced",
         writer,
@@ -137,8 +137,8 @@ def _the_log() -> Iterator[Bug]:
     )
     yield Bug(
         "a record's digest is not looked at",
-        "checkpoint/disk/sealed.py",
-        "    if canonical.sha256(body) != tail[1].decode():",
+        "checkpoint/format/canonical_json.py",
+        "    if sha256(body) != tail[1].decode():",
         "    if False:",
         ["tests/checkpoint/test_log_damage.py", "tests/checkpoint/test_log_record.py"],
     )
@@ -248,35 +248,35 @@ def _retention() -> Iterator[Bug]:
 def _verification() -> Iterator[Bug]:
     yield Bug(
         "a manifest's SHA-256 is not compared",
-        "checkpoint/disk/manifest_disk.py",
-        "    if canonical.sha256(data) != entry.manifest_sha256:\n",
+        "checkpoint/format/manifest/codec.py",
+        "    if canonical_json.sha256(data) != entry.manifest_sha256:\n",
         "    if False:\n",
         ["tests/checkpoint/test_sharded_damage.py"],
     )
     yield Bug(
         "blocks are read without being verified",
-        "checkpoint/disk/shard_reader.py",
+        "checkpoint/format/shard/reader.py",
         "        if damaged is not None:\n            offset = entry.start",
         "        if damaged is not None and not key:\n            offset = entry.start",
         ["tests/checkpoint/test_shard_damage.py"],
     )
     yield Bug(
         "of blocks that are verified together only the first one counts",
-        "checkpoint/disk/digest.py",
+        "checkpoint/format/dtypes.py",
         "    if found == digests:\n",
         "    if found[:SIZE] == digests[:SIZE]:\n",
         ["tests/checkpoint/test_passing.py"],
     )
     yield Bug(
         "blocks that pass through memory are not verified",
-        "checkpoint/disk/shard_reader.py",
+        "checkpoint/format/shard/reader.py",
         "        read = self._read_blocks if options.verify else self._read_exactly\n",
         "        read = self._read_exactly\n",
         ["tests/checkpoint/test_passing.py"],
     )
     yield Bug(
         "a header's SHA-256 is not compared",
-        "checkpoint/disk/shard_reader.py",
+        "checkpoint/format/shard/reader.py",
         "    if sha256(header) != expect.header_sha256:\n",
         "    if False:\n",
         ["tests/checkpoint/test_shard_damage.py", "tests/checkpoint/test_proof.py"],
@@ -290,7 +290,7 @@ def _verification() -> Iterator[Bug]:
     )
     yield Bug(
         "the last of two equal JSON keys wins",
-        "checkpoint/disk/canonical.py",
+        "checkpoint/format/canonical_json.py",
         "    if len(found) != len(pairs):\n",
         "    if False:\n",
         ["tests/checkpoint/test_canonical.py"],
@@ -342,7 +342,7 @@ def _behind() -> Iterator[Bug]:
     )
     yield Bug(
         "what is written is not what is hashed",
-        "checkpoint/disk/filling.py",
+        "checkpoint/format/shard/writer.py",
         "                        self.digests.hash(piece, room[at:end])\n",
         "                        self.digests.hash(piece, piece.extent.data[piece.start : piece.stop])\n",
         ["tests/checkpoint/test_direct_writes.py"],
@@ -366,7 +366,7 @@ def _together() -> Iterator[Bug]:
     )
     yield Bug(
         "replicas that leaves of one form choose are believed to be the same",
-        "checkpoint/disk/mesh.py",
+        "checkpoint/format/mesh.py",
         "            owners = [owner(name, self.replicas) for name in names]\n",
         "            owners = [0 for name in names]\n",
         ["tests/checkpoint/test_writers.py"],

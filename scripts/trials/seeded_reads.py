@@ -11,21 +11,21 @@ def reading() -> Iterator[Bug]:
     """All of them."""
     yield Bug(
         "what the next span needs of the last block is not kept",
-        "checkpoint/disk/passing.py",
+        "checkpoint/format/shard/batched_reads.py",
         "                memory[: len(kept)] = kept\n",
         "",
         ["tests/checkpoint/test_passing.py"],
     )
     yield Bug(
         "a file stays open for a second look",
-        "checkpoint/disk/kept_open.py",
+        "checkpoint/format/shard/read_plan.py",
         "        if kind is not None:\n            self.close()\n",
         "        pass\n",
         ["tests/checkpoint/test_portions.py"],
     )
     yield Bug(
         "parts that were near one box are believed to be near any",
-        "checkpoint/disk/mesh.py",
+        "checkpoint/format/mesh.py",
         "form = (*self.alike(name, shape, item_bytes), tuple(wanted))",
         "form = (*self.alike(name, shape, item_bytes), ())",
         ["tests/checkpoint/test_passing.py"],
@@ -46,28 +46,28 @@ def reading() -> Iterator[Bug]:
     )
     yield Bug(
         "an entry of a header that was vouched for is taken for a whole leaf",
-        "checkpoint/disk/stored_entries.py",
+        "checkpoint/format/shard/entries.py",
         "            if self._look and key in self._odd:\n",
         "            if False:\n",
         ["tests/checkpoint/test_vouched_headers.py"],
     )
     yield Bug(
         "a piece is taken for one like it whatever is said of it",
-        "checkpoint/disk/shard_header.py",
+        "checkpoint/format/shard/header.py",
         'text.partition("@")[2], repr(piece))\n',
         'text.partition("@")[2])\n',
         ["tests/checkpoint/test_header_columns.py"],
     )
     yield Bug(
         "rows of a list of leaves are taken unseen",
-        "checkpoint/disk/listed_leaves.py",
+        "checkpoint/format/shard/fast_header.py",
         " and first == blobs[0] and opened == expected else None\n",
         " else None\n",
         ["tests/checkpoint/test_listed_leaves.py"],
     )
     yield Bug(
         "what stands before the names of a header is taken unseen",
-        "checkpoint/disk/quick_header.py",
+        "checkpoint/format/shard/fast_header.py",
         "        if len(joined) + sum(map(len, prefixes)) != sum(map(len, heads)) or ",
         "        if ",
         ["tests/checkpoint/test_header_columns.py"],

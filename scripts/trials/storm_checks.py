@@ -10,8 +10,8 @@ from fingerprint import state_sha256
 from storm_job import MARKS, STEPS
 
 import torchrelay
+from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.reader import Checkpoint
 from torchrelay.checkpoint.reading.proof import prove

@@ -19,12 +19,11 @@ from torchrelay import (
     open_checkpoint,
     save_blobs,
 )
-from torchrelay.checkpoint.disk.digest import BLOCK, SIZE
-from torchrelay.checkpoint.disk.names import Whole
-from torchrelay.checkpoint.disk.shard import ShardIdentity
-from torchrelay.checkpoint.disk.shard_parts import ShardLimits, cut
-from torchrelay.checkpoint.disk.shard_reader import read_header
-from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE
+from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.names import Whole
+from torchrelay.checkpoint.format.shard.layout import ShardIdentity, ShardLimits, cut
+from torchrelay.checkpoint.format.shard.reader import read_header
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import UsageError
 

@@ -22,8 +22,8 @@ from bad_input import Trial, newest_try, noted, records, shard
 from torchrun import clean_environment
 
 from torchrelay import open_checkpoint
-from torchrelay.checkpoint.disk import canonical, sealed
-from torchrelay.checkpoint.disk.runs import pack_numbers
+from torchrelay.checkpoint.format import canonical_json
+from torchrelay.checkpoint.format.utils import pack_numbers
 from torchrelay.errors import DamagedError, NoProvableEpochError, RelayError, StorageError
 from torchrelay.metadata.run_directory import RunDirectory
 
@@ -83,9 +83,9 @@ def _point_to(record: dict[str, Any], data: bytes) -> None:
 def forge_record(run: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """Change the newest record and seal it again, as somebody who knows the format would."""
     path = records(run)[-1]
-    record = sealed.unseal("record", path.read_bytes(), "record")
+    record = canonical_json.unseal("record", path.read_bytes(), "record")
     change(record)
-    path.write_bytes(sealed.seal("record", record))
+    path.write_bytes(canonical_json.seal("record", record))
 
 
 def forge_header(run: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -326,7 +326,7 @@ def test_a_hint_of_a_terabyte(run: Path) -> None:
 )
 def test_json_that_two_readers_read_differently(text: bytes) -> None:
     """Canonical JSON refuses it, whoever asks."""
-    hurt(lambda: canonical.loads(text, what="it"), DamagedError)
+    hurt(lambda: canonical_json.loads(text, what="it"), DamagedError)
 
 
 # Execution

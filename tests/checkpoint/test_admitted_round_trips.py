@@ -192,7 +192,7 @@ def exactly(value):
 @pytest.fixture(autouse=True)
 def small_limit():
     """Arrays and lists of more than 64 bytes are large."""
-    with mock.patch("torchrelay.checkpoint.disk.values.ARRAY_LIMIT", 64):
+    with mock.patch("torchrelay.checkpoint.format.values.ARRAY_LIMIT", 64):
         yield
 
 

@@ -17,9 +17,9 @@ from torchrelay import load_blobs, load_into, save_blobs
 from torchrelay.checkpoint.blob_file import open_blob_file
 from torchrelay.checkpoint.blob_file_content import content_of
 from torchrelay.checkpoint.blob_file_writing import write_blob_file
-from torchrelay.checkpoint.disk import extents
-from torchrelay.checkpoint.disk.digest import BLOCK
-from torchrelay.checkpoint.disk.shard_entries import form_of
+from torchrelay.checkpoint.format.dtypes import BLOCK
+from torchrelay.checkpoint.format.shard import extents
+from torchrelay.checkpoint.format.shard.entries import form_of
 from torchrelay.checkpoint.state import flatten
 from torchrelay.errors import DamagedError
 

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrelay.checkpoint.disk import boxes
-from torchrelay.checkpoint.disk.boxes import Replicated, Sharded
+from torchrelay.checkpoint.format import mesh_geometry
+from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -55,19 +55,19 @@ def test_boxes_are_what_torch_chunks_give(layout):
         expected = local_by_torch(whole, mesh, coordinate, placements)
         local = whole
         for dim, size in enumerate(shape):
-            intervals = boxes.local_intervals(size, dim, mesh, coordinate, placements)
+            intervals = mesh_geometry.local_intervals(size, dim, mesh, coordinate, placements)
             local = local[
                 (slice(None),) * dim + (torch.tensor([i for r in intervals for i in range(*r)]).long(),)
             ]
         assert torch.equal(local, expected)
         held = [
             whole[tuple(slice(*i) for i in box)]
-            for box in boxes.local_boxes(shape, mesh, coordinate, placements)
+            for box in mesh_geometry.local_boxes(shape, mesh, coordinate, placements)
         ]
         assert sorted(i for part in held for i in part.flatten().tolist()) == sorted(
             expected.flatten().tolist()
         )
-        assert tuple(expected.shape) == boxes.local_shape(shape, mesh, coordinate, placements)
+        assert tuple(expected.shape) == mesh_geometry.local_shape(shape, mesh, coordinate, placements)
 
 
 @settings(max_examples=100, deadline=None)
@@ -76,12 +76,14 @@ def test_the_places_that_split_a_tensor_cover_it_exactly_once(layout):
     """One copy of each replica set is a proved cover; leaving one box out or giving one twice is not."""
     shape, mesh, placements = layout
     split = [range(n) if isinstance(p, Sharded) else range(1) for n, p in zip(mesh, placements, strict=True)]
-    found = [b for c in itertools.product(*split) for b in boxes.local_boxes(shape, mesh, c, placements)]
-    found = [box for box in found if boxes.volume(box)]
-    assert boxes.uncovered(shape, found) is None
+    found = [
+        b for c in itertools.product(*split) for b in mesh_geometry.local_boxes(shape, mesh, c, placements)
+    ]
+    found = [box for box in found if mesh_geometry.volume(box)]
+    assert mesh_geometry.uncovered(shape, found) is None
     for index in range(len(found)):
-        assert "nothing covers" in boxes.uncovered(shape, found[:index] + found[index + 1 :])
-        assert "2 boxes cover" in boxes.uncovered(shape, [*found, found[index]])
+        assert "nothing covers" in mesh_geometry.uncovered(shape, found[:index] + found[index + 1 :])
+        assert "2 boxes cover" in mesh_geometry.uncovered(shape, [*found, found[index]])
 
 
 @settings(max_examples=200, deadline=None)
@@ -92,11 +94,11 @@ def test_runs_are_the_elements_of_a_box(data):
     outer = tuple((start, start + extent) for start, extent in outer)
     inner = tuple(sorted(data.draw(st.tuples(st.integers(a, b), st.integers(a, b)))) for a, b in outer)
     inner = tuple((a, b) for a, b in inner)
-    space = torch.arange(boxes.volume(outer)).reshape([b - a for a, b in outer])
+    space = torch.arange(mesh_geometry.volume(outer)).reshape([b - a for a, b in outer])
     local = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(inner, outer, strict=True))
-    found = list(boxes.runs(outer, inner))
+    found = list(mesh_geometry.runs(outer, inner))
     assert [i for run in found for i in range(*run)] == space[local].flatten().tolist()
-    assert boxes.volume(inner) == 0 or len(found) <= boxes.volume(inner)
+    assert mesh_geometry.volume(inner) == 0 or len(found) <= mesh_geometry.volume(inner)
     if inner == outer:
         assert len(found) == 1
 
@@ -124,7 +126,7 @@ def test_the_test_vectors_are_frozen(monkeypatch):
 )
 def test_ranges_cover_exactly_once_or_the_place_is_named(total, ranges, problem):
     """Holes, overlaps and what lies outside are named."""
-    found = boxes.uncovered((total,), [(interval,) for interval in ranges])
+    found = mesh_geometry.uncovered((total,), [(interval,) for interval in ranges])
     if problem is None:
         assert found is None
     else:
@@ -133,15 +135,15 @@ def test_ranges_cover_exactly_once_or_the_place_is_named(total, ranges, problem)
 
 def test_zero_dimensional_tensors_need_exactly_one_box():
     """The box of a 0-d tensor has no interval and one element."""
-    assert boxes.uncovered((), [()]) is None
-    assert boxes.uncovered((), []) is not None
-    assert boxes.uncovered((), [(), ()]) is not None
-    assert boxes.uncovered((0, 3), []) is None
-    assert list(boxes.runs((), ())) == [(0, 1)]
+    assert mesh_geometry.uncovered((), [()]) is None
+    assert mesh_geometry.uncovered((), []) is not None
+    assert mesh_geometry.uncovered((), [(), ()]) is not None
+    assert mesh_geometry.uncovered((0, 3), []) is None
+    assert list(mesh_geometry.runs((), ())) == [(0, 1)]
 
 
 def test_many_boxes_are_proved_quickly():
     """Thirty thousand boxes of a mesh are proved without comparing each with each."""
     grid = [((i, i + 1), (j, j + 1)) for i in range(150) for j in range(200)]
-    assert boxes.uncovered((150, 200), grid) is None
-    assert boxes.uncovered((150, 200), grid[:-1]) == "nothing covers [149:150,199:200]"
+    assert mesh_geometry.uncovered((150, 200), grid) is None
+    assert mesh_geometry.uncovered((150, 200), grid[:-1]) == "nothing covers [149:150,199:200]"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrelay.checkpoint.disk import canonical
+from torchrelay.checkpoint.format import canonical_json
 from torchrelay.errors import DamagedError, UsageError
 
 JSON = st.recursive(
@@ -29,10 +29,10 @@ JSON = st.recursive(
 @given(JSON)
 def test_canonical_json_comes_back_and_is_written_the_same_again(value):
     """What was written is read as the same value, and the value has only one text."""
-    data = canonical.dumps(value)
-    found = canonical.loads(data, what="x")
+    data = canonical_json.dumps(value)
+    found = canonical_json.loads(data, what="x")
     assert repr(found) == repr(value) or found == value
-    assert canonical.dumps(found) == data
+    assert canonical_json.dumps(found) == data
 
 
 @pytest.mark.parametrize(
@@ -58,16 +58,16 @@ def test_canonical_json_comes_back_and_is_written_the_same_again(value):
 def test_what_canonical_json_cannot_hold_is_damage_that_names_the_file(text):
     """Duplicate keys, huge numbers, constants, deep nesting and no JSON are refused by name."""
     with pytest.raises(DamagedError, match=r"log/7\.json"):
-        canonical.loads(text, what="log/7.json")
+        canonical_json.loads(text, what="log/7.json")
 
 
 def test_size_and_depth_are_bounded_as_asked():
     """The limits are the caller's."""
-    assert canonical.loads(b"[[1]]", what="x", depth=2) == [[1]]
+    assert canonical_json.loads(b"[[1]]", what="x", depth=2) == [[1]]
     with pytest.raises(DamagedError, match="deeper than 1"):
-        canonical.loads(b"[[1]]", what="x", depth=1)
+        canonical_json.loads(b"[[1]]", what="x", depth=1)
     with pytest.raises(DamagedError, match="limit of 2"):
-        canonical.loads(b"[1]", what="x", limit_bytes=2)
+        canonical_json.loads(b"[1]", what="x", limit_bytes=2)
 
 
 @pytest.mark.parametrize(
@@ -76,11 +76,11 @@ def test_size_and_depth_are_bounded_as_asked():
 def test_what_could_not_be_read_back_is_never_written(value):
     """Writing refuses what reading would refuse."""
     with pytest.raises(UsageError):
-        canonical.dumps(value)
+        canonical_json.dumps(value)
     cycle: list = []
     cycle.append(cycle)
     with pytest.raises(UsageError):
-        canonical.dumps(cycle)
+        canonical_json.dumps(cycle)
 
 
 @settings(max_examples=20, deadline=None)
@@ -92,4 +92,4 @@ def test_long_content_is_written_as_short_content_is(depth: int, factor: int) ->
     for _ in range(depth):
         value = [value, {"one": (value, True)}]
     plain = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    assert canonical.dumps(value) == plain.encode()
+    assert canonical_json.dumps(value) == plain.encode()

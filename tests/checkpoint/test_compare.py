@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 from epochs import buffer, moment, parameter, tensor, value
 
-from torchrelay.checkpoint.disk import canonical
+from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.planning import compare
 from torchrelay.checkpoint.planning.compare import (
     Lone,
@@ -139,7 +139,7 @@ class Meeting:
             self.barrier.wait(60)
             found = list(self.posted)
             if rank == 0:
-                self.topics.append((topic, len(canonical.dumps(found))))
+                self.topics.append((topic, len(canonical_json.dumps(found))))
             self.barrier.wait(60)
             return found
 

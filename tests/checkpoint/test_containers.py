@@ -26,7 +26,7 @@ from torchrelay import (
     open_checkpoint,
     save_blobs,
 )
-from torchrelay.checkpoint.disk.values import decode, encode
+from torchrelay.checkpoint.format.values import decode, encode
 from torchrelay.errors import BlobError, DamagedError, FormatError, SaveFailedError, UsageError
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"

@@ -16,7 +16,7 @@ from keeps import Keeps
 
 from torchrelay import Job, JobRunner, LocalSession, max_epochs, open_checkpoint
 from torchrelay.checkpoint import structure
-from torchrelay.checkpoint.disk.manifest import Manifest
+from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.state import container_restore, leaf, reads
 from torchrelay.errors import DamagedError
 

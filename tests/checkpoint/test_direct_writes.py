@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 from torchrelay import Job, JobRunner, max_epochs
-from torchrelay.checkpoint.disk import bounce, extents
-from torchrelay.checkpoint.disk.digest import BLOCK, block_digests
-from torchrelay.checkpoint.disk.names import Whole
-from torchrelay.checkpoint.disk.seconds import Seconds
-from torchrelay.checkpoint.disk.shard import ShardIdentity
-from torchrelay.checkpoint.disk.shard_reader import read_header
-from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.format.dtypes import BLOCK, block_digests
+from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.names import Whole
+from torchrelay.checkpoint.format.shard import extents, writer
+from torchrelay.checkpoint.format.shard.layout import ShardIdentity
+from torchrelay.checkpoint.format.shard.reader import read_header
+from torchrelay.checkpoint.format.utils import Seconds
 from torchrelay.checkpoint.storage import local, local_io
 from torchrelay.checkpoint.storage import threads as workers
 from torchrelay.checkpoint.storage.local import LocalStorage, LocalWriteHandle
@@ -123,7 +123,12 @@ def failing(number):
 
 
 EDGES = [0, 1, 511, 512, 513, 4095, 4096, 4097, BLOCK - 1, BLOCK, BLOCK + 1]
-LARGE = [bounce.SIZE - 1, bounce.SIZE, bounce.SIZE + 1, 2 * bounce.SIZE + BLOCK + 64]
+LARGE = [
+    writer.BOUNCE_SIZE - 1,
+    writer.BOUNCE_SIZE,
+    writer.BOUNCE_SIZE + 1,
+    2 * writer.BOUNCE_SIZE + BLOCK + 64,
+]
 
 
 @pytest.mark.parametrize("size", EDGES + LARGE)
@@ -176,7 +181,7 @@ def test_large_files_are_written_directly_by_several_threads(tmp_path, direct_wr
     calls = Pwrite(monkeypatch, EVERY, meet)
     _, report = written(tmp_path, of_sizes([9 * BLOCK, 9 * BLOCK, 9 * BLOCK + 1]), writers=3)
     assert report.bytes % ALIGNMENT
-    assert calls.direct == -(-(27 * BLOCK) // bounce.SIZE)
+    assert calls.direct == -(-(27 * BLOCK) // writer.BOUNCE_SIZE)
     assert calls.cached == 2
     assert len(seen) == 3
 
@@ -202,7 +207,7 @@ def test_a_file_system_that_changes_its_mind_is_written_through_the_cache(
     assert calls.fired == 1 and calls.direct <= at + 2
 
 
-@pytest.mark.parametrize("taken", [0, 1, 512, 4096, BLOCK + 512, bounce.SIZE - 1])
+@pytest.mark.parametrize("taken", [0, 1, 512, 4096, BLOCK + 512, writer.BOUNCE_SIZE - 1])
 def test_a_short_direct_write_is_continued(tmp_path, direct_writes, monkeypatch, taken):
     """Whatever part of a write was taken, the rest follows, by the cache where it is not aligned."""
     entries = of_sizes([20 * BLOCK + 77])
@@ -254,8 +259,8 @@ def test_a_file_system_without_reservation_gets_files_of_the_right_length(tmp_pa
 
 def test_saves_in_several_threads_do_not_share_buffers(tmp_path, monkeypatch):
     """Six saves at once with buffers for two writers: each waits for its turn and writes its own bytes."""
-    small = bounce.Pool(limit=2)
-    monkeypatch.setattr(bounce, "pool", lambda: small)
+    small = writer.Pool(limit=2)
+    monkeypatch.setattr(writer, "pool", lambda: small)
     entries = [of_sizes([17 * BLOCK + 13 * index]) for index in range(6)]
     results = [None] * 6
 
@@ -277,11 +282,11 @@ def test_saves_in_several_threads_do_not_share_buffers(tmp_path, monkeypatch):
 def test_buffers_that_setup_has_touched_are_not_made_again(tmp_path, monkeypatch, held):
     """A job of large tensors has its buffers before its first save; one of small tensors takes no memory."""
     made = []
-    mapped = bounce._mapped
-    monkeypatch.setattr(bounce, "_mapped", lambda nbytes: made.append(nbytes) or mapped(nbytes))
+    mapped = writer._mapped
+    monkeypatch.setattr(writer, "_mapped", lambda nbytes: made.append(nbytes) or mapped(nbytes))
     for nbytes, expected in ((BLOCK, 0), (17 * BLOCK, workers.WRITERS)):
-        fresh = bounce.Pool()
-        monkeypatch.setattr(bounce, "pool", lambda fresh=fresh: fresh)
+        fresh = writer.Pool()
+        monkeypatch.setattr(writer, "pool", lambda fresh=fresh: fresh)
         job = Job("large", blobs={"w": held(torch.zeros(nbytes, dtype=torch.uint8))})
 
         @job.epoch
@@ -309,15 +314,15 @@ def test_a_run_with_what_cannot_be_stored_is_refused_by_name(tmp_path, inside):
 
 def test_a_child_process_begins_with_buffers_of_its_own():
     """What a forked process writes into its buffers does not reach those of its parent."""
-    with bounce.pool().buffer() as room:
+    with writer.pool().buffer() as room:
         room[:4] = b"mine"
     child = os.fork()
     if child == 0:
-        with bounce.pool().buffer() as room:
+        with writer.pool().buffer() as room:
             room[:4] = b"thei"
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    with bounce.pool().buffer() as room:
+    with writer.pool().buffer() as room:
         assert bytes(room[:4]) == b"mine"
 
 
@@ -375,7 +380,7 @@ def test_what_is_written_to_meanwhile_is_proved_all_the_same(tmp_path, monkeypat
                 source[:] = bytes([len(writes)]) * len(source)
         write_at(self, offset, data)
 
-    copy = bounce.copy
+    copy = writer.copy
 
     def copied(room, at, data):
         """The moment between copying and hashing: the copy must be what counts."""
@@ -386,7 +391,7 @@ def test_what_is_written_to_meanwhile_is_proved_all_the_same(tmp_path, monkeypat
                 source[-1] = source[-1] ^ 1
         return count
 
-    monkeypatch.setattr(bounce, "copy", copied)
+    monkeypatch.setattr(writer, "copy", copied)
     monkeypatch.setattr(LocalWriteHandle, "write_at", disturbing)
     entries = [raw(f"t{index}", source) for index, source in enumerate(sources)]
     (report,) = write_shard(LocalStorage(tmp_path), "", IDENTITY, entries, writers=3)
@@ -504,9 +509,9 @@ def test_a_handle_that_knows_nothing_of_it_gets_every_byte_by_write_at(tmp_path)
 
 def test_a_process_without_memory_for_buffers_says_so(tmp_path, direct_writes, monkeypatch):
     """What the system refuses is an error of the save, and no file is left."""
-    monkeypatch.setattr(bounce.mmap, "mmap", failing(errno.ENOMEM))
-    empty = bounce.Pool()
-    monkeypatch.setattr(bounce, "pool", lambda: empty)
+    monkeypatch.setattr(writer.mmap, "mmap", failing(errno.ENOMEM))
+    empty = writer.Pool()
+    monkeypatch.setattr(writer, "pool", lambda: empty)
     with pytest.raises(StorageError, match="no memory for a buffer"):
         write_shard(LocalStorage(tmp_path), "", IDENTITY, of_sizes([24 * BLOCK]), writers=2)
     assert list(tmp_path.iterdir()) == []

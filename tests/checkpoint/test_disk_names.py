@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrelay.checkpoint.disk.names import (
+from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.names import (
     Box,
     Flat,
     ShardName,
@@ -20,7 +21,6 @@ from torchrelay.checkpoint.disk.names import (
     parse_shard_file_name,
     shard_file_name,
 )
-from torchrelay.checkpoint.position import Position
 from torchrelay.errors import BlobError, DamagedError, UsageError
 
 GOLDEN = Path(__file__).parents[1] / "golden"

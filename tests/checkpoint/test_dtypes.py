@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from torchrelay.checkpoint.disk import dtypes
+from torchrelay.checkpoint.format import dtypes
 from torchrelay.errors import BlobError, FormatError
 
 TORCH_DTYPES = sorted(

@@ -10,9 +10,9 @@ import torch
 
 from torchrelay import load_into, save_blobs
 from torchrelay.checkpoint.blob_file import open_blob_file
-from torchrelay.checkpoint.disk import ahead
-from torchrelay.checkpoint.disk.ahead import fetched_ahead, worth_fetching
-from torchrelay.checkpoint.disk.digest import BLOCK
+from torchrelay.checkpoint.format.dtypes import BLOCK
+from torchrelay.checkpoint.format.shard import batched_reads
+from torchrelay.checkpoint.format.shard.batched_reads import fetched_ahead, worth_fetching
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.local_io import LocalReadHandle
 
@@ -41,7 +41,7 @@ def asked(monkeypatch):
         return advise(descriptor, offset, nbytes, advice)
 
     monkeypatch.setattr(os, "posix_fadvise", note)
-    monkeypatch.setattr(ahead, "WORTH_IT", COUNT)
+    monkeypatch.setattr(batched_reads, "WORTH_IT", COUNT)
     monkeypatch.setattr(LocalReadHandle, "_is_cached", lambda *args: False)
     return found
 
@@ -62,7 +62,9 @@ def test_what_will_be_read_is_asked_for_once_and_in_order(file, asked):
         for thread in fetching():
             thread.join(WAIT_SECS)
     start, stop = header.content.data_start, header.content.file_bytes
-    assert asked == [range(at, min(at + ahead.STEP, stop)) for at in range(start, stop, ahead.STEP)]
+    assert asked == [
+        range(at, min(at + batched_reads.STEP, stop)) for at in range(start, stop, batched_reads.STEP)
+    ]
     assert len(asked) > 1
     assert not fetching()
 
@@ -78,14 +80,14 @@ def test_a_load_is_right_with_the_hint(file, asked, atomic):
 
 def test_few_entries_and_far_ones_are_not_fetched(file, monkeypatch):
     """Neither is worth it: little to look at, or more between the wanted ones than is wanted."""
-    monkeypatch.setattr(ahead, "WORTH_IT", 4)
+    monkeypatch.setattr(batched_reads, "WORTH_IT", 4)
     entries = open_blob_file(file[0]).header.entries
     stored, starts, stops = entries.stored, entries.stored.columns.starts, entries.stored.columns.stops
     assert worth_fetching(stored, [3, 1, 2]) == range(0)
     assert worth_fetching(stored, [0, 1, 2, COUNT - 1]) == range(0)
     at = stored.data_start
     assert worth_fetching(stored, [5, 2, 4, 3]) == range(at + starts[2], at + stops[5])
-    monkeypatch.setattr(ahead, "AT_MOST", 1000)
+    monkeypatch.setattr(batched_reads, "AT_MOST", 1000)
     assert worth_fetching(stored, range(COUNT)) == range(at, at + 1000)
 
 

@@ -23,8 +23,8 @@ from torchrelay import (
     max_epochs,
     open_checkpoint,
 )
-from torchrelay.checkpoint.disk import manifest_disk
-from torchrelay.checkpoint.disk.dtypes import memory_of
+from torchrelay.checkpoint.format.dtypes import memory_of
+from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.state import gradients
 from torchrelay.checkpoint.state.flatten import parameter_names
 from torchrelay.checkpoint.state.gradients import Gradients, gradient_leaves
@@ -267,7 +267,7 @@ def train(run: Path, epochs: int, window: int, *, accumulate: bool = False) -> n
 
 def features(run: Path, epoch: int) -> list[str]:
     checkpoint = open_checkpoint(run, epoch=epoch)
-    return manifest_disk._features(checkpoint.manifest)
+    return codec._features(checkpoint.manifest)
 
 
 def test_an_epoch_that_ends_in_a_window_says_so_and_shows_it_to_nobody_else(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from torchrelay.checkpoint.blob_file import open_blob_file
 from torchrelay.checkpoint.blob_files import save_blobs
-from torchrelay.checkpoint.disk import shard_header
-from torchrelay.checkpoint.disk.names import Box, Flat, Whole
-from torchrelay.checkpoint.disk.shard import Part, ShardIdentity, header_bytes
-from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.names import Box, Flat, Whole
+from torchrelay.checkpoint.format.shard import header as shard_header
+from torchrelay.checkpoint.format.shard.layout import Part, ShardIdentity, header_bytes
 from torchrelay.checkpoint.reading.load_result import blob_of, of_objects
 from torchrelay.errors import DamagedError, FormatError
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from torchrelay import load_into, open_checkpoint, save_blobs
 from torchrelay.checkpoint import load_into as from_files
-from torchrelay.checkpoint.disk import small_entries
-from torchrelay.checkpoint.disk.digest import BLOCK
-from torchrelay.checkpoint.disk.shard_entries import form_of
+from torchrelay.checkpoint.format.dtypes import BLOCK
+from torchrelay.checkpoint.format.shard import batched_reads
+from torchrelay.checkpoint.format.shard.entries import form_of
 from torchrelay.checkpoint.reading import loading as from_epochs
 from torchrelay.checkpoint.state.in_place import NOTHING, fitting
 from torchrelay.errors import BlobError, RelayError
@@ -190,9 +190,9 @@ def test_a_file_that_ends_early_names_the_entry(tmp_path):
 def test_what_is_usual_is_in_place_and_read_with_few_calls(tmp_path, monkeypatch):
     """The quick way is taken: without this, the comparisons above would compare nothing."""
     calls = []
-    read = small_entries.Batch.read
+    read = batched_reads.Batch.read
     monkeypatch.setattr(
-        small_entries.Batch,
+        batched_reads.Batch,
         "read",
         lambda self, *args, **options: [calls.append(self), read(self, *args, **options)],
     )

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchrelay import DcpReader, export_checkpoint, import_checkpoint, open_checkpoint
-from torchrelay.checkpoint.disk.dtypes import _NATIVE, _RAW
+from torchrelay.checkpoint.format.dtypes import _NATIVE, _RAW
 from torchrelay.errors import BlobError, DamagedError, FormatError, RelayError, StorageError, UsageError
 
 WIDE = torch.arange(2 * 600_000, dtype=torch.float32).reshape(2, 600_000)

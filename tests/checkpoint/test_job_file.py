@@ -9,16 +9,15 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from log_helpers import MemoryStorage, entry, run_of, take
 
-from torchrelay.checkpoint.disk.canonical import sha256
-from torchrelay.checkpoint.disk.sealed import seal, unseal
+from torchrelay.checkpoint.format.canonical_json import seal, sha256, unseal
+from torchrelay.checkpoint.format.log_state import Key
+from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.log import job_file
 from torchrelay.checkpoint.log.guest import append_as_guest, tag_draft
 from torchrelay.checkpoint.log.job_file import JobFile, open_job, read_job
-from torchrelay.checkpoint.log.live import Key
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.log.record import decode, encode, slot_path
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
 from torchrelay.errors import DamagedError, DirectoryInUseError, FormatError, UsageError

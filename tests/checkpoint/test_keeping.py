@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from log_helpers import entry, run_of, take
 
+from torchrelay.checkpoint.format.log_state import DAMAGED, Entry, Key, Mark, State
+from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.keeping import KEEP_ALL, Best, Keeping
-from torchrelay.checkpoint.log.live import DAMAGED, Entry, Key, Mark, State
 from torchrelay.checkpoint.log.retention import Scores, every_n_epochs, keep_best, keep_last
-from torchrelay.checkpoint.position import Position
 from torchrelay.errors import UsageError
 
 COUNTS = st.one_of(st.none(), st.integers(1, 5))

@@ -7,10 +7,10 @@ import random
 import pytest
 from meshes import random_mesh, random_shape
 
-from torchrelay.checkpoint.disk.layouts import Cut, PerNode, Replicated, Split
-from torchrelay.checkpoint.disk.manifest import LeafRow
-from torchrelay.checkpoint.disk.names import format_key
-from torchrelay.checkpoint.disk.parts import keys_held, parts_of
+from torchrelay.checkpoint.format.layouts import Cut, PerNode, Replicated, Split
+from torchrelay.checkpoint.format.manifest.keys import keys_held, parts_of
+from torchrelay.checkpoint.format.manifest.schema import LeafRow
+from torchrelay.checkpoint.format.names import format_key
 
 
 def row(name, shape, kind="tensor"):

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from leaf_store import load, save
 from torch import nn
 
-from torchrelay.checkpoint.disk.boxes import Sharded
-from torchrelay.checkpoint.disk.mesh import Mesh
+from torchrelay.checkpoint.format.mesh import Mesh
+from torchrelay.checkpoint.format.mesh_geometry import Sharded
 from torchrelay.checkpoint.state.flatten import leaves_of, parameter_names
 from torchrelay.checkpoint.state.leaf import Leaf, Role, spec_of
 from torchrelay.errors import BlobError

@@ -11,8 +11,8 @@ from epochs import Writing, buffer, parameter, places, tensor, value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrelay.checkpoint.disk.dtypes import memory_of
-from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.format.dtypes import memory_of
+from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.reading.leaf_reader import LeafReader
 from torchrelay.checkpoint.reading.read_plan import LeafRead
 from torchrelay.checkpoint.storage.open import CountingStorage

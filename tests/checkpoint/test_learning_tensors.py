@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from torchrelay import Job, JobRunner, max_epochs, open_checkpoint
-from torchrelay.checkpoint.disk.manifest import Manifest
+from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.errors import DamagedError
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"

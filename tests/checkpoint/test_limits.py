@@ -12,13 +12,13 @@ from bad_input import Trial
 from log_helpers import entry, run_of, take
 
 from torchrelay import open_checkpoint
-from torchrelay.checkpoint.disk import runs, sealed
-from torchrelay.checkpoint.disk.shard_parts import ShardLimits
-from torchrelay.checkpoint.disk.shard_writer import write_shard
+from torchrelay.checkpoint.format import canonical_json, utils
+from torchrelay.checkpoint.format.log_state import Key
+from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.shard.layout import ShardLimits
+from torchrelay.checkpoint.format.shard.writer import write_shard
 from torchrelay.checkpoint.log.guest import append_as_guest, pin_draft
-from torchrelay.checkpoint.log.live import Key
 from torchrelay.checkpoint.log.log_reader import open_log
-from torchrelay.checkpoint.position import Position
 from torchrelay.errors import BlobError, UsageError
 from torchrelay.runners.commands.command_line import main
 
@@ -79,7 +79,7 @@ def test_a_column_that_no_reader_unpacks_is_not_committed(
     """More leaves than a column may list fail the save by a remedy; what was committed before stays."""
     run = tmp_path / "run"
     assert Trial({"t": {f"k{i}": torch.zeros(1) for i in range(300)}}, epochs=1).train(run).committed == 1
-    monkeypatch.setattr(runs, "LIMIT", 310)
+    monkeypatch.setattr(utils, "LIMIT", 310)
     assert open_checkpoint(run).epoch == 1
     with pytest.raises(BlobError, match=r"more than the 310.*exclude="):
         Trial({"t": {f"k{i}": torch.zeros(1) for i in range(320)}}).train(tmp_path / "other")
@@ -90,7 +90,7 @@ def test_a_record_that_no_reader_takes_is_not_appended(monkeypatch: pytest.Monke
     """A record above the limit of its readers is refused before its slot is filled; the log stays."""
     storage = run_of(range(3))
     writer = take(storage)
-    monkeypatch.setattr(sealed, "LIMIT_BYTES", 1 + max(map(len, storage.files.values())))
+    monkeypatch.setattr(canonical_json, "LIMIT_BYTES", 1 + max(map(len, storage.files.values())))
     before = {path: data for path, data in storage.files.items() if path.startswith("log/0")}
     with pytest.raises(UsageError, match="more than"):
         writer.commit(entry(3))
@@ -101,7 +101,7 @@ def test_a_record_that_no_reader_takes_is_not_appended(monkeypatch: pytest.Monke
 def test_guests_leave_the_writer_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guests fill at most half a record, so that marks never keep a writer from committing."""
     storage = run_of(range(3))
-    monkeypatch.setattr(sealed, "LIMIT_BYTES", 16_000)
+    monkeypatch.setattr(canonical_json, "LIMIT_BYTES", 16_000)
     with pytest.raises(UsageError, match="unpin"):
         for number in range(200):
             append_as_guest(storage, pin_draft(f"{number}{'p' * 50}", Key(0, Position(1))))

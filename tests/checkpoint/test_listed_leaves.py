@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from torchrelay import load_blobs, load_into, save_blobs
 from torchrelay.checkpoint.blob_file import open_blob_file
-from torchrelay.checkpoint.disk import shard_header, text_windows
-from torchrelay.checkpoint.disk.text_windows import windows
+from torchrelay.checkpoint.format.shard import fast_header, header
+from torchrelay.checkpoint.format.shard.fast_header import windows
 from torchrelay.errors import DamagedError, RelayError
 
 NAMES = ["m.2", "m.10", "m.1", "other,x", "a b"]
@@ -53,7 +53,7 @@ def opened(path: Path) -> object:
 
 def opened_decoded(path: Path) -> object:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_header, "quick_header", lambda *args: None)
+        patch.setattr(header, "quick_header", lambda *args: None)
         return opened(path)
 
 
@@ -65,7 +65,7 @@ def test_a_plain_list_is_not_decoded(tmp_path, monkeypatch):
     """The quick way is taken where it can be: leaves in their own order, whatever the order of the file."""
     (tmp_path / "file").write_bytes(PLAIN)
     expected = opened_decoded(tmp_path / "file")
-    monkeypatch.setattr(shard_header, "_decoded", None)
+    monkeypatch.setattr(header, "_decoded", None)
     assert listed(tmp_path / "file")
     assert opened(tmp_path / "file") == expected
     assert list(load_blobs(tmp_path / "file")) == NAMES
@@ -156,7 +156,7 @@ def test_a_changed_list_is_understood_and_refused_as_the_decoded_one(data):
         cut = data.draw(st.sampled_from([0, 1, 1, 2, 5, 30]))
         text = text[:at] + data.draw(st.sampled_from([*CHANGES, *WORDS])) + text[at + cut :]
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_windows, "WINDOW", data.draw(st.sampled_from([1, 30, 100, 1 << 16])))
+        patch.setattr(fast_header, "WINDOW", data.draw(st.sampled_from([1, 30, 100, 1 << 16])))
         path = Path(folder) / "file"
         path.write_bytes(with_header(text))
         assert opened(path) == opened_decoded(path)
@@ -223,7 +223,7 @@ def test_windows_lose_nothing_but_separators(text, size, before, behind):
     """Put together again they are the text; each is short, unless there is no separator to cut at."""
     data, part = b"," * before + text.encode() + b"," * behind, range(before, before + len(text))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_windows, "WINDOW", size)
+        patch.setattr(fast_header, "WINDOW", size)
         found = list(windows(data, part, b","))
     assert ",".join(found) == text
     assert all(len(one) <= size or "," not in one for one in found[:-1])

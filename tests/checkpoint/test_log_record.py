@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from log_helpers import entry
 
-from torchrelay.checkpoint.disk.sealed import seal
-from torchrelay.checkpoint.log.live import Branch, Key, Mark, Retirement, State
+from torchrelay.checkpoint.format.canonical_json import seal
+from torchrelay.checkpoint.format.log_state import Branch, Key, Mark, Retirement, State
+from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.log.record import BaseRef, Record, decode, encode, record_json, slot_path
-from torchrelay.checkpoint.position import Position
 from torchrelay.errors import DamagedError, FormatError
 
 JOB = "0d4f8f3e-6a55-4f6e-9a43-1f2b8a7c9d10"

@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 from log_helpers import MemoryStorage, entry, take
 
+from torchrelay.checkpoint.format.log_state import State
 from torchrelay.checkpoint.log import log_append, log_writer, takeover
 from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.live import State
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.log.writer import Right, WriterIdentity, judge, process_start

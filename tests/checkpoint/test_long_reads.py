@@ -16,13 +16,11 @@ from meshes import MemoryStorage, Saved, local_part, target
 from page_cache import drop_from_cache, until_cold
 
 from torchrelay import load_blobs, load_into, save_blobs
-from torchrelay.checkpoint.disk.boxes import Sharded
-from torchrelay.checkpoint.disk.digest import BLOCK
-from torchrelay.checkpoint.disk.dtypes import memory_of
-from torchrelay.checkpoint.disk.mesh import Mesh
-from torchrelay.checkpoint.disk.read_options import ReadOptions
-from torchrelay.checkpoint.disk.read_requests import ReadRequest
-from torchrelay.checkpoint.disk.shard_reader import read_header
+from torchrelay.checkpoint.format.dtypes import BLOCK, memory_of
+from torchrelay.checkpoint.format.mesh import Mesh
+from torchrelay.checkpoint.format.mesh_geometry import Sharded
+from torchrelay.checkpoint.format.shard.read_plan import ReadOptions, ReadRequest
+from torchrelay.checkpoint.format.shard.reader import read_header
 from torchrelay.checkpoint.reading.load_result import blob_of
 from torchrelay.checkpoint.reading.read_plan import LeafRead
 from torchrelay.checkpoint.storage import local_io

@@ -12,14 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrelay.checkpoint.disk import canonical
-from torchrelay.checkpoint.disk.manifest import Manifest, ShardRow
-from torchrelay.checkpoint.disk.manifest_check import check
-from torchrelay.checkpoint.disk.runs import pack_names, pack_numbers, unpack_names, unpack_numbers
-from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.format import canonical_json
+from torchrelay.checkpoint.format.manifest.position import Facts, Position
+from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow
+from torchrelay.checkpoint.format.manifest.validation import check
+from torchrelay.checkpoint.format.utils import pack_names, pack_numbers, unpack_names, unpack_numbers
 from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_of
 from torchrelay.checkpoint.planning.plan import plan_replicas
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.errors import DamagedError, FormatError
 from torchrelay.jobs.cluster import NodePlace
@@ -137,7 +136,7 @@ def test_1000_blobs_on_10000_nodes_take_less_than_2_mb():
             1,
             4_423_680_000 + 4096 * (node * 7919 % 1000),
             90_112 + 4096 * (node * 104729 % 5),
-            canonical.sha256(f"{node}{group}".encode()),
+            canonical_json.sha256(f"{node}{group}".encode()),
         )
         for node in range(nodes)
         for group in ("main", "optim")

@@ -6,16 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from torchrelay.checkpoint.disk.boxes import Sharded
-from torchrelay.checkpoint.disk.layouts import Cut, Split
-from torchrelay.checkpoint.disk.manifest import Manifest, ShardRow
-from torchrelay.checkpoint.disk.mesh import Mesh
-from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.format.layouts import Cut, Split
+from torchrelay.checkpoint.format.manifest.position import Facts, Position
+from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow
+from torchrelay.checkpoint.format.mesh import Mesh
+from torchrelay.checkpoint.format.mesh_geometry import Sharded
 from torchrelay.checkpoint.planning.assignments import NodeClass
 from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_of
 from torchrelay.checkpoint.planning.identity import leaves_digest
 from torchrelay.checkpoint.planning.plan import plan_classes, plan_replicas
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.errors import DamagedError, SaveFailedError
 from torchrelay.jobs.cluster import NodePlace

@@ -18,10 +18,10 @@ from keeps import Keeps
 from torch import nn
 
 from torchrelay import Job, JobRunner, max_epochs, open_checkpoint
-from torchrelay.checkpoint.disk.dtypes import as_copied
-from torchrelay.checkpoint.disk.manifest import Manifest
-from torchrelay.checkpoint.disk.value_decoding import decode
-from torchrelay.checkpoint.disk.values import encode
+from torchrelay.checkpoint.format.dtypes import as_copied
+from torchrelay.checkpoint.format.manifest.schema import Manifest
+from torchrelay.checkpoint.format.value_decoding import decode
+from torchrelay.checkpoint.format.values import encode
 from torchrelay.checkpoint.state.restoring import Draft
 from torchrelay.errors import DamagedError
 

@@ -15,7 +15,7 @@ from keeps import Keeps
 from torch import nn
 
 from torchrelay import Job, JobRunner, max_epochs, open_checkpoint
-from torchrelay.checkpoint.disk.manifest import Manifest
+from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.planning.plan import NodeClass, plan_classes, shared_unlike
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import Leaf, Role, spec_of

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshes import TRY, Saved, load, local_part, target
 
-from torchrelay.checkpoint.disk.boxes import Replicated, Sharded
-from torchrelay.checkpoint.disk.dtypes import memory_of
-from torchrelay.checkpoint.disk.mesh import Mesh
-from torchrelay.checkpoint.disk.passing import Passage, Passing
-from torchrelay.checkpoint.disk.read_options import ReadOptions
+from torchrelay.checkpoint.format.dtypes import memory_of
+from torchrelay.checkpoint.format.mesh import Mesh
+from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded
+from torchrelay.checkpoint.format.shard.batched_reads import Passage, Passing
+from torchrelay.checkpoint.format.shard.read_plan import ReadOptions
 from torchrelay.checkpoint.reading import read_plan
 from torchrelay.checkpoint.reading.read_plan import LeafRead
 from torchrelay.checkpoint.storage.local import LocalStorage

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrelay.checkpoint.disk import manifest_check
-from torchrelay.checkpoint.disk.layouts import Split
+from torchrelay.checkpoint.format.layouts import Split
+from torchrelay.checkpoint.format.manifest import validation
 from torchrelay.checkpoint.planning.assignments import NodeClass
 from torchrelay.checkpoint.planning.cuts import cuts_between
 from torchrelay.checkpoint.planning.plan import plan_classes, plan_replicas
@@ -211,4 +211,4 @@ def test_empty_strings_and_empty_leaves_have_one_owner(shares):
 
 def test_the_roles_of_the_format_are_those_of_leaves():
     """A manifest knows exactly the roles that leaves have, without importing torch."""
-    assert {role.value for role in Role} == set(manifest_check.ROLES)
+    assert {role.value for role in Role} == set(validation.ROLES)

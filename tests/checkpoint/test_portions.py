@@ -15,8 +15,14 @@ from hypothesis import strategies as st
 from log_helpers import MemoryStorage
 from page_cache import drop_from_cache, pages_in_cache, until_cold
 
-from torchrelay.checkpoint.disk.portions import Portion, once, read_portions
-from torchrelay.checkpoint.disk.read_options import PLAIN, WAITING, ReadOptions
+from torchrelay.checkpoint.format.shard.read_plan import (
+    PLAIN,
+    WAITING,
+    Portion,
+    ReadOptions,
+    once,
+    read_portions,
+)
 from torchrelay.checkpoint.reading.seen_twice import seen_twice
 from torchrelay.checkpoint.reading.sharing import threads_each
 from torchrelay.checkpoint.storage.base import ReadHandle, open_for_reading

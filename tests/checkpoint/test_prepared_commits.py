@@ -15,8 +15,8 @@ from ranks import on_ranks
 
 from torchrelay import MultiNodeCheckpointManager, open_checkpoint
 from torchrelay.checkpoint import save as saving
-from torchrelay.checkpoint.disk import manifest_disk
-from torchrelay.checkpoint.recent import Recent
+from torchrelay.checkpoint.format.manifest import codec
+from torchrelay.checkpoint.format.utils import Recent
 from torchrelay.errors import DamagedError, StorageError
 from torchrelay.jobs.random import RandomStreams
 
@@ -54,7 +54,7 @@ class Run:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     """Counts tables as made in preparing or in committing; nothing is known of other tests."""
     made = Run(tmp_path)
-    tables, commit = manifest_disk._tables, saving.commit
+    tables, commit = codec._tables, saving.commit
 
     def counted(manifest: Any) -> Any:
         made.made["commit" if getattr(made.within, "commit", False) else "before"] += 1
@@ -67,8 +67,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
         finally:
             made.within.commit = False
 
-    monkeypatch.setattr(manifest_disk, "_tables", counted)
-    monkeypatch.setattr(manifest_disk, "_recent", Recent(4))
+    monkeypatch.setattr(codec, "_tables", counted)
+    monkeypatch.setattr(codec, "_recent", Recent(4))
     monkeypatch.setattr(saving, "commit", committing)
     yield made
     for manager in made.managers:
@@ -115,15 +115,15 @@ def test_a_manifest_that_no_reader_would_accept_is_no_epoch(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All ranks hear of it, the space is given back, and the next save is made anew."""
-    check = manifest_disk.check_tables
+    check = codec.check_tables
 
     def refuse(*given: Any) -> Any:
         raise DamagedError("the new manifest is damaged: so it is said")
 
-    monkeypatch.setattr(manifest_disk, "check_tables", refuse)
+    monkeypatch.setattr(codec, "check_tables", refuse)
     told = run.save(1)
     assert all(isinstance(one, StorageError) and "so it is said" in str(one) for one in told), told
     assert list(tmp_path.glob("data/*")) == []
-    monkeypatch.setattr(manifest_disk, "check_tables", check)
+    monkeypatch.setattr(codec, "check_tables", check)
     assert run.save(2) == [None] * RANKS
     assert list(run.managers[0].engine.ledger.view().epochs()) == [2]

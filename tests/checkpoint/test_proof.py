@@ -139,13 +139,13 @@ def test_a_fault_that_is_gone_at_the_second_look_is_no_damage(epoch, part, kind)
 
 def test_a_format_of_a_later_version_is_unknown_and_not_damage(tmp_path, monkeypatch):
     """What this version cannot read says nothing about the epoch."""
-    from torchrelay.checkpoint.disk import version
+    from torchrelay.checkpoint.format import canonical_json
 
     with Writing(tmp_path) as run:
-        monkeypatch.setattr(version, "MAJOR", 2)
-        stamped = version.stamp()
-        monkeypatch.setattr(version, "MAJOR", 1)
-        monkeypatch.setattr(version, "stamp", lambda *features: stamped)
+        monkeypatch.setattr(canonical_json, "MAJOR", 2)
+        stamped = canonical_json.stamp()
+        monkeypatch.setattr(canonical_json, "MAJOR", 1)
+        monkeypatch.setattr(canonical_json, "stamp", lambda *features: stamped)
         entry = run.save(1, LEAVES[:2])
         monkeypatch.undo()
         proof = prove(run.storage, entry)

@@ -10,11 +10,11 @@ import pytest
 from given_entries import ShardEntry, entries_of
 
 from torchrelay import Job, JobRunner, max_epochs
-from torchrelay.checkpoint.disk.canonical import dumps
-from torchrelay.checkpoint.disk.names import Flat, Whole, encode_name, format_key, parse_key
-from torchrelay.checkpoint.disk.shard import Part, ShardIdentity, cost_limit, entry_cost
-from torchrelay.checkpoint.disk.side_by_side import EACH, each
-from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.format.canonical_json import dumps
+from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.names import Flat, Whole, encode_name, format_key, parse_key
+from torchrelay.checkpoint.format.shard.layout import Part, ShardIdentity, cost_limit, entry_cost
+from torchrelay.checkpoint.format.shard.read_plan import EACH, each
 from torchrelay.checkpoint.storage import local_io
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.local_io import STRIDE, Pacer
@@ -165,8 +165,8 @@ def test_the_quick_bound_of_a_header_entry_holds(name, shape, dtype, key):
 
 def test_a_header_frame_has_the_length_it_announces():
     """Whatever text values and job names hold, digests land in their own field."""
-    from torchrelay.checkpoint.disk.shard import HeaderFrame
-    from torchrelay.checkpoint.disk.shard_header import parse
+    from torchrelay.checkpoint.format.shard.header import parse
+    from torchrelay.checkpoint.format.shard.layout import HeaderFrame
 
     identity = ShardIdentity('"digests":"', Position(1), "n", "main", "t")
     entry = ShardEntry(Whole("w"), "uint8", (5,), memoryview(b"12345"))

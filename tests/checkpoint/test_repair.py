@@ -13,16 +13,16 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from stage import warned
 
+from torchrelay.checkpoint.format.log_state import Key, Retirement
+from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.log import log_append
 from torchrelay.checkpoint.log.bases import lost_bases
 from torchrelay.checkpoint.log.guest import append_as_guest, pin_draft
 from torchrelay.checkpoint.log.history import History, read_history
 from torchrelay.checkpoint.log.job_file import read_job
-from torchrelay.checkpoint.log.live import Key, Retirement
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.log.record import decode, slot_path
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.checkpoint.repair.inventory import take_inventory
 from torchrelay.checkpoint.repair.mend import repair

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrelay.checkpoint.disk.manifest import ShardRow
+from torchrelay.checkpoint.format.manifest.schema import ShardRow
 from torchrelay.checkpoint.report import NodeReport, bytes_in, secs_in, shards_in, values_in
 
 SIZES = st.integers(1, 2**53 - 1)

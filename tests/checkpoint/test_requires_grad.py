@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from torchrelay import Job, JobRunner, max_epochs, open_checkpoint
-from torchrelay.checkpoint.disk.manifest import Manifest
+from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.errors import DamagedError
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"

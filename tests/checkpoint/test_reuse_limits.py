@@ -11,7 +11,7 @@ from epochs import Writing, parameter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrelay.checkpoint.disk.manifest import Manifest
+from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.planning.assignments import NodeClass
 from torchrelay.checkpoint.planning.plan import plan_classes, plan_replicas
 from torchrelay.checkpoint.planning.reuse import (

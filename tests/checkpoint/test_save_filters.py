@@ -8,9 +8,9 @@ from torch import nn
 
 import torchrelay
 from torchrelay import Job, JobRunner, MultiNodeCheckpointManager, max_epochs, open_checkpoint
+from torchrelay.checkpoint.format.manifest.position import selection_of
 from torchrelay.checkpoint.manager import CheckpointManager
 from torchrelay.checkpoint.selecting import left_out, select
-from torchrelay.checkpoint.selection import selection_of
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.errors import BlobError, UsageError
 

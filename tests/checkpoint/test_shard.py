@@ -13,14 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from torchrelay.checkpoint.disk import dtypes
-from torchrelay.checkpoint.disk.digest import BLOCK
-from torchrelay.checkpoint.disk.names import Box, Flat, Whole, format_key
-from torchrelay.checkpoint.disk.read_requests import ReadRequest
-from torchrelay.checkpoint.disk.shard import ShardIdentity
-from torchrelay.checkpoint.disk.shard_parts import ShardLimits
-from torchrelay.checkpoint.disk.shard_reader import ShardExpectation, read_header
-from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.format import dtypes
+from torchrelay.checkpoint.format.dtypes import BLOCK
+from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.names import Box, Flat, Whole, format_key
+from torchrelay.checkpoint.format.shard.layout import ShardIdentity, ShardLimits
+from torchrelay.checkpoint.format.shard.read_plan import ReadRequest
+from torchrelay.checkpoint.format.shard.reader import ShardExpectation, read_header
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.open import CountingStorage
 from torchrelay.errors import BlobError, StorageError, UsageError

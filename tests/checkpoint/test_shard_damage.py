@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from given_entries import ShardEntry, write_shard
 
-from torchrelay.checkpoint.disk.canonical import sha256
-from torchrelay.checkpoint.disk.digest import BLOCK
-from torchrelay.checkpoint.disk.names import Whole
-from torchrelay.checkpoint.disk.shard import ShardIdentity
-from torchrelay.checkpoint.disk.shard_header import parse
-from torchrelay.checkpoint.disk.shard_reader import ShardExpectation, read_header
-from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.format.canonical_json import sha256
+from torchrelay.checkpoint.format.dtypes import BLOCK
+from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.names import Whole
+from torchrelay.checkpoint.format.shard.header import parse
+from torchrelay.checkpoint.format.shard.layout import ShardIdentity
+from torchrelay.checkpoint.format.shard.reader import ShardExpectation, read_header
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import DamagedError, FormatError, StorageError
 

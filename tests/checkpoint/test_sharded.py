@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from mesh_hunt import hunt
 from meshes import Saved, load, local_part, random_mesh, random_shape, target
 
-from torchrelay.checkpoint.disk import boxes
-from torchrelay.checkpoint.disk.boxes import Replicated, Sharded, volume
-from torchrelay.checkpoint.disk.manifest import Manifest
-from torchrelay.checkpoint.disk.mesh import Mesh
+from torchrelay.checkpoint.format import mesh_geometry
+from torchrelay.checkpoint.format.manifest.position import Selection
+from torchrelay.checkpoint.format.manifest.schema import Manifest
+from torchrelay.checkpoint.format.mesh import Mesh
+from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded, volume
 from torchrelay.checkpoint.planning.assignments import NodeClass
 from torchrelay.checkpoint.planning.plan import plan_classes
 from torchrelay.checkpoint.replicas import lone_parts, shared_parts
-from torchrelay.checkpoint.selection import Selection
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role
 from torchrelay.errors import DamagedError, FormatError, SaveFailedError
 
@@ -36,10 +36,10 @@ def test_stored_boxes_cover_a_tensor_exactly_once():
         shape = random_shape(rng)
         mesh, item = random_mesh(rng, shape), rng.choice([1, 4, 1 << 18, 1 << 20])
         stored = list(mesh.stored("name", shape, item))
-        assert boxes.uncovered(shape, [box for _, box in stored]) is None
+        assert mesh_geometry.uncovered(shape, [box for _, box in stored]) is None
         for node, box in stored:
             own = [window.box for window in target(mesh, shape, node).windows]
-            assert any(boxes.intersect(one, box) == box for one in own)
+            assert any(mesh_geometry.intersect(one, box) == box for one in own)
 
 
 def test_replicas_share_the_writing():
@@ -98,12 +98,12 @@ def test_the_hunt_finds_a_reader_that_is_wrong(monkeypatch):
 @given(st.lists(st.integers(0, 4), max_size=3), st.data())
 def test_a_range_is_its_boxes(shape, data):
     """The boxes of a range of elements are these elements, in order."""
-    count = boxes.volume(boxes.whole(shape))
+    count = mesh_geometry.volume(mesh_geometry.whole(shape))
     first, last = sorted(data.draw(st.tuples(st.integers(0, count), st.integers(0, count))))
     space = torch.arange(count).reshape(shape)
     found = [
         n
-        for box in boxes.range_boxes(shape, first, last)
+        for box in mesh_geometry.range_boxes(shape, first, last)
         for n in space[tuple(slice(*side) for side in box)].flatten().tolist()
     ]
     assert found == list(range(first, last))

@@ -10,13 +10,12 @@ import pytest
 import torch
 from meshes import TRY, MemoryStorage, Saved, load, local_part, target
 
-from torchrelay.checkpoint.disk.boxes import Replicated, Sharded
-from torchrelay.checkpoint.disk.canonical import sha256
-from torchrelay.checkpoint.disk.manifest import Manifest
-from torchrelay.checkpoint.disk.mesh import Mesh
-from torchrelay.checkpoint.disk.paths import manifest_path
-from torchrelay.checkpoint.log.live import Entry
-from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.format.canonical_json import sha256
+from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.manifest.schema import Manifest, manifest_path
+from torchrelay.checkpoint.format.mesh import Mesh
+from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded
 from torchrelay.checkpoint.reading.leaf_reader import LeafReader
 from torchrelay.checkpoint.reading.proof import Outcome, prove
 from torchrelay.errors import RelayError

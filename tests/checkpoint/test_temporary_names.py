@@ -17,7 +17,7 @@ from torchrelay.checkpoint.temporary_names import Maker, sweep, temporary_beside
 
 _WRITES = """
 import sys, torch, torchrelay
-from torchrelay.checkpoint.disk import shard_writer
+from torchrelay.checkpoint.format.shard import writer as shard_writer
 from torchrelay.checkpoint.archive.zip_writing import ZipWriter
 
 def stop(*_):

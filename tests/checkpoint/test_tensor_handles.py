@@ -8,7 +8,7 @@ from epochs import Writing, parameter, tensor, value
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrelay.checkpoint.disk.digest import BLOCK
+from torchrelay.checkpoint.format.dtypes import BLOCK
 from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.checkpoint.reading.regions import read_box
 from torchrelay.errors import DamagedError, UsageError

@@ -14,9 +14,9 @@ from stores import Faulty
 from tiers import WAIT_SECS, Gate, Places, numbers_in
 
 from torchrelay import LocalSession, Tier
+from torchrelay.checkpoint.format.log_state import Retirement
 from torchrelay.checkpoint.log import log_writer
 from torchrelay.checkpoint.log.keeping import KEEP_ALL
-from torchrelay.checkpoint.log.live import Retirement
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
 from torchrelay.checkpoint.storage.open import storage_of

@@ -14,9 +14,9 @@ import pytest
 from near_places import NearPlaces, damage
 from tiers import WAIT_SECS, Away, Gate, Places, Scheduled, numbers_in, until
 
+from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.log.keeping import Keeping
 from torchrelay.checkpoint.log.log_reader import open_log
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.pruning import prune
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.tier import hosts_ledger, in_thread

@@ -10,9 +10,9 @@ import pytest
 from stores import Faulty
 from tiers import Places, numbers_in
 
-from torchrelay.checkpoint.disk.sealed import seal
-from torchrelay.checkpoint.log.live import Entry, Retirement, State
-from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.format.canonical_json import seal
+from torchrelay.checkpoint.format.log_state import Entry, Retirement, State
+from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
 from torchrelay.checkpoint.storage.retry import Patience

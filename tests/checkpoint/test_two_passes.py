@@ -23,8 +23,8 @@ from torchrelay.checkpoint import load_into as file_loads
 from torchrelay.checkpoint.archive import loading as archive_loads
 from torchrelay.checkpoint.archive.loading import load_states
 from torchrelay.checkpoint.archive.saving import save_states
-from torchrelay.checkpoint.disk.boxes import Sharded
-from torchrelay.checkpoint.disk.mesh import Mesh
+from torchrelay.checkpoint.format.mesh import Mesh
+from torchrelay.checkpoint.format.mesh_geometry import Sharded
 from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.checkpoint.reading import loading as epoch_loads
 from torchrelay.checkpoint.reading import two_passes

@@ -13,8 +13,8 @@ import pytest
 from log_helpers import MemoryStorage, entry, take
 from stores import Faulty, store_of
 
+from torchrelay.checkpoint.format.log_state import Retirement
 from torchrelay.checkpoint.log import log_writer
-from torchrelay.checkpoint.log.live import Retirement
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.writer import WriterIdentity
 from torchrelay.errors import DirectoryInUseError, FencedError

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrelay.checkpoint.disk.digest import BLOCK, block_digests
-from torchrelay.checkpoint.disk.dtypes import stored_bytes
-from torchrelay.checkpoint.disk.extents import PROBE
+from torchrelay.checkpoint.format.dtypes import BLOCK, block_digests, stored_bytes
+from torchrelay.checkpoint.format.shard.extents import PROBE
 from torchrelay.checkpoint.known import KnownFile, Part
 from torchrelay.checkpoint.unchanged import MANY_SMALL, SAMPLE, look
 

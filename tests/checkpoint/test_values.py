@@ -16,9 +16,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrelay.checkpoint.disk import canonical
-from torchrelay.checkpoint.disk.value_decoding import references
-from torchrelay.checkpoint.disk.values import decode, encode
+from torchrelay.checkpoint.format import canonical_json
+from torchrelay.checkpoint.format.value_decoding import references
+from torchrelay.checkpoint.format.values import decode, encode
 from torchrelay.errors import BlobError, DamagedError, FormatError
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -48,7 +48,7 @@ VALUES = st.recursive(
 
 
 def round_trip(value):
-    return decode(canonical.loads(canonical.dumps(encode(value, "x")), what="x"))
+    return decode(canonical_json.loads(canonical_json.dumps(encode(value, "x")), what="x"))
 
 
 @given(VALUES)
@@ -108,7 +108,7 @@ def test_nan_keys_stay_apart():
 
 def test_numbers_that_no_tensor_holds_stay_in_json(monkeypatch):
     """A long list with an integer of more than 64 bits, or of several types, is written item by item."""
-    monkeypatch.setattr("torchrelay.checkpoint.disk.values.ARRAY_LIMIT", 0)
+    monkeypatch.setattr("torchrelay.checkpoint.format.values.ARRAY_LIMIT", 0)
     for value in ([1, 2**63], [1, 2.0], [True, 1], [None], []):
         assert decode(encode(value, "x", memory=pytest.fail)) == value
 
@@ -228,7 +228,7 @@ def test_the_deepest_value_is_still_readable():
     for _ in range(32):
         value = {2: value}
     wrapped = {"a": [{"b": [[encode(value, "x")]]}]}
-    canonical.loads(canonical.dumps(wrapped), what="x")
+    canonical_json.loads(canonical_json.dumps(wrapped), what="x")
 
 
 def test_tensors_inside_go_to_the_callback():

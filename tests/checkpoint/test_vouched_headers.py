@@ -15,9 +15,9 @@ from meshes import Saved, random_mesh, random_shape
 from paired_sessions import Meeting, PairedPeers
 from ranks import on_ranks
 
-from torchrelay.checkpoint.disk.boxes import Sharded
-from torchrelay.checkpoint.disk.mesh import Mesh
-from torchrelay.checkpoint.disk.shard_reader import ShardExpectation, read_header
+from torchrelay.checkpoint.format.mesh import Mesh
+from torchrelay.checkpoint.format.mesh_geometry import Sharded
+from torchrelay.checkpoint.format.shard.reader import ShardExpectation, read_header
 from torchrelay.checkpoint.prove_together import JointProof, prove_together
 from torchrelay.checkpoint.reading.proof import Outcome, prove
 from torchrelay.checkpoint.reading.shard_set import Holder, ShardSet, holders_of

@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 from meshes import Saved, random_mesh, random_shape
 
-from torchrelay.checkpoint.disk import canonical
-from torchrelay.checkpoint.disk.boxes import Replicated, Sharded
-from torchrelay.checkpoint.disk.manifest import VALUE_LIMIT_BYTES, Manifest
-from torchrelay.checkpoint.disk.mesh import Mesh
+from torchrelay.checkpoint.format import canonical_json
+from torchrelay.checkpoint.format.manifest.schema import VALUE_LIMIT_BYTES, Manifest
+from torchrelay.checkpoint.format.mesh import Mesh
+from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded
 from torchrelay.checkpoint.planning.assignments import NodeClass
 from torchrelay.checkpoint.planning.identity import leaves_digest
 from torchrelay.checkpoint.planning.plan import PLAN_VERSION, Question, plan_classes, plan_hash
@@ -148,7 +148,7 @@ def test_the_hash_of_a_plan_is_of_one_canonical_text():
                 "referenced": sorted(question.referenced),
                 "classes": [[list(one.nodes), leaves_digest(one.leaves)] for one in classes],
             }
-            assert plan_hash(question) == canonical.sha256(canonical.dumps(stated))
+            assert plan_hash(question) == canonical_json.sha256(canonical_json.dumps(stated))
 
 
 def test_a_shape_that_no_json_holds_is_told():

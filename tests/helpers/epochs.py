@@ -17,20 +17,18 @@ from typing import Any
 import torch
 from given_entries import ShardEntry, write_shard
 
-from torchrelay.checkpoint.disk import values
-from torchrelay.checkpoint.disk.canonical import sha256
-from torchrelay.checkpoint.disk.manifest import Manifest, ShardRow
-from torchrelay.checkpoint.disk.names import Flat, Whole
-from torchrelay.checkpoint.disk.paths import manifest_path, try_directory
-from torchrelay.checkpoint.disk.shard import ShardIdentity
-from torchrelay.checkpoint.facts import Facts
-from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.format import values
+from torchrelay.checkpoint.format.canonical_json import sha256
+from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest.position import Facts, Position
+from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow, manifest_path, try_directory
+from torchrelay.checkpoint.format.names import Flat, Whole
+from torchrelay.checkpoint.format.shard.layout import ShardIdentity
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.planning.assignments import NodeClass, Plan
 from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_of
 from torchrelay.checkpoint.planning.plan import plan_classes
 from torchrelay.checkpoint.planning.references import with_references
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.state.leaf import Leaf, Role, Value, spec_of
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.local import LocalStorage

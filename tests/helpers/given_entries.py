@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchrelay.checkpoint.disk import shard_writer
-from torchrelay.checkpoint.disk.names import Key
-from torchrelay.checkpoint.disk.shard import ShardIdentity
-from torchrelay.checkpoint.disk.shard_entries import Entries, described
-from torchrelay.checkpoint.disk.shard_writer import ShardReport
+from torchrelay.checkpoint.format.names import Key
+from torchrelay.checkpoint.format.shard import writer
+from torchrelay.checkpoint.format.shard.entries import Entries, described
+from torchrelay.checkpoint.format.shard.layout import ShardIdentity
+from torchrelay.checkpoint.format.shard.writer import ShardReport
 from torchrelay.checkpoint.storage.base import Storage
 
 if TYPE_CHECKING:
@@ -35,4 +35,4 @@ def write_shard(
     storage: Storage, directory: str, identity: ShardIdentity, given: Sequence[ShardEntry], **more: Any
 ) -> list[ShardReport]:
     """Write the files of these."""
-    return shard_writer.write_shard(storage, directory, identity, entries_of(given), **more)
+    return writer.write_shard(storage, directory, identity, entries_of(given), **more)

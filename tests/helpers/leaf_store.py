@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchrelay.checkpoint.disk import canonical, dtypes
+from torchrelay.checkpoint.format import canonical_json, dtypes
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import LeafSpec, Value, spec_of
 from torchrelay.checkpoint.state.restore import Restoration, restoration
@@ -22,7 +22,7 @@ class Saved:
 
     @property
     def values(self) -> dict[str, Any]:
-        return {name: canonical.loads(text, what=name) for name, text in self.texts.items()}
+        return {name: canonical_json.loads(text, what=name) for name, text in self.texts.items()}
 
     @property
     def content(self) -> dict[str, bytes]:
@@ -43,7 +43,7 @@ def save(objects: Mapping[str, Any]) -> Saved:
     return Saved(
         {spec.name: spec for _, spec in leaves},
         {leaf.name: bytes(dtypes.stored_bytes(leaf.content, leaf.name)) for leaf in tensors},
-        {leaf.name: canonical.dumps(leaf.content.json) for leaf in texts},
+        {leaf.name: canonical_json.dumps(leaf.content.json) for leaf in texts},
     )
 
 

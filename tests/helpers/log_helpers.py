@@ -6,10 +6,10 @@ import json
 from dataclasses import dataclass, field
 from threading import RLock
 
-from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.log.record import slot_path
-from torchrelay.checkpoint.position import Position
 from torchrelay.errors import StorageError
 
 

@@ -17,10 +17,10 @@ from epochs import Writing, parameter, tensor, value
 from paired_sessions import Meeting, PairedPeers
 from tiers import WAIT_SECS, until
 
+from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.log import log_writer
 from torchrelay.checkpoint.log.keeping import KEEP_ALL, Keeping
-from torchrelay.checkpoint.log.live import Entry
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.retaining import Retaining
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.local import LocalStorage

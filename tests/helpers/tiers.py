@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from epochs import Writing, parameter, tensor, value
 
+from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.checkpoint.log.keeping import KEEP_ALL, Keeping
-from torchrelay.checkpoint.log.live import Entry
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.log_writer import WhenFenced, not_told
 from torchrelay.checkpoint.reading.proof import prove

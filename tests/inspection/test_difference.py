@@ -18,12 +18,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from meshes import Saved, random_mesh, random_shape
 
-from torchrelay.checkpoint.disk.boxes import Replicated, Sharded
-from torchrelay.checkpoint.disk.digest import BLOCK
-from torchrelay.checkpoint.disk.mesh import Mesh
+from torchrelay.checkpoint.format.dtypes import BLOCK
+from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.mesh import Mesh
+from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded
 from torchrelay.checkpoint.inspection.contents import Epoch, open_epoch
 from torchrelay.checkpoint.inspection.difference import LeafChange, Wish, leaf_changes
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.storage.open import CountingStorage
 from torchrelay.errors import DamagedError, UsageError
 from torchrelay.metadata.run_directory import RunDirectory

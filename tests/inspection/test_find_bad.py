@@ -11,13 +11,13 @@ import torch
 from epochs import Writing, moment, parameter, value
 from meshes import Saved
 
-from torchrelay.checkpoint.disk.boxes import Sharded
-from torchrelay.checkpoint.disk.digest import BLOCK
-from torchrelay.checkpoint.disk.mesh import Mesh
+from torchrelay.checkpoint.format.dtypes import BLOCK
+from torchrelay.checkpoint.format.log_state import Key
+from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.mesh import Mesh
+from torchrelay.checkpoint.format.mesh_geometry import Sharded
 from torchrelay.checkpoint.inspection.bad_elements import Looker
 from torchrelay.checkpoint.inspection.contents import Epoch, open_epoch
-from torchrelay.checkpoint.log.live import Key
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.storage.open import CountingStorage
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.commands.command_line import main

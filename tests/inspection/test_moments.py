@@ -13,7 +13,7 @@ from epochs import Writing, buffer, parameter, tensor, value
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from torchrelay.checkpoint.disk.dtypes import memory_of
+from torchrelay.checkpoint.format.dtypes import memory_of
 from torchrelay.checkpoint.inspection.change import Change, change_between, joined
 from torchrelay.checkpoint.inspection.contents import open_epoch
 from torchrelay.checkpoint.inspection.elements import numbers, table

@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import torchrelay
 from torchrelay import Context, Job, JobRunner, max_epochs
-from torchrelay.checkpoint.disk.mesh import Mesh
+from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.state import dtensors
 from torchrelay.runners.leaving import run_and_leave
 

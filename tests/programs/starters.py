@@ -11,9 +11,9 @@ import json
 import os
 import sys
 
-from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.log.log_writer import LogWriter
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import RelayError
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.log.log_writer import LogWriter
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.errors import RelayError
 

@@ -10,14 +10,14 @@ from interleaving import Asking, Output, Programme, World
 from stories import ME, still
 from weak_disk import WeakDisk
 
-from torchrelay.checkpoint.disk import canonical
+from torchrelay.checkpoint.format import canonical_json
+from torchrelay.checkpoint.format.log_state import Entry, Key
+from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.log.guest import append_as_guest, pin_draft, tag_draft
-from torchrelay.checkpoint.log.live import Entry, Key
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.log.record import Record, decode
 from torchrelay.checkpoint.log.retention import keep_last, to_retire
-from torchrelay.checkpoint.position import Position
 from torchrelay.errors import RelayError
 
 FIRST = Key(0, Position(0))
@@ -196,7 +196,7 @@ class Rules:
 
 def _linear(records: list[tuple[bytes, Record]]) -> str:
     """Each record stands on the one before, and none of a generation that was taken over."""
-    newest, before = -1, {one.slot + 1: canonical.sha256(data) for data, one in records}
+    newest, before = -1, {one.slot + 1: canonical_json.sha256(data) for data, one in records}
     for _, one in records:
         if one.previous_sha256 != before.get(one.slot, one.previous_sha256):
             return f"slot {one.slot} does not stand on slot {one.slot - 1}"

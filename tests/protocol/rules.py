@@ -9,10 +9,10 @@ from typing import Any
 from unittest.mock import PropertyMock, patch
 
 from torchrelay.checkpoint import committing, save
-from torchrelay.checkpoint.disk import canonical
+from torchrelay.checkpoint.format import canonical_json
+from torchrelay.checkpoint.format.log_state import Entry, Key, State
 from torchrelay.checkpoint.log import changes, log_append, log_reader, retention, takeover
 from torchrelay.checkpoint.log.keeping import Keeping
-from torchrelay.checkpoint.log.live import Entry, Key, State
 from torchrelay.checkpoint.log.log_reader import Base, Tail
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.log.record import BaseRef, Record, encode_base
@@ -93,7 +93,7 @@ def _record_first(job: save.SaveJob, plan: Any, try_name: str, rows: Any) -> Non
 
 def _base_unsynced(storage: Storage, entries: tuple[Entry, ...]) -> Base:
     data = encode_base(entries)
-    ref = BaseRef(f"base-{log_append.secrets.token_hex(8)}.json", len(data), canonical.sha256(data))
+    ref = BaseRef(f"base-{log_append.secrets.token_hex(8)}.json", len(data), canonical_json.sha256(data))
     storage.link_exclusive(ref.path, data)
     return Base(ref, {entry.key: entry for entry in entries})
 

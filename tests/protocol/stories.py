@@ -23,7 +23,8 @@ from weak_disk import Snapshot, WeakDisk
 
 from torchrelay import LocalSession
 from torchrelay.checkpoint.engine import Engine
-from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.format.log_state import Key, Retirement, State
+from torchrelay.checkpoint.format.manifest.position import Facts, Position
 from torchrelay.checkpoint.log import (
     guest,
     job_file,
@@ -37,11 +38,9 @@ from torchrelay.checkpoint.log import (
 from torchrelay.checkpoint.log.deletions import Deletions
 from torchrelay.checkpoint.log.guest import append_as_guest, pin_draft, tag_draft, unpin_draft
 from torchrelay.checkpoint.log.keeping import Keeping
-from torchrelay.checkpoint.log.live import Key, Retirement, State
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.sweep import delete_left
 from torchrelay.checkpoint.log.writer import WriterIdentity
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.tier import placed as placed_module
 from torchrelay.errors import PartiallyLoadedError, RelayError, StorageError
 

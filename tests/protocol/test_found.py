@@ -5,11 +5,11 @@ from __future__ import annotations
 from stories import still
 from weak_disk import WeakDisk
 
+from torchrelay.checkpoint.format.log_state import Key
+from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.log.guest import append_as_guest, pin_draft, tag_draft, unpin_draft
-from torchrelay.checkpoint.log.live import Key
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.log_writer import LogWriter
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.storage.local import LocalStorage
 
 from rivals import entry  # isort: skip

@@ -18,14 +18,14 @@ from judging import proved
 from stories import ME, Record, Run, small_log, still
 from weak_disk import CrashError, WeakDisk
 
+from torchrelay.checkpoint.format.log_state import Entry, Key
+from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.log import log_writer
 from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.guest import append_as_guest, pin_draft, tag_draft, unpin_draft
 from torchrelay.checkpoint.log.keeping import Keeping
-from torchrelay.checkpoint.log.live import Entry, Key
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.log_writer import LogWriter
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.retaining import Retaining
 from torchrelay.errors import FencedError, NoProvableEpochError
 

@@ -29,7 +29,7 @@ from torchrelay.checkpoint.asynchronous.copying import Copier
 from torchrelay.checkpoint.asynchronous.stage import Stage
 from torchrelay.checkpoint.blob_file import open_blob_file
 from torchrelay.checkpoint.boundary import NodeState
-from torchrelay.checkpoint.disk.side_by_side import EACH, each
+from torchrelay.checkpoint.format.shard.read_plan import EACH, each
 from torchrelay.checkpoint.load_into import FileSource
 from torchrelay.checkpoint.replicas import BroadcastBuffers
 from torchrelay.checkpoint.spec_exchange import SpecExchange

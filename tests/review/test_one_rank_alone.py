@@ -22,7 +22,7 @@ from torchrelay import Job, JobRunner, MultiNodeCheckpointManager, Task, max_epo
 from torchrelay.checkpoint import engine as engine_module
 from torchrelay.checkpoint import replicas
 from torchrelay.checkpoint import save as save_module
-from torchrelay.checkpoint.disk import manifest_disk
+from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.planning.repeated import RepeatedPlans
 from torchrelay.errors import BlobError, FencedError, RelayError, SaveFailedError, UsageError
@@ -241,7 +241,7 @@ def test_a_manifest_that_one_rank_cannot_read_fails_a_partial_load_of_all(
     runners = [JobRunner(counting(), MultiNodeCheckpointManager(tmp_path)) for _ in both]
     all_ranks(lambda rank: runners[rank].train(both[rank]))
     broken: list[BaseException] = [OSError(5, "Input/output error")]
-    monkeypatch.setattr(engine_module.manifest_disk, "read", on_rank(1, broken, manifest_disk.read))
+    monkeypatch.setattr(engine_module.manifest_disk, "read", on_rank(1, broken, codec.read))
 
     def load(rank: int) -> Any:
         return runners[rank].load_blobs_from_checkpoints(["total"], 2, both[rank])

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from torchrelay import Job, JobRunner, LocalSession, max_epochs
-from torchrelay.checkpoint import load_blobs, save, timing
+from torchrelay.checkpoint import load_blobs, save
+from torchrelay.checkpoint.format import utils
 from torchrelay.jobs.session import Solo
 
 
@@ -31,7 +32,7 @@ def test_a_large_load_is_waited_for_as_a_large_save_is(
         made.peers = Noting()
         return made
 
-    monkeypatch.setattr(timing, "SLOWEST_BYTES_PER_SEC", 1.0)
+    monkeypatch.setattr(utils, "SLOWEST_BYTES_PER_SEC", 1.0)
     for epochs in (1, 2):
         job = Job("large", blobs={"weight": torch.zeros(10_000)})
         job.epoch(lambda ctx: None)

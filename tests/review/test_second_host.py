@@ -12,7 +12,7 @@ from epochs import Writing, parameter
 from paired_sessions import Meeting, PairedPeers
 from ranks import on_ranks
 
-from torchrelay.checkpoint.log.live import Entry
+from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.checkpoint.prove_together import JointProof, prove_together
 from torchrelay.checkpoint.reading.proof import Outcome
 from torchrelay.checkpoint.storage.local import LocalStorage

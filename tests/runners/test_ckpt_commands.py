@@ -16,12 +16,12 @@ import torch
 from epochs import Writing, moment, parameter
 
 from torchrelay import Context, Job, JobRunner, LocalSession, max_epochs
+from torchrelay.checkpoint.format.log_state import Key
+from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.log.keeping import Keeping
-from torchrelay.checkpoint.log.live import Key
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.log.sweep import delete_left
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import StorageError
 from torchrelay.metadata.run_directory import RunDirectory

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torchrun import torchrun
 
 from torchrelay import Job, JobRunner, LocalSession, max_epochs, open_checkpoint
-from torchrelay.checkpoint.disk import manifest_disk, manifest_glance
-from torchrelay.checkpoint.facts import Facts
+from torchrelay.checkpoint.format.manifest import codec, summary
+from torchrelay.checkpoint.format.manifest.position import Facts
 from torchrelay.checkpoint.log.keeping import Keeping
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.log_writer import LogWriter
@@ -139,7 +139,7 @@ def test_a_glance_sees_what_reading_sees(
         data = replace(manifest, facts=Facts(metrics=metrics, stop=stop, total_steps=7)).encode()
     except UsageError:  # a lone surrogate, which no manifest can hold
         return
-    seen, read = manifest_glance._seen_in(data.decode(), "it"), manifest_disk.decode(data)
+    seen, read = summary._seen_in(data.decode(), "it"), codec.decode(data)
     assert repr(seen.facts) == repr(read.facts)
     assert seen.nodes == len(read.world.nodes)
     assert seen.own_bytes == sum(shard.nbytes for shard in read.shards if shard.source == 0)
@@ -150,11 +150,11 @@ def test_large_manifests_are_listed_by_the_notes_of_their_saves(
 ) -> None:
     """The list is the same, and no manifest is read but where notes are lost; a lost manifest still shows."""
     plain = told(capsys, "ls", runs / "one")
-    monkeypatch.setattr(manifest_glance, "LARGE_BYTES", 900)
+    monkeypatch.setattr(summary, "LARGE_BYTES", 900)
     read: list[str] = []
-    whole = manifest_disk.read_bytes
+    whole = codec.read_bytes
     monkeypatch.setattr(
-        manifest_disk,
+        codec,
         "read_bytes",
         lambda storage, entry: (read.append(entry.try_name), whole(storage, entry))[1],
     )

@@ -16,11 +16,10 @@ from frozen_job import check_epoch
 from frozen_job import train as train_frozen
 from struck_prune import copied, pruned, pruned_again, tries, whole
 
-from torchrelay.checkpoint.facts import Facts
-from torchrelay.checkpoint.log.live import Key
+from torchrelay.checkpoint.format.log_state import Key
+from torchrelay.checkpoint.format.manifest.position import Facts, Position
 from torchrelay.checkpoint.log.log_reader import open_log
 from torchrelay.checkpoint.log.log_writer import LogWriter
-from torchrelay.checkpoint.position import Position
 from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.checkpoint.storage.local import LocalStorage

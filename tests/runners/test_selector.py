@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrelay import open_checkpoint
-from torchrelay.checkpoint.facts import Facts
-from torchrelay.checkpoint.log.live import Key
-from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.format.log_state import Key
+from torchrelay.checkpoint.format.manifest.position import Facts, Position
 from torchrelay.checkpoint.reading.epoch_choice import Wanted
 from torchrelay.errors import RelayError, UnknownEpochError, UsageError
 from torchrelay.metadata.run_directory import RunDirectory

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from torchrelay.checkpoint.disk.values import encode
+from torchrelay.checkpoint.format.values import encode
 from torchrelay.runners.commands.command_line_value_change import value_change
 
 

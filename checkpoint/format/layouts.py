@@ -1,0 +1,299 @@
+"""Layouts: which nodes hold which elements of a leaf, in memory and on disk.
+
+    Split      one byte string of leaves, alike on all its nodes, cut between them
+    Replicated alike on all its nodes, written whole by the first
+    PerNode    a value of its own on every node
+    Mesh       sharded over a grid of nodes (`mesh`)
+
+On disk `Split` and `Replicated` have kind `replicated` (with and without cut points), `PerNode` has
+kind `node`, `Mesh` kind `mesh`. The kind `boxes` is reserved. Cut points are stored, so reading needs
+no planning code. Nodes are indexes into the manifest's node table, leaves are row numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from torchrelay.checkpoint.format.canonical_json import Fields
+from torchrelay.checkpoint.format.mesh import Mesh, placements_json, placements_of
+from torchrelay.checkpoint.format.mesh_geometry import KNOWN, Bounds, Interval, whole
+from torchrelay.checkpoint.format.utils import pack_numbers, unpack_numbers
+from torchrelay.errors import FormatError
+from torchrelay.records import dataclass
+
+
+class Cut(NamedTuple):
+    """A place in a byte string: before element `element` of its item number `item`."""
+
+    item: int
+    element: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements `first` up to, not including, `last` of a leaf (in row-major order), held by `node`."""
+
+    node: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """Alike on all `nodes`; the first one writes it whole."""
+
+    nodes: tuple[int, ...]
+
+    @property
+    def split(self) -> bool:
+        """Whether different nodes store different parts of one leaf."""
+        return False
+
+    @property
+    def writers(self) -> tuple[int, ...]:
+        """The nodes that store something."""
+        return self.nodes[:1]
+
+    def pieces(self, leaf: int, size: int) -> tuple[Piece, ...]:
+        """The one piece that is stored."""
+        return (Piece(self.nodes[0], 0, size),)
+
+    def stores(self, node: int) -> bool:
+        """Whether `node` stores leaves, which it then does whole."""
+        return node == self.nodes[0]
+
+    def held_by(self, node: int, leaf: int, size: int) -> Piece | None:
+        """What `node` stores of the leaf; None when nothing."""
+        return Piece(node, 0, size) if self.stores(node) else None
+
+
+@dataclass(frozen=True)
+class PerNode:
+    """Each of `nodes` has and writes its own."""
+
+    nodes: tuple[int, ...]
+
+    @property
+    def split(self) -> bool:
+        """Whether different nodes store different parts of one leaf."""
+        return False
+
+    @property
+    def writers(self) -> tuple[int, ...]:
+        """The nodes that store something: all."""
+        return self.nodes
+
+    def pieces(self, leaf: int, size: int) -> tuple[Piece, ...]:
+        """One whole piece per node; they are not parts of one whole."""
+        return tuple(Piece(node, 0, size) for node in self.nodes)
+
+    @cached_property
+    def members(self) -> frozenset[int]:
+        """The nodes as a set."""
+        return frozenset(self.nodes)
+
+    def stores(self, node: int) -> bool:
+        """Whether `node` stores leaves, which it then does whole."""
+        return node in self.members
+
+    def held_by(self, node: int, leaf: int, size: int) -> Piece | None:
+        """What `node` stores of the leaf; None when nothing."""
+        return Piece(node, 0, size) if self.stores(node) else None
+
+
+@dataclass(frozen=True)
+class Split:
+    """A byte string of `items` (leaf rows in order); `nodes[i]` writes from `cuts[i]` to `cuts[i + 1]`.
+
+    Cuts rise from (0, 0) to (number of items, 0); a cut at the end of an item is written as the
+    beginning of the next, so every item, an empty one too, has exactly one owner of each element.
+    """
+
+    nodes: tuple[int, ...]
+    items: tuple[int, ...]
+    cuts: tuple[Cut, ...]
+
+    @property
+    def split(self) -> bool:
+        """Whether different nodes store different parts of one leaf."""
+        return True
+
+    @cached_property
+    def index(self) -> dict[int, int]:
+        """Leaf row to place in the string."""
+        return {leaf: item for item, leaf in enumerate(self.items)}
+
+    @cached_property
+    def writer(self) -> dict[int, int]:
+        """Node to the number of its share."""
+        return {node: share for share, node in enumerate(self.nodes)}
+
+    @cached_property
+    def whole(self) -> dict[int, int]:
+        """The leaf rows that no cut divides, each with the node that stores it."""
+        found: dict[int, int] = {}
+        for node, start, stop in zip(self.nodes, self.cuts, self.cuts[1:], strict=False):
+            found.update(dict.fromkeys(self.items[start.item + (start.element > 0) : stop.item], node))
+        return found
+
+    @cached_property
+    def writers(self) -> tuple[int, ...]:
+        """The nodes that store something: those whose cuts are not one place."""
+        return tuple(node for node, a, b in zip(self.nodes, self.cuts, self.cuts[1:], strict=False) if a != b)
+
+    def pieces(self, leaf: int, size: int) -> tuple[Piece, ...]:
+        """The stored pieces of a leaf of `size` elements, in order; they cover it exactly."""
+        item = self.index[leaf]
+        share = bisect_right(self.cuts, Cut(item, 0)) - 1
+        found: list[Piece] = []
+        while share < len(self.nodes) and self.cuts[share] < Cut(item + 1, 0):
+            piece = self._piece(share, item, size)
+            if piece is not None:
+                found.append(piece)
+            share += 1
+        return tuple(found)
+
+    def held_by(self, node: int, leaf: int, size: int) -> Piece | None:
+        """What `node` stores of the leaf; None when nothing."""
+        share = self.writer.get(node)
+        return None if share is None else self._piece(share, self.index[leaf], size)
+
+    def items_of(self, node: int) -> Iterator[int]:
+        """The leaf rows of which `node` may store something."""
+        share = self.writer.get(node)
+        if share is not None:
+            start, stop = self.cuts[share], self.cuts[share + 1]
+            last = min(stop.item + (stop.element > 0), len(self.items))
+            yield from self.items[start.item : last] if start < stop else ()
+
+    def _piece(self, share: int, item: int, size: int) -> Piece | None:
+        start, stop = self.cuts[share], self.cuts[share + 1]
+        if not (start < stop and start < Cut(item + 1, 0) and stop > Cut(item, 0)):
+            return None
+        first = start.element if start.item == item else 0
+        last = stop.element if stop.item == item else size
+        return Piece(self.nodes[share], first, last)
+
+
+Layout = Replicated | PerNode | Split | Mesh
+
+
+Json = Any
+
+
+def layout_json(layout: Layout, number: int) -> Json:
+    """A layout as it lies in a manifest; `number` is that of its node set."""
+    if isinstance(layout, PerNode):
+        return {"kind": "node", "class": number}
+    if isinstance(layout, Replicated):
+        return {"kind": "replicated", "class": number}
+    if isinstance(layout, Mesh):
+        placements = placements_json(layout.placements)
+        mesh, rule = list(layout.extents), layout.rule
+        return {"kind": "mesh", "class": number, "mesh": mesh, "placements": placements, "rule": rule}
+    return {
+        "kind": "replicated",
+        "class": number,
+        "items": pack_numbers(layout.items),
+        "cut_items": pack_numbers([cut.item for cut in layout.cuts]),
+        "cut_elements": pack_numbers([cut.element for cut in layout.cuts]),
+    }
+
+
+def layout_of(fields: Fields, classes: Sequence[tuple[int, ...]]) -> Layout:
+    """Read what `layout_json` made.
+
+    Raises FormatError for a kind or rule of another version, DamagedError for what no writer wrote.
+    """
+    kind = fields.text("kind")
+    if kind not in ("node", "replicated", "mesh"):
+        raise FormatError(
+            f"{fields.what} has a layout of kind {kind!r}, which this version does not read: "
+            "use the version of torchrelay that wrote it, or a newer one"
+        )
+    number = fields.integer("class")
+    if number >= len(classes):
+        raise fields.wrong("class")
+    nodes = classes[number]
+    if kind == "node":
+        return PerNode(nodes)
+    if kind == "mesh":
+        return _mesh(fields, nodes)
+    return _split(fields, nodes) if "items" in fields.values else Replicated(nodes)
+
+
+def _split(fields: Fields, nodes: tuple[int, ...]) -> Split:
+    def numbers(key: str) -> tuple[int, ...]:
+        return unpack_numbers(fields.items(key), f"{fields.what} ({key})")
+
+    items, cut_items, cut_elements = numbers("items"), numbers("cut_items"), numbers("cut_elements")
+    if len(cut_items) != len(cut_elements):
+        raise fields.wrong("cut_elements")
+    return Split(nodes, items, tuple(map(Cut, cut_items, cut_elements)))
+
+
+def _mesh(fields: Fields, nodes: tuple[int, ...]) -> Mesh:
+    if (rule := fields.integer("rule")) not in KNOWN:
+        raise FormatError(
+            f"{fields.what} has a mesh whose replicas share the writing by rule {rule}, which this version "
+            "does not know: use the version of torchrelay that wrote it, or a newer one"
+        )
+    extents, placements = fields.items("mesh"), placements_of(fields.values.get("placements"))
+    if not all(type(extent) is int and extent > 0 for extent in extents):
+        raise fields.wrong("mesh")
+    if placements is None or len(placements) != len(extents):
+        raise fields.wrong("placements")
+    return Mesh(nodes, tuple(extents), placements, rule)
+
+
+@dataclass(frozen=True)
+class Window:
+    """The box `box` of a leaf belongs to the box `place`, of the same extents, of a destination."""
+
+    box: Bounds
+    place: Bounds
+
+
+@dataclass(frozen=True)
+class Target:
+    """A destination of `shape` and what of a leaf belongs into it; the windows' places cover it exactly."""
+
+    shape: tuple[int, ...]
+    windows: tuple[Window, ...]
+
+
+def whole_target(shape: Sequence[int]) -> Target:
+    """A destination for all of a leaf."""
+    everything = whole(shape)
+    return Target(tuple(shape), (Window(everything, everything),))
+
+
+def local_target(intervals: Sequence[Sequence[Interval]]) -> Target:
+    """A local tensor that has these indices of each dimension, in this order."""
+    placed = [_placed(one) for one in intervals]
+    windows = tuple(
+        Window(tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs))
+        for pairs in itertools.product(*placed)
+    )
+    return Target(tuple(sum(b - a for a, b in one) for one in intervals), windows)
+
+
+def place_of(intervals: Sequence[Sequence[Interval]], box: Bounds) -> Bounds:
+    """Where a box, each side of it within one of the intervals, lies in a `local_target`."""
+    return tuple(
+        next((a - low + at, b - low + at) for (low, high), (at, _) in _placed(one) if low <= a and b <= high)
+        for one, (a, b) in zip(intervals, box, strict=True)
+    )
+
+
+def _placed(intervals: Sequence[Interval]) -> list[tuple[Interval, Interval]]:
+    """Each interval with its place in the concatenation of all."""
+    found, at = [], 0
+    for start, stop in intervals:
+        found.append(((start, stop), (at, at + stop - start)))
+        at += stop - start
+    return found

@@ -1,0 +1,238 @@
+"""Where in a run a checkpoint was taken, and what a manifest remembers of the run there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torchrelay.checkpoint.format import values
+from torchrelay.checkpoint.format.canonical_json import Fields
+from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
+
+_TEXT = re.compile(r"(0|[1-9][0-9]{0,7})(?:\+([1-9][0-9]{0,8}))?")
+MAX_EPOCH = 10**8 - 1
+"""Eight decimal digits: what a try directory's name has room for."""
+
+
+@dataclass(frozen=True, order=True)
+class Position:
+    """(epoch, step): epoch 0 is the state after init, k after k epochs.
+
+    (3, 1200), written `3+1200`, is 1,200 steps into the fourth epoch; only automatic resume uses
+    positions with a step.
+    """
+
+    epoch: int
+    step: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.epoch}+{self.step}" if self.step else str(self.epoch)
+
+    @property
+    def boundary(self) -> bool:
+        """Whether this is the end of a whole epoch."""
+        return self.step == 0
+
+    def directory(self, nonce: str) -> str:
+        """The try directory's name below `data/`: e00000004-7f3a9c or e00000003s001200-7f3a9c."""
+        step = f"s{self.step:06d}" if self.step else ""
+        return f"e{self.epoch:08d}{step}-{nonce}"
+
+    @classmethod
+    def parse(cls, text: str) -> Position:
+        """Read `7` or `3+1200`; raises UsageError for anything else."""
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise UsageError(f"{text!r} is not a position: write an epoch such as 7, or 3+1200 with a step")
+        return cls(int(match[1]), int(match[2] or 0))
+
+
+_WILD = re.compile(r"[*?\[]")
+
+
+def is_pattern(text: str) -> bool:
+    """Whether a text stands for any names that look like it."""
+    return _WILD.search(text) is not None
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern means a leaf."""
+    if is_pattern(pattern):
+        return fnmatchcase(name, pattern)
+    return name == pattern or name.startswith(f"{pattern}.")
+
+
+def matches_any(name: str, patterns: Iterable[str]) -> bool:
+    """Whether one of the patterns means a leaf."""
+    return any(matches(name, pattern) for pattern in patterns)
+
+
+Patterns = str | Sequence[str] | None
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Saved is what a pattern of `include` means (None: everything) and no pattern of `exclude`."""
+
+    include: tuple[str, ...] | None = None
+    exclude: tuple[str, ...] = ()
+
+    @property
+    def everything(self) -> bool:
+        """Whether nothing was asked for."""
+        return self.include is None and not self.exclude
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """All patterns."""
+        return (*(self.include or ()), *self.exclude)
+
+    def saves(self, name: str) -> bool:
+        """Whether a leaf of this name is saved."""
+        return not self.why_not(name)
+
+    def why_absent(self, name: str) -> str:
+        """What a refusal says of a leaf that the save left out; empty for one that it would have saved."""
+        why = self.why_not(name)
+        return f"{LEFT_OUT}: {why}" if why else ""
+
+    def why_not(self, name: str) -> str:
+        """Why a leaf of this name is not saved, for people; empty if it is."""
+        for pattern in self.exclude:
+            if matches(name, pattern):
+                return f"excluded by {pattern!r}"
+        if self.include is not None and not matches_any(name, self.include):
+            return f"not among include={list(self.include)}"
+        return ""
+
+
+LEFT_OUT = "the save left it out"
+EVERYTHING = Selection()
+
+
+def selection_of(include: Patterns, exclude: Patterns) -> Selection:
+    """What arguments `include` and `exclude` ask for; raises UsageError for what are no patterns."""
+    found = None if include is None else _checked(include, "include")
+    if found == ():
+        raise UsageError("include=[] would save nothing: leave it out, or name what to save")
+    return Selection(found, () if exclude is None else _checked(exclude, "exclude"))
+
+
+def _checked(given: object, what: str) -> tuple[str, ...]:
+    found = (given,) if isinstance(given, str) else given
+    if not isinstance(found, (list, tuple)) or not all(isinstance(one, str) and one for one in found):
+        raise UsageError(f'{what} is {given!r:.80}; give patterns of leaf names, such as ["debug.*"]')
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts about a position: reduced metrics, the verdict of each stop condition, counters.
+
+    `metrics` are those that the epoch logged; an epoch of an earlier version has the carried ones among them.
+    `stop` maps a condition's name to {"stop": bool, "reason": str}; `elapsed_secs` and
+    `total_steps` count over all attempts; `seed` is what `torchrelay.seed` was given, if anything.
+    """
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    carried: Mapping[str, float] = field(default_factory=dict)
+    """The last values of metrics that earlier epochs logged and this one did not."""
+    stop: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    total_steps: int = 0
+    elapsed_secs: float = 0.0
+    seed: int | None = None
+    run_id: str | None = None
+    over: bool = False
+    """Whether the loop ended here, by the verdicts as they were combined."""
+    selection: Selection = EVERYTHING
+    """Which leaves the save took; the others are not in the epoch."""
+    made_by_init: tuple[str, ...] | None = None
+    """The blobs that nobody registered: `init` made them, and a load makes them anew. None: not known."""
+    built: Mapping[str, Any] = field(default_factory=dict)
+    """What the program gave of what a resume may take from it, by name (`from_program`)."""
+    places: Mapping[str, Any] = field(default_factory=dict)
+    """Of a position with a step: where in its tasks each node was, and what it had logged."""
+
+    @property
+    def last_metrics(self) -> dict[str, float]:
+        """The last value of every metric that the run has logged."""
+        return {**self.carried, **self.metrics}
+
+
+Json = Any
+
+
+def facts_json(facts: Facts) -> Json:
+    """Facts as they lie in a manifest."""
+    return {
+        "metrics": _metrics_json(facts.metrics),
+        **({"carried": _metrics_json(facts.carried)} if facts.carried else {}),
+        "stop": {name: dict(verdict) for name, verdict in facts.stop.items()},
+        "total_steps": facts.total_steps,
+        "elapsed_secs": float(facts.elapsed_secs),
+        "seed": values.encode(facts.seed, "seed"),
+        "run": facts.run_id,
+        "over": facts.over,
+        **_selection_json(facts.selection),
+        **({} if facts.made_by_init is None else {"made_by_init": list(facts.made_by_init)}),
+        **({"built": dict(facts.built)} if facts.built else {}),
+        **({"places": dict(facts.places)} if facts.places else {}),
+    }
+
+
+def facts_of(value: Json, what: str) -> Facts:
+    """Read what `facts_json` made; raises DamagedError naming `what`."""
+    return facts_in(Fields(value if isinstance(value, dict) else {}, what))
+
+
+def _metrics_json(metrics: Mapping[str, float]) -> dict[str, Json]:
+    return {name: values.encode(float(value), f"metric {name}") for name, value in metrics.items()}
+
+
+def _metrics(fields: Fields, key: str) -> dict[str, float]:
+    metrics = {name: values.decode(value) for name, value in fields.fields(key).values.items()}
+    if not all(type(value) in (int, float) for value in metrics.values()):
+        raise fields.wrong(key)
+    return metrics
+
+
+def _selection_json(selection: Selection) -> dict[str, Json]:
+    include = None if selection.include is None else list(selection.include)
+    said = {"include": include, "exclude": list(selection.exclude)}
+    return {} if selection.everything else {"selection": said}
+
+
+def _selection(fields: Fields) -> Selection:
+    if fields.values.get("selection") is None:
+        return Selection()
+    said = fields.fields("selection")
+    return Selection(said.optional("include", said.texts), said.texts("exclude"))
+
+
+def facts_in(fields: Fields) -> Facts:
+    """Read what `facts_json` made; raises DamagedError naming the part that is wrong."""
+    seed = values.decode(fields.values.get("seed"))
+    stop = fields.fields("stop").values
+    elapsed = fields.values.get("elapsed_secs")
+    if not all(isinstance(verdict, dict) for verdict in stop.values()):
+        raise fields.wrong("stop")
+    if type(elapsed) not in (int, float) or not (seed is None or type(seed) is int):
+        raise fields.wrong("elapsed_secs" if type(elapsed) not in (int, float) else "seed")
+    return Facts(
+        metrics=_metrics(fields, "metrics"),
+        carried=_metrics(fields, "carried") if "carried" in fields.values else {},
+        stop=stop,
+        total_steps=fields.integer("total_steps"),
+        elapsed_secs=float(elapsed or 0),
+        seed=seed,
+        run_id=fields.optional("run", fields.text),
+        over=fields.flag("over"),
+        selection=_selection(fields),
+        made_by_init=fields.texts("made_by_init") if "made_by_init" in fields.values else None,
+        built=fields.fields("built").values if "built" in fields.values else {},
+        places=fields.fields("places").values if "places" in fields.values else {},
+    )

@@ -1,0 +1,237 @@
+"""What lists show of an epoch, and its blobs as a table, without an object for each leaf.
+
+A thousand manifests are looked at in the time that a dozen take to be read. Sound because the bytes are the
+committed ones (their digest is compared) and canonical: keys stand in order, and within a string a quotation
+mark has a backslash before it, so that a key is found by its text.
+
+For people who look: the bytes are proved by their digest, what they say is not checked as a load checks it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import field
+from functools import cached_property
+from heapq import nlargest
+from typing import Any, NamedTuple
+
+from torchrelay.checkpoint.format import canonical_json
+from torchrelay.checkpoint.format.canonical_json import Fields
+from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest import codec
+from torchrelay.checkpoint.format.manifest.codec import Columns
+from torchrelay.checkpoint.format.manifest.position import Facts, facts_in
+from torchrelay.checkpoint.format.manifest.schema import manifest_path, stats_path
+from torchrelay.checkpoint.format.utils import unpack_names, unpack_numbers
+from torchrelay.checkpoint.storage.base import Storage
+from torchrelay.errors import DamagedError
+from torchrelay.jobs.runtime import undisturbed
+from torchrelay.records import dataclass
+
+Json = Any
+LARGE_BYTES = 256 << 10
+_decoder = json.JSONDecoder()
+
+
+@dataclass(frozen=True)
+class Glance:
+    """Nodes that took part, bytes of the files of the epoch's own try, what is remembered of the run."""
+
+    nodes: int
+    own_bytes: int
+    facts: Facts
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The reduced metrics of the epoch."""
+        return self.facts.metrics
+
+
+def glance(storage: Storage, entry: Entry) -> Glance:
+    """Look at the manifest that a log entry names; raises DamagedError unless it is that very file."""
+    data = codec.read_bytes(storage, entry)
+    return _seen_in(data.decode("utf-8", "replace"), f"manifest of {entry.try_name}")
+
+
+def glance_or_notes(storage: Storage, entry: Entry) -> Glance:
+    """The same, for lists alone: of a large manifest only the size is compared, if its save left notes.
+
+    What `stats.json` notes, metrics of all facts alone, is proved by nothing. Raises as `glance` does.
+    """
+    if entry.manifest_bytes > LARGE_BYTES and (noted := _noted(storage, entry)) is not None:
+        codec.check_size(storage, entry)
+        return noted
+    return glance(storage, entry)
+
+
+def _noted(storage: Storage, entry: Entry) -> Glance | None:
+    try:
+        data = storage.read_range(stats_path(entry.try_name), 0, LARGE_BYTES + 1)
+        said: Any = json.loads(data) if len(data) <= LARGE_BYTES else None
+        metrics = {str(name): float(value) for name, value in said["metrics"].items()}
+        return Glance(len(said["nodes"]), int(said["bytes"]), Facts(metrics=metrics))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+
+
+def _seen_in(text: str, what: str) -> Glance:
+    facts, end = _object(text, "facts", 0, what)
+    stamp, end = _object(text, "format", end, what)
+    canonical_json.check_stamp(stamp.values, what=what)
+    shards, end = _object(text, "shards", end, what)
+    world, _ = _object(text, "world", text.rfind(',"world":{'), what)
+    sizes = unpack_numbers(shards.items("bytes"), what)
+    sources = unpack_numbers(shards.items("try"), what)
+    return Glance(
+        len(unpack_names(world.items("nodes"), what)),
+        sum(size for size, source in zip(sizes, sources, strict=True) if source == 0),
+        facts_in(facts),
+    )
+
+
+def _object(text: str, key: str, start: int, what: str) -> tuple[Fields, int]:
+    """The first object called so from `start` on, and where it ends."""
+    opening = f',"{key}":'
+    at = text.find(opening + "{", max(start, 0))
+    try:
+        if at < 0:
+            raise ValueError("it has none")
+        value, end = _decoder.raw_decode(text, at + len(opening))
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{what} is damaged: {key}: {error}") from error
+    return Fields(value, what), end
+
+
+class BlobLine(NamedTuple):
+    """A blob or leaf: `shape` is None for what is no single tensor, `bytes` are those of one node.
+
+    `sources` are the numbers of the tries in which its bytes lie, 0 for the epoch's own.
+    """
+
+    name: str
+    kind: str
+    scope: str
+    dtypes: tuple[str, ...]
+    shape: tuple[int, ...] | None
+    leaves: int
+    bytes: int
+    sources: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class EpochTable:
+    """What a manifest says of an epoch; the columns of its leaves lie behind."""
+
+    facts: Facts
+    nodes: tuple[str, ...]
+    hosts: tuple[str, ...]
+    blobs: Mapping[str, tuple[str, str]]
+    """Name to kind and scope."""
+    _leaves: Columns = field(repr=False)
+
+    @cached_property
+    def leaves(self) -> Sequence[str]:
+        """The names of all leaves, aliases too."""
+        return tuple(dict.fromkeys(self._names))
+
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
+        """Blob to its bytes on one node: a leaf that several nodes have counts once, an alias not at all."""
+        return self._summed(self._leaves.words("blob"))
+
+    @cached_property
+    def leaf_sizes(self) -> Mapping[str, int]:
+        """Leaf to its bytes on one node."""
+        return self._summed(self._names)
+
+    def blob_lines(self, names: Collection[str]) -> Iterator[BlobLine]:
+        """These blobs, in the manifest's order."""
+        rows = self._rows(self._leaves.words("blob"), names)
+        for name, (kind, scope) in self.blobs.items():
+            if name in names:
+                yield self._line(name, kind, scope, rows.get(name, ()), self.sizes.get(name, 0))
+
+    def leaf_lines(self, names: Collection[str]) -> Iterator[BlobLine]:
+        """These leaves, in the manifest's order."""
+        kinds, scopes = self._leaves.words("kind"), self._leaves.words("scope")
+        for name, rows in self._rows(self._names, names).items():
+            yield self._line(name, kinds[rows[0]], scopes[rows[0]], rows, self.leaf_sizes.get(name, 0))
+
+    def _line(self, name: str, kind: str, scope: str, rows: Sequence[int], nbytes: int) -> BlobLine:
+        single = rows and self._names[rows[0]] == name and kind == "tensor"
+        dtypes, sources = self._dtypes, self._sources
+        return BlobLine(
+            name,
+            kind,
+            scope,
+            tuple(sorted({dtypes[row] for row in rows} - {""})),
+            tuple(self._shapes[rows[0]]) if single else None,
+            len({self._names[row] for row in rows}),
+            nbytes,
+            tuple(sorted({sources[row] for row in rows})),
+        )
+
+    def _rows(self, column: Sequence[str], names: Collection[str]) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for row, name in enumerate(column):
+            if name in names:
+                found.setdefault(name, []).append(row)
+        return found
+
+    def _summed(self, column: Sequence[str]) -> Mapping[str, int]:
+        sizes: dict[str, int] = defaultdict(int)
+        aliases = {row for row, _ in self._leaves.fields.items("alias_of")}
+        seen: set[str] = set()
+        rows = zip(column, self._names, self._leaves.numbers("bytes"), strict=True)
+        for row, (unit, leaf, nbytes) in enumerate(rows):
+            if leaf not in seen and row not in aliases:
+                sizes[unit] += nbytes
+                seen.add(leaf)
+        return sizes
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        return self._leaves.names("name")
+
+    @cached_property
+    def _dtypes(self) -> tuple[str, ...]:
+        return self._leaves.words("dtype")
+
+    @cached_property
+    def _sources(self) -> tuple[int, ...]:
+        return self._leaves.numbers("try")
+
+    @cached_property
+    def _shapes(self) -> tuple[Json, ...]:
+        return self._leaves.each("shape")
+
+
+def largest(sizes: Mapping[str, int], names: Sequence[str], count: int) -> set[str]:
+    """So many of these names, those with the most bytes."""
+    return set(names if len(names) <= count else nlargest(count, names, key=lambda one: sizes.get(one, 0)))
+
+
+def read_table(storage: Storage, entry: Entry) -> EpochTable:
+    """Read what a log entry names; raises DamagedError unless the manifest is that very file."""
+    data, what = codec.read_bytes(storage, entry), manifest_path(entry.try_name)
+    try:
+        with undisturbed():
+            return _table(Fields(json.loads(data), what), what)
+    except (ValueError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise DamagedError(f"{what} is damaged: {error}") from error
+
+
+def _table(fields: Fields, what: str) -> EpochTable:
+    canonical_json.check_stamp(fields.values.get("format"), what=what)
+    words = fields.texts("words")
+    blobs, world = Columns(fields.fields("blobs"), words), fields.fields("world")
+    rows = zip(blobs.names("name"), blobs.words("kind"), blobs.words("scope"), strict=True)
+    return EpochTable(
+        facts_in(fields.fields("facts")),
+        unpack_names(world.items("nodes"), what),
+        unpack_names(world.items("hosts"), what),
+        {name: (kind, scope) for name, kind, scope in rows},
+        Columns(fields.fields("leaves"), words),
+    )

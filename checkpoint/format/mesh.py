@@ -1,0 +1,425 @@
+"""Meshes: which boxes of a sharded leaf every node has, and which of them it stores.
+
+Pure functions, remembered by the form of a leaf, of which a state has few.
+
+A mesh is a grid of nodes; each of its dimensions splits one dimension of the tensor or holds replicas.
+The places that hold the same boxes differ only along replicated dimensions. A rule of `mesh_rules` chooses
+who of them stores what.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+from torchrelay.checkpoint.format import canonical_json
+from torchrelay.checkpoint.format.mesh_geometry import (
+    RULE,
+    Among,
+    Bounds,
+    Interval,
+    Placement,
+    Replicated,
+    Sharded,
+    first_share,
+    intersect,
+    item_bytes_of,
+    local_intervals,
+    owner,
+    share,
+    writing_replicas,
+)
+from torchrelay.checkpoint.format.utils import first_of_each
+from torchrelay.records import dataclass
+
+Lengths = tuple[int, ...]
+Steps = range | tuple[int, ...]
+Places = tuple[Steps, ...]
+"""Places of a grid: one of each steps, added up."""
+
+
+@lru_cache(maxsize=1 << 12)
+def stored_at(
+    shape: tuple[int, ...],
+    extents: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    coordinate: tuple[int, ...],
+    among: Among,
+) -> tuple[Bounds, ...]:
+    """The boxes of a leaf that the node at a coordinate of a mesh stores."""
+    replica = 0
+    for index, extent, placement in zip(coordinate, extents, placements, strict=True):
+        replica = replica * extent + index if has_copies(placement) else replica
+    boxes = itertools.product(*intervals_at(shape, extents, placements, coordinate))
+    shares = (share(box, replica, among) for box in boxes)
+    return tuple(box for box in shares if box is not None)
+
+
+@lru_cache(maxsize=1 << 10)
+def writing_places(
+    shape: tuple[int, ...], extents: tuple[int, ...], placements: tuple[Placement, ...], among: Among
+) -> tuple[Places, ...]:
+    """The places that store something of a leaf.
+
+    Looks at every form of local part once, not at every place.
+    """
+    sides = [sides_of(size, dim, extents, placements) for dim, size in enumerate(shape)]
+    copies = _copied_axes(extents, placements)
+    found: dict[Places, None] = {}
+    for local in itertools.product(*(one.items() for one in sides)):
+        boxes = list(itertools.product(*(lengths for lengths, _ in local)))
+        for writing in writing_replicas(boxes, among):
+            found[(*(steps for _, steps in local), _replica_steps(writing, copies))] = None
+    return tuple(found)
+
+
+def near_parts(
+    shape: tuple[int, ...],
+    extents: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    wanted: tuple[Bounds, ...],
+    among: Among,
+) -> tuple[tuple[int, Bounds], ...]:
+    """What places store of a leaf that touches a box of `wanted`, in their order."""
+    copies = _copied_axes(extents, placements)
+    found: dict[int, list[Bounds]] = {}
+    for first, boxes in near_boxes(shape, extents, placements, wanted):
+        lengths = [tuple(stop - start for start, stop in box) for box in boxes]
+        for writing in writing_replicas(lengths, among):
+            for replica, step in zip(writing, _replica_steps(writing, copies), strict=True):
+                parts = (share(box, replica, among) for box in boxes)
+                near = [part for part in parts if part is not None and _touches(part, wanted)]
+                found[first + step] = near
+    return tuple((place, part) for place in sorted(found) for part in found[place])
+
+
+@lru_cache(maxsize=1 << 12)
+def near_boxes(
+    shape: tuple[int, ...],
+    extents: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    wanted: tuple[Bounds, ...],
+) -> tuple[tuple[int, tuple[Bounds, ...]], ...]:
+    """The local parts of a leaf that touch a box: the first of the places that have each, and its boxes."""
+    found: dict[int, tuple[Bounds, ...]] = {}
+    for box in wanted:
+        sides = [
+            near_side(size, dim, extents, placements, side)
+            for dim, (size, side) in enumerate(zip(shape, box, strict=True))
+        ]
+        for local in itertools.product(*sides):
+            boxes = tuple(itertools.product(*(intervals for _, intervals in local)))
+            found[sum(step for step, _ in local)] = boxes
+    return tuple(found.items())
+
+
+def _touches(part: Bounds, wanted: Sequence[Bounds]) -> bool:
+    return any(intersect(part, box) is not None for box in wanted)
+
+
+@lru_cache(maxsize=1 << 12)
+def near_side(
+    size: int, dim: int, extents: tuple[int, ...], placements: tuple[Placement, ...], side: Interval
+) -> tuple[tuple[int, tuple[Interval, ...]], ...]:
+    """Where along one dimension of a tensor the places are whose part of it touches `side`.
+
+    Each with its step from the first place, and the intervals that it has.
+    """
+    axes = _axes_of(dim, placements)
+    strides = _strides(extents)
+    if len(axes) == 1 and placements[axes[0]] == Sharded(dim):
+        chunk = -(-size // extents[axes[0]])
+        chosen: Iterator[tuple[int, ...]] = (
+            (index,) for index in range(side[0] // max(chunk, 1), -(-side[1] // max(chunk, 1)))
+        )
+    else:
+        chosen = itertools.product(*(range(extents[axis]) for axis in axes))
+    found = []
+    for indices in chosen:
+        at = dict(zip(axes, indices, strict=True))
+        coordinate = [at.get(axis, 0) for axis in range(len(extents))]
+        intervals = local_intervals(size, dim, extents, coordinate, placements)
+        if any(start < side[1] and side[0] < stop for start, stop in intervals):
+            step = sum(strides[axis] * index for axis, index in at.items())
+            found.append((step, tuple(intervals)))
+    return tuple(found)
+
+
+def _axes_of(dim: int, placements: Sequence[Placement]) -> list[int]:
+    """The dimensions of a mesh that split a dimension of a tensor."""
+    return [axis for axis, one in enumerate(placements) if isinstance(one, Sharded) and one.dim == dim]
+
+
+def _strides(extents: Sequence[int]) -> list[int]:
+    """How far apart neighbours along each dimension of a mesh are in row-major order."""
+    return [math.prod(extents[axis + 1 :]) for axis in range(len(extents))]
+
+
+def _copied_axes(extents: Sequence[int], placements: Sequence[Placement]) -> list[tuple[int, int]]:
+    """Extents and strides of the dimensions of a mesh that hold replicas."""
+    each = zip(extents, _strides(extents), placements, strict=True)
+    return [(extent, stride) for extent, stride, one in each if has_copies(one)]
+
+
+def _replica_steps(numbers: range, copies: Sequence[tuple[int, int]]) -> Steps:
+    """Where the replicas of these numbers are, relative to the first; `copies` are extents and strides."""
+    if len(copies) == 1:
+        stride = copies[0][1]
+        return range(numbers.start * stride, (numbers.stop - 1) * stride + 1, stride)
+    found = []
+    for number in numbers:
+        step, left = 0, number
+        for extent, stride in reversed(copies):
+            left, index = divmod(left, extent)
+            step += index * stride
+        found.append(step)
+    return tuple(found)
+
+
+@lru_cache(maxsize=1 << 10)
+def sides_of(
+    size: int, dim: int, extents: tuple[int, ...], placements: tuple[Placement, ...]
+) -> dict[Lengths, Steps]:
+    """The lengths of intervals that places have along one dimension of a tensor, and where these places are.
+
+    Places without any are left out. A step is that from the first place along the dimensions of the mesh
+    that split this one.
+    """
+    if size == 0:
+        return {}
+    strides, axes = _strides(extents), _axes_of(dim, placements)
+    if not axes:
+        return {(size,): range(1)}
+    if len(axes) == 1 and placements[axes[0]] == Sharded(dim):
+        return _chunks(size, extents[axes[0]], strides[axes[0]])
+    found: dict[Lengths, list[int]] = {}
+    for indices in itertools.product(*(range(extents[axis]) for axis in axes)):
+        at = dict(zip(axes, indices, strict=True))
+        coordinate = [at.get(axis, 0) for axis in range(len(extents))]
+        lengths = tuple(b - a for a, b in local_intervals(size, dim, extents, coordinate, placements))
+        if lengths:
+            step = sum(strides[axis] * index for axis, index in at.items())
+            found.setdefault(lengths, []).append(step)
+    return {lengths: tuple(steps) for lengths, steps in found.items()}
+
+
+def _chunks(size: int, places: int, stride: int) -> dict[Lengths, Steps]:
+    chunk = -(-size // places)
+    full, rest = divmod(size, chunk)
+    found: dict[Lengths, Steps] = {(chunk,): range(0, (full - 1) * stride + 1, stride)}
+    if rest:
+        found[rest,] = range(full * stride, full * stride + 1)
+    return found
+
+
+@lru_cache(maxsize=1 << 14)
+def intervals_at(
+    shape: tuple[int, ...],
+    extents: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    coordinate: tuple[int, ...],
+) -> tuple[tuple[Interval, ...], ...]:
+    """Per dimension of a tensor, the indices at a coordinate of a mesh."""
+    return tuple(
+        tuple(local_intervals(size, dim, extents, coordinate, placements)) for dim, size in enumerate(shape)
+    )
+
+
+def has_copies(placement: Placement) -> bool:
+    """Whether the places along a dimension of a mesh hold the same."""
+    return isinstance(placement, Replicated)
+
+
+Json = Any
+_REMEMBERED = 1 << 12
+"""Forms of leaves on nodes: a process asks for its own again and again, and for those of all once."""
+_REMEMBERED_NEAR = 1 << 10
+"""Forms of leaves and what was wanted of them: who loads all of a leaf has parts of all nodes in each."""
+MAX_SPLIT_FACTOR = 1 << 16
+"""No placements, all strides together, cut a tensor into more parts than this."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Sharded over a grid of `extents`; `nodes` are those of its places in row-major order.
+
+    There is one placement per mesh dimension, applied from left to right. Replicas share the writing by
+    `rule`.
+    """
+
+    nodes: tuple[int, ...]
+    extents: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    rule: int = RULE
+
+    @property
+    def split(self) -> bool:
+        """Whether different nodes store different parts of one leaf."""
+        return True
+
+    @cached_property
+    def place(self) -> dict[int, int]:
+        """Node to its place in the grid."""
+        return {node: place for place, node in enumerate(self.nodes)}
+
+    @cached_property
+    def replicas(self) -> int:
+        """How many places hold the same boxes."""
+        return math.prod(n for n, one in zip(self.extents, self.placements, strict=True) if has_copies(one))
+
+    def local_intervals(self, shape: Sequence[int], node: int) -> tuple[tuple[Interval, ...], ...]:
+        """Per dimension of the tensor, the indices that a node of the mesh has."""
+        return intervals_at(tuple(shape), self.extents, self.placements, self._coordinate(self.place[node]))
+
+    def local_shape(self, shape: Sequence[int], node: int) -> tuple[int, ...] | None:
+        """The shape of a node's local tensor; None for a node outside of the mesh."""
+        if node not in self.place:
+            return None
+        return tuple(sum(b - a for a, b in one) for one in self.local_intervals(shape, node))
+
+    def stored_by(self, node: int, name: str, shape: Sequence[int], item_bytes: int) -> tuple[Bounds, ...]:
+        """The boxes of leaf `name` that a node stores; none outside of the mesh."""
+        if node not in self.place:
+            return ()
+        form = (node, *self.alike(name, shape, item_bytes))
+        found = self._stored.get(form)
+        if found is None:
+            coordinate, among = self._coordinate(self.place[node]), self._among(name, item_bytes)
+            found = stored_at(tuple(shape), self.extents, self.placements, coordinate, among)
+            if len(self._stored) >= _REMEMBERED:
+                self._stored.clear()
+            self._stored[form] = found
+        return found
+
+    @cached_property
+    def _stored(self) -> dict[tuple[int, tuple[int, ...], int, int], tuple[Bounds, ...]]:
+        return {}
+
+    def stored(self, name: str, shape: Sequence[int], item_bytes: int) -> Iterator[tuple[int, Bounds]]:
+        """All boxes of leaf `name` with the nodes that store them; they cover it exactly."""
+        for node in self.nodes:
+            for box in self.stored_by(node, name, shape, item_bytes):
+                yield node, box
+
+    def stored_near(
+        self, name: str, shape: Sequence[int], item_bytes: int, wanted: Sequence[Bounds]
+    ) -> tuple[tuple[int, Bounds], ...]:
+        """What of `stored` shares elements with one of the boxes `wanted`, in the same order.
+
+        Looks only at places that are near in every dimension: a rank that loads its part of a leaf on
+        thousands of nodes asks this for every leaf.
+        """
+        form = (*self.alike(name, shape, item_bytes), tuple(wanted))
+        found = self._near.get(form)
+        if found is None:
+            among = self._among(name, item_bytes)
+            near = near_parts(tuple(shape), self.extents, self.placements, tuple(wanted), among)
+            found = tuple((self.nodes[place], part) for place, part in near)
+            if len(self._near) >= _REMEMBERED_NEAR:
+                self._near.clear()
+            self._near[form] = found
+        return found
+
+    @cached_property
+    def _near(
+        self,
+    ) -> dict[tuple[tuple[int, ...], int, int, tuple[Bounds, ...]], tuple[tuple[int, Bounds], ...]]:
+        return {}
+
+    @cached_property
+    def text(self) -> bytes:
+        """Nodes, extents, placements and rule as canonical JSON, without the brackets around the four."""
+        described = [list(self.nodes), list(self.extents), placements_json(self.placements), self.rule]
+        return canonical_json.dumps(described)[1:-1]
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 (hex) of `text`."""
+        return canonical_json.sha256(self.text)
+
+    def writers(self, name: str, shape: Sequence[int], item_bytes: int) -> tuple[frozenset[int], ...]:
+        """The nodes that store something of leaf `name`, as one or several sets that all leaves share."""
+        form = self.alike(name, shape, item_bytes)
+        if form not in self._writers:
+            among = self._among(name, item_bytes)
+            places = writing_places(tuple(shape), self.extents, self.placements, among)
+            self._writers[form] = tuple(map(self._nodes_at, places))
+        return self._writers[form]
+
+    def writing(
+        self, names: Sequence[str], forms: Iterable[tuple[tuple[int, ...], int]]
+    ) -> dict[frozenset[int], str]:
+        """The sets of nodes that store something of leaves, each with the name of the first that they store.
+
+        `forms` are the shapes and bytes of the leaves. It looks once at leaves that the same nodes store.
+        """
+        if self.replicas == 1:  # then a name chooses nobody
+            alike = list(first_of_each(forms, names).items())
+        else:
+            owners = [owner(name, self.replicas) for name in names]
+            each = first_of_each(zip(forms, owners, strict=True), names)
+            alike = [(form, name) for (form, _), name in each.items()]
+        found: dict[frozenset[int], str] = {}
+        for (shape, nbytes), name in alike:
+            for nodes in self.writers(name, shape, item_bytes_of(shape, nbytes)):
+                found.setdefault(nodes, name)
+        return found
+
+    @cached_property
+    def _writers(self) -> dict[tuple[tuple[int, ...], int, int], tuple[frozenset[int], ...]]:
+        return {}
+
+    def _nodes_at(self, places: Places) -> frozenset[int]:
+        if places not in self._known_places:
+            found = frozenset(self.nodes[sum(steps)] for steps in itertools.product(*places))
+            self._known_places[places] = found
+        return self._known_places[places]
+
+    @cached_property
+    def _known_places(self) -> dict[Places, frozenset[int]]:
+        return {}
+
+    def largest_share(self, shape: Sequence[int], item_bytes: int) -> int:
+        """The most bytes that a node stores of a leaf, whatever its name."""
+        sides = [sides_of(size, dim, self.extents, self.placements) for dim, size in enumerate(shape)]
+        locals_ = itertools.product(*sides)
+        among = Among(self.rule, self.replicas, 0, item_bytes)
+        shares = (first_share(list(itertools.product(*one)), among) for one in locals_)
+        return max(shares, default=0) * item_bytes
+
+    def alike(self, name: str, shape: Sequence[int], item_bytes: int) -> tuple[tuple[int, ...], int, int]:
+        """Equal for leaves that the same nodes store in the same boxes."""
+        return (tuple(shape), item_bytes, owner(name, self.replicas))
+
+    def _among(self, name: str, item_bytes: int) -> Among:
+        return Among.of(name, self.replicas, item_bytes, self.rule)
+
+    def _coordinate(self, place: int) -> tuple[int, ...]:
+        found = []
+        for extent in reversed(self.extents):
+            place, index = divmod(place, extent)
+            found.append(index)
+        return tuple(reversed(found))
+
+
+def placements_json(placements: Sequence[Placement]) -> list[Json]:
+    """Per mesh dimension `[dim, split_factor]`, or null where it holds replicas."""
+    return [[one.dim, one.split_factor] if isinstance(one, Sharded) else None for one in placements]
+
+
+def placements_of(json: Json) -> tuple[Placement, ...] | None:
+    """Read what `placements_json` made; None for anything else."""
+    if not isinstance(json, list):
+        return None
+    found: list[Placement] = []
+    for one in json:
+        if one is None:
+            found.append(Replicated())
+        elif isinstance(one, list) and [type(number) for number in one] == [int, int]:
+            found.append(Sharded(*one))
+        else:
+            return None
+    return tuple(found)

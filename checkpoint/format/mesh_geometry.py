@@ -1,0 +1,315 @@
+"""Boxes of tensors on device meshes, and the rules by which replicas of a box share its writing.
+
+Pure arithmetic on half-open intervals of indices; part of the disk format, with test vectors in
+`tests/golden/boxes.json`. `Shard` splits as `torch.chunk` does: all chunks have the size
+ceil(total / n), the last ones may be shorter or empty.
+
+A rule looks at nothing but the leaf and the box, so neither writers nor readers have to ask anybody. Mesh
+layouts name theirs. What rule 1 does not bound is how small pieces become: thousands of replicas made
+thousands of them of a box of 1 MiB, and whoever read it had to find them all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from torchrelay.records import dataclass
+
+Interval = tuple[int, int]
+Bounds = tuple[Interval, ...]
+"""One half-open interval per dimension; the box of a 0-d tensor has none and holds one element."""
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A mesh dimension that splits tensor dimension `dim`.
+
+    With `split_factor` above 1 every place takes its chunk of each of that many equal parts
+    (torch's strided shard, left behind by splitting one dimension in the reverse order).
+    """
+
+    dim: int
+    split_factor: int = 1
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """A mesh dimension all of whose places hold the same."""
+
+
+Placement = Sharded | Replicated
+
+
+def pieces(intervals: Sequence[Interval], parts: int, index: int) -> list[Interval]:
+    """Chunk `index` of `parts` of the concatenation of intervals."""
+    chunk = -(-sum(stop - start for start, stop in intervals) // parts)
+    return _cut(intervals, index * chunk, (index + 1) * chunk)
+
+
+def _cut(intervals: Sequence[Interval], low: int, high: int) -> list[Interval]:
+    found, passed = [], 0
+    for start, stop in intervals:
+        first, last = max(low - passed, 0), min(high - passed, stop - start)
+        if first < last:
+            found.append((start + first, start + last))
+        passed += stop - start
+    return found
+
+
+def local_intervals(
+    size: int, dim: int, mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
+) -> list[Interval]:
+    """Indices along `dim`, of `size`, at a coordinate of the mesh; placements apply left to right.
+
+    More than one interval means that the local part is not contiguous in the whole.
+    """
+    intervals: list[Interval] = [(0, size)]
+    for places, place, placement in zip(mesh, coordinate, placements, strict=True):
+        if isinstance(placement, Sharded) and placement.dim == dim:
+            blocks = [
+                pieces(intervals, placement.split_factor, block) for block in range(placement.split_factor)
+            ]
+            intervals = [part for block in blocks for part in pieces(block, places, place)]
+    return merged(intervals)
+
+
+def merged(intervals: Sequence[Interval]) -> list[Interval]:
+    """Join intervals that touch, in the order given; empty ones vanish."""
+    found: list[Interval] = []
+    for start, stop in intervals:
+        if start >= stop:
+            continue
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return found
+
+
+def local_boxes(
+    shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
+) -> list[Bounds]:
+    """The boxes at a coordinate of the mesh, in the row-major order of the local tensor."""
+    per_dim = [local_intervals(size, dim, mesh, coordinate, placements) for dim, size in enumerate(shape)]
+    return [tuple(box) for box in itertools.product(*per_dim)]
+
+
+def local_shape(
+    shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
+) -> tuple[int, ...]:
+    """The shape of the local tensor at a coordinate of the mesh."""
+    return tuple(
+        sum(stop - start for start, stop in local_intervals(size, dim, mesh, coordinate, placements))
+        for dim, size in enumerate(shape)
+    )
+
+
+def item_bytes_of(shape: Sequence[int], nbytes: int) -> int:
+    """Bytes of one element of a tensor."""
+    count = math.prod(shape)
+    return nbytes // count if count else 1
+
+
+def volume(box: Bounds) -> int:
+    """Elements in a box."""
+    return math.prod(max(0, stop - start) for start, stop in box)
+
+
+def whole(shape: Sequence[int]) -> Bounds:
+    """The box of everything."""
+    return tuple((0, size) for size in shape)
+
+
+def intersect(one: Bounds, other: Bounds) -> Bounds | None:
+    """What two boxes share; None if that is nothing."""
+    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return shared if all(start < stop for start, stop in shared) else None
+
+
+def runs(outer: Bounds, inner: Bounds) -> Iterator[Interval]:
+    """Where `inner`, a box within `outer`, lies in the row-major elements of `outer`.
+
+    Half-open ranges of element indices relative to the first element of `outer`, ascending, each as
+    long as it can be.
+    """
+    if volume(inner) == 0:
+        return
+    extents = [stop - start for start, stop in outer]
+    strides = [math.prod(extents[dim + 1 :]) for dim in range(len(extents))]
+    split = _contiguous_from(outer, inner)
+    length = volume(inner[split:]) if split < len(inner) else 1
+    base = sum((inner[d][0] - outer[d][0]) * strides[d] for d in range(split, len(inner)))
+    for index in itertools.product(*(range(*interval) for interval in inner[:split])):
+        start = base + sum((index[d] - outer[d][0]) * strides[d] for d in range(split))
+        yield start, start + length
+
+
+def _contiguous_from(outer: Bounds, inner: Bounds) -> int:
+    """The first dimension from which on `inner` is one run of `outer`'s elements."""
+    split = len(inner)
+    while split > 0:
+        split -= 1
+        if inner[split] != outer[split]:
+            return split
+    return split
+
+
+def range_boxes(shape: Sequence[int], first: int, last: int) -> Iterator[Bounds]:
+    """The boxes, in order, that elements [first, last) of a tensor in row-major order consist of."""
+    if first >= last:
+        return
+    if not shape:
+        yield ()
+        return
+    row = math.prod(shape[1:])
+    (start, head), (stop, tail) = divmod(first, row), divmod(last, row)
+    if start == stop:
+        yield from (((start, start + 1), *box) for box in range_boxes(shape[1:], head, tail))
+        return
+    if head:
+        yield from (((start, start + 1), *box) for box in range_boxes(shape[1:], head, row))
+        start += 1
+    if start < stop:
+        yield ((start, stop), *whole(shape[1:]))
+    yield from (((stop, stop + 1), *box) for box in range_boxes(shape[1:], 0, tail))
+
+
+def uncovered(shape: Sequence[int], boxes: Sequence[Bounds]) -> str | None:
+    """Prove that boxes cover a shape exactly once; None, or what is wrong in words.
+
+    Empty boxes are ignored; a box with another number of dimensions or beyond the shape is wrong.
+    """
+    for box in boxes:
+        outside = len(box) != len(shape) or any(
+            not 0 <= start <= stop <= size for (start, stop), size in zip(box, shape, strict=False)
+        )
+        if outside:
+            return f"{describe(box)} does not lie in shape {list(shape)}"
+    if volume(whole(shape)) == 0:
+        return None
+    return _uncovered(whole(shape), [box for box in boxes if volume(box)], ())
+
+
+def _uncovered(space: Bounds, boxes: Sequence[Bounds], prefix: Bounds) -> str | None:
+    if len(boxes) == 1 and boxes[0] == space:
+        return None
+    if not boxes:
+        return f"nothing covers {describe((*prefix, *space))}"
+    if not space:
+        return f"{len(boxes)} boxes cover {describe(prefix)}"
+    for slab, crossing in _slabs(space[0], boxes):
+        if problem := _uncovered(space[1:], crossing, (*prefix, slab)):
+            return problem
+    return None
+
+
+def _slabs(interval: Interval, boxes: Sequence[Bounds]) -> Iterator[tuple[Interval, list[Bounds]]]:
+    """Cut the first dimension wherever a box begins or ends; with each slab, the rest of its boxes."""
+    starts = sorted(boxes, key=lambda box: box[0])
+    cuts = sorted({*interval, *(edge for box in boxes for edge in box[0])})
+    active: list[Bounds] = []
+    following = 0
+    for slab in itertools.pairwise(cuts):
+        active = [box for box in active if box[0][1] > slab[0]]
+        while following < len(starts) and starts[following][0][0] <= slab[0]:
+            active.append(starts[following])
+            following += 1
+        yield slab, [box[1:] for box in active]
+
+
+def describe(box: Bounds) -> str:
+    """A box in the notation of tensor keys: [0:4,2:6]."""
+    return "[" + ",".join(f"{start}:{stop}" for start, stop in box) + "]"
+
+
+def halves(box: Bounds) -> list[Bounds]:
+    """A box of more than one element in two, along its first dimension that can be cut."""
+    dim = next(dim for dim, (start, stop) in enumerate(box) if stop - start > 1)
+    start, stop = box[dim]
+    middle = (start + stop) // 2
+    return [(*box[:dim], side, *box[dim + 1 :]) for side in ((start, middle), (middle, stop))]
+
+
+RULE = 2
+"""The one by which this version writes."""
+KNOWN = frozenset((1, 2))
+SPLIT_BYTES = 1 << 20
+"""Replicas divide a box of at least so many bytes, by rule 2 into pieces of about as many."""
+
+
+class Among(NamedTuple):
+    """The replicas of a leaf's boxes: their rule and number, and the one that the leaf's name chooses."""
+
+    rule: int
+    replicas: int
+    owner: int
+    item_bytes: int
+
+    @classmethod
+    def of(cls, name: str, replicas: int, item_bytes: int, rule: int) -> Among:
+        """Those of leaf `name`."""
+        return cls(rule, replicas, owner(name, replicas), item_bytes)
+
+
+class Division(NamedTuple):
+    """Chunks of a box, each of `rows` indices of its first dimension, the last perhaps of fewer.
+
+    Replica `first` stores the first one, those behind it, around the end, the others.
+    """
+
+    rows: int
+    chunks: int
+    first: int
+
+
+def owner(name: str, replicas: int) -> int:
+    """The replica that a leaf's name chooses."""
+    if replicas == 1:
+        return 0
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % replicas
+
+
+def division(lengths: Sequence[int], among: Among) -> Division:
+    """How the replicas of a box of these lengths share it."""
+    rows = lengths[0] if lengths else 1
+    nbytes = math.prod(lengths) * among.item_bytes
+    if among.rule == 1:
+        divided = nbytes >= SPLIT_BYTES and rows >= among.replicas
+        most, first = (among.replicas, 0) if divided else (1, among.owner)
+    else:
+        most, first = min(among.replicas, rows, nbytes // SPLIT_BYTES), among.owner
+    chunk = -(-rows // max(most, 1))
+    return Division(chunk, -(-rows // chunk), first)
+
+
+def share(box: Bounds, replica: int, among: Among) -> Bounds | None:
+    """What one of the replicas of a box stores of it; None for nothing."""
+    if among.replicas == 1:
+        return box
+    rows, chunks, first = division([stop - start for start, stop in box], among)
+    number = (replica - first) % among.replicas
+    if number >= chunks:
+        return None
+    if chunks == 1:
+        return box
+    start, stop = box[0]
+    return ((start + number * rows, min(start + (number + 1) * rows, stop)), *box[1:])
+
+
+def writing_replicas(boxes: Sequence[Sequence[int]], among: Among) -> list[range]:
+    """The numbers of the replicas that store something of boxes of these lengths."""
+    found: set[int] = set()
+    for _, chunks, first in {division(lengths, among) for lengths in boxes}:
+        found.update((first + number) % among.replicas for number in range(chunks))
+    runs = groupby(enumerate(sorted(found)), lambda placed: placed[1] - placed[0])
+    return [range(one[0][1], one[-1][1] + 1) for one in (list(run) for _, run in runs)]
+
+
+def first_share(boxes: Sequence[Sequence[int]], among: Among) -> int:
+    """The most elements that a replica stores of boxes of these lengths, if all first chunks are its own."""
+    return sum(division(lengths, among).rows * math.prod(lengths[1:]) for lengths in boxes)

@@ -1,0 +1,1 @@
+"""Shard files: entries, header, reads and writes."""

@@ -1,0 +1,317 @@
+"""Understanding a shard's header: every statement is checked before anything is done with it."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+
+from torchrelay.checkpoint.format import canonical_json, dtypes, names
+from torchrelay.checkpoint.format import dtypes as digest
+from torchrelay.checkpoint.format.canonical_json import Json
+from torchrelay.checkpoint.format.manifest.position import MAX_EPOCH, Position
+from torchrelay.checkpoint.format.names import Key
+from torchrelay.checkpoint.format.shard.entries import (
+    Stored,
+    StoredEntries,
+    StoredEntry,
+    columns_of,
+    too_large,
+)
+from torchrelay.checkpoint.format.shard.fast_header import ListedLeaves, quick_header, was_cut
+from torchrelay.checkpoint.format.shard.layout import ALIGNMENT, METADATA_KEY, ShardIdentity
+from torchrelay.errors import BlobError, DamagedError, FormatError, UsageError
+from torchrelay.records import dataclass
+
+LENGTH_LIMIT = 100_000_000
+"""Of headers whose size no manifest tells, as in blob files; also what safetensors itself reads."""
+"""Bytes of header that safetensors itself accepts."""
+_RESERVED = ("encryption", "codec", "stored_bytes")
+
+
+@dataclass(frozen=True)
+class ShardContent:
+    """What a header says: whose file this is, and where everything lies in it.
+
+    Of a blob file `listed` may tell what its list of leaves says, which is empty then among the values.
+    """
+
+    identity: ShardIdentity
+    part: int
+    entries: StoredEntries
+    aliases: Mapping[str, str]
+    values: Mapping[str, Json]
+    data_start: int
+    file_bytes: int
+    listed: ListedLeaves | None = None
+
+
+def header_length(prefix: bytes, file_bytes: int, *, what: str) -> int:
+    """Bytes before the data, from the first 8 bytes of the file; raises DamagedError if it cannot be."""
+    if len(prefix) < 8:
+        raise DamagedError(f"{what}: {len(prefix)} bytes are too few for a shard")
+    total = 8 + int.from_bytes(prefix[:8], "little")
+    if not 10 <= total <= file_bytes or total % ALIGNMENT:
+        raise DamagedError(f"{what}: the header cannot be {total - 8} bytes long in a file of {file_bytes}")
+    return total
+
+
+def parse(
+    header: bytes, file_bytes: int, *, what: str, listing: bool = False, vouched: bool = False
+) -> ShardContent:
+    """Understand all bytes before the data; raises DamagedError, or FormatError for another version.
+
+    `listing` says that somebody wants `listed` of a blob file, `vouched` that these very bytes were
+    understood before: they are then read `again` (see `canonical.loads`), and an entry of a form of its own
+    is looked at when it is asked for.
+    """
+    if header_length(header, file_bytes, what=what) != len(header):
+        raise DamagedError(f"{what}: the header is not {len(header)} bytes long")
+    data = range(len(header), file_bytes)
+    found = _quickly(header, data, what, listing) or _decoded(header, data, what, vouched)
+    inner, pieces, entries, listed = found
+    if not vouched:
+        entries.look_at_all()
+    return ShardContent(
+        identity=_identity(inner, what),
+        part=_count(inner, "part", what),
+        entries=entries,
+        aliases=_aliases(pieces, entries, what),
+        values=_values(inner, what),
+        data_start=len(header),
+        file_bytes=file_bytes,
+        listed=listed,
+    )
+
+
+_Understood = tuple[dict[str, Json], dict[str, dict[str, Json]], StoredEntries, ListedLeaves | None]
+"""Metadata, what they say of pieces, the entries, and the list of leaves where it was taken out."""
+
+
+def _quickly(header: bytes, data: range, what: str, listing: bool) -> _Understood | None:
+    """A header in which every key is the name of a whole leaf that the entry tells all of."""
+    found = quick_header(header, len(data), listing)
+    if found is None:
+        return None
+    try:
+        inner = _parse_metadata(found.metadata, what)
+    except (DamagedError, FormatError):
+        if found.listed:
+            return None  # what is wrong, and where, is said of all of the text
+        raise
+    if found.listed and not was_cut(inner.get("values"), found.numbers.keys(), found.listed.mark):
+        return None
+    pieces, digests = _pieces(inner, what), inner["digests"]
+    if len(digests) != found.columns.blocks[-1] * digest.SIZE or not pieces.keys().isdisjoint(found.numbers):
+        return None
+    entries = StoredEntries(found.numbers, {}, Stored(found.columns, digests, data.start))
+    return inner, pieces, entries, found.listed
+
+
+def _decoded(header: bytes, data: range, what: str, vouched: bool) -> _Understood:
+    said = canonical_json.loads(header[8:], what=f"{what}: header", limit_bytes=len(header), again=vouched)
+    if not isinstance(said, dict):
+        raise DamagedError(f"{what}: the header is no JSON object")
+    outer = said.pop("__metadata__", None)
+    text = outer.get(METADATA_KEY) if isinstance(outer, dict) else None
+    if not isinstance(text, str):
+        raise FormatError(f"{what} was not written by torchrelay: its metadata say nothing of it")
+    inner = _parse_metadata(text, what, vouched)
+    pieces = _pieces(inner, what)
+    return inner, pieces, _entries(said, pieces, inner["digests"], data, what), None
+
+
+def _parse_metadata(text: str, what: str, vouched: bool = False) -> dict[str, Json]:
+    try:
+        data = text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise DamagedError(f"{what}: the metadata are no Unicode") from None
+    inner = canonical_json.loads(data, what=f"{what}: metadata", limit_bytes=len(data), again=vouched)
+    if not isinstance(inner, dict):
+        raise DamagedError(f"{what}: the metadata are no JSON object")
+    canonical_json.check_stamp(inner.get("format"), what=what)
+    if inner.get("digest") != digest.NAME or inner.get("block") != digest.BLOCK or "encryption" in inner:
+        raise FormatError(
+            f"{what} has digests or an encryption that this torchrelay does not know: use a newer one"
+        )
+    try:
+        inner["digests"] = base64.b64decode(str(inner.get("digests")), validate=True)
+    except (binascii.Error, ValueError):
+        raise DamagedError(f"{what}: the digests are no base64") from None
+    return inner
+
+
+def _identity(inner: dict[str, Json], what: str) -> ShardIdentity:
+    place = _pair(inner.get("position"))
+    if place is None or place[0] > MAX_EPOCH:
+        raise DamagedError(f"{what}: {inner.get('position')!r} is no position")
+    try:
+        node, group = (
+            names.check_node(_text(inner, "node", what)),
+            names.check_group(_text(inner, "group", what)),
+        )
+    except UsageError as error:
+        raise DamagedError(f"{what}: {error}") from None
+    return ShardIdentity(_text(inner, "job", what), Position(*place), node, group, _text(inner, "try", what))
+
+
+def _text(inner: dict[str, Json], field: str, what: str) -> str:
+    found = inner.get(field)
+    if not isinstance(found, str):
+        raise DamagedError(f"{what}: the metadata have no {field}")
+    return found
+
+
+def _count(inner: dict[str, Json], field: str, what: str) -> int:
+    found = inner.get(field)
+    if type(found) is not int or found < 1:
+        raise DamagedError(f"{what}: the metadata have no {field}")
+    return found
+
+
+def _pair(value: Json) -> tuple[int, int] | None:
+    if isinstance(value, list) and len(value) == 2 and all(_is_count(number) for number in value):
+        return value[0], value[1]
+    return None
+
+
+def _is_count(value: Json) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _values(inner: dict[str, Json], what: str) -> dict[str, Json]:
+    found = inner.get("values")
+    if not isinstance(found, dict):
+        raise DamagedError(f"{what}: the metadata have no values")
+    return found
+
+
+def _pieces(inner: dict[str, Json], what: str) -> dict[str, dict[str, Json]]:
+    found = inner.get("pieces")
+    if not isinstance(found, dict) or not all(isinstance(piece, dict) for piece in found.values()):
+        raise DamagedError(f"{what}: the metadata have no pieces")
+    for key, piece in found.items():
+        if unread := [name for name in _RESERVED if name in piece]:
+            raise FormatError(f"{what}: {key} has a {unread[0]}, unknown to this torchrelay: use a newer one")
+    return found
+
+
+def _entries(
+    said: dict[str, Json],
+    pieces: dict[str, dict[str, Json]],
+    digests: bytes,
+    data: range,
+    what: str,
+) -> StoredEntries:
+    """All entries, checked together; of odd ones so far only their bounds. One by one once all is wrong."""
+    columns = columns_of(said, len(data), len(digests))
+    numbers = dict(zip(said, range(len(said)), strict=True))
+    if columns is None:
+        return StoredEntries(numbers, _one_by_one(said, pieces, digests, data, what))
+    stored = Stored(columns, digests, data.start)
+    looked_at: dict[tuple[object, ...], tuple[dtypes.ElementType, tuple[int, ...]]] = {}
+
+    def look(number: int, text: str) -> StoredEntry:
+        key, piece, form = names.parse_key(text), pieces.get(text, {}), columns.forms[number]
+        # All that decides but the name; as text, for 1, 1.0 and True are equal.
+        alike = (form.dtype, form.shape, text.partition("@")[2], repr(piece))
+        if alike not in looked_at:
+            leaf = f"{what}: {text}"
+            # Not the decoded header's own, which need not be kept for that.
+            entry = {"dtype": dtypes.by_name(form.dtype).code, "shape": list(form.shape)}
+            kind, shape = _logical(key, entry, piece, leaf)
+            _check_stored(stored.entry(number, key, kind, shape), entry, leaf)
+            looked_at[alike] = kind, shape
+        return stored.entry(number, key, *looked_at[alike])
+
+    others = [key for key in said if key not in pieces]
+    plain = names.all_plain(others)
+    odd = pieces.keys() if plain else {*pieces, *(key for key in others if not names.is_plain(key))}
+    return StoredEntries(numbers, {}, stored, odd, look)
+
+
+def _one_by_one(
+    said: dict[str, Json],
+    pieces: dict[str, dict[str, Json]],
+    digests: bytes,
+    data: range,
+    what: str,
+) -> dict[str, StoredEntry]:
+    """The same checks in the order of the file: says what is wrong, and where."""
+    entries: dict[str, StoredEntry] = {}
+    end, block = data.start, 0
+    for text, entry in said.items():
+        leaf = f"{what}: {text}"
+        key = names.parse_key(text)
+        kind, shape = _logical(key, entry, pieces.get(text, {}), leaf)
+        stop = _offsets(entry, end - data.start, leaf) + data.start
+        blocks = digest.block_count(stop - end)
+        own = digests[block * digest.SIZE : (block + blocks) * digest.SIZE]
+        entries[text] = StoredEntry(key, kind, shape, end, stop, own)
+        _check_stored(entries[text], entry, leaf)
+        end, block = stop, block + blocks
+    if end != data.stop:
+        raise DamagedError(f"{what}: the entries end at byte {end}, the file at {data.stop}")
+    if len(digests) != block * digest.SIZE:
+        raise DamagedError(f"{what}: {len(digests)} bytes of digests for {block} blocks")
+    return entries
+
+
+def _logical(
+    key: Key, entry: Json, piece: dict[str, Json], leaf: str
+) -> tuple[dtypes.ElementType, tuple[int, ...]]:
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        raise DamagedError(f"{leaf} has no type")
+    stored = dtypes.by_code(entry["dtype"])
+    kind = dtypes.by_name(str(piece["dtype"])) if "dtype" in piece else stored
+    if kind.code != stored.code:
+        raise DamagedError(f"{leaf}: {kind.name} is not stored as {stored.code}")
+    if "alias_of" in piece or ("shape" not in piece and (kind.raw or not isinstance(key, names.Whole))):
+        raise DamagedError(f"{leaf}: its piece is not described")
+    return kind, _shape(piece.get("shape", entry.get("shape")), leaf)
+
+
+def _shape(found: Json, leaf: str) -> tuple[int, ...]:
+    if not isinstance(found, list) or not set(map(type, found)) <= {int} or min(found, default=0) < 0:
+        raise DamagedError(f"{leaf}: {found!r} is no shape")
+    if too_large(found):
+        raise DamagedError(f"{leaf}: shape {found!r} is too large")
+    return tuple(found)
+
+
+def _offsets(entry: dict[str, Json], expected: int, leaf: str) -> int:
+    found = _pair(entry.get("data_offsets"))
+    if found is None:
+        raise DamagedError(f"{leaf} has no offsets")
+    start, stop = found
+    if start != expected or stop < start:
+        raise DamagedError(f"{leaf}: bytes {start} to {stop}, not from {expected}: a hole or an overlap")
+    return stop
+
+
+def _check_stored(entry: StoredEntry, said: dict[str, Json], leaf: str) -> None:
+    try:
+        shape = entry.piece_shape
+    except BlobError as error:
+        raise DamagedError(f"{leaf}: {error}") from None
+    if said.get("shape") != list(entry.dtype.stored_shape(shape)):
+        raise DamagedError(f"{leaf}: stored with shape {said.get('shape')!r}, described as {list(shape)}")
+    if entry.dtype.nbytes(shape) != entry.nbytes:
+        raise DamagedError(f"{leaf}: {entry.nbytes} bytes for {entry.dtype.name} of shape {list(shape)}")
+
+
+def _aliases(
+    pieces: dict[str, dict[str, Json]], entries: Mapping[str, StoredEntry], what: str
+) -> dict[str, str]:
+    aliases: dict[str, str] = {}
+    for text, piece in pieces.items():
+        if text in entries:
+            continue
+        target = piece.get("alias_of")
+        if not isinstance(target, str) or target not in entries:
+            raise DamagedError(f"{what}: {text} has neither bytes nor an alias that has")
+        key = names.parse_key(text)
+        if not isinstance(key, names.Whole):
+            raise DamagedError(f"{what}: {text} is a piece and cannot be an alias")
+        aliases[key.name] = target
+    return aliases

@@ -1,0 +1,479 @@
+"""Reading a shard: whole blocks only, verified on arrival, straight into where they belong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import compress
+from operator import sub
+
+from torchrelay.checkpoint.format.canonical_json import Json, sha256
+from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE, block_digests, first_damaged_block
+from torchrelay.checkpoint.format.shard.batched_reads import (
+    FAR_BYTES,
+    Batch,
+    Passage,
+    Passing,
+    Span,
+    ThreadMemory,
+    batches,
+    fetched_ahead,
+    in_order,
+    worth_fetching,
+)
+from torchrelay.checkpoint.format.shard.entries import StoredEntries, StoredEntry
+from torchrelay.checkpoint.format.shard.header import LENGTH_LIMIT, ShardContent, header_length, parse
+from torchrelay.checkpoint.format.shard.read_plan import (
+    PLAIN,
+    Portion,
+    ReadOptions,
+    ReadRequest,
+    checked_target,
+    neighbours,
+    pieces,
+    read_portions,
+)
+from torchrelay.checkpoint.storage.base import (
+    Memory,
+    ReadHandle,
+    Storage,
+    open_for_reading,
+    worth_of_a_request,
+)
+from torchrelay.errors import DamagedError, MissingShardError, StorageError, UsageError
+from torchrelay.records import dataclass
+
+_Run = list[tuple[StoredEntry, ReadRequest]]
+RUN = 2 * BLOCK
+"""Bytes of a large entry that a thread reads into place at a time, each block verified when it is there."""
+
+
+@dataclass(frozen=True)
+class ShardExpectation:
+    """What a manifest says of a file; `header_bytes` counts everything before the data."""
+
+    bytes: int
+    header_bytes: int
+    header_sha256: str
+
+
+@dataclass(frozen=True)
+class _File:
+    """A shard file that is open, and how it is read."""
+
+    handle: ReadHandle
+    options: ReadOptions
+    direct: bool = False
+
+
+CHECKED = 4 * BLOCK
+"""Bytes of an entry that a thread verifies at a time, block by block in memory that stays in the cache."""
+PASSING_FAR = 5 * BLOCK
+"""What passes through memory with one request, where requests cost much: a thread's memory is kept while
+straight reads go on, and such a storage needs as much again for the answer; together at most 64 MiB."""
+
+
+def read_header(
+    storage: Storage,
+    path: str,
+    expect: ShardExpectation | None = None,
+    *,
+    listing: bool = False,
+    vouched: bool = False,
+) -> ShardHeader:
+    """Read and check everything before the data; no data are read.
+
+    With `expect` the file's size and the header's SHA-256 are proved; without, the header is only
+    checked to be consistent with itself and with the file's size. `listing` and `vouched` are what `parse`
+    takes; the latter only together with `expect`.
+    Raises DamagedError for a file that is missing or is not what it should be, FormatError for
+    another version's.
+    """
+    size = storage.stat(path)
+    if size is None:
+        raise MissingShardError(f"{path} is missing")
+    header = _proved(storage, path, size, expect) if expect else _consistent(storage, path, size)
+    content = parse(header, size, what=path, listing=listing, vouched=vouched and expect is not None)
+    return ShardHeader(storage, path, content, block_digests(memoryview(header)))
+
+
+def _proved(storage: Storage, path: str, size: int, expect: ShardExpectation) -> bytes:
+    if size != expect.bytes:
+        raise DamagedError(f"{path} has {size} bytes instead of {expect.bytes}")
+    if not 8 <= expect.header_bytes <= size:
+        raise DamagedError(f"{path}: a header of {expect.header_bytes} bytes cannot be in {size} bytes")
+    header = storage.read_range(path, 0, expect.header_bytes)
+    if sha256(header) != expect.header_sha256:
+        raise DamagedError(f"{path}: the header is not the one that was committed")
+    return header
+
+
+def _consistent(storage: Storage, path: str, size: int) -> bytes:
+    length = header_length(storage.read_range(path, 0, 8), size, what=path)
+    if length > LENGTH_LIMIT + 8:
+        raise DamagedError(f"{path}: the header cannot be {length - 8} bytes long")
+    return storage.read_range(path, 0, length)
+
+
+class ShardHeader:
+    """A shard whose header was checked; gives out verified bytes of its entries.
+
+    One mismatch raises: whether the bytes are damaged on the disk or only on their way here is the
+    caller's question to ask again.
+    """
+
+    def __init__(self, storage: Storage, path: str, content: ShardContent, header_digests: bytes) -> None:
+        self.path = path
+        self.content = content
+        self._header_digests = header_digests
+        self._storage = storage
+        self._gap = worth_of_a_request(storage)
+        self._run = FAR_BYTES if self._gap else RUN
+
+    @property
+    def is_far(self) -> bool:
+        """Whether what is read comes over a network, request by request."""
+        return self._gap > 0
+
+    @property
+    def entries(self) -> StoredEntries:
+        """What is stored, by key, in the order of the file."""
+        return self.content.entries
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Leaf names whose bytes are those of another key."""
+        return self.content.aliases
+
+    @property
+    def values(self) -> Mapping[str, Json]:
+        """Typed values as they were encoded."""
+        return self.content.values
+
+    def read_into(self, key: str, start_byte: int, stop_byte: int, destination: memoryview) -> None:
+        """Fill `destination` with bytes [start_byte, stop_byte) of an entry.
+
+        Whole blocks are read and verified; those that lie inside the range go straight to the
+        destination, at most two others through 1 MiB of memory. On an error the destination's
+        content is undefined. Raises DamagedError naming file, key and block.
+        """
+        with open_for_reading(self._storage, self.path) as handle:
+            self._read_one(_File(handle, PLAIN), ReadRequest(key, start_byte, stop_byte, destination))
+
+    def _read_one(self, file: _File, request: ReadRequest) -> None:
+        key, start_byte, stop_byte = request.key, request.start, request.stop
+        entry = self.entry(key)
+        target = checked_target(entry, request)
+        if not file.options.verify:
+            self._read_exactly(file, key, entry, start_byte, target)
+            return
+        position = start_byte
+        while position < stop_byte:
+            first = position // BLOCK * BLOCK
+            inside = min(stop_byte, first + (self._run if self._gap else BLOCK))
+            whole_end = entry.nbytes if inside == entry.nbytes else inside // BLOCK * BLOCK
+            if position == first and whole_end > first:
+                part = target[first - start_byte : whole_end - start_byte]
+                self._read_verified(file, key, entry, first, part)
+                position = whole_end
+            else:
+                position = self._read_partly(file, request, entry, position, target[position - start_byte :])
+
+    def read_many(self, requests: Iterable[ReadRequest], options: ReadOptions = PLAIN) -> None:
+        """Do many reads, begun in the order of the file; small neighbouring entries are read together.
+
+        Some threads share what is large. Each takes at most 9 MiB of memory beyond the destinations.
+        Raises as `read_into` does.
+        """
+        found = self.portions(requests, options)
+        read_portions(found, sum(one.nbytes for one in found), options)
+
+    def portions(self, requests: Iterable[ReadRequest], options: ReadOptions = PLAIN) -> list[Portion]:
+        """What `read_many` reads at a time; raises UsageError and DamagedError where it does."""
+        parts: list[ReadRequest] = []
+        whole: list[ReadRequest] = []
+        for request in requests:
+            (whole if self._is_small(request) else parts).append(request)
+        found: list[Portion] = []
+        if whole:
+            numbers = self._numbers([request.key for request in whole])
+            memories = [request.destination.cast("B") for request in whole]
+            filled = [number for number, one in zip(numbers, memories, strict=True) if len(one)]
+            found += self._small_portions(*in_order(filled, list(filter(len, memories))), options)
+        located = self._located(piece for request in parts for piece in pieces(request, self._run))
+        return found + [self._portion(run, options) for run in neighbours(located)]
+
+    def portion(self, begin: int, nbytes: int, read: Callable[[ReadHandle], None]) -> Portion:
+        """Bytes of this file, from byte `begin` on, that `read` reads at a time."""
+        return Portion(self._storage, self.path, begin, nbytes, read)
+
+    def expecting(self, keys: Sequence[str]) -> AbstractContextManager[None]:
+        """Fetch these entries while a block looks at where they belong, if they are many and side by side."""
+        part = (
+            worth_fetching(self.entries.stored, self._numbers(keys)) if self.entries.in_columns else range(0)
+        )
+        return fetched_ahead(self._storage, self.path, part)
+
+    def read_whole(
+        self, keys: Sequence[str], memories: Sequence[Memory], options: ReadOptions = PLAIN
+    ) -> None:
+        """Fill the memory (1-D bytes) of each key with all of its entry.
+
+        Does what `read_many` does, in much less time for very many small entries. Raises as that does.
+        """
+        if not self.entries.in_columns:
+            pairs = zip(keys, memories, strict=True)
+            self.read_many([ReadRequest(key, 0, len(one), memoryview(one)) for key, one in pairs], options)
+            return
+        numbers, memories = in_order(self._numbers(keys), memories)
+        starts, stops = self.entries.stored.columns.bounds(numbers)
+        stored, sizes = list(map(sub, stops, starts)), list(map(len, memories))
+        if stored != sizes:
+            number, size, room = next(
+                one for one in zip(numbers, stored, sizes, strict=True) if one[1] != one[2]
+            )
+            raise UsageError(
+                f"{self.entries.key_at(number)}, which has {size} bytes, does not fit into {room}"
+            )
+        if max(sizes, default=0) > BLOCK:
+            self.read_many(
+                [
+                    ReadRequest(self.entries.key_at(number), 0, size, memoryview(memory))
+                    for number, size, memory in zip(numbers, sizes, memories, strict=True)
+                    if size > BLOCK
+                ],
+                options,
+            )
+        if min(sizes, default=1) == 0 or max(sizes, default=0) > BLOCK:
+            small = [0 < size <= BLOCK for size in sizes]
+            numbers, memories = list(compress(numbers, small)), list(compress(memories, small))
+        found = self._small_portions(numbers, memories, options)
+        read_portions(found, sum(one.nbytes for one in found), options)
+
+    def checks(self, requests: Iterable[ReadRequest], memory: ThreadMemory) -> list[Portion]:
+        """Portions that verify every block of these bytes, each once, and keep nothing: see `read_many`.
+
+        Where the requests would put the bytes does not matter.
+        """
+        spans: dict[str, list[Span]] = {}
+        for one in requests:
+            if not 0 <= one.start <= one.stop <= self.entry(one.key).nbytes:
+                raise UsageError(f"{one.key} has no bytes {one.start} to {one.stop}")
+            if one.start < one.stop:
+                spans.setdefault(one.key, []).append((one.start // BLOCK, -(-one.stop // BLOCK)))
+        small = [key for key in spans if self.entries.in_columns and self.entry(key).nbytes <= BLOCK]
+        found = self.checks_whole(small, memory) if small else []
+        for key in spans.keys() - set(small):
+            entry = self.entry(key)
+            for first, after in _joined(spans[key]):
+                for at in range(first * BLOCK, min(after * BLOCK, entry.nbytes), CHECKED):
+                    stop = min(at + CHECKED, after * BLOCK, entry.nbytes)
+                    check = partial(self._check_blocks, key, entry, at, stop, memory)
+                    found.append(self.portion(entry.start + at, stop - at, check))
+        return found
+
+    def checks_whole(self, keys: Sequence[str], memory: ThreadMemory) -> list[Portion]:
+        """The same for all bytes of these entries, in much less time for very many small ones."""
+        if not self.entries.in_columns:
+            whole = [ReadRequest(key, 0, self.entry(key).nbytes, memoryview(b"")) for key in keys]
+            return self.checks(whole, memory)
+        numbers = sorted(set(self._numbers(keys)))
+        starts, stops = self.entries.stored.columns.bounds(numbers)
+        sizes = list(map(sub, stops, starts))
+        large = [self.entries.key_at(one) for one, size in zip(numbers, sizes, strict=True) if size > BLOCK]
+        whole = [ReadRequest(key, 0, self.entry(key).nbytes, memoryview(b"")) for key in large]
+        found = self.checks(whole, memory) if large else []
+        small = list(compress(numbers, [0 < size <= BLOCK for size in sizes]))
+
+        def check(batch: Batch, handle: ReadHandle) -> None:
+            batch.check(handle.read_into, memory.room(batch.nbytes))
+
+        for one in batches(self.path, self.entries, small):
+            found.append(self.portion(one.start, one.nbytes, partial(check, one)))
+        return found
+
+    def _check_blocks(
+        self, key: str, entry: StoredEntry, start: int, stop: int, memory: ThreadMemory, handle: ReadHandle
+    ) -> None:
+        file, room = _File(handle, PLAIN), memory.room(BLOCK)
+        for at in range(start, stop, BLOCK):
+            self._read_verified(file, key, entry, at, room[: min(BLOCK, stop - at)])
+
+    def read_passing(
+        self, handle: ReadHandle, key: str, spans: Sequence[Span], memory: Passing, options: ReadOptions
+    ) -> Iterator[memoryview]:
+        """Verified bytes of ascending spans of an entry, each until the next one is asked for.
+
+        Whole blocks are read, each once. Raises as `read_into` does.
+        """
+        entry = self.entry(key)
+        for start, stop in spans:
+            if not 0 <= start <= stop <= entry.nbytes:
+                raise UsageError(f"{key}, which has {entry.nbytes} bytes, has no bytes {start} to {stop}")
+        passage = Passage(
+            entry.nbytes, BLOCK if options.verify else 1, PASSING_FAR if self._gap else 0, self._gap
+        )
+        read = self._read_blocks if options.verify else self._read_exactly
+        return memory.over(spans, passage, partial(read, _File(handle, options), key, entry))
+
+    def _small_portions(
+        self, numbers: Sequence[int], memories: Sequence[Memory], options: ReadOptions
+    ) -> list[Portion]:
+        """Whole entries in the order of the file, none empty or above a block."""
+
+        def read(batch: Batch, handle: ReadHandle) -> None:
+            batch.read(handle.read_scattered, verify=options.verify)
+
+        return [
+            self.portion(one.start, one.nbytes, partial(read, one))
+            for one in batches(self.path, self.entries, numbers, memories, self._gap)
+        ]
+
+    def _portion(self, run: _Run, options: ReadOptions) -> Portion:
+        """Neighbours in the file that are read together, or one piece of a large entry."""
+        (first, begin), (last, end) = run[0], run[-1]
+        at = first.start + begin.start
+        read = partial(self._read_run, run, options)
+        return self.portion(at, last.start + end.stop - at, read)
+
+    def _numbers(self, keys: Sequence[str]) -> Sequence[int]:
+        try:
+            return self.entries.numbers(keys)
+        except KeyError as error:
+            raise DamagedError(f"{self.path} does not hold {error.args[0]}") from None
+
+    def _is_small(self, request: ReadRequest) -> bool:
+        """Whether all of an entry of a block at most is asked for, into memory of its size."""
+        size = request.destination.nbytes
+        whole = self.entries.in_columns and request.start == 0 and size == request.stop <= BLOCK
+        return whole and self.entry(request.key).nbytes == size
+
+    def _read_run(self, run: _Run, options: ReadOptions, handle: ReadHandle) -> None:
+        file = _File(handle, options)
+        if len(run) == 1:
+            self._read_one(file, run[0][1])
+        else:
+            self._read_together(file, run)
+
+    def check(self, request: ReadRequest) -> None:
+        """Verify bytes that are in the destination already: whole blocks, the last may be the entry's end.
+
+        Raises DamagedError.
+        """
+        entry = self.entry(request.key)
+        self._verify(request.key, entry, request.start, checked_target(entry, request))
+
+    def read(self, key: str) -> bytearray:
+        """All bytes of an entry, verified, in fresh memory."""
+        data = bytearray(self.entry(key).nbytes)
+        self.read_into(key, 0, len(data), memoryview(data))
+        return data
+
+    def check_in_place(self) -> None:
+        """Raise DamagedError where another file has come to the path: for reads that verify no block."""
+        size = self._storage.stat(self.path)
+        header = b"" if size is None else _consistent(self._storage, self.path, size)
+        if block_digests(memoryview(header)) != self._header_digests:
+            raise DamagedError(f"{self.path} was replaced while it was read: read it again")
+
+    def verify(self) -> int:
+        """Read and verify all data in bounded memory; the number of bytes. Raises DamagedError.
+
+        What the page cache does not have is read past it, so that others find their bytes there as before.
+        """
+        scratch = memoryview(
+            bytearray(min(self._run, max((e.nbytes for e in self.entries.values()), default=0)))
+        )
+        with open_for_reading(self._storage, self.path) as handle:
+            for key, entry in self.entries.items():
+                for start in range(0, entry.nbytes, self._run):
+                    part = scratch[: min(self._run, entry.nbytes - start)]
+                    self._read_verified(_File(handle, PLAIN, direct=True), key, entry, start, part)
+        if self._storage.stat(self.path) != self.content.file_bytes:
+            raise DamagedError(f"{self.path} changed its size while it was read")
+        return sum(entry.nbytes for entry in self.entries.values())
+
+    def entry(self, key: str) -> StoredEntry:
+        """What is stored under a key; raises DamagedError for one that is not there."""
+        try:
+            return self.content.entries[key]
+        except KeyError:
+            raise DamagedError(f"{self.path} does not hold {key}") from None
+
+    def _read_partly(
+        self, file: _File, request: ReadRequest, entry: StoredEntry, position: int, target: memoryview
+    ) -> int:
+        """From `position` to the end of its block or of the request."""
+        first = position // BLOCK * BLOCK
+        block = memoryview(bytearray(min(BLOCK, entry.nbytes - first)))
+        self._read_verified(file, request.key, entry, first, block)
+        end = min(request.stop, first + len(block))
+        target[: end - position] = block[position - first : end - first]
+        return end
+
+    def _read_blocks(self, file: _File, key: str, entry: StoredEntry, first: int, target: memoryview) -> None:
+        """Fill with blocks from byte `first` on; where requests cost little, each verified when it comes."""
+        step = FAR_BYTES if self._gap else RUN
+        for at in range(0, len(target), step):
+            self._read_verified(file, key, entry, first + at, target[at : at + step])
+
+    def _read_verified(
+        self, file: _File, key: str, entry: StoredEntry, first: int, target: memoryview
+    ) -> None:
+        self._fill(file, key, entry.start + first, target)
+        self._verify(key, entry, first, target)
+
+    def _read_exactly(
+        self, file: _File, key: str, entry: StoredEntry, first: int, target: memoryview
+    ) -> None:
+        for at in range(0, len(target), self._run):
+            self._fill(file, key, entry.start + first + at, target[at : at + self._run])
+
+    def _fill(self, file: _File, key: str, offset: int, target: memoryview) -> None:
+        try:
+            count = file.handle.read_into(offset, target, direct=file.direct)
+        except StorageError as error:
+            raise type(error)(f"{error} (reading {key})") from error
+        if count != len(target):
+            raise DamagedError(f"{self.path} ends inside of {key}, at byte {offset + count}")
+
+    def _verify(self, key: str, entry: StoredEntry, first: int, view: memoryview) -> None:
+        block = first // BLOCK
+        count = -(-len(view) // BLOCK)
+        damaged = first_damaged_block(view, entry.digests[block * SIZE : (block + count) * SIZE])
+        if damaged is not None:
+            offset = entry.start + (block + damaged) * BLOCK
+            raise DamagedError(
+                f"{self.path}: block {block + damaged} of {key}, at byte {offset} of the file,"
+                " is not what was saved"
+            )
+
+    def _located(self, requests: Iterable[ReadRequest]) -> list[tuple[StoredEntry, ReadRequest]]:
+        located = [(self.entry(request.key), request) for request in requests]
+        # By the end, too: an empty entry begins where the next one does, and comes before it.
+        return sorted(located, key=lambda pair: (pair[0].start, pair[0].stop, pair[1].start))
+
+    def _read_together(self, file: _File, run: _Run) -> None:
+        start, stop = run[0][0].start, run[-1][0].stop
+        window = memoryview(bytearray(stop - start))
+        self._fill(file, run[-1][1].key, start, window)
+        for entry, request in run:
+            view = window[entry.start - start : entry.stop - start]
+            target = checked_target(entry, request)
+            if file.options.verify:
+                self._verify(request.key, entry, 0, view)
+            target[:] = view[request.start : request.stop]
+
+
+def _joined(spans: Sequence[Span]) -> Iterator[Span]:
+    """Spans in order, those that touch each other as one."""
+    first, after = -1, -1
+    for start, stop in sorted(spans):
+        if start > after:
+            if first >= 0:
+                yield first, after
+            first, after = start, stop
+        after = max(after, stop)
+    if first >= 0:
+        yield first, after

@@ -1,0 +1,265 @@
+"""Typed values back from JSON: the other half of `values.py`, which describes the form."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torchrelay.checkpoint.format.canonical_json import Json
+from torchrelay.checkpoint.format.container_values import CONTAINER_KINDS, Record, decode_container
+from torchrelay.errors import DamagedError, FormatError, RelayError
+
+TensorReader = Callable[[Json], Any]
+"""Given what stood for a tensor, gives the tensor; a `ParameterName` stood for a parameter."""
+BlobReader = Callable[[str], Any]
+"""Given the name of a blob that stood somewhere, gives its object."""
+
+
+class ParameterName(str):
+    """The name of a tensor that is an `nn.Parameter`."""
+
+
+def decode(
+    json: Json,
+    *,
+    tensor: TensorReader | None = None,
+    blob: BlobReader = lambda name: None,
+    record: Record = lambda name, fields: fields,
+) -> Any:
+    """Give back the value that `values.encode` was given.
+
+    Instances of dataclasses are what `record` makes of their fields: a dict, if nothing else is given.
+
+    Raises FormatError for a kind that this version does not know, or whose library is not
+    installed, and DamagedError for content that no value has.
+    """
+    try:
+        return _decode(json, _Readers(tensor, blob, record))
+    except RelayError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, binascii.Error, struct.error) as error:
+        raise DamagedError(f"a stored value is malformed: {error}") from error
+
+
+def references(json: Json) -> list[str]:
+    """The names that stand for tensors in a value, in order."""
+    found: list[str] = []
+    decode(json, tensor=lambda name: found.append(str(name)))
+    return found
+
+
+def holds_only_tensors(json: Json) -> bool:
+    """Whether a value is a dict of tensors, or of such dicts; then their names say all of it."""
+    if not isinstance(json, dict):
+        return False
+    if json.get("$") == "tensor":
+        return True
+    items = (
+        json.values()
+        if "$" not in json
+        else [item for _, item in json["v"]]
+        if json["$"] in _MAPPINGS
+        else ()
+    )
+    return bool(items) and all(map(holds_only_tensors, items))
+
+
+def renamed_references(json: Json, names: Mapping[str, str]) -> Json:
+    """The same value with other names for the tensors in it; names that are not in `names` stay."""
+    if isinstance(json, list):
+        return [renamed_references(item, names) for item in json]
+    if not isinstance(json, dict):
+        return json
+    if "$" not in json:
+        return {key: renamed_references(item, names) for key, item in json.items()}
+    kind, content = json["$"], json["v"]
+    if kind in _TENSORS:  # the name stands alone, or at the end
+        *form, name = [content] if isinstance(content, str) else content
+        name = names.get(name, name)
+        return {"$": kind, "v": [*form, name] if form else name}
+    if kind == "blob":
+        return {"$": kind, "v": names.get(content, content)}
+    if kind in _SEQUENCES or kind in _MAPPINGS or kind in CONTAINER_KINDS or kind == "ordered":
+        return {"$": kind, "v": renamed_references(content, names)}
+    return json
+
+
+class _Readers(NamedTuple):
+    tensor: TensorReader | None
+    blob: BlobReader
+    record: Record
+
+
+def _decode(json: Json, by: _Readers) -> Any:
+    if isinstance(json, list):
+        return _items(json, by)
+    if not isinstance(json, dict):
+        return json
+    if "$" not in json:
+        return dict(zip(json, _items(list(json.values()), by), strict=True))
+    kind, content = json["$"], json["v"]
+    if kind in _TENSORS and by.tensor is not None:
+        return _TENSORS[kind](content, by.tensor)
+    if kind == "blob":
+        return by.blob(str(content))
+    if kind in CONTAINER_KINDS:
+        return decode_container(kind, content, lambda inner: _decode(inner, by), by.record)
+    if kind in _LEAVES:
+        return _LEAVES[kind](content)
+    if kind == "ordered":
+        return _ordered(content[0], _decode(content[1], by))
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind](_items(content, by))
+    if kind in _MAPPINGS:
+        return _mapping(_MAPPINGS[kind](), content, by)
+    raise FormatError(f"a stored value is of kind {kind!r}, unknown to this torchrelay: use a newer one")
+
+
+def _items(json: list[Json], by: _Readers) -> list[Any]:
+    if set(map(type, json)).isdisjoint((list, dict)):
+        return list(json)
+    return [_decode(item, by) for item in json]
+
+
+def _mapping(empty: dict[Any, Any], pairs: Json, by: _Readers) -> dict[Any, Any]:
+    for key, item in pairs:
+        # Not update(): Counter.update would add, and need numbers.
+        empty[_decode(key, by)] = _decode(item, by)
+    if len(empty) != len(pairs):
+        raise DamagedError("a stored dict has a key twice")
+    return empty
+
+
+def _bytes(content: str) -> bytes:
+    return base64.b64decode(content, validate=True)
+
+
+def _int(content: str) -> int:
+    return int(content, 16) if "x" in content else int(content)
+
+
+def _float(content: Json) -> float:
+    if content == "nan":
+        return float("nan")  # another object each time: as keys they are told apart by that
+    if isinstance(content, str) and content.startswith("nan:"):
+        return float(struct.unpack(">d", bytes.fromhex(content[4:]))[0])
+    return {"inf": math.inf, "-inf": -math.inf}[content]
+
+
+def _complex(content: Json) -> complex:
+    real, imaginary = (part if isinstance(part, float) else _float(part["v"]) for part in content)
+    # Not real + imaginary * 1j, which changes zeros and infinities.
+    return complex(real, imaginary)
+
+
+def _numpy_scalar(content: Json) -> Any:
+    dtype, data = _numpy_dtype(content[0]), _bytes(content[1])
+    if dtype.kind not in "SU":
+        return _numpy().frombuffer(data, dtype)[0]
+    data = data[: dtype.itemsize]  # numpy gives an empty text one character
+    if dtype.kind == "S":  # an array would drop what is 0 at its end
+        return dtype.type(data)
+    return dtype.type(data.decode("utf-32-be" if dtype.byteorder == ">" else "utf-32-le", "surrogatepass"))
+
+
+def _array(content: Json) -> Any:
+    dtype, shape, data = content
+    return _numpy().frombuffer(bytearray(_bytes(data)), _numpy_dtype(dtype)).reshape(shape)
+
+
+def _ordered(order: Json, array: Any) -> Any:
+    """The same array with its dimensions in this order in memory, from the outermost."""
+    if array is None:  # only names are asked for
+        return None
+    if sorted(order) != list(range(array.ndim)):
+        raise DamagedError(f"an array of {array.ndim} dimensions lies in the order {order}")
+    laid = _numpy().ascontiguousarray(array.transpose(order))
+    return laid.transpose([order.index(dim) for dim in range(array.ndim)])
+
+
+def _array_in_tensor(content: Json, tensor: TensorReader) -> Any:
+    """An array whose elements, or their bytes, are a tensor; nothing where only names are asked for."""
+    text, shape, name = content
+    dtype, found = _numpy_dtype(text), tensor(name)
+    if found is None:
+        return None
+    elements = found.cpu().numpy()
+    if elements.dtype not in (dtype, "u1"):
+        raise DamagedError(f"an array of {dtype} lies in a tensor of {elements.dtype}")
+    return elements.view(dtype).reshape(shape)  # an equal type may be another one of C
+
+
+def _numbers(content: Json, tensor: TensorReader) -> Any:
+    """A list of numbers that is a tensor."""
+    kind, name = content
+    found = tensor(name)
+    return None if found is None else {"list": list, "tuple": tuple}[kind](found.tolist())
+
+
+def _numpy_dtype(text: str) -> Any:
+    dtype = _numpy().dtype(text)
+    if dtype.kind not in "biufcSUmM":
+        raise DamagedError(f"a stored value has the numpy type {text!r}")
+    return dtype
+
+
+def _numpy() -> Any:
+    try:
+        import numpy
+    except ImportError as error:
+        raise FormatError("a stored value is a numpy one: install numpy") from error
+    return numpy
+
+
+def _torch_dtype(content: str) -> Any:
+    import torch
+
+    found = getattr(torch, content)
+    if not isinstance(found, torch.dtype):
+        raise DamagedError(f"torch.{content} is no element type")
+    return found
+
+
+def _torch_device(content: str) -> Any:
+    import torch
+
+    try:
+        return torch.device(content)
+    except RuntimeError as error:
+        raise DamagedError(f"{content!r} is no device of this torch: {error}") from error
+
+
+def _torch_size(content: Json) -> Any:
+    import torch
+
+    return torch.Size(content)
+
+
+_LEAVES: dict[str, Callable[[Any], Any]] = {
+    "int": _int,
+    "float": _float,
+    "complex": _complex,
+    "bytes": _bytes,
+    "bytearray": lambda content: bytearray(_bytes(content)),
+    "str": lambda content: _bytes(content).decode("utf-16-le", "surrogatepass"),
+    "numpy": _numpy_scalar,
+    "ndarray": _array,
+    "torch.dtype": _torch_dtype,
+    "torch.device": _torch_device,
+    "torch.Size": _torch_size,
+}
+_TENSORS: dict[str, Callable[[Any, TensorReader], Any]] = {
+    "tensor": lambda content, tensor: tensor(content),
+    "parameter": lambda content, tensor: tensor(
+        ParameterName(content) if isinstance(content, str) else content
+    ),
+    "array": _array_in_tensor,
+    "numbers": _numbers,
+}
+_SEQUENCES: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+_MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
