@@ -19,7 +19,7 @@ from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, Manifest
 from torchrelay.checkpoint.format.utils import Clock
 from torchrelay.checkpoint.ledger_words import Target
 from torchrelay.checkpoint.load import LoadJob, load_all
-from torchrelay.checkpoint.log.keeping import KEEP_ALL, Keeping
+from torchrelay.checkpoint.log.retention import KEEP_ALL, Keeping
 from torchrelay.checkpoint.members import Member, members_of, stored_blobs
 from torchrelay.checkpoint.program_changes import ResumeOptions, gone_blobs
 from torchrelay.checkpoint.reading.renaming import renamed_manifest

@@ -16,11 +16,11 @@ from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.checkpoint.format.manifest import codec, position
 from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.ledger_words import Holding, Look, Target
-from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.deletions import Deletions
-from torchrelay.checkpoint.log.log_reader import open_log
-from torchrelay.checkpoint.log.log_writer import LogWriter, WhenFenced, not_told
+from torchrelay.checkpoint.log.garbage import Deletions
+from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.record import entry_json, entry_of
+from torchrelay.checkpoint.log.view import LogView
+from torchrelay.checkpoint.log.writer import LogWriter, WhenFenced, not_told
 from torchrelay.checkpoint.prove_together import JointProof, prove_together
 from torchrelay.checkpoint.reading.proof import Outcome
 from torchrelay.checkpoint.storage.base import Storage, check_exclusion
@@ -177,7 +177,7 @@ class Ledger:
 
     def _taken(self) -> LogWriter:
         if self.storage.stat(NOTES) is not None:
-            from torchrelay.checkpoint.tier.opened import refuse_near
+            from torchrelay.checkpoint.log.tiered_storage import refuse_near
 
             refuse_near(self.storage)
         return LogWriter.take(

@@ -8,7 +8,7 @@ from typing import Any
 
 from torchrelay.checkpoint.asynchronous.samples import Verify
 from torchrelay.checkpoint.format.manifest.position import Patterns
-from torchrelay.checkpoint.log.keeping import BestEpochs
+from torchrelay.checkpoint.log.retention import BestEpochs
 from torchrelay.checkpoint.manager_base import Manager, db_name
 from torchrelay.checkpoint.storage.base import SingleWriter
 from torchrelay.checkpoint.storage.open import Tier

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypedDict
 
 from torchrelay.checkpoint.format.manifest.position import Patterns
-from torchrelay.checkpoint.log.keeping import BestEpochs
+from torchrelay.checkpoint.log.retention import BestEpochs
 from torchrelay.checkpoint.storage.base import SingleWriter
 from torchrelay.checkpoint.storage.open import Tier
 

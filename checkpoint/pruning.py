@@ -11,20 +11,18 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from torchrelay.checkpoint.format.log_state import Entry, Key, Retirement, State
-from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.changes import protected
-from torchrelay.checkpoint.log.counter import PATIENCE_SECS
-from torchrelay.checkpoint.log.keeping import Keeping
-from torchrelay.checkpoint.log.log_reader import open_log
-from torchrelay.checkpoint.log.log_writer import LogWriter
-from torchrelay.checkpoint.log.retention import whole_epochs
-from torchrelay.checkpoint.log.sweep import delete_retired, files_of
-from torchrelay.checkpoint.reading.epoch_choice import ranges
+from torchrelay.checkpoint.log.garbage import delete_retired, files_of
+from torchrelay.checkpoint.log.lease import PATIENCE_SECS
+from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.retention import Keeping, whole_epochs
+from torchrelay.checkpoint.log.state import protected
+from torchrelay.checkpoint.log.tiered_storage import only_near, refuse_part
+from torchrelay.checkpoint.log.view import LogView, ranges
+from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.reading.lasting import Lasting
 from torchrelay.checkpoint.reading.metrics import KnownMetrics
 from torchrelay.checkpoint.reading.proof import Outcome
 from torchrelay.checkpoint.storage.base import Storage, check_exclusion
-from torchrelay.checkpoint.tier.notes import only_near, refuse_part
 from torchrelay.errors import StorageError, UnknownEpochError, UsageError
 from torchrelay.records import dataclass
 

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 from torchrelay.checkpoint.format.manifest.position import Facts, Position, Selection
 from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.format.shard.read_plan import ReadOptions, verifies
-from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.retention import whole_epochs
+from torchrelay.checkpoint.log.view import LogView, wanted
 from torchrelay.checkpoint.reading.blob_info import Blobs, LeafInfo, leaf_info
 from torchrelay.checkpoint.reading.casting import Cast, check_types_used, checked_cast
 from torchrelay.checkpoint.reading.devices import checked_device
-from torchrelay.checkpoint.reading.epoch_choice import wanted
 from torchrelay.checkpoint.reading.handle import TensorHandle
 from torchrelay.checkpoint.reading.leaf_reader import LeafReader
 from torchrelay.checkpoint.reading.load_result import LoadResult

@@ -7,10 +7,10 @@ from dataclasses import field
 
 from torchrelay.checkpoint.format.log_state import Key
 from torchrelay.checkpoint.ledger import Ledger
-from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.keeping import Keeping
-from torchrelay.checkpoint.log.log_writer import LogWriter
-from torchrelay.checkpoint.log.sweep import delete_left, is_left
+from torchrelay.checkpoint.log.garbage import delete_left, is_left
+from torchrelay.checkpoint.log.retention import Keeping
+from torchrelay.checkpoint.log.view import LogView
+from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.reading.lasting import Lasting
 from torchrelay.checkpoint.reading.metrics import KnownMetrics
 from torchrelay.checkpoint.reading.proof import Outcome

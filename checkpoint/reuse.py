@@ -20,8 +20,8 @@ from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, BlobRow, M
 from torchrelay.checkpoint.format.names import format_keys
 from torchrelay.checkpoint.format.shard.writer import ShardReport
 from torchrelay.checkpoint.known import Known, KnownFile, Part, known_of
-from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.retention import kept_with
+from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.planning.assignments import Assignment, Plan
 from torchrelay.checkpoint.planning.references import with_references
 from torchrelay.checkpoint.planning.reuse import (

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from torchrelay.checkpoint.format.canonical_json import sha256
-from torchrelay.checkpoint.log.writer import WriterIdentity, process_start
+from torchrelay.checkpoint.log.lease import WriterIdentity, process_start
 from torchrelay.checkpoint.storage.base import PRIVATE
 from torchrelay.records import dataclass
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.ledger_words import Holding, Look
-from torchrelay.checkpoint.log.writer import process_here
+from torchrelay.checkpoint.log.lease import process_here
 from torchrelay.errors import DirectoryInUseError, PreemptedError, StorageError, UsageError
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.session import Peers, decide, warn

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from torchrelay.checkpoint.log.writer import is_gone, process_start
+from torchrelay.checkpoint.log.lease import is_gone, process_start
 from torchrelay.errors import RelayError
 from torchrelay.metadata.experiments import newest_result
 from torchrelay.metadata.run_directory import RunDirectory

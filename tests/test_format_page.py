@@ -33,7 +33,7 @@ from torchrelay.checkpoint.format.names import GROUP, NODE, Whole, format_key
 from torchrelay.checkpoint.format.shard import header
 from torchrelay.checkpoint.format.shard import layout as shard
 from torchrelay.checkpoint.format.shard import layout as shard_parts
-from torchrelay.checkpoint.log import counter, job_file, log_append, log_reader, record, tail, writer
+from torchrelay.checkpoint.log import append, job_file, lease, reader, record, view
 from torchrelay.checkpoint.reading.proof import Outcome
 from torchrelay.checkpoint.state.leaf import Role
 from torchrelay.jobs.blobs import Scope
@@ -86,7 +86,7 @@ def test_record_fields() -> None:
 def test_holder_fields() -> None:
     """The identity of a writer on the page is the one in the records."""
     said = section("Taking over").split("A new writer takes", 1)[0]
-    here = set(writer.WriterIdentity.here("job", {}).json())
+    here = set(lease.WriterIdentity.here("job", {}).json())
     assert set(code(said)) - {"holder"} == here | {"nonce", "since", "created", "named"}
 
 
@@ -207,8 +207,8 @@ def test_names_of_files() -> None:
         job_file.PATH,
         record.slot_path(7),
         f"{record.LOG}/base-<nonce>.json",
-        log_reader.HINT,
-        counter.PATH,
+        reader.HINT,
+        lease.PATH,
         f"{DATA}/<try>/",
         f"{DATA}/<try>/<node>.<position>.<group>[.<part>].safetensors",
         f"{DATA}/<try>/manifest.json",
@@ -241,11 +241,11 @@ def test_names_of_files() -> None:
         ("At most 32 containers", values.LEVELS == 32),
         ("| 4096 characters |", names.LONGEST_NAME == 4096),
         ("more than 2^22 items", utils.LIMIT == 1 << 22),
-        ("live entries, at most 64", log_append.INLINE == 64),
-        ("below the newest 256", tail.STRIDE == 256),
-        ("one of the next three", tail._PROBE == 3),
-        ("for 15 seconds", counter.PATIENCE_SECS == 15),
-        ("counter every second", counter.PERIOD_SECS == 1),
+        ("live entries, at most 64", append.INLINE == 64),
+        ("below the newest 256", view.STRIDE == 256),
+        ("one of the next three", view._PROBE == 3),
+        ("for 15 seconds", lease.PATIENCE_SECS == 15),
+        ("counter every second", lease.PERIOD_SECS == 1),
     ],
 )  # fmt: skip
 def test_numbers(words: str, value: bool) -> None:

@@ -26,7 +26,7 @@ from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded
 from torchrelay.checkpoint.format.utils import Clock
 from torchrelay.checkpoint.ledger_words import Holding
-from torchrelay.checkpoint.log.log_writer import LogWriter
+from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.planning.assignments import Plan
 from torchrelay.checkpoint.report import NodeReport
 from torchrelay.checkpoint.save import SaveJob, carry_out, make_plan

@@ -31,7 +31,7 @@ from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import uncovered, whole
 from torchrelay.checkpoint.format.utils import Clock
 from torchrelay.checkpoint.ledger import Holding
-from torchrelay.checkpoint.log.log_writer import LogWriter
+from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.planning.assignments import Plan, elements, item_bytes
 from torchrelay.checkpoint.reading.leaf_reader import LeafReader
 from torchrelay.checkpoint.reading.read_plan import LeafRead

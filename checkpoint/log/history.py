@@ -11,8 +11,8 @@ from torchrelay.checkpoint.format.log_state import Key, State
 from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.format.manifest.schema import position_of
 from torchrelay.checkpoint.format.names import TRY
-from torchrelay.checkpoint.log.branches import branch_of, line_of
 from torchrelay.checkpoint.log.record import Record, decode, slot_path
+from torchrelay.checkpoint.log.view import branch_of, line_of
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError
 from torchrelay.records import dataclass

@@ -1,206 +1,402 @@
-"""Who writes a log, and when somebody else may take it over.
+"""Writes to the log by the run that has its lease, and by guests.
 
-Deciding is here (`judge`), pure but for asking the system about one process; watching and appending
-are in `takeover.py`. Wall time decides nothing.
+A guest's record keeps the generation of the writer before it; the writer takes its change over.
+
+Every append is durable when it returns. Whoever gets a FencedError must stop: another job has the
+directory, and nothing of this one was written since.
 """
 
 from __future__ import annotations
 
-import os
-import socket
-from collections.abc import Container, Mapping
-from contextlib import suppress
-from dataclasses import asdict
-from enum import Enum
-from pathlib import Path
+import secrets
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from threading import Lock
 from typing import Any
 
-from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.records import dataclass
+from torchrelay.checkpoint.format.log_state import Entry, Key, Mark, Retirement, State
+from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.names import check_mark_name
+from torchrelay.checkpoint.log import state as changes
+from torchrelay.checkpoint.log.append import Draft, OvertakenError, append, thin
+from torchrelay.checkpoint.log.job_file import begin_job, check_job, read_job
+from torchrelay.checkpoint.log.lease import (
+    PATIENCE_SECS,
+    PERIOD_SECS,
+    Beat,
+    Taken,
+    WriterIdentity,
+    describe,
+    move,
+    take_over,
+)
+from torchrelay.checkpoint.log.reader import HINT, advance, read_tail
+from torchrelay.checkpoint.log.record import (
+    LOG,
+    entry_json,
+    key_json,
+    position_json,
+    retirement_json,
+    slot_path,
+)
+from torchrelay.checkpoint.log.view import LogView
+from torchrelay.checkpoint.storage.base import Storage
+from torchrelay.errors import DamagedError, FencedError, NotAllowedNowError, StorageError, UnknownEpochError
 
 Json = Any
 
-_GONE_STATES = frozenset("ZX")
-"""Zombies and dead processes: nothing of theirs runs any more."""
+_ATTEMPTS = 8
 
 
-@dataclass(frozen=True)
-class WriterIdentity:
-    """The process that writes: enough to name it to people, and to tell later whether it is gone.
+def tag_draft(name: str, target: Key | None, generation: int | None = None) -> Draft:
+    """Give an epoch a name, or move the name to it; None takes the name away. UsageError for a bad name."""
+    return _mark_draft("tag", "tag", name, target, generation)
 
-    An empty `boot_id` or `pid_namespace` (no /proc) equals no other. `launcher_id` is None outside
-    of launchers; `restarts` counts the launcher's restarts, the outer launcher's first. `launch` is what the
-    restarts of one launch share: two launches may well be given the same id. It is empty where nothing tells.
+
+def pin_draft(name: str, target: Key, generation: int | None = None) -> Draft:
+    """Keep an epoch for the reason `name`, one at a time. UsageError for a bad name."""
+    return _mark_draft("pin", "pin", name, target, generation)
+
+
+def unpin_draft(name: str, generation: int | None = None) -> Draft:
+    """The reason `name` is gone."""
+    return _mark_draft("unpin", "pin", name, None, generation)
+
+
+def append_as_guest(storage: Storage, draft: Draft, job_name: str | None = None) -> LogView:
+    """Put a mark into the log of somebody else; returns the log after it.
+
+    Raises UnknownEpochError for an epoch that is not live, or a directory without a job.
+    """
+    job = read_job(storage)
+    if job is None:
+        raise UnknownEpochError(f"{storage.url} holds no job: check the path")
+    for _ in range(_ATTEMPTS):
+        tail = read_tail(storage, job)
+        if job_name is not None:
+            check_job(storage, tail.job, job_name)
+        if tail.view.slot < 0:
+            raise UnknownEpochError(f"{storage.url} holds no epoch yet")
+        if tail.stepped_back:
+            raise DamagedError(f"{tail.view.notices[0]}; start the job, then try again")
+        storage.sync_dir(LOG)
+        try:
+            return append(storage, tail, draft).tail.view
+        except OvertakenError:
+            continue
+    raise StorageError(f"{storage.url}/{LOG} changes faster than it can be read: try again later")
+
+
+def _mark_draft(kind: str, mark: str, name: str, target: Key | None, generation: int | None) -> Draft:
+    if target is not None:
+        check_mark_name(name)
+
+    def change(state: State) -> tuple[State, Mapping[str, Json]] | None:
+        place = None if target is None else key_json(target)
+        if target is None:
+            after = changes.unmarked(state, mark, name)
+        else:
+            after = changes.marked(state, Mark(mark, name, target))
+        return None if after == state else (after, {"name": name, "target": place})
+
+    return Draft(kind, change, generation)
+
+
+Choose = Callable[[LogView], Iterable[Retirement]]
+WhenFenced = Callable[[FencedError], None]
+
+
+def not_told(error: FencedError) -> None:
+    """Nobody waits to hear of it; the next append raises it."""
+
+
+_LIVE: weakref.WeakValueDictionary[str, LogWriter] = weakref.WeakValueDictionary()
+"""The writers of this process that are not closed, by nonce: it never takes over from itself."""
+
+
+class LogWriter:
+    """The one writer of a log, from `take` until `close` or until it is fenced.
+
+    One append at a time; any thread may ask. A writer that is dropped without `close` stops moving
+    its counter, so the next one of this process may take over at once.
     """
 
-    job: str
-    host: str
-    boot_id: str
-    pid_namespace: str
-    pid: int
-    pid_start: str
-    launcher_id: str | None = None
-    restarts: tuple[int, ...] = ()
-    launch: str = ""
+    def __init__(self, storage: Storage, identity: WriterIdentity) -> None:
+        self.storage = storage
+        self.identity = identity
+        self.nonce = secrets.token_hex(8)
+        self.older_tries: frozenset[str] = frozenset()
+        """Tries that lay there before we took over (see `takeover.Taken`)."""
+        self.generation = -1
+        """The slot of our takeover."""
+        self._notices: list[str] = []
+        self._deleted: set[Retirement] = set()
+        self._lock = Lock()
+        self._fenced: FencedError | None = None
+        self._closed = False
+        self._beat: Beat | None = None
+        self._when_fenced: WhenFenced = not_told
 
     @classmethod
-    def here(
-        cls, job: str, environment: Mapping[str, str] = os.environ, *, launch: str = ""
-    ) -> WriterIdentity:
-        """The identity of this process, which belongs to the `launch`."""
-        launcher_id, restarts = _launcher(environment)
-        return cls(
-            job=job,
-            host=socket.gethostname(),
-            boot_id=_text_of("/proc/sys/kernel/random/boot_id"),
-            pid_namespace=_link_of("/proc/self/ns/pid"),
-            pid=os.getpid(),
-            pid_start=process_start(os.getpid()) or "",
-            launcher_id=launcher_id,
-            restarts=restarts,
-            launch=launch,
-        )
+    def take(
+        cls,
+        storage: Storage,
+        job_name: str | None = None,
+        identity: WriterIdentity | None = None,
+        *,
+        launch: str = "",
+        patience_secs: float = PATIENCE_SECS,
+        period_secs: float = PERIOD_SECS,
+        when_fenced: WhenFenced | None = None,
+    ) -> LogWriter:
+        """Become the writer of the job's directory, which is begun where there is none.
 
-    def json(self) -> dict[str, Json]:
-        """As it lies in the records."""
-        return {**asdict(self), "restarts": list(self.restarts)}
+        `when_fenced` is called once, from the counter's thread, at the latest a period after somebody else
+        has taken over: a writer that has nothing to append must end, too. `launch` is that of the processes
+        (see `Peers`), for an `identity` of its own.
 
+        Raises UsageError for a directory of another job, DirectoryInUseError when its writer lives
+        (its counter moved within `patience_secs`) or is another one of this process, DamagedError or
+        FormatError for a log that cannot be trusted or read, StorageError when it cannot be written.
+        """
+        job = begin_job(storage, job_name)
+        writer = cls(storage, identity or WriterIdentity.here(job.name, launch=launch))
+        writer._when_fenced = when_fenced or not_told
+        # Known before its record exists, so that no other thread takes it for an abandoned one.
+        _LIVE[writer.nonce] = writer
+        try:
+            taken = take_over(
+                storage,
+                job,
+                job_name,
+                writer.identity,
+                writer.nonce,
+                live_here=_LIVE,
+                patience_secs=patience_secs,
+            )
+            writer._begin(taken, period_secs)
+        except BaseException:
+            writer.close()
+            raise
+        return writer
 
-class Right(Enum):
-    """What a would-be writer may do with a log."""
+    @property
+    def view(self) -> LogView:
+        """The log after our last append."""
+        return self._tail.view
 
-    AT_ONCE = "take it at once"
-    WATCH = "take it if the holder's counter does not move"
-    REFUSED = "not take it"
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What people should know: damage met on the way, a hint or a thinning that failed."""
+        return (*self._tail.view.notices, *self._notices)
 
+    @property
+    def certain(self) -> bool:
+        """Whether no damage hides a part of the log; otherwise nothing may be called an orphan."""
+        return self._tail.view.certain
 
-@dataclass(frozen=True)
-class Verdict:
-    """A right and the reason for it, in words."""
+    @property
+    def undeleted(self) -> tuple[Retirement, ...]:
+        """What the log lists as retired and `forget` was not told about yet."""
+        return tuple(one for one in self.view.retiring if one not in self._deleted)
 
-    right: Right
-    reason: str
+    def commit(self, entry: Entry) -> LogView:
+        """Make a position real: its try is complete and durable, now the log says so, durably.
 
+        The mid-epoch positions that it completes are retired. Repeating a commit that is in the log
+        already only makes sure of it. Raises what `changes.committed` raises, and FencedError.
+        """
 
-def judge(view: LogView, me: WriterIdentity, *, certain: bool, live_here: Container[str]) -> Verdict:
-    """Whether `me` may take over the log that `view` tells.
+        def change(state: State) -> tuple[State, Mapping[str, Json]] | None:
+            if entry in state.entries:
+                return None
+            return changes.committed(state, entry), {"entry": entry_json(entry)}
 
-    `certain` is False when newer records are damaged: one of them may be a takeover that we cannot
-    read, so nothing that the older ones say about the holder counts. `live_here` are the nonces of
-    the writers of this process that have not been closed: a process never takes over from itself.
-    """
-    holder = view.holder
-    if holder.get("nonce") in live_here and not view.released:
-        return Verdict(Right.REFUSED, "this very process writes there: close its other manager first")
-    if not certain:
-        return Verdict(Right.WATCH, "the newest record is damaged")
-    if view.released:
-        return Verdict(Right.AT_ONCE, "the log was released" if holder else "the log is new")
-    if _same_system(holder, me):  # then the system knows, whatever launchers count
-        if _gone(holder, me):
-            return Verdict(Right.AT_ONCE, "the process that wrote there is gone")
-    elif _restarted(holder, me):
-        return Verdict(Right.AT_ONCE, "the launcher started this job again")
-    return Verdict(Right.WATCH, "the process that wrote there may be alive")
+        return self._append("commit", change)
 
+    def rewind(self, base: Position | None, request: Mapping[str, Json], *, branch: int | None = None) -> int:
+        """Begin a new branch at `base` as seen from `branch`; returns its id.
 
-def is_gone(noted: Mapping[str, Json]) -> bool | None:
-    """Whether a process that was noted by `process_here` is gone; None where it is not of this system."""
-    here = WriterIdentity.here("")
-    if not _same_system(noted, here):
-        return None
-    return (noted.get("pid"), noted.get("pid_start")) != (here.pid, here.pid_start) and _gone(noted, here)
+        None is a fresh start: the new branch sees no older epoch. `request` is what the user asked
+        for; it is found again as `view.begun_by`.
+        """
 
+        def change(state: State) -> tuple[State, Mapping[str, Json]]:
+            after = changes.rewound(state, base, request, branch)
+            payload = {"base": position_json(base), "branch": after.current, "request": dict(request)}
+            return after, payload
 
-def process_here() -> dict[str, Json]:
-    """What tells this process from all others, as it stands in notes."""
-    here = WriterIdentity.here("").json()
-    return {name: here[name] for name in ("host", "boot_id", "pid_namespace", "pid", "pid_start")}
+        return self._append("rewind", change).current.id
 
+    def retire(
+        self, retirements: Iterable[Retirement] | Choose, rule: str | None = None
+    ) -> tuple[Retirement, ...]:
+        """Retire tries, or groups of their files; returns those that really were.
 
-def describe(holder: Mapping[str, Json], remedy: str) -> str:
-    """Who holds a log, for an error message."""
-    since = holder.get("since", "an unknown time")
-    return (
-        f"job {holder.get('job', '?')!r} on {holder.get('host', '?')} (pid {holder.get('pid', '?')}, "
-        f"since {since}): {remedy}"
-    )
+        A function chooses from the log as it is in the slot where the record lands, so that a pin
+        that came first is respected. Protected entries are left out silently. Deletes no file. `rule` tells
+        people why they go.
+        """
+        allowed: tuple[Retirement, ...] = ()
+        fixed = () if callable(retirements) else tuple(retirements)
 
+        def change(state: State) -> tuple[State, Mapping[str, Json]] | None:
+            nonlocal allowed
+            view = replace(self._tail.view, state=state)
+            chosen = tuple(retirements(view)) if callable(retirements) else fixed
+            after, allowed = changes.retired(state, chosen)
+            if not allowed:
+                return None
+            said = {} if rule is None else {"rule": rule}
+            return after, {"retired": [retirement_json(one) for one in allowed], **said}
 
-def process_start(pid: int) -> str | None:
-    """When a process started (clock ticks since boot), None if it is gone, "" if that cannot be told.
+        self._append("retire", change)
+        return allowed
 
-    A zombie counts as gone. Where /proc hides other users' processes the system is asked otherwise.
-    """
-    try:
-        # Field 2 is the program's name in parentheses and may itself hold any character.
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return "" if _answers(pid) else None
-    return None if fields[0] in _GONE_STATES else fields[19]
+    def quarantine(self, key: Key, reason: str) -> LogView:
+        """Say that an entry was found damaged: it is not chosen any more, its files stay."""
 
+        def change(state: State) -> tuple[State, Mapping[str, Json]]:
+            return changes.quarantined(state, key), {**key_json(key), "reason": reason}
 
-def _restarted(holder: Mapping[str, Json], me: WriterIdentity) -> bool:
-    """Whether the launcher that started the holder has ended it and started us.
+        return self._append("quarantine", change)
 
-    A requeued Slurm job has no process left of its earlier start. An agent's restart is one of the same
-    launch only: the ids of two launches, or of two steps of a job, may be equal, and each counts by itself.
-    """
-    before = holder.get("restarts")
-    if me.launcher_id is None or holder.get("launcher_id") != me.launcher_id or not isinstance(before, list):
-        return False
-    if len(before) != len(me.restarts) or not tuple(before) < me.restarts:
-        return False
-    return before[:-1] < list(me.restarts[:-1]) or bool(me.launch and holder.get("launch") == me.launch)
+    def tag(self, name: str, target: Key | None) -> LogView:
+        """Give an epoch a name, or take the name away (None)."""
+        return self._append_draft(tag_draft(name, target, self.generation))
 
+    def pin(self, name: str, target: Key) -> LogView:
+        """Keep an epoch for the reason `name`."""
+        return self._append_draft(pin_draft(name, target, self.generation))
 
-def _same_system(holder: Mapping[str, Json], me: WriterIdentity) -> bool:
-    same_boot = bool(me.boot_id) and holder.get("boot_id") == me.boot_id
-    return same_boot and bool(me.pid_namespace) and holder.get("pid_namespace") == me.pid_namespace
+    def unpin(self, name: str) -> LogView:
+        """The reason `name` is gone."""
+        return self._append_draft(unpin_draft(name, self.generation))
 
+    def change(
+        self, kind: str, change: Callable[[State], tuple[State, Mapping[str, Json]] | None]
+    ) -> LogView:
+        """Append a record that makes this log follow another one of its job (`checkpoint.tier`).
 
-def _gone(holder: Mapping[str, Json], me: WriterIdentity) -> bool:
-    pid, start = holder.get("pid"), holder.get("pid_start")
-    if type(pid) is not int or not isinstance(start, str) or not start:
-        return False
-    if (pid, start) == (me.pid, me.pid_start):
-        return True  # our own process, in which no writer of that nonce lives any more
-    now = process_start(pid)
-    return now is None or now not in ("", start)
+        `change` says what the record states, from the log as it is in its slot; None appends nothing.
+        """
+        return self._append(kind, change)
 
+    def forget(self, deleted: Iterable[Retirement]) -> None:
+        """These retirements are deleted completely; the next record stops listing them."""
+        with self._lock:  # an append by another thread may be looking through them
+            self._deleted.update(deleted)
 
-def _answers(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):
+    def check(self) -> None:
+        """Raise FencedError if another writer was seen to have taken over. Asks no storage."""
+        if self._fenced is not None:
+            raise self._fenced
+
+    def ask(self) -> None:
+        """As `check`, having asked the storage, in one question, whether the log went on without us."""
+        with self._lock:
+            self._look_ahead()
+        self.check()
+
+    def release(self) -> None:
+        """Say that we are done, so that the next writer need not wait, and close."""
+        try:
+            self._append("released", lambda state: (changes.released(state), {}))
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Stop the counter; the log stays as it is. A second call does nothing."""
+        self._closed = True
+        _LIVE.pop(self.nonce, None)
+        if self._beat is not None:
+            self._beat.stop()
+
+    def _begin(self, taken: Taken, period_secs: float) -> None:
+        self._tail, self.older_tries = taken.tail, taken.older_tries
+        self.generation = taken.tail.view.generation
+        move(self.storage, self.generation, self.nonce, 1)
+        self._tidy()
+        mine = weakref.ref(self)
+        self._beat = Beat(lambda count: _beat_once(mine, count), period_secs)
+
+    def _append(
+        self, kind: str, change: Callable[[State], tuple[State, Mapping[str, Json]] | None]
+    ) -> LogView:
+        return self._append_draft(Draft(kind, change, self.generation))
+
+    def _append_draft(self, draft: Draft) -> LogView:
+        with self._lock:
+            self.check()
+            if self._closed:
+                raise NotAllowedNowError(f"the log of {self.storage.url} was closed: take it again")
+            try:
+                appended = append(self.storage, self._tail, self._forgetting(draft))
+            except OvertakenError:
+                raise self._fence() from None
+            self._tail = appended.tail
+            self._deleted.intersection_update(appended.tail.view.retiring)
+            if appended.record is not None:
+                self._tidy()
+            return self._tail.view
+
+    def _forgetting(self, draft: Draft) -> Draft:
+        deleted = frozenset(self._deleted)
+
+        def change(state: State) -> tuple[State, Mapping[str, Json]] | None:
+            return draft.change(changes.forgotten(state, deleted))
+
+        return replace(draft, change=change)
+
+    def _fence(self) -> FencedError:
+        try:
+            holder = read_tail(self.storage, self._tail.job).view.holder
+        except StorageError:  # whoever it is: we are not the writer any more
+            holder = {}
+        taken_by = describe(holder, "this job has stopped writing; nothing of it was acknowledged since")
+        self._fenced = FencedError(f"{self.storage.url} was taken over by {taken_by}")
+        _LIVE.pop(self.nonce, None)
+        return self._fenced
+
+    def _tidy(self) -> None:
+        """Write the hint and thin the log: a convenience, whose failure fails no append."""
+        slot = self._tail.view.slot
+        try:
+            self.storage.replace(HINT, b"%d\n" % slot)
+            thin(self.storage, self._tail.job, slot)
+        except StorageError as error:
+            self._notices[:] = [f"the log could not be tidied: {error}"]
+
+    def _beat_now(self, count: int) -> bool:
+        """Move the counter, unless the slot after ours shows that we are fenced; False ends the thread."""
+        # A long append holds the lock; the counter must move all the same, or we would seem dead.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._look_ahead()
+            finally:
+                self._lock.release()
+        if self._closed:
+            return False
+        if self._fenced is not None:
+            self._when_fenced(self._fenced)
+            return False
+        move(self.storage, self.generation, self.nonce, count)
         return True
-    return True
+
+    def _look_ahead(self) -> None:
+        """Take over what guests have appended, up to a takeover, which fences us."""
+        moved = False
+        while self._fenced is None and self.storage.stat(slot_path(self._tail.next_slot)) is not None:
+            tail, other = advance(self.storage, self._tail)
+            if other is not None and other.generation > self.generation:
+                self._fence()
+                return
+            if not moved:
+                self.storage.sync_dir(LOG)  # what we stand on must not be lost to a power cut
+            self._tail, moved = tail, True
 
 
-def _launcher(environment: Mapping[str, str]) -> tuple[str | None, tuple[int, ...]]:
-    torchrun = environment.get("TORCHELASTIC_RUN_ID", "none")
-    elastic = _count(environment.get("TORCHELASTIC_RESTART_COUNT"))
-    if torchrun not in ("", "none"):
-        return f"torchrun:{torchrun}", (elastic,)
-    slurm = environment.get("SLURM_JOB_ID")
-    if slurm:
-        return f"slurm:{slurm}", (_count(environment.get("SLURM_RESTART_COUNT")), elastic)
-    return None, ()
-
-
-def _count(text: str | None) -> int:
-    return int(text) if text is not None and text.isdecimal() else 0
-
-
-def _text_of(path: str) -> str:
-    with suppress(OSError):
-        return Path(path).read_text().strip()
-    return ""
-
-
-def _link_of(path: str) -> str:
-    with suppress(OSError):
-        return str(Path(path).readlink())
-    return ""
+def _beat_once(mine: weakref.ref[LogWriter], count: int) -> bool:
+    writer = mine()
+    return writer is not None and writer._beat_now(count)

@@ -7,7 +7,7 @@ epochs go looks first, past what he remembers, at what is to remain.
 from __future__ import annotations
 
 from torchrelay.checkpoint.format.log_state import Entry
-from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.reading.proof import Outcome, Proof, Share, prove
 from torchrelay.checkpoint.storage.base import Storage
 

@@ -11,9 +11,8 @@ from dataclasses import replace
 
 from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.checkpoint.format.manifest import codec
-from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.keeping import Best, Keeping
-from torchrelay.checkpoint.log.retention import Scores
+from torchrelay.checkpoint.log.retention import Best, Keeping, Scores
+from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import Storage
 
 _EXPECTED = 3

@@ -9,10 +9,9 @@ from pathlib import Path
 
 from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.checkpoint.format.manifest.summary import glance
-from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.job_file import has_job, holds_job
-from torchrelay.checkpoint.log.log_reader import open_log
-from torchrelay.checkpoint.reading.epoch_choice import Wanted, best_first, named_entry, whole_epochs
+from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.view import LogView, Wanted, best_first, named_entry, whole_epochs
 from torchrelay.checkpoint.reading.lookup import nearest_directory
 from torchrelay.checkpoint.reading.proof import Outcome, Proof, prove
 from torchrelay.checkpoint.storage.base import Storage
@@ -67,7 +66,7 @@ def place_of(where: str | os.PathLike[str] | Storage) -> Place:
         )
     storage = LocalStorage(path)
     if storage.stat(NOTES) is not None:
-        from torchrelay.checkpoint.tier.opened import opened
+        from torchrelay.checkpoint.log.tiered_storage import opened
 
         storage = opened(path)
     return Place(CountingStorage(storage))

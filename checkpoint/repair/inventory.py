@@ -12,13 +12,12 @@ from torchrelay.checkpoint.format.canonical_json import sealed_bytes
 from torchrelay.checkpoint.format.log_state import Retirement
 from torchrelay.checkpoint.format.manifest.schema import DATA, MANIFEST, STATS, try_directory
 from torchrelay.checkpoint.format.names import TRY, parse_shard_file_name
-from torchrelay.checkpoint.log import counter, job_file
-from torchrelay.checkpoint.log.bases import LostBase, lost_bases
-from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.log import job_file, lease
 from torchrelay.checkpoint.log.history import History, read_history
-from torchrelay.checkpoint.log.log_reader import HINT, Tail, read_hint, read_tail
+from torchrelay.checkpoint.log.reader import HINT, Tail, read_hint, read_tail
 from torchrelay.checkpoint.log.record import LOG, decode, slot_path
-from torchrelay.checkpoint.log.tail import STRIDE, find_tail, floor
+from torchrelay.checkpoint.log.state import LostBase, lost_bases
+from torchrelay.checkpoint.log.view import STRIDE, LogView, find_tail, floor
 from torchrelay.checkpoint.storage.base import Leftovers, Storage
 from torchrelay.checkpoint.storage.open import NOTES
 from torchrelay.errors import DamagedError, UnknownEpochError
@@ -30,7 +29,7 @@ Does = Literal["mend", "delete", "keep"]
 
 _SLOT = re.compile(r"[0-9]{20}\.json", re.ASCII)
 _BASE = re.compile(r"base-[0-9a-f]{6,64}\.json", re.ASCII)
-_TOP = frozenset({job_file.PATH, counter.PATH, NOTES, LOG, DATA, "pins", "requests"})
+_TOP = frozenset({job_file.PATH, lease.PATH, NOTES, LOG, DATA, "pins", "requests"})
 
 
 @dataclass(frozen=True)
@@ -115,12 +114,12 @@ def _derived(storage: Storage, tail: Tail, newest: int) -> Iterator[Finding]:
         said = "nothing" if hint is None else f"slot {hint}"
         yield Finding("mend", "hint", HINT, f"says {said}, the log ends at slot {newest}")
     if not _counts(storage, tail.view):
-        yield Finding("mend", "counter", counter.PATH, "is no counter of the newest writer")
+        yield Finding("mend", "counter", lease.PATH, "is no counter of the newest writer")
 
 
 def _counts(storage: Storage, view: LogView) -> bool:
     try:
-        found = json.loads(storage.read_range(counter.PATH, 0, counter.LIMIT_BYTES))
+        found = json.loads(storage.read_range(lease.PATH, 0, lease.LIMIT_BYTES))
     except (FileNotFoundError, ValueError, RecursionError):
         return False
     return isinstance(found, dict) and found.get("generation") == view.generation

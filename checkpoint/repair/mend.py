@@ -6,15 +6,15 @@ it, can never be committed by anybody any more; so nothing that is in flight is 
 
 from __future__ import annotations
 
-from torchrelay.checkpoint.log.bases import restore
-from torchrelay.checkpoint.log.counter import PATIENCE_SECS
-from torchrelay.checkpoint.log.log_reader import open_log
-from torchrelay.checkpoint.log.log_writer import LogWriter
+from torchrelay.checkpoint.log.garbage import delete_orphans, delete_retired
+from torchrelay.checkpoint.log.lease import PATIENCE_SECS
+from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.record import LOG
-from torchrelay.checkpoint.log.sweep import delete_orphans, delete_retired
+from torchrelay.checkpoint.log.state import restore
+from torchrelay.checkpoint.log.tiered_storage import refuse_part
+from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.repair.inventory import Finding, Inventory, take_inventory
 from torchrelay.checkpoint.storage.base import Storage, check_exclusion
-from torchrelay.checkpoint.tier.notes import refuse_part
 from torchrelay.records import dataclass
 
 _OWN_FILES = ("temporary", "unused base")

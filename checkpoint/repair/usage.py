@@ -9,8 +9,8 @@ from typing import Literal
 from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.checkpoint.format.manifest.schema import DATA, try_directory
 from torchrelay.checkpoint.format.names import TRY, parse_shard_file_name
-from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.keeping import Keeping
+from torchrelay.checkpoint.log.retention import Keeping
+from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError
 from torchrelay.records import dataclass

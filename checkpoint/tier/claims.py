@@ -11,10 +11,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from torchrelay.checkpoint.log.job_file import same_job
-from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.tiered_storage import Notes, TierStorage, read_notes
 from torchrelay.checkpoint.tier import histories
-from torchrelay.checkpoint.tier.notes import Notes, read_notes
-from torchrelay.checkpoint.tier.tier_storage import TierStorage
 from torchrelay.records import dataclass
 
 Json = Any

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from torchrelay.checkpoint.format.log_state import Branch, Entry, Retirement, State
-from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.changes import without
+from torchrelay.checkpoint.log.state import without
+from torchrelay.checkpoint.log.view import LogView
 from torchrelay.errors import StorageError
 
 Json = Any

@@ -17,7 +17,7 @@ from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.ledger_words import Look, Target
 from torchrelay.checkpoint.log.job_file import share_job
-from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.record import entry_json, entry_of
 from torchrelay.checkpoint.prove_together import FULL_PROOF_SECS, JointProof, prove_together
 from torchrelay.checkpoint.reading.proof import Level, Outcome

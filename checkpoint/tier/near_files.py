@@ -12,7 +12,7 @@ from typing import Any
 from torchrelay.checkpoint.format.log_state import Retirement, State
 from torchrelay.checkpoint.format.manifest.schema import DATA
 from torchrelay.checkpoint.format.names import TRY
-from torchrelay.checkpoint.log.sweep import delete_try
+from torchrelay.checkpoint.log.garbage import delete_try
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import StorageError
 

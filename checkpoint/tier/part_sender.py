@@ -14,8 +14,9 @@ from dataclasses import replace
 from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.schema import Manifest, shard_path
-from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.tiered_storage import Notes, TierStorage, forgotten, read_notes, write_notes
+from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.inflight import headway
 from torchrelay.checkpoint.storage.open import Tier
 from torchrelay.checkpoint.tier.among import damage_in, present
@@ -25,10 +26,8 @@ from torchrelay.checkpoint.tier.in_thread import (
     longer,
     yield_to_training,
 )
-from torchrelay.checkpoint.tier.notes import Notes, forgotten, read_notes, write_notes
 from torchrelay.checkpoint.tier.parts import Part, part_path, read_part, write_part
 from torchrelay.checkpoint.tier.sending import Moved, Sending, StoppedError
-from torchrelay.checkpoint.tier.tier_storage import TierStorage
 from torchrelay.errors import DamagedError, FencedError, StorageError
 
 LONGEST_LOOK_SECS = 2.0

@@ -15,9 +15,10 @@ from typing import Any
 
 from torchrelay.checkpoint.format.log_state import Entry, State
 from torchrelay.checkpoint.format.manifest.position import Position
-from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.log.record import entry_json
+from torchrelay.checkpoint.log.tiered_storage import Notes, TierStorage, forgotten, read_notes, write_notes
+from torchrelay.checkpoint.log.view import LogView
+from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.reading.proof import Outcome, prove
 from torchrelay.checkpoint.storage.inflight import headway
 from torchrelay.checkpoint.storage.open import Tier
@@ -29,10 +30,8 @@ from torchrelay.checkpoint.tier.in_thread import (
     longer,
     yield_to_training,
 )
-from torchrelay.checkpoint.tier.notes import Notes, forgotten, read_notes, write_notes
 from torchrelay.checkpoint.tier.parts import Part, delete_parts, part_path, read_part
 from torchrelay.checkpoint.tier.sending import Moved, Sending, StoppedError
-from torchrelay.checkpoint.tier.tier_storage import TierStorage
 from torchrelay.errors import DamagedError, FencedError, StorageError
 
 Json = Any

@@ -13,7 +13,7 @@ import torch
 import torchrelay
 from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.checkpoint.log.job_file import has_job, holds_job
-from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.reader import Checkpoint
 from torchrelay.checkpoint.reading.opening import place_of
 from torchrelay.checkpoint.reading.proof import prove

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from torchrelay.checkpoint.format.log_state import Entry, Key
-from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.log.view import LogView
 from torchrelay.runners.commands.command_line_output import human_number
 
 

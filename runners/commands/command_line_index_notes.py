@@ -14,7 +14,7 @@ from pathlib import Path
 from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.schema import manifest_path, stats_path
-from torchrelay.checkpoint.log.branches import LogView, branch_of
+from torchrelay.checkpoint.log.view import LogView, branch_of
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import StorageError, UsageError

@@ -8,9 +8,9 @@ from typing import Any
 
 from torchrelay.checkpoint.format.log_state import Entry, Key
 from torchrelay.checkpoint.format.manifest.summary import Glance, glance_or_notes
-from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.log.tiered_storage import Notes, read_notes
+from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import Storage
-from torchrelay.checkpoint.tier.notes import Notes, read_notes
 from torchrelay.jobs.runtime import undisturbed
 from torchrelay.records import dataclass
 from torchrelay.runners.commands.command_line_arguments import Add, add_place

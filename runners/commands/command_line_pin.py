@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from torchrelay.checkpoint.format.log_state import Key, Mark
-from torchrelay.checkpoint.log.guest import unpin_draft
+from torchrelay.checkpoint.log.writer import unpin_draft
 from torchrelay.errors import UnknownEpochError, UsageError
 from torchrelay.runners.commands.command_line_arguments import Add, add_epoch, add_single_writer
 from torchrelay.runners.commands.command_line_output import Output

@@ -8,7 +8,7 @@ from typing import Any
 
 from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.checkpoint.format.manifest.schema import stats_path
-from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import UnknownEpochError
 from torchrelay.metadata.fs import read_lines, read_note

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from torchrelay.checkpoint.format.log_state import Mark
-from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.guest import tag_draft
+from torchrelay.checkpoint.log.view import LogView
+from torchrelay.checkpoint.log.writer import tag_draft
 from torchrelay.errors import UnknownEpochError, UsageError
 from torchrelay.runners.commands.command_line_arguments import Add, add_epoch, add_single_writer
 from torchrelay.runners.commands.command_line_output import Output

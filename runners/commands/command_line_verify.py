@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torchrelay.checkpoint.format.log_state import Entry
-from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.reading.proof import Level, Outcome, Proof, prove
 from torchrelay.checkpoint.storage.base import check_exclusion
 from torchrelay.errors import NoProvableEpochError, StorageError
@@ -138,7 +138,7 @@ def _verdicts(
 
 def _quarantine(place: Place, verdicts: Sequence[Verdict], level: Level, output: Output) -> list[str]:
     """Take the log over and look again: damage counts when it is still there. Returns what was said."""
-    from torchrelay.checkpoint.log.log_writer import LogWriter
+    from torchrelay.checkpoint.log.writer import LogWriter
 
     found = [
         one.proof for one in verdicts if one.proof.outcome is Outcome.DAMAGED and one.proof.entry.healthy

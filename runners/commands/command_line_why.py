@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from itertools import chain
 
 from torchrelay.checkpoint.format.manifest.position import Position
-from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.history import History, read_history
+from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.repair.why import Account, Start, explain, newest_and_chosen, start_now
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.runners.commands.command_line_arguments import Add, add_epoch

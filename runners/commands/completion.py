@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from shlex import quote
 
-from torchrelay.checkpoint.reading.epoch_choice import WORDS
+from torchrelay.checkpoint.log.view import WORDS
 from torchrelay.records import dataclass
 
 SELECTORS = (*WORDS, "epoch=", "tag=")

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from torchrelay.checkpoint.format.log_state import Key, Mark
-from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.guest import append_as_guest, pin_draft, tag_draft
-from torchrelay.checkpoint.log.log_append import Draft
+from torchrelay.checkpoint.log.append import Draft
+from torchrelay.checkpoint.log.view import LogView
+from torchrelay.checkpoint.log.writer import append_as_guest, pin_draft, tag_draft
 from torchrelay.checkpoint.storage.base import SingleWriter, Storage, check_exclusion
 from torchrelay.errors import UnknownEpochError, UsageError
 from torchrelay.runners.commands.command_line_output import Output

@@ -12,9 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchrelay.checkpoint.format.log_state import Entry
-from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.log.view import LogView, Wanted, named_entry, wanted
 from torchrelay.checkpoint.reading import opening
-from torchrelay.checkpoint.reading.epoch_choice import Wanted, named_entry, wanted
 from torchrelay.checkpoint.storage.base import SingleWriter
 from torchrelay.checkpoint.storage.open import CountingStorage
 from torchrelay.checkpoint.storage.urls import is_url, shown

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Timer
 
-from torchrelay.checkpoint.reading.epoch_choice import whole_epochs
+from torchrelay.checkpoint.log.view import whole_epochs
 from torchrelay.checkpoint.reading.opening import place_of, read_log
 from torchrelay.errors import SaveFailedError, UnknownEpochError, UsageError
 from torchrelay.jobs.session import Peers, decide

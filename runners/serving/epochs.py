@@ -6,12 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchrelay.checkpoint.format.log_state import Entry
-from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.log_reader import read_hint
+from torchrelay.checkpoint.log.reader import read_hint
 from torchrelay.checkpoint.log.record import slot_path
-from torchrelay.checkpoint.log.tail import find_tail
+from torchrelay.checkpoint.log.view import LogView, find_tail, named_entry, wanted
 from torchrelay.checkpoint.reader import Checkpoint, open_checkpoint
-from torchrelay.checkpoint.reading.epoch_choice import named_entry, wanted
 from torchrelay.checkpoint.reading.opening import candidates, place_of, read_log
 from torchrelay.errors import DamagedError, NoProvableEpochError, UsageError
 from torchrelay.runners.serving.served import Say, Served

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchrelay.checkpoint.format.manifest.summary import glance
-from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.journal import finite

@@ -22,7 +22,7 @@ import torch
 from torchrelay import Job, JobRunner, LocalSession, Sources, max_epochs, open_checkpoint
 from torchrelay.checkpoint.format.log_state import Key
 from torchrelay.checkpoint.format.manifest.position import Position
-from torchrelay.checkpoint.log.guest import append_as_guest, pin_draft, tag_draft
+from torchrelay.checkpoint.log.writer import append_as_guest, pin_draft, tag_draft
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import RelayError
 from torchrelay.runners.commands.command_line import main as command
@@ -91,15 +91,15 @@ def train(run: Path, epochs: int) -> tuple[int, float]:
 
 def make(run: Path) -> Path:
     """A run of two starts with a tag, a pin and a base file of the log, whose second start was lost."""
-    from torchrelay.checkpoint.log import log_append
+    from torchrelay.checkpoint.log import append
 
-    known = log_append.INLINE, log_append._REBASED_INLINE
-    log_append.INLINE, log_append._REBASED_INLINE = 2, 1
+    known = append.INLINE, append._REBASED_INLINE
+    append.INLINE, append._REBASED_INLINE = 2, 1
     try:
         train(run, EPOCHS - 1)
         train(run, EPOCHS)
     finally:
-        log_append.INLINE, log_append._REBASED_INLINE = known
+        append.INLINE, append._REBASED_INLINE = known
     storage = LocalStorage(run / "checkpoints")
     append_as_guest(storage, tag_draft("paper", Key(0, Position(1))))
     append_as_guest(storage, pin_draft("kept", Key(0, Position(1))))

@@ -56,7 +56,7 @@ def _durability() -> Iterator[Bug]:
     )
     yield Bug(
         "the log is not synced before an append returns",
-        "checkpoint/log/log_append.py",
+        "checkpoint/log/append.py",
         "                continue\n            storage.sync_dir(LOG)\n",
         "                continue\n",
         ["tests/checkpoint/test_log_crash.py"],
@@ -70,7 +70,7 @@ def _durability() -> Iterator[Bug]:
     )
     yield Bug(
         "a base file is not synced before the record that refers to it",
-        "checkpoint/log/log_append.py",
+        "checkpoint/log/append.py",
         "    storage.sync_dir(LOG)  # durable before the record that refers to it\n",
         "",
         ["tests/protocol/test_crash_states.py", "-k", "long"],
@@ -99,7 +99,7 @@ def _durability() -> Iterator[Bug]:
 
 
 def _the_log() -> Iterator[Bug]:
-    append = "checkpoint/log/log_append.py"
+    append = "checkpoint/log/append.py"
     yield Bug(
         "a record replaces what has its slot",
         "checkpoint/storage/local.py",
@@ -130,7 +130,7 @@ def _the_log() -> Iterator[Bug]:
     )
     yield Bug(
         "a writer is replaced without being watched",
-        "checkpoint/log/takeover.py",
+        "checkpoint/log/lease.py",
         "if verdict.right is Right.WATCH and moves(storage, patience_secs):",
         "if False:",
         ["tests/checkpoint/test_log_takeover.py"],
@@ -144,7 +144,7 @@ def _the_log() -> Iterator[Bug]:
     )
     yield Bug(
         "the chain of the log is not checked",
-        "checkpoint/log/log_reader.py",
+        "checkpoint/log/reader.py",
         "    if newer.previous_sha256 != older_sha256 or newer.generation < older.generation:\n",
         "    if False:\n",
         ["tests/checkpoint/test_log_damage.py"],
@@ -162,7 +162,7 @@ def _retention() -> Iterator[Bug]:
     retention = "checkpoint/log/retention.py"
     yield Bug(
         "positions inside epochs stay on other branches",
-        "checkpoint/log/changes.py",
+        "checkpoint/log/state.py",
         "    return entry.position.boundary and not one.position.boundary and",
         "    return entry.branch == one.branch and entry.position.boundary and not one.position.boundary and",
         ["tests/runners/test_deletions.py"],
@@ -176,7 +176,7 @@ def _retention() -> Iterator[Bug]:
     )
     yield Bug(
         "a process is known by its number alone",
-        "checkpoint/log/writer.py",
+        "checkpoint/log/lease.py",
         '    return now is None or now not in ("", start)\n',
         "    return now is None\n",
         ["tests/runners/test_standing.py"],
@@ -204,7 +204,7 @@ def _retention() -> Iterator[Bug]:
     )
     yield Bug(
         "a metric of zero is none",
-        "checkpoint/reading/epoch_choice.py",
+        "checkpoint/log/view.py",
         "math.isfinite(metrics.get(entry.try_name, math.nan))",
         "metrics.get(entry.try_name)",
         ["tests/checkpoint/test_keeping.py"],
@@ -220,7 +220,7 @@ def _retention() -> Iterator[Bug]:
         "prune deletes before the log says so",
         "checkpoint/pruning.py",
         "    keeping.retire(writer, suspects, only_near(storage, before))\n",
-        "    from torchrelay.checkpoint.log.sweep import delete_try\n\n"
+        "    from torchrelay.checkpoint.log.garbage import delete_try\n\n"
         "    for one in tuple(keeping.chosen(before, suspects)):\n"
         "        delete_try(writer.storage, one)\n"
         "    keeping.retire(writer, suspects, only_near(storage, before))\n",
@@ -230,7 +230,7 @@ def _retention() -> Iterator[Bug]:
         "files are deleted before the log says so",
         "checkpoint/retaining.py",
         "            keeping.retire(writer, suspects, self.ledger.needed())\n",
-        "            from torchrelay.checkpoint.log.sweep import delete_try\n\n"
+        "            from torchrelay.checkpoint.log.garbage import delete_try\n\n"
         "            for one in tuple(keeping.chosen(view, suspects)):\n"
         "                delete_try(writer.storage, one)\n"
         "            keeping.retire(writer, suspects, self.ledger.needed())\n",

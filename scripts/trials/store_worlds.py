@@ -29,12 +29,12 @@ from store_proxy import Proxy
 from store_schedules import Striking, drawn, told
 
 from torchrelay import Job, JobRunner, LocalSession, MultiNodeCheckpointManager, max_epochs, open_checkpoint
-from torchrelay.checkpoint.log import log_writer
-from torchrelay.checkpoint.log.branches import LogView
+from torchrelay.checkpoint.log import writer as log_writer
 from torchrelay.checkpoint.log.job_file import PATH as JOB_FILE
-from torchrelay.checkpoint.log.log_reader import open_log
-from torchrelay.checkpoint.log.log_writer import LogWriter
-from torchrelay.checkpoint.log.writer import WriterIdentity
+from torchrelay.checkpoint.log.lease import WriterIdentity
+from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.view import LogView
+from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage import object_store, uploads
 from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.checkpoint.storage.retry import Patience

@@ -11,8 +11,8 @@ from storm_job import MARKS, STEPS
 
 import torchrelay
 from torchrelay.checkpoint.format.log_state import Entry
-from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.reader import Checkpoint
 from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.checkpoint.storage.local import LocalStorage

@@ -12,7 +12,7 @@ import torch
 from program_cases import Script, tree
 
 import torchrelay
-from torchrelay.checkpoint.log.writer import process_start
+from torchrelay.checkpoint.log.lease import process_start
 from torchrelay.runners.standing import standing
 
 GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]

@@ -13,11 +13,10 @@ from torchrelay.checkpoint.format.canonical_json import seal, sha256, unseal
 from torchrelay.checkpoint.format.log_state import Key
 from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.log import job_file
-from torchrelay.checkpoint.log.guest import append_as_guest, tag_draft
 from torchrelay.checkpoint.log.job_file import JobFile, open_job, read_job
-from torchrelay.checkpoint.log.log_reader import open_log
-from torchrelay.checkpoint.log.log_writer import LogWriter
+from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.record import decode, encode, slot_path
+from torchrelay.checkpoint.log.writer import LogWriter, append_as_guest, tag_draft
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
 from torchrelay.errors import DamagedError, DirectoryInUseError, FormatError, UsageError

@@ -12,9 +12,16 @@ from log_helpers import entry, run_of, take
 
 from torchrelay.checkpoint.format.log_state import DAMAGED, Entry, Key, Mark, State
 from torchrelay.checkpoint.format.manifest.position import Position
-from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.keeping import KEEP_ALL, Best, Keeping
-from torchrelay.checkpoint.log.retention import Scores, every_n_epochs, keep_best, keep_last
+from torchrelay.checkpoint.log.retention import (
+    KEEP_ALL,
+    Best,
+    Keeping,
+    Scores,
+    every_n_epochs,
+    keep_best,
+    keep_last,
+)
+from torchrelay.checkpoint.log.view import LogView
 from torchrelay.errors import UsageError
 
 COUNTS = st.one_of(st.none(), st.integers(1, 5))

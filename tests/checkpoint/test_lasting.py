@@ -24,9 +24,9 @@ from torchrelay import (
     open_checkpoint,
 )
 from torchrelay.checkpoint.ledger import Ledger
-from torchrelay.checkpoint.log.keeping import Keeping
-from torchrelay.checkpoint.log.log_reader import open_log
-from torchrelay.checkpoint.log.log_writer import LogWriter
+from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.retention import Keeping
+from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.reading import lasting
 from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.checkpoint.retaining import Retaining

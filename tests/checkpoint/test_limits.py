@@ -17,8 +17,8 @@ from torchrelay.checkpoint.format.log_state import Key
 from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.format.shard.layout import ShardLimits
 from torchrelay.checkpoint.format.shard.writer import write_shard
-from torchrelay.checkpoint.log.guest import append_as_guest, pin_draft
-from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.writer import append_as_guest, pin_draft
 from torchrelay.errors import BlobError, UsageError
 from torchrelay.runners.commands.command_line import main
 

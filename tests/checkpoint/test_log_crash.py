@@ -7,9 +7,9 @@ from log_helpers import CrashError, Fault, MemoryStorage, entry, take
 
 from torchrelay.checkpoint.format.log_state import Key, Retirement
 from torchrelay.checkpoint.format.manifest.position import Position
-from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.log.garbage import sweep
+from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.retention import keep_last
-from torchrelay.checkpoint.log.sweep import sweep
 from torchrelay.errors import StorageError
 
 

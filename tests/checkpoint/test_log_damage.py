@@ -8,11 +8,11 @@ from log_helpers import MemoryStorage, entry, run_of, take
 from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.format.log_state import Key
 from torchrelay.checkpoint.format.manifest.position import Position
-from torchrelay.checkpoint.log.guest import append_as_guest, tag_draft
-from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.log.garbage import sweep
+from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.record import decode, encode, slot_path
 from torchrelay.checkpoint.log.retention import keep_last
-from torchrelay.checkpoint.log.sweep import sweep
+from torchrelay.checkpoint.log.writer import append_as_guest, tag_draft
 from torchrelay.errors import DamagedError, FormatError, StorageError
 
 

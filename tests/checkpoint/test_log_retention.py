@@ -11,12 +11,12 @@ from log_helpers import MemoryStorage, entry, run_of, take
 
 from torchrelay.checkpoint.format.log_state import DAMAGED, Key, Mark, Retirement, State
 from torchrelay.checkpoint.format.manifest.position import Position
-from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.changes import retired
-from torchrelay.checkpoint.log.guest import append_as_guest, pin_draft
-from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.log.garbage import sweep
+from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.retention import every_n_epochs, keep_all, keep_last, to_retire
-from torchrelay.checkpoint.log.sweep import sweep
+from torchrelay.checkpoint.log.state import retired
+from torchrelay.checkpoint.log.view import LogView
+from torchrelay.checkpoint.log.writer import append_as_guest, pin_draft
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import UsageError
 

@@ -12,18 +12,20 @@ import pytest
 from log_helpers import MemoryStorage, entry, take
 
 from torchrelay.checkpoint.format.log_state import State
-from torchrelay.checkpoint.log import log_append, log_writer, takeover
-from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.log_reader import open_log
-from torchrelay.checkpoint.log.log_writer import LogWriter
-from torchrelay.checkpoint.log.writer import Right, WriterIdentity, judge, process_start
+from torchrelay.checkpoint.log import append as log_append
+from torchrelay.checkpoint.log import lease
+from torchrelay.checkpoint.log import writer as log_writer
+from torchrelay.checkpoint.log.lease import Right, WriterIdentity, judge, process_start
+from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.view import LogView
+from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import DirectoryInUseError
 
 HOLD = """
 import sys
 from torchrelay.checkpoint.storage.local import LocalStorage
-from torchrelay.checkpoint.log.log_writer import LogWriter
+from torchrelay.checkpoint.log.writer import LogWriter
 writer = LogWriter.take(LocalStorage(sys.argv[1]), "job", period_secs=0.05)
 print("ready", flush=True)
 sys.stdin.read()
@@ -187,7 +189,7 @@ def test_a_taker_sweeps_what_killed_writers_left_and_no_later_file(tmp_path, mon
         later.write_bytes(b"{")
         return log_append.append(*given)
 
-    monkeypatch.setattr(takeover, "append", append)
+    monkeypatch.setattr(lease, "append", append)
     take(storage).release()
     assert not any(path.exists() for path in old) and later.exists()
 

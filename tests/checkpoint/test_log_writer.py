@@ -13,12 +13,12 @@ from log_helpers import Fault, MemoryStorage, entry, run_of, take
 
 from torchrelay.checkpoint.format.log_state import Key, Retirement
 from torchrelay.checkpoint.format.manifest.position import Position
-from torchrelay.checkpoint.log import log_writer
-from torchrelay.checkpoint.log.guest import append_as_guest, pin_draft, tag_draft, unpin_draft
+from torchrelay.checkpoint.log import writer as log_writer
 from torchrelay.checkpoint.log.job_file import open_job
-from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.log.lease import WriterIdentity
+from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.record import decode, slot_path
-from torchrelay.checkpoint.log.writer import WriterIdentity
+from torchrelay.checkpoint.log.writer import append_as_guest, pin_draft, tag_draft, unpin_draft
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import (
     DirectoryInUseError,

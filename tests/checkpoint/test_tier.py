@@ -12,8 +12,8 @@ from s3_server import BUCKET, needs_s3, s3_server
 from tiers import WAIT_SECS, Away, Gate, Places, numbers_in, until
 
 from torchrelay.checkpoint.format.manifest.position import Position
-from torchrelay.checkpoint.log.keeping import Keeping
-from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.retention import Keeping
 from torchrelay.checkpoint.pruning import prune
 from torchrelay.checkpoint.retaining import Retaining
 from torchrelay.checkpoint.storage.local import LocalStorage

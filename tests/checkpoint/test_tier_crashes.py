@@ -15,9 +15,9 @@ import pytest
 from tiers import WAIT_SECS, Away, Places, Scheduled, numbers_in, until
 
 from torchrelay.checkpoint.format.manifest.position import Position
-from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.tiered_storage import PATH, read_notes
 from torchrelay.checkpoint.storage.local import LocalStorage
-from torchrelay.checkpoint.tier.notes import PATH, read_notes
 from torchrelay.errors import StorageError
 
 

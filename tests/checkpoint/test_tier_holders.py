@@ -11,13 +11,13 @@ from paired_sessions import Meeting, PairedPeers
 from tiers import WAIT_SECS, Places, numbers_in, until
 
 from torchrelay import Tier
-from torchrelay.checkpoint.log import log_writer
-from torchrelay.checkpoint.log.keeping import KEEP_ALL
-from torchrelay.checkpoint.log.log_writer import LogWriter
+from torchrelay.checkpoint.log import writer
+from torchrelay.checkpoint.log.retention import KEEP_ALL
+from torchrelay.checkpoint.log.tiered_storage import TierStorage
+from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.tier import places
 from torchrelay.checkpoint.tier.hosts_ledger import HostsLedger
-from torchrelay.checkpoint.tier.tier_storage import TierStorage
 from torchrelay.errors import FencedError, UsageError
 
 
@@ -37,7 +37,7 @@ def test_fenced_by_another(near: Path, far: Path, monkeypatch: pytest.MonkeyPatc
     start = Places(near, far, when_fenced=told.append)
     start.save(0, 0)
     start.replicate()
-    monkeypatch.setattr(log_writer, "_LIVE", weakref.WeakValueDictionary())  # as in another process
+    monkeypatch.setattr(writer, "_LIVE", weakref.WeakValueDictionary())  # as in another process
     other = LogWriter.take(LocalStorage(far), "test", patience_secs=0.0)
     start.save(1, 1)
     until(lambda: start.replicator._fenced is not None and told)

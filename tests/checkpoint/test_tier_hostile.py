@@ -15,16 +15,16 @@ from tiers import WAIT_SECS, Gate, Places, numbers_in
 
 from torchrelay import LocalSession, Tier
 from torchrelay.checkpoint.format.log_state import Retirement
-from torchrelay.checkpoint.log import log_writer
-from torchrelay.checkpoint.log.keeping import KEEP_ALL
-from torchrelay.checkpoint.log.log_writer import LogWriter
+from torchrelay.checkpoint.log import writer as log_writer
+from torchrelay.checkpoint.log.retention import KEEP_ALL
+from torchrelay.checkpoint.log.tiered_storage import TierStorage
+from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
 from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.checkpoint.storage.retry import Patience
 from torchrelay.checkpoint.tier import tier_ledger
 from torchrelay.checkpoint.tier.sending import Sending
 from torchrelay.checkpoint.tier.tier_ledger import TierLedger
-from torchrelay.checkpoint.tier.tier_storage import TierStorage
 from torchrelay.errors import FencedError, StorageError
 
 

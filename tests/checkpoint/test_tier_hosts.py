@@ -15,13 +15,13 @@ from near_places import NearPlaces, damage
 from tiers import WAIT_SECS, Away, Gate, Places, Scheduled, numbers_in, until
 
 from torchrelay.checkpoint.format.manifest.position import Position
-from torchrelay.checkpoint.log.keeping import Keeping
-from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.retention import Keeping
+from torchrelay.checkpoint.log.tiered_storage import read_notes
 from torchrelay.checkpoint.pruning import prune
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.tier import hosts_ledger, in_thread
 from torchrelay.checkpoint.tier.hosts_ledger import HostsLedger
-from torchrelay.checkpoint.tier.notes import read_notes
 from torchrelay.errors import DamagedError, StorageError, UsageError
 
 

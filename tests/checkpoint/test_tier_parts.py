@@ -13,12 +13,12 @@ from tiers import Places, numbers_in
 from torchrelay.checkpoint.format.canonical_json import seal
 from torchrelay.checkpoint.format.log_state import Entry, Retirement, State
 from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.log.tiered_storage import PATH, Notes, read_notes, refuse_part, write_notes
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
 from torchrelay.checkpoint.storage.retry import Patience
 from torchrelay.checkpoint.tier import near_files
 from torchrelay.checkpoint.tier.claims import Claim, claim_of, given_up, teller
-from torchrelay.checkpoint.tier.notes import PATH, Notes, read_notes, refuse_part, write_notes
 from torchrelay.checkpoint.tier.parts import Part, delete_parts, part_path, read_part, write_part
 from torchrelay.checkpoint.tier.sending import Sending
 from torchrelay.errors import StorageError, UsageError

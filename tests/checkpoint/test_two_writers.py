@@ -14,9 +14,9 @@ from log_helpers import MemoryStorage, entry, take
 from stores import Faulty, store_of
 
 from torchrelay.checkpoint.format.log_state import Retirement
-from torchrelay.checkpoint.log import log_writer
-from torchrelay.checkpoint.log.log_reader import open_log
-from torchrelay.checkpoint.log.writer import WriterIdentity
+from torchrelay.checkpoint.log import writer as log_writer
+from torchrelay.checkpoint.log.lease import WriterIdentity
+from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.errors import DirectoryInUseError, FencedError
 
 STARTERS = Path(__file__).resolve().parent.parent / "programs" / "starters.py"

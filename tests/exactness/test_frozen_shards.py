@@ -12,7 +12,7 @@ from frozen_job import tries_of, written
 from torchrun import REPOSITORY, torchrun
 
 from torchrelay import LocalSession, open_checkpoint
-from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.checkpoint.storage.local import LocalStorage
 

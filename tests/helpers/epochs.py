@@ -24,7 +24,7 @@ from torchrelay.checkpoint.format.manifest.position import Facts, Position
 from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow, manifest_path, try_directory
 from torchrelay.checkpoint.format.names import Flat, Whole
 from torchrelay.checkpoint.format.shard.layout import ShardIdentity
-from torchrelay.checkpoint.log.log_writer import LogWriter
+from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.planning.assignments import NodeClass, Plan
 from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_of
 from torchrelay.checkpoint.planning.plan import plan_classes

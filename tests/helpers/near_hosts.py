@@ -14,8 +14,8 @@ from typing import Any
 from torchrun import clean_environment, kill, runs
 from warm import PLACE, server, warmed
 
-from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.open import storage_of
 

@@ -12,16 +12,15 @@ import torch
 from epochs import Writing, parameter, tensor, value
 
 from torchrelay.checkpoint.format.log_state import Entry
-from torchrelay.checkpoint.log.keeping import KEEP_ALL, Keeping
-from torchrelay.checkpoint.log.log_reader import open_log
-from torchrelay.checkpoint.log.log_writer import WhenFenced, not_told
+from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.retention import KEEP_ALL, Keeping
+from torchrelay.checkpoint.log.tiered_storage import TierStorage, read_notes
+from torchrelay.checkpoint.log.writer import WhenFenced, not_told
 from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.open import Tier
-from torchrelay.checkpoint.tier.notes import read_notes
 from torchrelay.checkpoint.tier.tier_ledger import TierLedger
-from torchrelay.checkpoint.tier.tier_storage import TierStorage
 from torchrelay.errors import StorageError
 from torchrelay.runners.local_session import LocalSession
 

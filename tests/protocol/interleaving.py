@@ -20,8 +20,8 @@ from unittest.mock import patch
 
 from stories import still
 
-from torchrelay.checkpoint.log import log_writer
-from torchrelay.checkpoint.log.log_reader import HINT
+from torchrelay.checkpoint.log import writer
+from torchrelay.checkpoint.log.reader import HINT
 from torchrelay.errors import RelayError, StorageError
 
 Output = tuple[Any, ...]
@@ -146,7 +146,7 @@ class Processes:
         nonces = itertools.count((process + 1) << 32)
         with (
             patch.object(secrets, "token_hex", lambda size=16: f"{next(nonces):0{2 * size}x}"),
-            patch.object(log_writer, "_LIVE", weakref.WeakValueDictionary()),
+            patch.object(writer, "_LIVE", weakref.WeakValueDictionary()),
         ):
             try:
                 self._programmes[process](asking)

@@ -19,11 +19,11 @@ from weak_disk import Tree, WeakDisk
 
 from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.checkpoint.format.manifest.position import Position
-from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.log_reader import HINT, open_log, read_hint
-from torchrelay.checkpoint.log.log_writer import LogWriter
+from torchrelay.checkpoint.log.garbage import sweep
+from torchrelay.checkpoint.log.reader import HINT, open_log, read_hint
 from torchrelay.checkpoint.log.retention import keep_all
-from torchrelay.checkpoint.log.sweep import sweep
+from torchrelay.checkpoint.log.view import LogView
+from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.reading.leaf_reader import LeafReader
 from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.errors import RelayError

@@ -13,11 +13,10 @@ from weak_disk import WeakDisk
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.log_state import Entry, Key
 from torchrelay.checkpoint.format.manifest.position import Position
-from torchrelay.checkpoint.log.guest import append_as_guest, pin_draft, tag_draft
-from torchrelay.checkpoint.log.log_reader import open_log
-from torchrelay.checkpoint.log.log_writer import LogWriter
+from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.record import Record, decode
 from torchrelay.checkpoint.log.retention import keep_last, to_retire
+from torchrelay.checkpoint.log.writer import LogWriter, append_as_guest, pin_draft, tag_draft
 from torchrelay.errors import RelayError
 
 FIRST = Key(0, Position(0))

@@ -25,22 +25,16 @@ from torchrelay import LocalSession
 from torchrelay.checkpoint.engine import Engine
 from torchrelay.checkpoint.format.log_state import Key, Retirement, State
 from torchrelay.checkpoint.format.manifest.position import Facts, Position
-from torchrelay.checkpoint.log import (
-    guest,
-    job_file,
-    log_append,
-    log_reader,
-    log_writer,
-    tail,
-    takeover,
-    thinning,
-)
-from torchrelay.checkpoint.log.deletions import Deletions
-from torchrelay.checkpoint.log.guest import append_as_guest, pin_draft, tag_draft, unpin_draft
-from torchrelay.checkpoint.log.keeping import Keeping
-from torchrelay.checkpoint.log.log_reader import open_log
-from torchrelay.checkpoint.log.sweep import delete_left
-from torchrelay.checkpoint.log.writer import WriterIdentity
+from torchrelay.checkpoint.log import append as log_append
+from torchrelay.checkpoint.log import append as thinning
+from torchrelay.checkpoint.log import job_file, lease, reader, view
+from torchrelay.checkpoint.log import writer as guest
+from torchrelay.checkpoint.log import writer as log_writer
+from torchrelay.checkpoint.log.garbage import Deletions, delete_left
+from torchrelay.checkpoint.log.lease import WriterIdentity
+from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.retention import Keeping
+from torchrelay.checkpoint.log.writer import append_as_guest, pin_draft, tag_draft, unpin_draft
 from torchrelay.checkpoint.tier import placed as placed_module
 from torchrelay.errors import PartiallyLoadedError, RelayError, StorageError
 
@@ -76,7 +70,7 @@ def still(first: int = 1) -> Iterator[None]:
         on = stack.enter_context
         on(patch.object(secrets, "token_hex", lambda size=16: f"{next(nonces):0{2 * size}x}"))
         on(patch.object(uuid, "uuid4", lambda: uuid.UUID(int=next(nonces))))
-        for module in (log_append, takeover, job_file):
+        for module in (log_append, lease, job_file):
             on(patch.object(module, "datetime", _Still))
         on(patch.object(log_writer, "Beat", _Beat))
         on(patch.object(log_writer, "_LIVE", weakref.WeakValueDictionary()))
@@ -321,7 +315,7 @@ def going_on(disk: WeakDisk, record: Record) -> None:
 def small_log() -> Iterator[None]:
     """Logs that are thinned after 8 slots and have base files from 3 entries on."""
     with ExitStack() as stack:
-        for module in (tail, log_reader, log_append, thinning):
+        for module in (view, reader, log_append, thinning):
             stack.enter_context(patch.object(module, "STRIDE", 8))
         stack.enter_context(patch.object(log_append, "INLINE", 2))
         stack.enter_context(patch.object(log_append, "_REBASED_INLINE", 1))

@@ -7,9 +7,8 @@ from weak_disk import WeakDisk
 
 from torchrelay.checkpoint.format.log_state import Key
 from torchrelay.checkpoint.format.manifest.position import Position
-from torchrelay.checkpoint.log.guest import append_as_guest, pin_draft, tag_draft, unpin_draft
-from torchrelay.checkpoint.log.log_reader import open_log
-from torchrelay.checkpoint.log.log_writer import LogWriter
+from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.writer import LogWriter, append_as_guest, pin_draft, tag_draft, unpin_draft
 from torchrelay.checkpoint.storage.local import LocalStorage
 
 from rivals import entry  # isort: skip

@@ -20,12 +20,11 @@ from weak_disk import CrashError, WeakDisk
 
 from torchrelay.checkpoint.format.log_state import Entry, Key
 from torchrelay.checkpoint.format.manifest.position import Position
-from torchrelay.checkpoint.log import log_writer
-from torchrelay.checkpoint.log.branches import LogView
-from torchrelay.checkpoint.log.guest import append_as_guest, pin_draft, tag_draft, unpin_draft
-from torchrelay.checkpoint.log.keeping import Keeping
-from torchrelay.checkpoint.log.log_reader import open_log
-from torchrelay.checkpoint.log.log_writer import LogWriter
+from torchrelay.checkpoint.log import writer
+from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.retention import Keeping
+from torchrelay.checkpoint.log.view import LogView
+from torchrelay.checkpoint.log.writer import LogWriter, append_as_guest, pin_draft, tag_draft, unpin_draft
 from torchrelay.checkpoint.retaining import Retaining
 from torchrelay.errors import FencedError, NoProvableEpochError
 
@@ -191,7 +190,7 @@ class Walk:
 
     def _rival(self) -> None:
         """Another job takes over beside us; our next save must not be acknowledged."""
-        with patch.object(log_writer, "_LIVE", weakref.WeakValueDictionary()):
+        with patch.object(writer, "_LIVE", weakref.WeakValueDictionary()):
             LogWriter.take(self.disk, "job", ME_TOO, patience_secs=0.0).close()
         try:
             self._run.save(self._newest_epoch() + 1)

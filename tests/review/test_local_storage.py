@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrelay.checkpoint.log.log_writer import LogWriter
+from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import StorageError
 

@@ -24,8 +24,8 @@ from torchrelay import (
     Task,
     max_epochs,
 )
-from torchrelay.checkpoint.log.log_writer import LogWriter
-from torchrelay.checkpoint.log.writer import WriterIdentity
+from torchrelay.checkpoint.log.lease import WriterIdentity
+from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import FencedError, RelayError, StorageError, UsageError
 
@@ -130,7 +130,7 @@ def other_launch() -> WriterIdentity:
 
 
 def _forget_writers() -> None:
-    from torchrelay.checkpoint.log import log_writer
+    from torchrelay.checkpoint.log import writer as log_writer
 
     log_writer._LIVE.clear()
 

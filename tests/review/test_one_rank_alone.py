@@ -23,7 +23,7 @@ from torchrelay.checkpoint import engine as engine_module
 from torchrelay.checkpoint import replicas
 from torchrelay.checkpoint import save as save_module
 from torchrelay.checkpoint.format.manifest import codec
-from torchrelay.checkpoint.log.log_writer import LogWriter
+from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.planning.repeated import RepeatedPlans
 from torchrelay.errors import BlobError, FencedError, RelayError, SaveFailedError, UsageError
 from torchrelay.jobs.random import RandomStreams

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from torchrelay.checkpoint.log.keeping import Best, Keeping
-from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.retention import Best, Keeping
 from torchrelay.checkpoint.pruning import prune
 from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.checkpoint.storage.local import LocalStorage

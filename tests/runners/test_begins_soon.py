@@ -23,7 +23,7 @@ NOT_FOR_A_LOCAL_RUN = (
         "checkpoint.onnx_out",
         "checkpoint.storage.object_store",
     ),
-    *("checkpoint.tier.tier_storage", "jobs.config.", "jobs.data.loader", "metadata.sinks.registry"),
+    *("checkpoint.log.tiered_storage", "jobs.config.", "jobs.data.loader", "metadata.sinks.registry"),
     *(
         "metadata.sql",
         "runners.distributed.world",

@@ -18,10 +18,10 @@ from epochs import Writing, moment, parameter
 from torchrelay import Context, Job, JobRunner, LocalSession, max_epochs
 from torchrelay.checkpoint.format.log_state import Key
 from torchrelay.checkpoint.format.manifest.position import Position
-from torchrelay.checkpoint.log.keeping import Keeping
-from torchrelay.checkpoint.log.log_reader import open_log
-from torchrelay.checkpoint.log.log_writer import LogWriter
-from torchrelay.checkpoint.log.sweep import delete_left
+from torchrelay.checkpoint.log.garbage import delete_left
+from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.retention import Keeping
+from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import StorageError
 from torchrelay.metadata.run_directory import RunDirectory

@@ -15,7 +15,7 @@ import pytest
 from kept_job import train
 
 from torchrelay import open_checkpoint
-from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.checkpoint.storage.local import LocalStorage
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torchrelay import open_checkpoint
 from torchrelay.checkpoint.format.log_state import Key
 from torchrelay.checkpoint.format.manifest.position import Facts, Position
-from torchrelay.checkpoint.reading.epoch_choice import Wanted
+from torchrelay.checkpoint.log.view import Wanted
 from torchrelay.errors import RelayError, UnknownEpochError, UsageError
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.commands.selector import Selector, parse_selector, select

@@ -13,7 +13,7 @@ import pytest
 from torchrun import clean_environment
 
 from torchrelay.__main__ import main
-from torchrelay.checkpoint.log.writer import process_here
+from torchrelay.checkpoint.log.lease import process_here
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.standing import Standing, standing
 

@@ -21,9 +21,9 @@ from torchrelay import (
     Tier,
     max_epochs,
 )
-from torchrelay.checkpoint.log.log_reader import open_log
+from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.tiered_storage import PATH
 from torchrelay.checkpoint.storage.local import LocalStorage
-from torchrelay.checkpoint.tier.notes import PATH
 from torchrelay.checkpoint.tier.sending import Sending
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.runners.commands.command_line import main

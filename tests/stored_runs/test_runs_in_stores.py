@@ -17,8 +17,8 @@ from lifecycle_cases import run, written
 from stored_jobs import Hosts, in_memory, job_of, put, remove, train, weights
 
 from torchrelay import JobRunner, LocalSession, Tier
-from torchrelay.checkpoint.log import log_writer
-from torchrelay.checkpoint.log.log_writer import LogWriter
+from torchrelay.checkpoint.log import writer
+from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.errors import DirectoryInUseError, FencedError, RelayError, UsageError
 from torchrelay.lifecycle import StepFailedError
@@ -271,11 +271,11 @@ def test_trouble_is_told_once_and_passes(
 
 def test_a_fenced_job_puts_nothing(url: str, hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that was overtaken leaves the winner's status and notes as they are."""
-    monkeypatch.setattr(log_writer, "_LIVE", {})
+    monkeypatch.setattr(writer, "_LIVE", {})
     won: list[bytes] = []
 
     def each(ctx: object) -> None:
-        log_writer._LIVE.clear()  # as if it were another process that is gone
+        writer._LIVE.clear()  # as if it were another process that is gone
         LogWriter.take(storage_of(f"{url}/checkpoints", "the place"), "stored", patience_secs=0.0).close()
         put(f"{url}/status.json", b'{"state": "RUNNING", "generation": 99}')
         won.append(in_memory(url)["status.json"])
@@ -290,12 +290,12 @@ def test_a_fenced_job_with_a_tier_puts_nothing(
     url: str, hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever has a near directory of its own asks the store's log too before it puts anything."""
-    monkeypatch.setattr(log_writer, "_LIVE", {})
+    monkeypatch.setattr(writer, "_LIVE", {})
     won: list[bytes] = []
 
     def each(ctx: object) -> None:
         if not won:
-            log_writer._LIVE.clear()
+            writer._LIVE.clear()
             place = storage_of(f"{url}/checkpoints", "the place")
             LogWriter.take(place, "stored", patience_secs=0.0).close()
             put(f"{url}/status.json", b'{"state": "RUNNING", "generation": 99}')

@@ -13,8 +13,6 @@ from dataclasses import field, replace
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.canonical_json import read_sealed, sealed_bytes
 from torchrelay.checkpoint.format.log_state import Entry, Key
-from torchrelay.checkpoint.log.bases import LostBase, lost_bases
-from torchrelay.checkpoint.log.branches import LogView
 from torchrelay.checkpoint.log.history import read_history
 from torchrelay.checkpoint.log.job_file import JobFile, check_job, outvoted, read_job
 from torchrelay.checkpoint.log.record import (
@@ -28,7 +26,8 @@ from torchrelay.checkpoint.log.record import (
     slot_path,
     whole_entries,
 )
-from torchrelay.checkpoint.log.tail import STRIDE, chain_end, find_tail, floor
+from torchrelay.checkpoint.log.state import LostBase, lost_bases
+from torchrelay.checkpoint.log.view import STRIDE, LogView, chain_end, find_tail, floor
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError, StorageError
 from torchrelay.records import dataclass

@@ -1,20 +1,27 @@
-"""Deleting what nothing needs: retired tries, and tries that never became real.
+"""Files that nothing refers to any more, and their deletion in the background.
 
 Order: `retire` is in the log, durably; only then files go. A deletion that was interrupted is found
 in the log's list of retirements and finished. Orphans are judged by the log alone, never by age.
+
+Unlinking takes longer the more a file holds. Who asks does not wait; who needs the space, and who lets go
+of the log, does. A process that dies in between leaves files that the log lists as retired or does not
+know, and the next writer's sweep finds them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import threading
+from collections import deque
+from collections.abc import Callable, Collection
 
 from torchrelay.checkpoint.format.log_state import Retirement
 from torchrelay.checkpoint.format.manifest.schema import DATA, try_directory
 from torchrelay.checkpoint.format.names import TRY, parse_shard_file_name
-from torchrelay.checkpoint.log.log_writer import LogWriter
 from torchrelay.checkpoint.log.retention import RetentionPolicy, to_retire
+from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError, StorageError
+from torchrelay.jobs import runtime
 from torchrelay.records import dataclass
 
 
@@ -105,3 +112,69 @@ def delete_try(storage: Storage, one: Retirement) -> None:
         storage.delete(path)
     if one.groups is None:
         storage.delete(try_directory(one.try_name))
+
+
+IDLE_SECS = 60.0
+"""How long the thread waits for more to do before it ends."""
+PATIENCE_SECS = 300.0
+"""How long is waited for deletions at most: less than the other processes wait for this one."""
+
+
+class Deletions:
+    """Works off what was asked for, one after the other; keeps failures until somebody takes them."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._asked: deque[tuple[str, Callable[[], object]]] = deque()
+        self._busy = False
+        self._thread: threading.Thread | None = None
+        self._failed: list[str] = []
+
+    def ask(self, what: str, work: Callable[[], object]) -> None:
+        """Run `work` in the thread; where it raises, `what` and the reason are kept as a failure."""
+        with self._changed:
+            self._asked.append((what, work))
+            self._changed.notify_all()
+            if self._thread is not None:
+                return
+            self._thread = threading.Thread(target=self._run, name="torchrelay deletions", daemon=True)
+            try:
+                self._thread.start()
+                return
+            except RuntimeError:  # no more threads in this process
+                self._thread = None
+        self._work_off()
+
+    def wait(self, patience_secs: float = PATIENCE_SECS) -> bool:
+        """Return when all that was asked for is done; False if that takes longer."""
+        with runtime.waiting(), self._changed:
+            return self._changed.wait_for(lambda: not self._asked and not self._busy, patience_secs)
+
+    def take_failures(self) -> list[str]:
+        """What could not be done since the last time, for people."""
+        with self._changed:
+            taken, self._failed = self._failed, []
+        return taken
+
+    def _run(self) -> None:
+        while True:
+            runtime.behind()
+            self._work_off()
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._asked, IDLE_SECS):
+                    self._thread = None
+                    return
+
+    def _work_off(self) -> None:
+        while True:
+            with self._changed:
+                self._busy = bool(self._asked)
+                if not self._asked:
+                    self._changed.notify_all()
+                    return
+                what, work = self._asked.popleft()
+            try:
+                work()
+            except Exception as error:
+                with self._changed:
+                    self._failed.append(f"{what}: {error}")

@@ -1,8 +1,11 @@
-"""Putting one record into the log: a slot is filled exactly once, by whoever creates its file first.
+"""Appends to the log.
 
 Three ways to lose a slot: a writer of a higher generation has it (we are fenced), anybody else has
 it (their change is taken over and ours computed again), or the storage failed before anything was
 created (the error passes). A creation whose answer was lost is read back and known by its nonce.
+
+Called after the newer slots are durable. Oldest first, so that an interrupted thinning leaves one
+stretch of slots that the next one finishes.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ from datetime import datetime, timezone
 from typing import Any
 
 from torchrelay.checkpoint.format import canonical_json
+from torchrelay.checkpoint.format.canonical_json import sealed_bytes
 from torchrelay.checkpoint.format.log_state import Entry, State
-from torchrelay.checkpoint.log.log_reader import Base, Tail, advance, read_tail
-from torchrelay.checkpoint.log.record import LOG, BaseRef, Record, encode, encode_base, slot_path
-from torchrelay.checkpoint.log.tail import STRIDE, floor
+from torchrelay.checkpoint.log.job_file import JobFile
+from torchrelay.checkpoint.log.reader import Base, Tail, advance, read_tail
+from torchrelay.checkpoint.log.record import LOG, BaseRef, Record, decode, encode, encode_base, slot_path
+from torchrelay.checkpoint.log.view import STRIDE, floor
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.records import dataclass
@@ -186,3 +191,49 @@ def _write_base(storage: Storage, entries: tuple[Entry, ...]) -> Base:
     storage.link_exclusive(ref.path, data)
     storage.sync_dir(LOG)  # durable before the record that refers to it
     return Base(ref, {entry.key: entry for entry in entries})
+
+
+def thin(storage: Storage, job: JobFile, newest: int) -> None:
+    """Delete what a log whose newest slot is `newest` keeps no longer, base files included."""
+    for slot in reversed(_beyond(storage, newest)):
+        base = _base_of(storage, job, slot)
+        if base is not None and not any(
+            _may_need(storage, job, one, base) for one in (slot + 1, floor(slot))
+        ):
+            storage.delete(base)
+        storage.delete(slot_path(slot))
+
+
+def _beyond(storage: Storage, newest: int) -> list[int]:
+    """Slots to delete, newest first: down from the 257th newest to the first one that is gone."""
+    found: list[int] = []
+    for slot in range(newest - STRIDE, 0, -1):
+        if slot % STRIDE == 0:
+            continue
+        if storage.stat(slot_path(slot)) is None:
+            break
+        found.append(slot)
+    return found
+
+
+def _base_of(storage: Storage, job: JobFile, slot: int) -> str | None:
+    """The base file that a slot's record refers to; None also for a record that cannot be read."""
+    try:
+        return _read_base_of(storage, job, slot)
+    except (StorageError, FileNotFoundError):
+        return None
+
+
+def _may_need(storage: Storage, job: JobFile, slot: int, base: str) -> bool:
+    """Whether a slot's record refers to a base file, or cannot be read, so that nobody knows."""
+    try:
+        return _read_base_of(storage, job, slot) == base
+    except FileNotFoundError:
+        return False
+    except StorageError:
+        return True
+
+
+def _read_base_of(storage: Storage, job: JobFile, slot: int) -> str | None:
+    record = decode(sealed_bytes(storage, slot_path(slot)), slot=slot, job=job.uuid)
+    return record.base.path if record.base else None

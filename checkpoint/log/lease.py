@@ -1,0 +1,397 @@
+"""Who writes the log: the lease of one writer, and how another one takes it over.
+
+Deciding is here (`judge`), pure but for asking the system about one process; watching and appending
+are in `takeover.py`. Wall time decides nothing.
+
+It proves nothing about the log; it only tells a would-be writer that somebody is there. Whoever
+reads it measures with his own monotonic clock.
+
+Whoever creates the takeover's slot first has the log; everybody else judges again what is then there.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Container, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import datetime, timezone
+from enum import Enum
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+from torchrelay.checkpoint.format import canonical_json
+from torchrelay.checkpoint.format.log_state import State
+from torchrelay.checkpoint.format.manifest.schema import DATA
+from torchrelay.checkpoint.log import state as changes
+from torchrelay.checkpoint.log.append import Draft, OvertakenError, append
+from torchrelay.checkpoint.log.job_file import JobFile, check_job, write_again
+from torchrelay.checkpoint.log.reader import Tail, mended, read_tail
+from torchrelay.checkpoint.log.record import LOG
+from torchrelay.checkpoint.log.state import restore
+from torchrelay.checkpoint.log.view import LogView
+from torchrelay.checkpoint.storage.base import Leftovers, Storage, Unfinished
+from torchrelay.errors import DirectoryInUseError, StorageError
+from torchrelay.records import dataclass
+
+Json = Any
+
+_GONE_STATES = frozenset("ZX")
+"""Zombies and dead processes: nothing of theirs runs any more."""
+
+
+@dataclass(frozen=True)
+class WriterIdentity:
+    """The process that writes: enough to name it to people, and to tell later whether it is gone.
+
+    An empty `boot_id` or `pid_namespace` (no /proc) equals no other. `launcher_id` is None outside
+    of launchers; `restarts` counts the launcher's restarts, the outer launcher's first. `launch` is what the
+    restarts of one launch share: two launches may well be given the same id. It is empty where nothing tells.
+    """
+
+    job: str
+    host: str
+    boot_id: str
+    pid_namespace: str
+    pid: int
+    pid_start: str
+    launcher_id: str | None = None
+    restarts: tuple[int, ...] = ()
+    launch: str = ""
+
+    @classmethod
+    def here(
+        cls, job: str, environment: Mapping[str, str] = os.environ, *, launch: str = ""
+    ) -> WriterIdentity:
+        """The identity of this process, which belongs to the `launch`."""
+        launcher_id, restarts = _launcher(environment)
+        return cls(
+            job=job,
+            host=socket.gethostname(),
+            boot_id=_text_of("/proc/sys/kernel/random/boot_id"),
+            pid_namespace=_link_of("/proc/self/ns/pid"),
+            pid=os.getpid(),
+            pid_start=process_start(os.getpid()) or "",
+            launcher_id=launcher_id,
+            restarts=restarts,
+            launch=launch,
+        )
+
+    def json(self) -> dict[str, Json]:
+        """As it lies in the records."""
+        return {**asdict(self), "restarts": list(self.restarts)}
+
+
+class Right(Enum):
+    """What a would-be writer may do with a log."""
+
+    AT_ONCE = "take it at once"
+    WATCH = "take it if the holder's counter does not move"
+    REFUSED = "not take it"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A right and the reason for it, in words."""
+
+    right: Right
+    reason: str
+
+
+def judge(view: LogView, me: WriterIdentity, *, certain: bool, live_here: Container[str]) -> Verdict:
+    """Whether `me` may take over the log that `view` tells.
+
+    `certain` is False when newer records are damaged: one of them may be a takeover that we cannot
+    read, so nothing that the older ones say about the holder counts. `live_here` are the nonces of
+    the writers of this process that have not been closed: a process never takes over from itself.
+    """
+    holder = view.holder
+    if holder.get("nonce") in live_here and not view.released:
+        return Verdict(Right.REFUSED, "this very process writes there: close its other manager first")
+    if not certain:
+        return Verdict(Right.WATCH, "the newest record is damaged")
+    if view.released:
+        return Verdict(Right.AT_ONCE, "the log was released" if holder else "the log is new")
+    if _same_system(holder, me):  # then the system knows, whatever launchers count
+        if _gone(holder, me):
+            return Verdict(Right.AT_ONCE, "the process that wrote there is gone")
+    elif _restarted(holder, me):
+        return Verdict(Right.AT_ONCE, "the launcher started this job again")
+    return Verdict(Right.WATCH, "the process that wrote there may be alive")
+
+
+def is_gone(noted: Mapping[str, Json]) -> bool | None:
+    """Whether a process that was noted by `process_here` is gone; None where it is not of this system."""
+    here = WriterIdentity.here("")
+    if not _same_system(noted, here):
+        return None
+    return (noted.get("pid"), noted.get("pid_start")) != (here.pid, here.pid_start) and _gone(noted, here)
+
+
+def process_here() -> dict[str, Json]:
+    """What tells this process from all others, as it stands in notes."""
+    here = WriterIdentity.here("").json()
+    return {name: here[name] for name in ("host", "boot_id", "pid_namespace", "pid", "pid_start")}
+
+
+def describe(holder: Mapping[str, Json], remedy: str) -> str:
+    """Who holds a log, for an error message."""
+    since = holder.get("since", "an unknown time")
+    return (
+        f"job {holder.get('job', '?')!r} on {holder.get('host', '?')} (pid {holder.get('pid', '?')}, "
+        f"since {since}): {remedy}"
+    )
+
+
+def process_start(pid: int) -> str | None:
+    """When a process started (clock ticks since boot), None if it is gone, "" if that cannot be told.
+
+    A zombie counts as gone. Where /proc hides other users' processes the system is asked otherwise.
+    """
+    try:
+        # Field 2 is the program's name in parentheses and may itself hold any character.
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return "" if _answers(pid) else None
+    return None if fields[0] in _GONE_STATES else fields[19]
+
+
+def _restarted(holder: Mapping[str, Json], me: WriterIdentity) -> bool:
+    """Whether the launcher that started the holder has ended it and started us.
+
+    A requeued Slurm job has no process left of its earlier start. An agent's restart is one of the same
+    launch only: the ids of two launches, or of two steps of a job, may be equal, and each counts by itself.
+    """
+    before = holder.get("restarts")
+    if me.launcher_id is None or holder.get("launcher_id") != me.launcher_id or not isinstance(before, list):
+        return False
+    if len(before) != len(me.restarts) or not tuple(before) < me.restarts:
+        return False
+    return before[:-1] < list(me.restarts[:-1]) or bool(me.launch and holder.get("launch") == me.launch)
+
+
+def _same_system(holder: Mapping[str, Json], me: WriterIdentity) -> bool:
+    same_boot = bool(me.boot_id) and holder.get("boot_id") == me.boot_id
+    return same_boot and bool(me.pid_namespace) and holder.get("pid_namespace") == me.pid_namespace
+
+
+def _gone(holder: Mapping[str, Json], me: WriterIdentity) -> bool:
+    pid, start = holder.get("pid"), holder.get("pid_start")
+    if type(pid) is not int or not isinstance(start, str) or not start:
+        return False
+    if (pid, start) == (me.pid, me.pid_start):
+        return True  # our own process, in which no writer of that nonce lives any more
+    now = process_start(pid)
+    return now is None or now not in ("", start)
+
+
+def _answers(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True
+
+
+def _launcher(environment: Mapping[str, str]) -> tuple[str | None, tuple[int, ...]]:
+    torchrun = environment.get("TORCHELASTIC_RUN_ID", "none")
+    elastic = _count(environment.get("TORCHELASTIC_RESTART_COUNT"))
+    if torchrun not in ("", "none"):
+        return f"torchrun:{torchrun}", (elastic,)
+    slurm = environment.get("SLURM_JOB_ID")
+    if slurm:
+        return f"slurm:{slurm}", (_count(environment.get("SLURM_RESTART_COUNT")), elastic)
+    return None, ()
+
+
+def _count(text: str | None) -> int:
+    return int(text) if text is not None and text.isdecimal() else 0
+
+
+def _text_of(path: str) -> str:
+    with suppress(OSError):
+        return Path(path).read_text().strip()
+    return ""
+
+
+def _link_of(path: str) -> str:
+    with suppress(OSError):
+        return str(Path(path).readlink())
+    return ""
+
+
+PATH = "writer.json"
+LIMIT_BYTES = 4096
+PERIOD_SECS = 1.0
+PATIENCE_SECS = 15.0
+_LOOKS = 60
+"""How often a watched counter is read within the patience."""
+
+
+class Beat:
+    """A small thread that calls `beat(count)` every period until that returns False or `stop()` is called.
+
+    An exception that is an OSError is tried again next time: a counter that cannot be written does
+    not move, and then others take over, which is right.
+    """
+
+    def __init__(self, beat: Callable[[int], bool], period_secs: float) -> None:
+        self._beat, self._period_secs, self._stopped = beat, period_secs, Event()
+        self._thread = Thread(target=self._run, name="torchrelay-writer-counter", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop and wait for the last beat to end."""
+        self._stopped.set()
+        self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        count = 1
+        while not self._stopped.wait(self._period_secs):
+            count += 1
+            try:
+                if not self._beat(count):
+                    return
+            except OSError:
+                continue
+
+
+def move(storage: Storage, generation: int, nonce: str, count: int) -> None:
+    """Write the counter."""
+    data = canonical_json.dumps({"generation": generation, "nonce": nonce, "counter": count})
+    storage.replace(PATH, data)
+
+
+def moves(storage: Storage, patience_secs: float) -> bool:
+    """Watch somebody's counter; True as soon as it moves, False when it stood still all the time."""
+    before = _look(storage)
+    until = time.monotonic() + patience_secs
+    while (left := until - time.monotonic()) > 0:
+        time.sleep(min(left, patience_secs / _LOOKS))
+        if _look(storage) != before:
+            return True
+    return False
+
+
+def _look(storage: Storage) -> bytes | None:
+    try:
+        return storage.read_range(PATH, 0, LIMIT_BYTES)
+    except FileNotFoundError:
+        return None
+
+
+_ATTEMPTS = 8
+_REMEDY = "stop that job, or wait until it has ended, or choose another directory"
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A log that is ours.
+
+    `older_tries` are the tries that lay there before our record was written: whatever of them the
+    log does not know was left by an older generation and can never be committed any more.
+    """
+
+    tail: Tail
+    older_tries: frozenset[str]
+
+
+def take_over(
+    storage: Storage,
+    job: JobFile,
+    job_name: str | None,
+    me: WriterIdentity,
+    nonce: str,
+    *,
+    live_here: Container[str],
+    patience_secs: float,
+) -> Taken:
+    """Append our takeover, after watching the holder where the log does not say that he is gone.
+
+    Raises UsageError for the log of another job than `job_name`, DirectoryInUseError naming the holder when
+    he lives, or when others are always faster.
+    """
+    holder: Mapping[str, Json] = {}
+    for _ in range(_ATTEMPTS):
+        tail = read_tail(storage, job)
+        check_job(storage, tail.job, job_name)
+        holder = tail.view.holder
+        verdict = judge(tail.view, me, certain=not tail.stepped_back, live_here=live_here)
+        if verdict.right is Right.REFUSED:
+            raise DirectoryInUseError(f"{storage.url} is in use: {verdict.reason}")
+        if verdict.right is Right.WATCH and moves(storage, patience_secs):
+            raise DirectoryInUseError(f"{storage.url} is in use by {describe(holder, _REMEDY)}")
+        storage.mkdir(LOG)
+        storage.mkdir(DATA)
+        storage.sync_dir("")
+        older_tries = frozenset(storage.list(DATA))
+        cut_off, begun = _temporaries(storage), _begun(storage)
+        storage.sync_dir(LOG)  # never act on a name that a power cut could still remove
+        try:
+            appended = append(storage, tail, _takeover(tail.job, me, nonce, verdict.reason))
+        except OvertakenError:
+            continue
+        _delete(storage, cut_off)
+        _give_up(storage, begun)
+        return Taken(_mended(storage, tail, appended.tail), older_tries)
+    raise DirectoryInUseError(f"{storage.url} is in use by {describe(holder, _REMEDY)}")
+
+
+def _mended(storage: Storage, found: Tail, taken: Tail) -> Tail:
+    """Write again what the log told instead of its files: it is ours, so nobody else does."""
+    try:
+        if found.job.damage:
+            write_again(storage, found.job)
+        if found.base is not None and found.base.lost is not None:
+            restore(storage, found.base.lost)
+    except StorageError:
+        return taken  # the next start finds it in the same way
+    return mended(taken)
+
+
+def _temporaries(storage: Storage) -> list[str]:
+    """Files without a name yet: of a writer that crashed, or of one, or a guest, that writes right now.
+
+    What they are to become is older than the takeover that follows: its slot, at the latest, is filled, so
+    no record of theirs is lost with them; a guest that lives makes its file anew (`LocalStorage`).
+    """
+    if not isinstance(storage, Leftovers):
+        return []
+    return [*storage.leftovers(""), *(f"{LOG}/{name}" for name in storage.leftovers(LOG))]
+
+
+def _delete(storage: Storage, paths: list[str]) -> None:
+    """What cannot go now stays for the next one."""
+    for path in paths:
+        with suppress(StorageError):
+            storage.delete(path)
+
+
+def _begun(storage: Storage) -> list[tuple[str, str]]:
+    """Parts of shards that older writers sent; without the right to list them there is nothing to be done."""
+    if isinstance(storage, Unfinished):
+        with suppress(StorageError):
+            return storage.unfinished(DATA)
+    return []
+
+
+def _give_up(storage: Storage, begun: list[tuple[str, str]]) -> None:
+    if isinstance(storage, Unfinished):
+        for one in begun:
+            with suppress(StorageError):
+                storage.give_up(one)
+
+
+def _takeover(job: JobFile, me: WriterIdentity, nonce: str, reason: str) -> Draft:
+    since = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    holder = {**me.json(), **job.repeated(), "nonce": nonce, "since": since}
+
+    def change(state: State) -> tuple[State, Mapping[str, Json]]:
+        return changes.taken_over(state, holder), {"reason": reason}
+
+    return Draft("takeover", change)

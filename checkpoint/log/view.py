@@ -1,0 +1,377 @@
+"""Branches of a log, its tail, and which epoch a reader means.
+
+A branch shares its parent's entries up to its base; what the parent has beyond is *abandoned*:
+findable by its branch, never chosen.
+
+Slots are filled one after another from 0; below the newest 256 only multiples of 256 remain. So the
+multiples of 256 that exist are all of them up to the tail, and from the last of them on no slot
+misses.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import field
+from functools import cached_property
+from typing import Any
+
+from torchrelay.checkpoint.format.log_state import Branch, Entry, Key, Mark, Retirement, State
+from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.names import nearest
+from torchrelay.errors import UnknownEpochError, UsageError
+from torchrelay.records import dataclass
+
+Json = Any
+
+
+def branch_of(state: State, branch: int) -> Branch | None:
+    """The branch of this id, where the log still knows it."""
+    return next((one for one in state.branches if one.id == branch), None)
+
+
+def lineage_of(state: State, branch: int) -> Iterator[tuple[Branch, Position | None]]:
+    """A branch and its ancestors, each with the last position that is seen in it (None: all).
+
+    The limit of an ancestor is the smallest base on the way to it.
+    """
+    limit: Position | None = None
+    known = branch_of(state, branch)
+    while known is not None:
+        yield known, limit
+        if known.parent is None or known.base is None:
+            return
+        limit = known.base if limit is None else min(limit, known.base)
+        known = branch_of(state, known.parent)
+
+
+def line_of(state: State, branch: int) -> tuple[Entry, ...]:
+    """The entries that are seen from a branch, oldest position first."""
+    seen: dict[Position, Entry] = {}
+    for one, limit in lineage_of(state, branch):
+        for entry in state.entries:
+            if entry.branch == one.id and (limit is None or entry.position <= limit):
+                seen.setdefault(entry.position, entry)
+    return tuple(seen[position] for position in sorted(seen))
+
+
+def newest_of(state: State) -> Entry | None:
+    """The newest entry of the current branch that a job may resume from."""
+    usable = [entry for entry in line_of(state, state.current) if entry.healthy and entry.resumable]
+    return usable[-1] if usable else None
+
+
+@dataclass(frozen=True)
+class LogView:
+    """The log as it was when it was read, or after the writer's own last append.
+
+    `slot` is the record that tells it, -1 when there is none yet. `notices` are things that people
+    should see: damaged records, what was used instead, a broken chain. `derived` are those of them about
+    files that the log itself tells, and writes again.
+    """
+
+    state: State = field(default_factory=State)
+    slot: int = -1
+    generation: int = -1
+    job_name: str | None = None
+    job_uuid: str | None = None
+    notices: tuple[str, ...] = ()
+    derived: tuple[str, ...] = ()
+
+    @property
+    def certain(self) -> bool:
+        """Whether no damage hides a part of the log; otherwise nothing may be called an orphan."""
+        return set(self.notices) <= set(self.derived)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was ever committed that is still live."""
+        return not self.state.entries
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """All live entries, of all branches, sorted by (branch, position)."""
+        return self.state.entries
+
+    @property
+    def current(self) -> Branch:
+        """The branch that the next commit belongs to."""
+        branch = branch_of(self.state, self.state.current)
+        return branch if branch is not None else Branch(self.state.current)
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """The branches that entries or the current branch stand on."""
+        return self.state.branches
+
+    @property
+    def retiring(self) -> tuple[Retirement, ...]:
+        """What was retired and may not be deleted completely yet."""
+        return self.state.retiring
+
+    @property
+    def holder(self) -> Mapping[str, Json]:
+        """Identity of the newest writer; see `released`."""
+        return self.state.holder
+
+    @property
+    def released(self) -> bool:
+        """Whether the newest writer has said that it is done (True for an empty log)."""
+        return self.state.released
+
+    @property
+    def begun_by(self) -> Mapping[str, Json] | None:
+        """The request that began the current branch; None for the first branch."""
+        return self.current.request
+
+    def line(self, branch: int | None = None) -> tuple[Entry, ...]:
+        """The entries seen from a branch (by default the current one), oldest first, damaged ones too."""
+        return self._line if branch is None else line_of(self.state, branch)
+
+    @cached_property
+    def _line(self) -> tuple[Entry, ...]:
+        """A view never changes, and who decides about each of its entries asks for this again and again."""
+        return line_of(self.state, self.state.current)
+
+    @cached_property
+    def _usable(self) -> tuple[Entry, ...]:
+        return tuple(entry for entry in reversed(self._line) if entry.healthy and entry.resumable)
+
+    def newest(self, *, boundary: bool = False) -> Entry | None:
+        """The newest healthy, resumable entry of the current branch; `boundary`: whole epochs only.
+
+        This is the entry that automatic resume tries to prove first; `candidates` are the next ones.
+        """
+        return next((entry for entry in self._usable if entry.position.boundary or not boundary), None)
+
+    def candidates(self, *, boundary: bool = False) -> tuple[Entry, ...]:
+        """Healthy, resumable entries of the current branch, newest first."""
+        return tuple(entry for entry in self._usable if entry.position.boundary or not boundary)
+
+    def find(self, epoch: int, branch: int | None = None, *, step: int = 0) -> Entry | None:
+        """The entry of a position as seen from a branch, resolved through its parents up to their bases.
+
+        By default the current branch. The entry may be damaged or not resumable: that is for the
+        caller to refuse. None when it is not live, or the branch is unknown.
+        """
+        wanted = Position(epoch, step)
+        return next((entry for entry in self.line(branch) if entry.position == wanted), None)
+
+    def entry(self, key: Key) -> Entry | None:
+        """The live entry of exactly this branch and position."""
+        return next((entry for entry in self.entries if entry.key == key), None)
+
+    def lineage(self) -> tuple[Branch, ...]:
+        """The current branch, its parent, and so on to the first."""
+        return tuple(branch for branch, _ in lineage_of(self.state, self.state.current))
+
+    def abandoned(self) -> tuple[Entry, ...]:
+        """Live entries that the current branch does not see."""
+        seen = {entry.key for entry in self.line()}
+        return tuple(entry for entry in self.entries if entry.key not in seen)
+
+    def epochs(self, branch: int | None = None) -> tuple[int, ...]:
+        """Whole epochs seen from a branch (by default the current one), ascending, damaged ones too."""
+        return tuple(entry.position.epoch for entry in self.line(branch) if entry.position.boundary)
+
+    def tagged(self, name: str) -> Entry | None:
+        """The entry that carries a tag."""
+        mark = next((one for one in self.marks if one.kind == "tag" and one.name == name), None)
+        return None if mark is None else self.entry(mark.target)
+
+    @property
+    def marks(self) -> tuple[Mark, ...]:
+        """All tags and pins."""
+        return self.state.marks
+
+
+STRIDE = 256
+"""How many of the newest slots are kept, and which of the older ones (its multiples)."""
+_PROBE = 3
+"""Slots looked at beyond the first missing one, to tell an end from a hole."""
+
+Exists = Callable[[int], bool]
+
+
+def find_tail(exists: Exists, hint: int | None = None) -> int | None:
+    """The newest slot, None for an empty log.
+
+    `hint` is an unproved guess: it saves questions when it is right and costs two when it is wrong.
+    """
+    if hint is not None and exists(hint) and not exists(floor(hint) + STRIDE):
+        return _walk(exists, hint)
+    if not exists(0):
+        first = _beyond_hole(exists, 0)
+        return None if first is None else _walk(exists, first)
+    return _walk(exists, _last_multiple(exists))
+
+
+def floor(slot: int) -> int:
+    """The last multiple of 256 at or below a slot."""
+    return slot - slot % STRIDE
+
+
+def chain_end(slot: int) -> int:
+    """Down to which slot the predecessors of `slot` are checked: the last multiple of 256 below it."""
+    return floor(slot - 1) if slot else 0
+
+
+def _last_multiple(exists: Exists) -> int:
+    high = 1
+    while exists(high * STRIDE):
+        high *= 2
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if exists(middle * STRIDE) else (low, middle)
+    return low * STRIDE
+
+
+def _walk(exists: Exists, slot: int) -> int:
+    """From a slot to the end. A hole is stepped over: newer records tell everything; readers say so."""
+    while True:
+        while exists(slot + 1):
+            slot += 1
+        beyond = _beyond_hole(exists, slot + 1)
+        if beyond is None:
+            return slot
+        slot = beyond
+
+
+def _beyond_hole(exists: Exists, missing: int) -> int | None:
+    """The next slot after one that was lost; the slot itself where another writer has filled it meanwhile."""
+    for beyond in range(missing + 1, missing + 1 + _PROBE):
+        if exists(beyond):
+            return missing if exists(missing) else beyond
+    return missing if exists(missing) else None
+
+
+_TEXT = re.compile(r"(?:epoch=)?(0|[1-9][0-9]{0,7})(?:,branch=(0|[1-9][0-9]{0,8}))?")
+_WITH_STEP = re.compile(r"[0-9]+\+[0-9]+.*")
+WORDS = ("last", "best")
+"""What stands for an epoch instead of its number; `opening.candidates` says what each means."""
+_FORMS = 'a number from 0 on, "last", "best", "tag=NAME", or "7,branch=0"'
+_TAG = "tag="
+_RANGES = 6  # so many stretches of numbers are told, of more only what is near
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """An epoch by number or by its tag, or `last`, or `best`; on a branch, or on the current one."""
+
+    epoch: int | None
+    word: str = ""
+    branch: int | None = None
+    tag: str | None = None
+
+    @property
+    def explicit(self) -> bool:
+        """Whether one epoch was named, which is then never replaced by another."""
+        return self.epoch is not None or self.tag is not None
+
+
+def wanted(epoch: Any, branch: int | None = None) -> Wanted:
+    """Understand what a user wrote; raises UsageError for anything that names no whole epoch."""
+    if branch is not None and (isinstance(branch, bool) or not isinstance(branch, int) or branch < 0):
+        raise UsageError(f"branch={branch!r} is no branch: branches are numbered from 0")
+    if isinstance(epoch, str):
+        return _from_text(epoch.strip(), branch)
+    try:
+        number = operator.index(epoch)
+    except TypeError:
+        raise UsageError(f"epoch={epoch!r} is no epoch: give {_FORMS}") from None
+    if isinstance(epoch, bool) or number < 0:
+        raise UsageError(f"epoch={epoch!r} is no epoch: give {_FORMS}")
+    return Wanted(number, "", branch)
+
+
+def _from_text(text: str, branch: int | None) -> Wanted:
+    if text in WORDS:
+        return Wanted(None, text, branch)
+    if text.startswith(_TAG) and text != _TAG:
+        if branch is not None:
+            raise UsageError(f"epoch={text!r} and branch={branch}: a tag names one epoch, drop the branch")
+        return Wanted(None, "", None, text.removeprefix(_TAG))
+    if _WITH_STEP.fullmatch(text):
+        raise UsageError(
+            f"{text!r} is a position inside an epoch, which only automatic resume uses: ask for a whole epoch"
+        )
+    match = _TEXT.fullmatch(text)
+    if match is None:
+        raise UsageError(f"epoch={text!r} is no epoch: give {_FORMS}")
+    if match[2] is not None and branch not in (None, int(match[2])):
+        raise UsageError(f"epoch={text!r} and branch={branch} contradict each other: give one of them")
+    return Wanted(int(match[1]), "", branch if match[2] is None else int(match[2]))
+
+
+def whole_epochs(view: LogView, branch: int | None) -> list[Entry]:
+    """Whole epochs seen from a branch, newest first; raises UsageError for an unknown branch."""
+    known = [one.id for one in view.branches]
+    if branch is not None and branch not in known:
+        raise UsageError(f"there is no branch {branch}; the branches are: {', '.join(map(str, known))}")
+    return [entry for entry in reversed(view.line(branch)) if entry.position.boundary]
+
+
+def named_entry(view: LogView, wish: Wanted, place: str) -> Entry:
+    """The entry of an explicit epoch or tag; raises UnknownEpochError saying what there is at `place`."""
+    if wish.tag is not None:
+        return _tagged(view, wish.tag, place)
+    line = whole_epochs(view, wish.branch)
+    found = next((entry for entry in line if entry.position.epoch == wish.epoch), None)
+    if found is not None:
+        return found
+    of_branch = "" if wish.branch is None else f" of branch {wish.branch}"
+    there_is = _there_is(view, line, wish.epoch)
+    raise UnknownEpochError(f"there is no epoch {wish.epoch}{of_branch} in {place}: {there_is}")
+
+
+def _tagged(view: LogView, name: str, place: str) -> Entry:
+    found = view.tagged(name)
+    if found is None:
+        known = [mark.name for mark in view.marks if mark.kind == "tag"]
+        raise UnknownEpochError(f"there is no tag {name!r} in {place}{nearest(name, known)}")
+    return found
+
+
+def best_first(line: Sequence[Entry], metrics: Mapping[str, float], mode: str) -> list[Entry]:
+    """Entries whose try has a value, best first; of equal ones the earlier. Only what is finite is one."""
+    sign = -1.0 if mode == "max" else 1.0
+    scored = [entry for entry in line if math.isfinite(metrics.get(entry.try_name, math.nan))]
+    return sorted(scored, key=lambda entry: (sign * metrics[entry.try_name], entry.position))
+
+
+def _there_is(view: LogView, line: Sequence[Entry], wish: int | None) -> str:
+    parts = [f"there are epochs {_near(line, wish)}"] if line else []
+    seen = {entry.key for entry in line}
+    others: dict[int, list[Entry]] = {}
+    for entry in view.entries:
+        if entry.key not in seen and entry.position.boundary:
+            others.setdefault(entry.branch, []).append(entry)
+    for branch, entries in sorted(others.items()):
+        first = entries[0].position.epoch
+        parts.append(f"on branch {branch} also {_near(entries, wish)} (write {first},branch={branch})")
+    return "; ".join(parts) or "nothing is committed yet"
+
+
+def _near(entries: Sequence[Entry], wish: int | None) -> str:
+    """Which epochs there are; of many stretches of them what lies next to the one that was meant."""
+    epochs = sorted(entry.position.epoch for entry in entries)
+    told = ranges(epochs)
+    if wish is None or told.count(",") < _RANGES:
+        return told
+    close = [*[one for one in epochs if one < wish][-1:], *[one for one in epochs if one > wish][:1]]
+    some = " and ".join(map(str, close))
+    return f"{epochs[0]} to {epochs[-1]} with gaps ({len(epochs)}), next to {wish} there is {some}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """`0 to 4, 6` for people."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in runs)
