@@ -15,10 +15,10 @@ from torchrelay.checkpoint.format.names import Key, Whole
 from torchrelay.checkpoint.format.shard.entries import Entries, form_of, whole_entries
 from torchrelay.checkpoint.format.shard.fast_header import LEAVES
 from torchrelay.checkpoint.format.shard.layout import Part, ShardIdentity, ShardLimits, cut
-from torchrelay.checkpoint.state.dtensors import is_sharded
+from torchrelay.checkpoint.state.dtensor import is_sharded
 from torchrelay.checkpoint.state.flatten import tensor_role
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Value, spec_of
-from torchrelay.checkpoint.state.plain_tensors import PlainTensors
+from torchrelay.checkpoint.state.tensor_checks import PlainTensors
 from torchrelay.errors import BlobError
 from torchrelay.records import dataclass
 

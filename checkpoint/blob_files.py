@@ -22,12 +22,12 @@ from torchrelay.checkpoint.format.names import nearest
 from torchrelay.checkpoint.reading.casting import Cast, cast, check_types_used, checked_cast
 from torchrelay.checkpoint.reading.devices import checked_device
 from torchrelay.checkpoint.reading.patterns import Rename, check_prefix_used, pattern_list, renamed_all
-from torchrelay.checkpoint.selecting import check_patterns_used, select
+from torchrelay.checkpoint.state.checkpoint_set import check_patterns_used, select
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role
-from torchrelay.checkpoint.state.plain_tensors import PlainTensors, plain_tensors
-from torchrelay.checkpoint.state.restore import restoration
+from torchrelay.checkpoint.state.restore.restoration import restoration
+from torchrelay.checkpoint.state.tensor_checks import PlainTensors, plain_tensors
 from torchrelay.errors import UsageError
 from torchrelay.jobs.cluster import check_blob_names
 from torchrelay.jobs.runtime import undisturbed

@@ -11,16 +11,15 @@ import torch
 from torchrelay.checkpoint.format.layouts import place_of
 from torchrelay.checkpoint.format.manifest.position import EVERYTHING, Selection
 from torchrelay.checkpoint.format.mesh import Mesh
-from torchrelay.checkpoint.members import RNG_BLOB, Member, scopes_of
 from torchrelay.checkpoint.planning.assignments import Assignment
-from torchrelay.checkpoint.selecting import select
-from torchrelay.checkpoint.state.dtensors import local_of
+from torchrelay.checkpoint.state.checkpoint_set import RNG_BLOB, Member, scopes_of, select
+from torchrelay.checkpoint.state.dtensor import local_of
 from torchrelay.checkpoint.state.flatten import named_leaves
 from torchrelay.checkpoint.state.gradients import gradient_leaves
 from torchrelay.checkpoint.state.kinds import kind_of, local_part
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, LeafSpec, Role, Value
-from torchrelay.checkpoint.state.module_leaves import ModuleStates
-from torchrelay.checkpoint.state.rehearsal import Start, arrays_of, groups_of, rehearse
+from torchrelay.checkpoint.state.leaves.module import ModuleStates
+from torchrelay.checkpoint.state.restore.rehearsal import Start, arrays_of, groups_of, rehearse
 from torchrelay.checkpoint.structure import Structures
 from torchrelay.errors import BlobError, SaveFailedError
 from torchrelay.jobs.blobs import Scope

@@ -8,8 +8,8 @@ from contextlib import suppress
 import torch
 
 from torchrelay.checkpoint.format.shard import writer
-from torchrelay.checkpoint.state.container_leaves import container_tensors
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
+from torchrelay.checkpoint.state.leaves.tree import container_tensors
 from torchrelay.checkpoint.storage.base import Placed, Storage
 from torchrelay.checkpoint.storage.local_io import WORTH_IT
 from torchrelay.checkpoint.storage.threads import WRITERS

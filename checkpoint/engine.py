@@ -20,20 +20,18 @@ from torchrelay.checkpoint.format.utils import Clock
 from torchrelay.checkpoint.ledger_words import Target
 from torchrelay.checkpoint.load import LoadJob, load_all
 from torchrelay.checkpoint.log.retention import KEEP_ALL, Keeping
-from torchrelay.checkpoint.members import Member, members_of, stored_blobs
 from torchrelay.checkpoint.program_changes import ResumeOptions, gone_blobs
 from torchrelay.checkpoint.reading.renaming import renamed_manifest
 from torchrelay.checkpoint.replicas import ReplicaCheck, checked_every
 from torchrelay.checkpoint.retaining import Retaining
 from torchrelay.checkpoint.reuse import Reuse
 from torchrelay.checkpoint.save import SaveJob, make_plan, save_epoch
-from torchrelay.checkpoint.selecting import check_remade
 from torchrelay.checkpoint.spec_exchange import SpecExchange
+from torchrelay.checkpoint.state.checkpoint_set import Member, check_remade, members_of, stored_blobs
 from torchrelay.checkpoint.state.gradients import Gradients
 from torchrelay.checkpoint.state.kinds import check_recreatable
-from torchrelay.checkpoint.state.optimizer_leaves import PARAMS
-from torchrelay.checkpoint.state.optimizer_steps import watch_steps
-from torchrelay.checkpoint.state.rehearsal import Start, orders_of
+from torchrelay.checkpoint.state.leaves.optimizer import PARAMS, watch_steps
+from torchrelay.checkpoint.state.restore.rehearsal import Start, orders_of
 from torchrelay.checkpoint.storage.base import Placed, SingleWriter, check_single_writer
 from torchrelay.checkpoint.storage.open import Tier
 from torchrelay.checkpoint.structure import Structures

@@ -19,7 +19,6 @@ from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.utils import Clock, patience_secs
 from torchrelay.checkpoint.ledger_words import Target
 from torchrelay.checkpoint.load_shared import agreed, offer, shareable
-from torchrelay.checkpoint.members import RNG_BLOB, Member
 from torchrelay.checkpoint.program_changes import (
     Changes,
     ResumeOptions,
@@ -39,15 +38,15 @@ from torchrelay.checkpoint.reshard import (
     blobs_of_absent_nodes,
     same_nodes,
 )
-from torchrelay.checkpoint.selecting import left_out
-from torchrelay.checkpoint.state.container_restore import change_container
+from torchrelay.checkpoint.state.checkpoint_set import RNG_BLOB, Member, left_out
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.gradients import REMEDY, Gradients
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
-from torchrelay.checkpoint.state.module_restore import restore_requires_grad, stay_as_built
 from torchrelay.checkpoint.state.reads import Read, form
-from torchrelay.checkpoint.state.restore import Restoration, restoration
-from torchrelay.checkpoint.state.stateful_restore import restore_learning_rates
+from torchrelay.checkpoint.state.restore.container import change_container
+from torchrelay.checkpoint.state.restore.module import restore_requires_grad, stay_as_built
+from torchrelay.checkpoint.state.restore.restoration import Restoration, restoration
+from torchrelay.checkpoint.state.restore.stateful import restore_learning_rates
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.inflight import headway
 from torchrelay.errors import PartiallyLoadedError, PeerError, RelayError, StorageError, UsageError

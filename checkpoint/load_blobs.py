@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torchrelay.checkpoint.asynchronous.gate import gate
 from torchrelay.checkpoint.format.manifest.position import matches
 from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.format.names import nearest
@@ -30,8 +29,9 @@ from torchrelay.checkpoint.reading.lookup import (
 from torchrelay.checkpoint.reading.sharing import options_of
 from torchrelay.checkpoint.reading.two_passes import Loading, Wanted
 from torchrelay.checkpoint.reshard import same_nodes
+from torchrelay.checkpoint.state.gate import gate
 from torchrelay.checkpoint.state.leaf import Role
-from torchrelay.checkpoint.state.restore import Restoration, restoration
+from torchrelay.checkpoint.state.restore.restoration import Restoration, restoration
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import MissingShardError, UsageError
 from torchrelay.jobs.cluster import GRADIENTS, dotted_prefixes

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torchrelay.checkpoint.asynchronous.gate import gate
 from torchrelay.checkpoint.blob_file import BlobFile, open_blob_file
 from torchrelay.checkpoint.blob_files import read_blobs
 from torchrelay.checkpoint.format.manifest.position import is_pattern, matches, matches_any
@@ -25,11 +24,12 @@ from torchrelay.checkpoint.reading.patterns import (
 )
 from torchrelay.checkpoint.reading.renaming import owner_of
 from torchrelay.checkpoint.reading.two_passes import Columns, Loading, Wanted
-from torchrelay.checkpoint.state.container_restore import check_changed
 from torchrelay.checkpoint.state.flatten import leaf_names
-from torchrelay.checkpoint.state.in_place import NOTHING, InPlace, fitting, planned
+from torchrelay.checkpoint.state.gate import gate
 from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec, Role
-from torchrelay.checkpoint.state.restore import Restoration, restoration
+from torchrelay.checkpoint.state.restore.container import check_changed
+from torchrelay.checkpoint.state.restore.restoration import Restoration, restoration
+from torchrelay.checkpoint.state.tensor_checks import NOTHING, InPlace, fitting, planned
 from torchrelay.errors import UsageError
 from torchrelay.jobs.blobs import kind_of
 from torchrelay.jobs.containers import is_container

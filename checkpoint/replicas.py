@@ -27,7 +27,7 @@ from torchrelay.checkpoint.planning.compare import (
     mode_at,
 )
 from torchrelay.checkpoint.save import SaveJob
-from torchrelay.checkpoint.state.dtensors import local_of
+from torchrelay.checkpoint.state.dtensor import local_of
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value
 from torchrelay.errors import SaveFailedError, UsageError
 from torchrelay.jobs.data.data_parallel import broadcast_buffers

@@ -34,7 +34,7 @@ from torchrelay.checkpoint.planning.reuse import (
     same_leaves,
     within_limits,
 )
-from torchrelay.checkpoint.state.dtensors import is_sharded
+from torchrelay.checkpoint.state.dtensor import is_sharded
 from torchrelay.checkpoint.state.leaf import Value
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.unchanged import Findings, TensorOf, look

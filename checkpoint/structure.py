@@ -14,10 +14,10 @@ from operator import is_
 
 from torchrelay.checkpoint.format.dtypes import logical_name
 from torchrelay.checkpoint.format.manifest.schema import VALUE_LIMIT_BYTES
-from torchrelay.checkpoint.state.dtensors import is_sharded
+from torchrelay.checkpoint.state.dtensor import is_sharded
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value, device_of, order_of, spec_of
-from torchrelay.checkpoint.state.rehearsal import Start
-from torchrelay.checkpoint.state.tensor_names import overlaps_of
+from torchrelay.checkpoint.state.names import overlaps_of
+from torchrelay.checkpoint.state.restore.rehearsal import Start
 from torchrelay.records import dataclass
 
 Relations = tuple[list[list[int]], dict[str, tuple[str, int]], dict[str, str]]

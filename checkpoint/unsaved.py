@@ -11,13 +11,11 @@ from torch.optim import Optimizer
 from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.format.manifest.position import Position, Selection
 from torchrelay.checkpoint.format.names import nearest
-from torchrelay.checkpoint.members import Member, newcomers
-from torchrelay.checkpoint.selecting import used_patterns
+from torchrelay.checkpoint.state.checkpoint_set import Member, newcomers, used_patterns
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import Value
-from torchrelay.checkpoint.state.optimizer_leaves import PARAMS
-from torchrelay.checkpoint.state.optimizer_steps import unsaved_optimizers
-from torchrelay.checkpoint.state.tensor_names import memory_place
+from torchrelay.checkpoint.state.leaves.optimizer import PARAMS, unsaved_optimizers
+from torchrelay.checkpoint.state.names import memory_place
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.session import Session, warn
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from torch import nn
 
-from torchrelay.checkpoint.state.container_leaves import container_leaves
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import spec_of
-from torchrelay.checkpoint.state.tensor_names import TensorNames
+from torchrelay.checkpoint.state.leaves.tree import container_leaves
+from torchrelay.checkpoint.state.names import TensorNames
 from torchrelay.checkpoint.storage.base import SingleWriter, check_exclusion
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import StorageError, UsageError

@@ -10,7 +10,7 @@ from torch import nn
 
 from torchrelay.checkpoint.archive.archive_file import MODEL, ArchiveFile
 from torchrelay.checkpoint.archive.entries import Entry
-from torchrelay.checkpoint.state.module_leaves import ModuleEntry
+from torchrelay.checkpoint.state.leaves.module import ModuleEntry
 from torchrelay.errors import BlobError
 from torchrelay.records import dataclass
 

@@ -13,19 +13,18 @@ from torchrelay.checkpoint.archive.comparing import StateReport, compared
 from torchrelay.checkpoint.archive.publishing import Where
 from torchrelay.checkpoint.archive.states import checked, entries_of
 from torchrelay.checkpoint.archive.tying import shared_parameters, tie_again
-from torchrelay.checkpoint.asynchronous.gate import gate
 from torchrelay.checkpoint.format import dtypes
 from torchrelay.checkpoint.format.shard.batched_reads import all_strided
 from torchrelay.checkpoint.format.shard.entries import form_of
 from torchrelay.checkpoint.format.value_decoding import decode
 from torchrelay.checkpoint.reading.two_passes import naming_what_changed, runs_of
-from torchrelay.checkpoint.state.admission import admitted_in_place, unwritable
-from torchrelay.checkpoint.state.in_place import NOTHING, InPlace, fitting
-from torchrelay.checkpoint.state.load_hooks import has_load_code
-from torchrelay.checkpoint.state.module_leaves import ModuleEntry, parts_of
+from torchrelay.checkpoint.state.gate import gate
+from torchrelay.checkpoint.state.leaves.module import ModuleEntry, parts_of
+from torchrelay.checkpoint.state.names import TensorNames
 from torchrelay.checkpoint.state.reads import form, put
+from torchrelay.checkpoint.state.restore.hooks import has_load_code
 from torchrelay.checkpoint.state.subclasses import is_wrapper
-from torchrelay.checkpoint.state.tensor_names import TensorNames
+from torchrelay.checkpoint.state.tensor_checks import NOTHING, InPlace, admitted_in_place, fitting, unwritable
 from torchrelay.errors import BlobError, PartiallyLoadedError, UsageError
 
 

@@ -15,7 +15,7 @@ from torchrelay.checkpoint.archive.states import States, checked, states_of
 from torchrelay.checkpoint.format import values
 from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.package.recorded import recorded_call
-from torchrelay.checkpoint.state.admission import admitted
+from torchrelay.checkpoint.state.tensor_checks import admitted
 from torchrelay.errors import UsageError
 
 

@@ -16,15 +16,15 @@ from torchrelay.checkpoint.archive.entries import BUFFER, OTHER, PARAMETER
 from torchrelay.checkpoint.archive.members import Outgoing
 from torchrelay.checkpoint.format import values
 from torchrelay.checkpoint.format.canonical_json import Json
-from torchrelay.checkpoint.state.admission import admitted_in_place
 from torchrelay.checkpoint.state.leaf import Role
-from torchrelay.checkpoint.state.module_leaves import (
+from torchrelay.checkpoint.state.leaves.module import (
     ModuleEntry,
     ModuleStates,
     module_entries,
     named_parameters,
 )
-from torchrelay.checkpoint.state.tensor_names import TensorNames
+from torchrelay.checkpoint.state.names import TensorNames
+from torchrelay.checkpoint.state.tensor_checks import admitted_in_place
 from torchrelay.errors import BlobError, UsageError
 from torchrelay.records import dataclass
 

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from torchrelay.checkpoint.asynchronous import gate
 from torchrelay.checkpoint.asynchronous.arena import Arena, Block
 from torchrelay.checkpoint.asynchronous.estimate import free_share, likely_bytes
 from torchrelay.checkpoint.asynchronous.pieces import Pieces, pieces_of
@@ -20,6 +19,7 @@ from torchrelay.checkpoint.format.utils import Clock
 from torchrelay.checkpoint.planning.assignments import Plan
 from torchrelay.checkpoint.replicas import WholeBytes
 from torchrelay.checkpoint.save import SaveJob, carry_out
+from torchrelay.checkpoint.state import gate
 from torchrelay.jobs import runtime
 from torchrelay.jobs.session import Peers, Session
 from torchrelay.metadata.statistics import NodeStats

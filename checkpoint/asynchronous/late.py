@@ -15,11 +15,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchrelay.checkpoint.asynchronous.copying import is_plain
-from torchrelay.checkpoint.asynchronous.gate import takes_gate
-from torchrelay.checkpoint.state.dtensors import is_sharded, memory_of_shard
+from torchrelay.checkpoint.state.dtensor import is_sharded, memory_of_shard
 from torchrelay.checkpoint.state.flatten import parameter_names
-from torchrelay.checkpoint.state.module_leaves import parts_of
-from torchrelay.checkpoint.state.optimizer_leaves import parameters, state_prefix
+from torchrelay.checkpoint.state.gate import takes_gate
+from torchrelay.checkpoint.state.leaves.module import parts_of
+from torchrelay.checkpoint.state.leaves.optimizer import parameters, state_prefix
 
 Find = Callable[[], Any]
 """Finds the tensor again, as its owner holds it now: of a sharded one the local part."""

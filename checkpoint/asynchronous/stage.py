@@ -8,7 +8,6 @@ from dataclasses import field
 
 import torch
 
-from torchrelay.checkpoint.asynchronous import gate
 from torchrelay.checkpoint.asynchronous.arena import Block, Room
 from torchrelay.checkpoint.asynchronous.copying import Copier
 from torchrelay.checkpoint.asynchronous.late import Find, late_leaves
@@ -17,6 +16,7 @@ from torchrelay.checkpoint.asynchronous.samples import SAMPLE_BYTES, Verify, dig
 from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.format.names import format_key
 from torchrelay.checkpoint.planning.assignments import Assignment
+from torchrelay.checkpoint.state import gate
 from torchrelay.errors import SaveFailedError
 from torchrelay.jobs import runtime
 from torchrelay.records import dataclass

@@ -19,7 +19,7 @@ from torchrelay.checkpoint.reading.lookup import (
     several_owners,
 )
 from torchrelay.checkpoint.reading.patterns import check_prefix_used, choose, pattern_list
-from torchrelay.checkpoint.state.module_names import without_reserved
+from torchrelay.checkpoint.state.names import without_reserved
 from torchrelay.errors import UsageError
 
 

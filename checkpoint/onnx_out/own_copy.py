@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from torchrelay.checkpoint.state.module_names import innermost
+from torchrelay.checkpoint.state.names import innermost
 from torchrelay.errors import UsageError
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.asynchronous.gate import gate
 from torchrelay.checkpoint.format import values
 from torchrelay.checkpoint.format.dtypes import by_name, memory_of, torch_dtype
 from torchrelay.checkpoint.format.log_state import Entry
@@ -40,11 +39,12 @@ from torchrelay.checkpoint.reading.patterns import Below, Chosen, Rename, check_
 from torchrelay.checkpoint.reading.read_plan import LeafRead
 from torchrelay.checkpoint.reading.renaming import Renaming
 from torchrelay.checkpoint.reading.two_passes import Columns, Loading, Wanted
-from torchrelay.checkpoint.state.container_restore import check_changed
 from torchrelay.checkpoint.state.flatten import leaf_names
-from torchrelay.checkpoint.state.in_place import NOTHING, InPlace, fitting, planned
+from torchrelay.checkpoint.state.gate import gate
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
-from torchrelay.checkpoint.state.restore import Restoration, restoration
+from torchrelay.checkpoint.state.restore.container import check_changed
+from torchrelay.checkpoint.state.restore.restoration import Restoration, restoration
+from torchrelay.checkpoint.state.tensor_checks import NOTHING, InPlace, fitting, planned
 from torchrelay.errors import UsageError
 from torchrelay.jobs.cluster import dotted_prefixes
 from torchrelay.jobs.containers import item_of, within

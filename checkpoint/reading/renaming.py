@@ -18,7 +18,7 @@ from torchrelay.checkpoint.reading.load_result import blob_of
 from torchrelay.checkpoint.reading.patterns import Rename, renamed
 from torchrelay.checkpoint.reading.read_plan import LeafRead, ReadPlan
 from torchrelay.checkpoint.state.leaf import OPTIM_GROUP
-from torchrelay.checkpoint.state.optimizer_leaves import PARAMS, groups_prefix, state_prefix
+from torchrelay.checkpoint.state.leaves.optimizer import PARAMS, groups_prefix, state_prefix
 from torchrelay.errors import UsageError
 from torchrelay.records import dataclass
 

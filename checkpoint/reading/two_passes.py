@@ -24,9 +24,9 @@ from torchrelay.checkpoint.format.layouts import Target, Window, whole_target
 from torchrelay.checkpoint.format.mesh_geometry import Bounds, halves, intersect, whole
 from torchrelay.checkpoint.format.shard.read_plan import ReadOptions
 from torchrelay.checkpoint.reading.read_plan import NOWHERE, LeafRead, ReadPlan
-from torchrelay.checkpoint.state.in_place import NOTHING, InPlace
+from torchrelay.checkpoint.state.names import overlaps_of
 from torchrelay.checkpoint.state.reads import Read, put
-from torchrelay.checkpoint.state.tensor_names import overlaps_of
+from torchrelay.checkpoint.state.tensor_checks import NOTHING, InPlace
 from torchrelay.checkpoint.storage.base import Memory
 from torchrelay.errors import BlobError, PartiallyLoadedError, RelayError
 from torchrelay.records import dataclass

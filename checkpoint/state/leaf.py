@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torchrelay.checkpoint.format.dtypes import logical_dtype
 from torchrelay.checkpoint.format.mesh import Mesh
-from torchrelay.checkpoint.state.dtensors import is_sharded, sharding_of
+from torchrelay.checkpoint.state.dtensor import is_sharded, sharding_of
 from torchrelay.records import dataclass
 
 if TYPE_CHECKING:

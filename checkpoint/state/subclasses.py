@@ -20,7 +20,7 @@ import torch
 from torch.optim import Optimizer
 
 from torchrelay.checkpoint.format.canonical_json import Json
-from torchrelay.checkpoint.state.dtensors import is_sharded
+from torchrelay.checkpoint.state.dtensor import is_sharded
 from torchrelay.errors import BlobError
 
 _STEPS = ("__tensor_flatten__", "__tensor_unflatten__")

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchrelay.checkpoint.format.manifest.position import Selection
-from torchrelay.checkpoint.members import members_of
-from torchrelay.checkpoint.selecting import select
+from torchrelay.checkpoint.state.checkpoint_set import members_of, select
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import Leaf, spec_of
 from torchrelay.errors import RelayError, TaskFailedError, UsageError

@@ -18,7 +18,7 @@ from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.stages.given import Given
 
 if TYPE_CHECKING:
-    from torchrelay.checkpoint.frozen_tensors import Form
+    from torchrelay.checkpoint.state.checkpoint_set import Form
     from torchrelay.jobs.job import Job
     from torchrelay.runners.journal import Journal
     from torchrelay.runners.session_base import SessionBase
@@ -60,7 +60,7 @@ class Stages:
         kept = self._kept() if resumed is None else _kept_in(resumed)
         if kept is None or (resumed is None and not self._sources):
             return
-        from torchrelay.checkpoint.frozen_tensors import made_of
+        from torchrelay.checkpoint.state.checkpoint_set import made_of
 
         index: dict[str, Any] = {}
         for source in self._sources.values():
@@ -105,7 +105,7 @@ class Stages:
             )
 
     def _kept(self) -> _Kept:
-        from torchrelay.checkpoint.frozen_tensors import forms_by_blob
+        from torchrelay.checkpoint.state.checkpoint_set import forms_by_blob
 
         return {
             f"{UPSTREAM}{alias}.{blob}": forms
@@ -118,7 +118,7 @@ def _kept_in(manifest: Manifest) -> _Kept | None:
     """What an epoch keeps of stages; None where its run was built on none."""
     if LINEAGE not in {blob.name for blob in manifest.blobs}:
         return None
-    from torchrelay.checkpoint.frozen_tensors import forms_by_blob
+    from torchrelay.checkpoint.state.checkpoint_set import forms_by_blob
 
     return forms_by_blob(manifest, [name for name in manifest.rows if name.startswith(UPSTREAM)])
 

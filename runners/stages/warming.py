@@ -12,11 +12,11 @@ from torchrelay.checkpoint.reader import Checkpoint
 from torchrelay.checkpoint.reading.load_result import LoadResult
 from torchrelay.checkpoint.reading.patterns import Below, pattern_list
 from torchrelay.checkpoint.reading.stages import UPSTREAM
-from torchrelay.checkpoint.state.container_leaves import container_tensors
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import spec_of
-from torchrelay.checkpoint.state.module_names import submodule
+from torchrelay.checkpoint.state.leaves.tree import container_tensors
+from torchrelay.checkpoint.state.names import submodule
 from torchrelay.errors import BlobError, UsageError
 from torchrelay.jobs.cluster import dotted_prefixes
 from torchrelay.jobs.workspace import Workspace

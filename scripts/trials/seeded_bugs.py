@@ -321,7 +321,7 @@ def _behind() -> Iterator[Bug]:
     )
     yield Bug(
         "nobody waits at the gate",
-        "checkpoint/asynchronous/gate.py",
+        "checkpoint/state/gate.py",
         "        one.pass_gate()\n",
         "        pass\n",
         ["tests/runners/test_background_saves.py"],

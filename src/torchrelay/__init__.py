@@ -67,7 +67,7 @@ _HOMES = {
     "export_checkpoint": "checkpoint.interop.export",
     "final_output": "jobs.task",
     "from_onnx": "checkpoint.onnx_in.onnx_module",
-    "fsdp_state": "checkpoint.state.fsdp_state",
+    "fsdp_state": "checkpoint.state.leaves.fsdp1",
     "get_ckpt_filename": "checkpoint.manager_base",
     "get_params": "checkpoint.archive.states",
     "get_states": "checkpoint.archive.states",
@@ -123,7 +123,7 @@ if TYPE_CHECKING:
     from torchrelay.checkpoint.onnx_in.onnx_module import OnnxModule as OnnxModule, from_onnx as from_onnx
     from torchrelay.checkpoint.onnx_out.to_onnx import to_onnx as to_onnx
     from torchrelay.checkpoint.reader import open_checkpoint as open_checkpoint
-    from torchrelay.checkpoint.state.fsdp_state import fsdp_state as fsdp_state
+    from torchrelay.checkpoint.state.leaves.fsdp1 import fsdp_state as fsdp_state
     from torchrelay.checkpoint.storage.open import Tier as Tier
     from torchrelay.checkpoint.upload import UploadTaskGroupBuilder as UploadTaskGroupBuilder
     from torchrelay.errors import RelayError as RelayError

@@ -17,7 +17,8 @@ from keeps import Keeps
 from torchrelay import Job, JobRunner, LocalSession, max_epochs, open_checkpoint
 from torchrelay.checkpoint import structure
 from torchrelay.checkpoint.format.manifest.schema import Manifest
-from torchrelay.checkpoint.state import container_restore, leaf, reads
+from torchrelay.checkpoint.state import leaf, reads
+from torchrelay.checkpoint.state.restore import container
 from torchrelay.errors import DamagedError
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
@@ -78,7 +79,7 @@ def test_new_tensors_go_to_the_gpu_that_they_were_saved_on(tmp_path, saved_on_de
     def device_for(spec: leaf.LeafSpec) -> torch.device | None:
         return None if spec.device is None else torch.device("meta")
 
-    for module in (reads, container_restore):
+    for module in (reads, container):
         monkeypatch.setattr(module, "device_for", device_for)
     assert devices(train(tmp_path / "run")) == {
         "state": "meta", "state cpu": "cpu", "in place": "meta", "item": "cpu", "gained": "meta",

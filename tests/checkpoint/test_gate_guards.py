@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from torchrelay import Context, Job, JobRunner, max_epochs, open_checkpoint
-from torchrelay.checkpoint.asynchronous.gate import Guards, gate
 from torchrelay.checkpoint.asynchronous.late import late_leaves
 from torchrelay.checkpoint.asynchronous.stage import Stage
+from torchrelay.checkpoint.state.gate import Guards, gate
 
 
 def _gates(one: nn.Module | torch.optim.Optimizer) -> int:

@@ -23,7 +23,7 @@ from torchrelay import (
     save_blobs,
 )
 from torchrelay.checkpoint.state.flatten import leaves_of
-from torchrelay.checkpoint.state.tensor_names import TensorNames, overlaps_of
+from torchrelay.checkpoint.state.names import TensorNames, overlaps_of
 from torchrelay.errors import BlobError, SaveFailedError
 
 

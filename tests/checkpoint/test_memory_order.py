@@ -22,7 +22,7 @@ from torchrelay.checkpoint.format.dtypes import as_copied
 from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.format.value_decoding import decode
 from torchrelay.checkpoint.format.values import encode
-from torchrelay.checkpoint.state.restoring import Draft
+from torchrelay.checkpoint.state.restore.plan import Draft
 from torchrelay.errors import DamagedError
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"

@@ -19,7 +19,7 @@ from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.planning.plan import NodeClass, plan_classes, shared_unlike
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import Leaf, Role, spec_of
-from torchrelay.checkpoint.state.restoring import shared_across_files
+from torchrelay.checkpoint.state.restore.plan import shared_across_files
 from torchrelay.errors import DamagedError
 
 GOLDEN = Path(__file__).parent.parent / "golden"

@@ -22,7 +22,7 @@ from torchrelay.checkpoint.blob_files import load_blobs, save_blobs
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded
 from torchrelay.checkpoint.load_into import FileSource
-from torchrelay.checkpoint.state.dtensors import empty_like, target_of
+from torchrelay.checkpoint.state.dtensor import empty_like, target_of
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import spec_of
 from torchrelay.errors import BlobError

@@ -23,7 +23,6 @@ from torch.distributed import checkpoint as dcp
 from two_tensor import TwoTensor, two
 
 from torchrelay import DcpReader, load_into, open_checkpoint, save_blobs
-from torchrelay.checkpoint.asynchronous import gate
 from torchrelay.checkpoint.asynchronous.background import Background
 from torchrelay.checkpoint.asynchronous.copying import Copier
 from torchrelay.checkpoint.asynchronous.stage import Stage
@@ -33,6 +32,7 @@ from torchrelay.checkpoint.format.shard.read_plan import EACH, each
 from torchrelay.checkpoint.load_into import FileSource
 from torchrelay.checkpoint.replicas import BroadcastBuffers
 from torchrelay.checkpoint.spec_exchange import SpecExchange
+from torchrelay.checkpoint.state import gate
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.errors import DamagedError, PeerError, SaveFailedError, UnknownEpochError

@@ -16,16 +16,16 @@ from torch.nn.parameter import is_lazy
 
 from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION
-from torchrelay.checkpoint.state.admission import not_initialised
-from torchrelay.checkpoint.state.container_restore import ContainerLoad, draft_container, regrouped
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import LeafSpec
-from torchrelay.checkpoint.state.module_restore import draft_module
-from torchrelay.checkpoint.state.optimizer_leaves import parameters
-from torchrelay.checkpoint.state.optimizer_restore import draft_optimizer, draft_shared_parameters
+from torchrelay.checkpoint.state.leaves.optimizer import parameters
 from torchrelay.checkpoint.state.reads import Read, outside_inference_mode
-from torchrelay.checkpoint.state.restoring import Draft, shared_across_files
-from torchrelay.checkpoint.state.stateful_restore import draft_new, draft_stateful, draft_tensor, draft_value
+from torchrelay.checkpoint.state.restore.container import ContainerLoad, draft_container, regrouped
+from torchrelay.checkpoint.state.restore.module import draft_module
+from torchrelay.checkpoint.state.restore.optimizer import draft_optimizer, draft_shared_parameters
+from torchrelay.checkpoint.state.restore.plan import Draft, shared_across_files
+from torchrelay.checkpoint.state.restore.stateful import draft_new, draft_stateful, draft_tensor, draft_value
+from torchrelay.checkpoint.state.tensor_checks import not_initialised
 from torchrelay.errors import PartiallyLoadedError, RelayError
 
 __all__ = ["Read", "Restoration", "drafted", "restoration"]

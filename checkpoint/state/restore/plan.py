@@ -17,24 +17,16 @@ from torch import nn
 from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.dtypes import by_name, torch_dtype
 from torchrelay.checkpoint.format.value_decoding import decode
-from torchrelay.checkpoint.state.admission import admitted_in_place, all_torch_memory, unwritable
-from torchrelay.checkpoint.state.dtensors import empty_like, is_sharded, memory_of_shard, target_of
-from torchrelay.checkpoint.state.findings import Findings
+from torchrelay.checkpoint.state.dtensor import empty_like, is_sharded, memory_of_shard, target_of
 from torchrelay.checkpoint.state.flatten import parameter_names
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
-from torchrelay.checkpoint.state.module_leaves import ModuleStates, named_parameters
-from torchrelay.checkpoint.state.module_names import current_names, spellings
-from torchrelay.checkpoint.state.reads import Read, form, lay_as_saved, same_form, take_memory_of
-from torchrelay.checkpoint.state.subclasses import (
-    description,
-    inner_tensors,
-    is_wrapper,
-    rebuilder,
-    told,
-)
-from torchrelay.checkpoint.state.tensor_names import Extents, TensorNames
-from torchrelay.checkpoint.state.trees import Tree
+from torchrelay.checkpoint.state.leaves.module import ModuleStates, named_parameters
+from torchrelay.checkpoint.state.names import Extents, TensorNames, current_names, spellings
+from torchrelay.checkpoint.state.reads import Read, Tree, form, lay_as_saved, same_form, take_memory_of
+from torchrelay.checkpoint.state.restore.findings import Findings
+from torchrelay.checkpoint.state.subclasses import description, inner_tensors, is_wrapper, rebuilder, told
+from torchrelay.checkpoint.state.tensor_checks import admitted_in_place, all_torch_memory, unwritable
 from torchrelay.errors import BlobError, DamagedError
 
 Maker = Callable[[torch.device | None], torch.Tensor]

@@ -18,12 +18,11 @@ import torch
 from torch import nn
 
 from torchrelay.checkpoint.format.shard.batched_reads import AT_ONCE
-from torchrelay.checkpoint.state.admission import admitted_in_place, all_plain_memory
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Role, frozen_of
-from torchrelay.checkpoint.state.module_names import Part, key_names, module_parts
-from torchrelay.checkpoint.state.stateful_leaves import entry_leaves, subclass_leaves
+from torchrelay.checkpoint.state.leaves.tree import entry_leaves, subclass_leaves
+from torchrelay.checkpoint.state.names import Part, TensorNames, key_names, module_parts
 from torchrelay.checkpoint.state.subclasses import is_wrapper
-from torchrelay.checkpoint.state.tensor_names import TensorNames
+from torchrelay.checkpoint.state.tensor_checks import admitted_in_place, all_plain_memory
 from torchrelay.errors import BlobError
 from torchrelay.records import dataclass
 

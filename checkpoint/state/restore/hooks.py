@@ -21,17 +21,17 @@ from torch.overrides import TorchFunctionMode
 
 from torchrelay.checkpoint.format.dtypes import by_name, torch_dtype
 from torchrelay.checkpoint.format.value_decoding import decode, references
-from torchrelay.checkpoint.state.dtensors import is_sharded
+from torchrelay.checkpoint.state.dtensor import is_sharded
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
-from torchrelay.checkpoint.state.module_leaves import ModuleEntry
-from torchrelay.checkpoint.state.module_names import Part
-from torchrelay.checkpoint.state.restoring import Draft
+from torchrelay.checkpoint.state.leaves.module import ModuleEntry
+from torchrelay.checkpoint.state.names import Part
+from torchrelay.checkpoint.state.restore.plan import Draft
 from torchrelay.records import dataclass
 
 _QUIET = (
     "torch.distributed.fsdp._fully_shard.",
     "torch.distributed.algorithms._checkpoint.",
-    "torchrelay.checkpoint.asynchronous.gate",
+    "torchrelay.checkpoint.state.gate",
 )
 """Where hooks are from that look at no entry, or only put the name of a wrapper before it."""
 _LIVE = (_QUIET[0], _QUIET[2])

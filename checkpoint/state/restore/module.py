@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchrelay.checkpoint.state.container_leaves import container_tensors
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role, order_of
-from torchrelay.checkpoint.state.load_hooks import draft_with_hooks, has_load_code
-from torchrelay.checkpoint.state.module_leaves import ModuleEntry, named_parameters, parts_of
-from torchrelay.checkpoint.state.module_names import Part
-from torchrelay.checkpoint.state.optimizer_leaves import orphans
+from torchrelay.checkpoint.state.leaves.module import ModuleEntry, named_parameters, parts_of
+from torchrelay.checkpoint.state.leaves.optimizer import orphans
+from torchrelay.checkpoint.state.leaves.tree import container_tensors
+from torchrelay.checkpoint.state.names import Part
 from torchrelay.checkpoint.state.reads import dtype_name, empty, form, outside_inference_mode, take_memory_of
-from torchrelay.checkpoint.state.restoring import Draft
+from torchrelay.checkpoint.state.restore.hooks import draft_with_hooks, has_load_code
+from torchrelay.checkpoint.state.restore.plan import Draft
 
 
 def draft_module(draft: Draft, blob: str, module: nn.Module) -> None:

@@ -15,12 +15,10 @@ import torch
 from torch.optim import LBFGS, Optimizer
 
 from torchrelay.checkpoint.format.manifest.position import matches_any
-from torchrelay.checkpoint.state.container_leaves import container_tensors
-from torchrelay.checkpoint.state.container_restore import fits_in_place
-from torchrelay.checkpoint.state.dtensors import is_sharded
+from torchrelay.checkpoint.state.dtensor import is_sharded
 from torchrelay.checkpoint.state.kinds import local_part
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role, learning
-from torchrelay.checkpoint.state.optimizer_leaves import (
+from torchrelay.checkpoint.state.leaves.optimizer import (
     PARAMS,
     group_prefix,
     groups_prefix,
@@ -30,6 +28,7 @@ from torchrelay.checkpoint.state.optimizer_leaves import (
     state_prefix,
     steps_as_torch,
 )
+from torchrelay.checkpoint.state.leaves.tree import container_tensors
 from torchrelay.checkpoint.state.reads import (
     device_for,
     dtype_name,
@@ -39,7 +38,8 @@ from torchrelay.checkpoint.state.reads import (
     take_memory_of,
     with_strides_of,
 )
-from torchrelay.checkpoint.state.restoring import Draft
+from torchrelay.checkpoint.state.restore.container import fits_in_place
+from torchrelay.checkpoint.state.restore.plan import Draft
 from torchrelay.checkpoint.state.subclasses import description, is_wrapper, made_state
 from torchrelay.errors import BlobError
 

@@ -15,9 +15,9 @@ from torchrelay.checkpoint.format.manifest.position import matches_any
 from torchrelay.checkpoint.format.values import decode
 from torchrelay.checkpoint.state.kinds import Kind, kind_of, optimizers_in
 from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec, Role, learning
-from torchrelay.checkpoint.state.optimizer_leaves import match_strides, parameters
-from torchrelay.checkpoint.state.restoring import Draft
-from torchrelay.checkpoint.state.stateful_leaves import tree_tensors
+from torchrelay.checkpoint.state.leaves.optimizer import match_strides, parameters
+from torchrelay.checkpoint.state.leaves.tree import tree_tensors
+from torchrelay.checkpoint.state.restore.plan import Draft
 from torchrelay.checkpoint.state.subclasses import made_by_an_optimizer
 
 Builder = Callable[[], Any]

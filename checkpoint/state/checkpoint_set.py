@@ -1,0 +1,323 @@
+"""The checkpoint set: which names are saved, who owns them, and which leaves are selected.
+
+The set of a node is fixed when `init` ends: the registered blobs and the names that its GLOBAL
+workspace holds then. Scopes that nobody forced are inferred here, leaf by leaf.
+
+Together belong a tensor of a wrapper class, a value or an object's state with the tensors inside; of an
+optimizer the state of one parameter, and all the rest, without which no state is worth anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchrelay.checkpoint.format.dtypes import by_name, torch_dtype
+from torchrelay.checkpoint.format.manifest.position import Selection, matches
+from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, Manifest
+from torchrelay.checkpoint.format.names import nearest
+from torchrelay.checkpoint.state.dtensor import is_sharded
+from torchrelay.checkpoint.state.flatten import leaves_of, parameter_names
+from torchrelay.checkpoint.state.gradients import parameter_of
+from torchrelay.checkpoint.state.kinds import Kind, kind_of
+from torchrelay.checkpoint.state.leaf import Leaf, Role, Value
+from torchrelay.checkpoint.state.leaves.optimizer import state_prefix
+from torchrelay.errors import BlobError, UsageError
+from torchrelay.jobs.blobs import Reshard, Scope
+from torchrelay.jobs.cluster import RANDOM_STATES, check_blob_names
+from torchrelay.jobs.containers import is_generator
+from torchrelay.jobs.workspace import Entry, Origin, Workspace
+from torchrelay.records import dataclass
+
+RNG_BLOB = RANDOM_STATES
+_RANK, _REPLICATED = Scope.RANK.value, Scope.REPLICATED.value
+
+
+@dataclass(frozen=True)
+class Member:
+    """A name of the set. `scope` None means inferred; `placed` that `init` made it on one named node."""
+
+    name: str
+    scope: Scope | None = None
+    reshard: Reshard = None
+    placed: bool = False
+    registered: bool = False
+    """Whether the program gave it as a blob; `init` made it otherwise."""
+    container: str | None = None
+    """The blob that the object lies in."""
+    generator: bool = False
+    """Whether it draws random numbers: nodes may differ, and one that is new keeps its own."""
+
+
+def members_of(workspace: Workspace) -> dict[str, Member]:
+    """The set of a node as its workspace is now; raises UsageError for names that cannot stand together."""
+    members = [_member(name, entry) for name, entry in workspace.entries().items() if ":" not in name]
+    found = {member.name: member for member in members if member.scope is not Scope.TRANSIENT}
+    check_blob_names(found, {name: member.container for name, member in found.items() if member.container})
+    return found
+
+
+def _member(name: str, entry: Entry) -> Member:
+    blob = entry.blob
+    generator = is_generator(entry.value)
+    return Member(
+        name,
+        blob.scope if blob else None,
+        (blob.reshard if blob else None) or ("by_rank" if generator else None),
+        placed=entry.origin is Origin.INIT_PLACED,
+        registered=blob is not None,
+        container=blob.container if blob else None,
+        generator=generator,
+    )
+
+
+def newcomers(workspace: Workspace, members: Mapping[str, Member]) -> list[str]:
+    """Names that came too late to be saved."""
+    return [
+        name
+        for name, entry in workspace.entries().items()
+        if name not in members
+        and entry.origin is Origin.LATER
+        and ":" not in name
+        and name not in workspace.outliving
+    ]
+
+
+def scopes_of(
+    leaves: Sequence[Leaf], members: Mapping[str, Member], objects: Mapping[str, Any], demoted: set[str]
+) -> dict[str, str]:
+    """The scope of every leaf; `demoted` are leaves that differed once and are `rank` since."""
+    of_blobs = {name: _scope_of_blob(member, objects.get(name)) for name, member in members.items()}
+    gradients = [leaf for leaf in leaves if leaf.role is Role.GRADIENT]
+    others = leaves if not gradients else [leaf for leaf in leaves if leaf.role is not Role.GRADIENT]
+    found = {leaf.name: _scope(leaf, members, of_blobs, demoted) for leaf in others}
+    for leaf in gradients:  # owned as its parameter is
+        sharded = not isinstance(leaf.content, Value) and is_sharded(leaf.content)
+        owned = _RANK if found.get(parameter_of(leaf.name)) == _RANK else _REPLICATED
+        found[leaf.name] = Scope.SHARDED.value if sharded else owned
+    return found
+
+
+def _scope_of_blob(member: Member, value: Any) -> str:
+    if member.scope is not None:
+        return member.scope.value
+    return _RANK if member.placed or is_foreign_loader(value) else _REPLICATED
+
+
+def _scope(leaf: Leaf, members: Mapping[str, Member], of_blobs: Mapping[str, str], demoted: set[str]) -> str:
+    scope = of_blobs.get(leaf.blob)
+    if scope is None or leaf.role is Role.RNG:
+        return _RANK
+    if not isinstance(leaf.content, Value) and is_sharded(leaf.content):
+        return Scope.SHARDED.value  # whatever was said of its blob: a part is no value of its own
+    if leaf.name in demoted and members[leaf.blob].scope is None:
+        return _RANK
+    return scope
+
+
+def is_foreign_loader(value: Any) -> bool:
+    """Whether this is a loader of the user's with a state of its own, which differs between ranks."""
+    if isinstance(value, nn.Module) or not hasattr(type(value), "__iter__"):
+        return False
+    has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    return has_state and not getattr(value, "same_on_all_ranks", False)
+
+
+def stored_blobs(manifest: Manifest, node: str) -> list[str]:
+    """The blobs that a node of this name owns a leaf of, or, for a new node, those that all nodes share."""
+    number = manifest.world.number.get(node, -1)
+    known = 0 <= number < len(manifest.world.nodes)
+    found: dict[str, None] = {}
+    for leaf in sorted(manifest.leaves, key=lambda leaf: leaf.name):  # referenced ones stand at the end
+        mine = number in manifest.owners_of(leaf) if known else manifest.is_shared(leaf)
+        if mine and leaf.role not in OF_POSITION:
+            found[leaf.blob] = None
+    return list(found)
+
+
+def select(leaves: Sequence[Leaf], objects: Mapping[str, Any], selection: Selection) -> list[Leaf]:
+    """The leaves to save, in order; a name whose tensor went with another name stores it itself.
+
+    Raises BlobError where patterns take a part of what belongs together, or leave nothing.
+    """
+    if selection.everything:
+        return list(leaves)
+    units = _units(leaves, objects)
+    wanted = {unit for unit, members in units.items() if _wanted(unit, members, selection)}
+    _check_optimizers(objects, units, wanted)
+    chosen = [leaf for unit, members in units.items() if unit in wanted for leaf in members]
+    if leaves and not chosen:
+        known = nearest((selection.include or ("",))[0], [leaf.name for leaf in leaves])
+        raise BlobError(f"{_told(selection)} leaves nothing to save: name what to save{known}")
+    names = {leaf.name for leaf in chosen}
+    return _with_own_content([leaf for leaf in leaves if leaf.name in names])
+
+
+def left_out(objects: Mapping[str, Any], selection: Selection) -> frozenset[str]:
+    """The leaves that these objects have now and a save would not take."""
+    if selection.everything:
+        return frozenset()
+    leaves = leaves_of(objects)
+    chosen = {leaf.name for leaf in select(leaves, objects, selection)}
+    return frozenset(leaf.name for leaf in leaves if leaf.name not in chosen)
+
+
+def used_patterns(names: Iterable[str], selection: Selection) -> list[str]:
+    """The patterns that mean any of these names."""
+    known = list(names)
+    return [one for one in selection.patterns if any(matches(name, one) for name in known)]
+
+
+def check_patterns_used(leaves: Sequence[Leaf], selection: Selection) -> None:
+    """Raise UsageError for a pattern that means no leaf: most likely a misspelt name."""
+    names = [leaf.name for leaf in leaves]
+    used = used_patterns(names, selection)
+    for pattern in selection.patterns:
+        if pattern not in used:
+            raise UsageError(f"no leaf matches {pattern!r}{nearest(pattern, names)}")
+
+
+def check_remade(names: Iterable[str], registered: Collection[str], selection: Selection) -> None:
+    """Refuse, by BlobError, to leave out what only `init` makes: a resumed run would lack it."""
+    lost = [name for name in names if name not in registered and not selection.saves(name)]
+    if lost:
+        raise BlobError(
+            f"{', '.join(map(repr, lost))} is left out of saves ({selection.why_not(lost[0])}), but "
+            "only init makes it, and a resumed run skips init: register it as a blob, job.blobs(name=value), "
+            "or give it scope='transient'"
+        )
+
+
+def _units(leaves: Sequence[Leaf], objects: Mapping[str, Any]) -> dict[str, list[Leaf]]:
+    found: dict[str, list[Leaf]] = {}
+    kinds = {blob: kind_of(value) for blob, value in objects.items()}
+    parameters = set(parameter_names(objects).values())
+    root = ""
+    for leaf in leaves:
+        if kinds[leaf.blob] is Kind.OPTIMIZER:
+            unit = _optimizer_unit(leaf, parameters)
+        elif kinds[leaf.blob] is not Kind.MODULE:
+            unit = leaf.blob
+        else:
+            inside = bool(root) and leaf.name.startswith(f"{root}.")
+            unit = root if inside else leaf.name
+            root = unit if inside or isinstance(leaf.content, Value) else ""
+        found.setdefault(unit, []).append(leaf)
+    return found
+
+
+def _optimizer_unit(leaf: Leaf, parameters: Collection[str]) -> str:
+    prefix = state_prefix(leaf.blob)
+    if not leaf.name.startswith(prefix):
+        return leaf.blob
+    owner = leaf.name[len(prefix) :]
+    while owner and owner not in parameters:
+        owner = owner.rpartition(".")[0]
+    return prefix + owner if owner else leaf.blob
+
+
+def _wanted(unit: str, members: Sequence[Leaf], selection: Selection) -> bool:
+    votes = {selection.saves(leaf.name) for leaf in members}
+    inside = [leaf for leaf in members if leaf.name != unit or leaf.role is not Role.VALUE]
+    if len(votes) > 1 and not any(selection.saves(leaf.name) for leaf in inside):
+        return False  # `ema.*` means all of a container
+    if len(votes) > 1:
+        out = next(leaf.name for leaf in members if not selection.saves(leaf.name))
+        raise BlobError(
+            f"{out} cannot be left out ({selection.why_not(out)}) without all of {unit}: give a pattern that "
+            f"means the whole, such as {unit!r}"
+        )
+    return votes.pop()
+
+
+def _check_optimizers(
+    objects: Mapping[str, Any], units: Mapping[str, Sequence[Leaf]], wanted: Collection[str]
+) -> None:
+    for unit in wanted:
+        blob = units[unit][0].blob
+        if blob in units and blob not in wanted and kind_of(objects[blob]) is Kind.OPTIMIZER:
+            raise BlobError(
+                f"the groups of {blob!r} are left out and {unit!r} is not: leave out all of {blob!r}"
+            )
+
+
+def _with_own_content(leaves: Sequence[Leaf]) -> list[Leaf]:
+    """Aliases of names that were left out: the first becomes the owner, and what others are the same as."""
+    names = {leaf.name for leaf in leaves}
+    owners: dict[str, str] = {}
+    found = []
+    for leaf in leaves:
+        if leaf.alias_of is None or leaf.alias_of in names:
+            found.append(leaf)
+            continue
+        owner = owners.setdefault(leaf.alias_of, leaf.name)
+        alias = None if owner == leaf.name else owner
+        found.append(replace(leaf, alias_of=alias))
+    apart = [at for at, leaf in enumerate(found) if leaf.same_as is not None and leaf.same_as not in names]
+    for at in apart:
+        found[at] = replace(found[at], same_as=owners.get(found[at].same_as or ""))
+    return found
+
+
+def _told(selection: Selection) -> str:
+    said = [f"exclude={list(selection.exclude)}"] if selection.exclude else []
+    return " ".join([f"include={list(selection.include)}", *said] if selection.include else said)
+
+
+@dataclass(frozen=True)
+class Form:
+    """Element type and shape of a tensor; `same_as` names another one of its blob that it is."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    same_as: str | None = None
+
+    def made(self) -> torch.Tensor:
+        """A new tensor of this form, its content whatever was in memory."""
+        return torch.empty(self.shape, dtype=torch_dtype(by_name(self.dtype)))
+
+
+class FrozenTensors(nn.Module):
+    """A tree of frozen parameters with given names, `encoder.0.weight`: their content comes by a load."""
+
+    def __init__(self, forms: Mapping[str, Form]) -> None:
+        super().__init__()
+        made: dict[str, nn.Parameter] = {}
+        for name, form in forms.items():
+            *parts, last = name.split(".")
+            folder: nn.Module = self
+            for part in parts:
+                # The usual ways in refuse names that modules have as attributes, such as `type`.
+                folder = folder._modules.setdefault(part, nn.Module()) or folder
+            known = made.get(form.same_as or "")
+            made[name] = nn.Parameter(form.made(), requires_grad=False) if known is None else known
+            folder._parameters[last] = made[name]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All of them by name, such as a module's `load_state_dict` takes."""
+        return {name: one.detach() for name, one in self.named_parameters(remove_duplicate=False)}
+
+
+def forms_by_blob(manifest: Manifest, names: Iterable[str]) -> dict[str, dict[str, Form]]:
+    """The forms of stored tensors by blob and by the rest of their names; `""` is a blob that is a tensor."""
+    found: dict[str, dict[str, Form]] = {}
+    first: dict[tuple[str, str], str] = {}
+    for name in names:
+        leaf = manifest.leaves[manifest.rows[name][0]]
+        if leaf.kind == "tensor":
+            inner = name[len(leaf.blob) :].removeprefix(".")
+            source = first.setdefault((leaf.blob, leaf.alias_of or name), inner)
+            same_as = None if source == inner else source
+            found.setdefault(leaf.blob, {})[inner] = Form(leaf.dtype or "", leaf.shape, same_as)
+    return found
+
+
+def made_of(forms: Mapping[str, Form]) -> torch.Tensor | FrozenTensors:
+    """What holds a blob of these forms."""
+    if set(forms) == {""}:
+        return forms[""].made()
+    return FrozenTensors(forms)

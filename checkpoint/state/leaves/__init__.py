@@ -1,0 +1,1 @@
+"""Leaves of modules, optimizers and trees."""
