@@ -32,9 +32,9 @@ from torchrelay.checkpoint.format.shard.read_plan import ReadOptions, ReadReques
 from torchrelay.checkpoint.format.shard.reader import ShardHeader, read_header
 from torchrelay.checkpoint.format.utils import lazily
 from torchrelay.checkpoint.format.value_decoding import references
-from torchrelay.checkpoint.reading.box_reader import BoxPlan, BoxRead
-from torchrelay.checkpoint.reading.read_plan import LeafRead, ReadPlan, check_portions
-from torchrelay.checkpoint.reading.seen_twice import seen_twice
+from torchrelay.checkpoint.load.reads.boxes import BoxPlan, BoxRead
+from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, ReadPlan, check_portions
+from torchrelay.checkpoint.load.verify import seen_twice
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role
 from torchrelay.checkpoint.storage.base import Memory, Storage
 from torchrelay.checkpoint.storage.local import LocalStorage

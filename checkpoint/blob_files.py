@@ -19,9 +19,8 @@ from torchrelay.checkpoint.blob_file_content import FileContent, content_of, con
 from torchrelay.checkpoint.blob_file_writing import file_bytes, write_blob_file
 from torchrelay.checkpoint.format.manifest.position import Patterns, Selection, matches, selection_of
 from torchrelay.checkpoint.format.names import nearest
-from torchrelay.checkpoint.reading.casting import Cast, cast, check_types_used, checked_cast
-from torchrelay.checkpoint.reading.devices import checked_device
-from torchrelay.checkpoint.reading.patterns import Rename, check_prefix_used, pattern_list, renamed_all
+from torchrelay.checkpoint.load.handle import Cast, cast, check_types_used, checked_cast, checked_device
+from torchrelay.checkpoint.load.lookup import Rename, check_prefix_used, pattern_list, renamed_all
 from torchrelay.checkpoint.state.checkpoint_set import check_patterns_used, select
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.kinds import Kind, kind_of

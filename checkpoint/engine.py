@@ -17,11 +17,11 @@ from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.position import EVERYTHING, Facts, Position, Selection, matches_any
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, Manifest
 from torchrelay.checkpoint.format.utils import Clock
-from torchrelay.checkpoint.ledger_words import Target
-from torchrelay.checkpoint.load import LoadJob, load_all
+from torchrelay.checkpoint.load.program_changes import ResumeOptions, gone_blobs
+from torchrelay.checkpoint.load.renaming import renamed_manifest
+from torchrelay.checkpoint.load.resume import LoadJob, load_all
+from torchrelay.checkpoint.load.verify import Target
 from torchrelay.checkpoint.log.retention import KEEP_ALL, Keeping
-from torchrelay.checkpoint.program_changes import ResumeOptions, gone_blobs
-from torchrelay.checkpoint.reading.renaming import renamed_manifest
 from torchrelay.checkpoint.replicas import ReplicaCheck, checked_every
 from torchrelay.checkpoint.retaining import Retaining
 from torchrelay.checkpoint.reuse import Reuse
@@ -456,7 +456,7 @@ class Engine:
             "partial load: manifest",
             lambda: read.append(codec.read(self.storage, entry)),
         )
-        from torchrelay.checkpoint.load_blobs import load_some
+        from torchrelay.checkpoint.load.partial import load_some
 
         why, stats = load_some(self.storage, session, read[0], names, self._stored, strict=strict)
         self._took("checkpoint_partial_load", stats)

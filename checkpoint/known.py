@@ -15,7 +15,7 @@ from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, LeafRow, M
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Bounds, volume
 from torchrelay.checkpoint.format.names import format_key
-from torchrelay.checkpoint.reading.shard_set import Holder, ShardSet
+from torchrelay.checkpoint.load.reads.shard_set import Holder, ShardSet
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import RelayError
 from torchrelay.records import dataclass

@@ -15,14 +15,12 @@ from torchrelay.checkpoint.apart import Apart
 from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.checkpoint.format.manifest import codec, position
 from torchrelay.checkpoint.format.manifest.position import Position
-from torchrelay.checkpoint.ledger_words import Holding, Look, Target
+from torchrelay.checkpoint.load.verify import Holding, JointProof, Look, Outcome, Target, prove_together
 from torchrelay.checkpoint.log.garbage import Deletions
 from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.record import entry_json, entry_of
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.log.writer import LogWriter, WhenFenced, not_told
-from torchrelay.checkpoint.prove_together import JointProof, prove_together
-from torchrelay.checkpoint.reading.proof import Outcome
 from torchrelay.checkpoint.storage.base import Storage, check_exclusion
 from torchrelay.checkpoint.storage.open import NOTES
 from torchrelay.errors import (

@@ -13,17 +13,10 @@ from torchrelay.checkpoint.blob_file import BlobFile, open_blob_file
 from torchrelay.checkpoint.blob_files import read_blobs
 from torchrelay.checkpoint.format.manifest.position import is_pattern, matches, matches_any
 from torchrelay.checkpoint.format.names import nearest
-from torchrelay.checkpoint.reading.casting import Cast, cast_of, checked_cast
-from torchrelay.checkpoint.reading.load_result import LoadResult, blob_of, checked_objects, of_objects
-from torchrelay.checkpoint.reading.patterns import (
-    Rename,
-    check_exclude_used,
-    pattern_list,
-    renamed,
-    renamed_all,
-)
-from torchrelay.checkpoint.reading.renaming import owner_of
-from torchrelay.checkpoint.reading.two_passes import Columns, Loading, Wanted
+from torchrelay.checkpoint.load.handle import Cast, cast_of, checked_cast
+from torchrelay.checkpoint.load.lookup import Rename, check_exclude_used, pattern_list, renamed, renamed_all
+from torchrelay.checkpoint.load.reads.atomic_load import Columns, Loading, Wanted
+from torchrelay.checkpoint.load.renaming import LoadResult, blob_of, checked_objects, of_objects, owner_of
 from torchrelay.checkpoint.state.flatten import leaf_names
 from torchrelay.checkpoint.state.gate import gate
 from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec, Role
@@ -37,8 +30,8 @@ from torchrelay.jobs.runtime import undisturbed
 from torchrelay.jobs.workspace import Workspace
 
 if TYPE_CHECKING:
-    from torchrelay.checkpoint.reader import Checkpoint
-    from torchrelay.checkpoint.reading.lookup import Nodes
+    from torchrelay.checkpoint.load.checkpoint import Checkpoint
+    from torchrelay.checkpoint.load.lookup import Nodes
 
 
 class Source(Protocol):
@@ -81,7 +74,7 @@ def load_blobs_into(
     reading is done and verified before anything changes.
     Raises KeyError for an object that the workspace lacks, and the errors of `open_checkpoint(...).load`.
     """
-    from torchrelay.checkpoint.reader import open_checkpoint  # files of blobs need none of it
+    from torchrelay.checkpoint.load.checkpoint import open_checkpoint  # files of blobs need none of it
 
     source: Source = (
         FileSource(open_blob_file(where))

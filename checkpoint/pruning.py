@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from torchrelay.checkpoint.format.log_state import Entry, Key, Retirement, State
+from torchrelay.checkpoint.load.info import KnownMetrics
+from torchrelay.checkpoint.load.verify import Lasting, Outcome
 from torchrelay.checkpoint.log.garbage import delete_retired, files_of
 from torchrelay.checkpoint.log.lease import PATIENCE_SECS
 from torchrelay.checkpoint.log.reader import open_log
@@ -19,9 +21,6 @@ from torchrelay.checkpoint.log.state import protected
 from torchrelay.checkpoint.log.tiered_storage import only_near, refuse_part
 from torchrelay.checkpoint.log.view import LogView, ranges
 from torchrelay.checkpoint.log.writer import LogWriter
-from torchrelay.checkpoint.reading.lasting import Lasting
-from torchrelay.checkpoint.reading.metrics import KnownMetrics
-from torchrelay.checkpoint.reading.proof import Outcome
 from torchrelay.checkpoint.storage.base import Storage, check_exclusion
 from torchrelay.errors import StorageError, UnknownEpochError, UsageError
 from torchrelay.records import dataclass

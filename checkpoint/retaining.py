@@ -7,13 +7,12 @@ from dataclasses import field
 
 from torchrelay.checkpoint.format.log_state import Key
 from torchrelay.checkpoint.ledger import Ledger
+from torchrelay.checkpoint.load.info import KnownMetrics
+from torchrelay.checkpoint.load.verify import Lasting, Outcome
 from torchrelay.checkpoint.log.garbage import delete_left, is_left
 from torchrelay.checkpoint.log.retention import Keeping
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.log.writer import LogWriter
-from torchrelay.checkpoint.reading.lasting import Lasting
-from torchrelay.checkpoint.reading.metrics import KnownMetrics
-from torchrelay.checkpoint.reading.proof import Outcome
 from torchrelay.errors import StorageError
 from torchrelay.jobs.session import Peers, decide, warn
 from torchrelay.records import dataclass

@@ -27,7 +27,7 @@ from torchrelay.checkpoint.format.shard.entries import Entries
 from torchrelay.checkpoint.format.shard.layout import ShardIdentity
 from torchrelay.checkpoint.format.shard.writer import write_shard
 from torchrelay.checkpoint.format.utils import Clock, patience_secs
-from torchrelay.checkpoint.ledger_words import Holding
+from torchrelay.checkpoint.load.verify import Holding
 from torchrelay.checkpoint.log.record import entry_json, entry_of
 from torchrelay.checkpoint.planning.assignments import Plan
 from torchrelay.checkpoint.report import NodeReport, Row, bytes_in, secs_in

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.load.open import place_of, proved_entry
 from torchrelay.checkpoint.log.view import wanted
 from torchrelay.checkpoint.manager_base import Manager
-from torchrelay.checkpoint.reading.opening import place_of, proved_entry
 from torchrelay.errors import UsageError
 from torchrelay.jobs.session import decide
 from torchrelay.runners.stopping import Verdict

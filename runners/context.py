@@ -22,7 +22,7 @@ from torchrelay.runners.steps import Steps, TaskRanks
 if TYPE_CHECKING:
     import torch
 
-    from torchrelay.checkpoint.reading.load_result import LoadResult
+    from torchrelay.checkpoint.load.renaming import LoadResult
     from torchrelay.runners.session_base import SessionBase
 
 Reduction = Literal["mean", "sum", "last", "min", "max"]

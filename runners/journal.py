@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.checkpoint.format.manifest.position import Position
-from torchrelay.checkpoint.ledger_words import Holding, Look
+from torchrelay.checkpoint.load.verify import Holding, Look
 from torchrelay.checkpoint.log.lease import process_here
 from torchrelay.errors import DirectoryInUseError, PreemptedError, StorageError, UsageError
 from torchrelay.jobs.job import Job

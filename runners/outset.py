@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from torchrelay.checkpoint.ledger_words import Look
+from torchrelay.checkpoint.load.verify import Look
 from torchrelay.checkpoint.manager_base import Manager
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.jobs.job import Job

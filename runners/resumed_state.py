@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from torchrelay.checkpoint.ledger_words import Target
+from torchrelay.checkpoint.load.verify import Target
 from torchrelay.checkpoint.manager_base import Manager
 from torchrelay.checkpoint.state.gradients import Gradients
 from torchrelay.errors import PartiallyLoadedError, StorageError

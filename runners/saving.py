@@ -13,7 +13,7 @@ from torchrelay.jobs.session import decide
 from torchrelay.runners.session_base import SessionBase
 
 if TYPE_CHECKING:
-    from torchrelay.checkpoint.ledger_words import Look, Target
+    from torchrelay.checkpoint.load.verify import Look, Target
     from torchrelay.runners.journal import Journal
 
 

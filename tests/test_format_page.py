@@ -33,8 +33,8 @@ from torchrelay.checkpoint.format.names import GROUP, NODE, Whole, format_key
 from torchrelay.checkpoint.format.shard import header
 from torchrelay.checkpoint.format.shard import layout as shard
 from torchrelay.checkpoint.format.shard import layout as shard_parts
+from torchrelay.checkpoint.load.verify import Outcome
 from torchrelay.checkpoint.log import append, job_file, lease, reader, record, view
-from torchrelay.checkpoint.reading.proof import Outcome
 from torchrelay.checkpoint.state.leaf import Role
 from torchrelay.jobs.blobs import Scope
 from torchrelay.runners.ending.place import Place

@@ -188,7 +188,7 @@ def text_files() -> list[Path]:
 
 def test_warnings_never_take_one_rank_away_from_the_others() -> None:
     """Warnings go through `jobs.peers.warn`, but for verbs that a process calls for itself."""
-    alone = {"jobs/session.py", "checkpoint/reader.py", "checkpoint/package/saving.py"}
+    alone = {"jobs/session.py", "checkpoint/load/checkpoint.py", "checkpoint/package/saving.py"}
     raising = {path for path in FILES if "warnings.warn(" in path.read_text()}
     assert {str(path.relative_to(ROOT)) for path in raising} == alone
 

@@ -25,7 +25,7 @@ from torchrelay.checkpoint.format.manifest.schema import ShardRow
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded
 from torchrelay.checkpoint.format.utils import Clock
-from torchrelay.checkpoint.ledger_words import Holding
+from torchrelay.checkpoint.load.verify import Holding
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.planning.assignments import Plan
 from torchrelay.checkpoint.report import NodeReport

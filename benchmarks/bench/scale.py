@@ -31,10 +31,9 @@ from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import uncovered, whole
 from torchrelay.checkpoint.format.utils import Clock
 from torchrelay.checkpoint.ledger import Holding
+from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.planning.assignments import Plan, elements, item_bytes
-from torchrelay.checkpoint.reading.leaf_reader import LeafReader
-from torchrelay.checkpoint.reading.read_plan import LeafRead
 from torchrelay.checkpoint.save import SaveJob, carry_out, make_plan
 from torchrelay.checkpoint.spec_exchange import SpecExchange
 from torchrelay.checkpoint.storage.local import LocalStorage

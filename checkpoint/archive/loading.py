@@ -17,7 +17,7 @@ from torchrelay.checkpoint.format import dtypes
 from torchrelay.checkpoint.format.shard.batched_reads import all_strided
 from torchrelay.checkpoint.format.shard.entries import form_of
 from torchrelay.checkpoint.format.value_decoding import decode
-from torchrelay.checkpoint.reading.two_passes import naming_what_changed, runs_of
+from torchrelay.checkpoint.load.reads.atomic_load import naming_what_changed, runs_of
 from torchrelay.checkpoint.state.gate import gate
 from torchrelay.checkpoint.state.leaves.module import ModuleEntry, parts_of
 from torchrelay.checkpoint.state.names import TensorNames

@@ -12,9 +12,8 @@ from torchrelay.checkpoint.format.manifest.keys import parts_of
 from torchrelay.checkpoint.format.manifest.position import matches
 from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest
 from torchrelay.checkpoint.format.names import nearest
-from torchrelay.checkpoint.reading.leaf_reader import LeafReader
-from torchrelay.checkpoint.reading.proof import prove
-from torchrelay.checkpoint.reading.seen_twice import seen_twice
+from torchrelay.checkpoint.load.reads.leaf_reader import LeafReader
+from torchrelay.checkpoint.load.verify import prove, seen_twice
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import UsageError
 from torchrelay.records import dataclass

@@ -8,7 +8,7 @@ from torchrelay.checkpoint.format.mesh_geometry import Bounds, whole
 from torchrelay.checkpoint.inspection.contents import Epoch
 from torchrelay.checkpoint.inspection.numerics import np
 from torchrelay.checkpoint.inspection.tensor_bytes import Buffer, Part
-from torchrelay.checkpoint.reading.scatter import Copy, Slab
+from torchrelay.checkpoint.load.reads.boxes import Copy, Slab
 
 
 def small_boxes(part: Part, source: Bounds, first: int, box: Bounds) -> list[Bounds]:

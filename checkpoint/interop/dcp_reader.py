@@ -22,10 +22,9 @@ from torch.futures import Future
 
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION
 from torchrelay.checkpoint.interop.torch_files import saved_bytes
-from torchrelay.checkpoint.reader import Checkpoint, open_checkpoint
-from torchrelay.checkpoint.reading.handle import TensorHandle
-from torchrelay.checkpoint.reading.lookup import several_owners, split_name
-from torchrelay.checkpoint.reading.patterns import Rename, choose, renamed_all
+from torchrelay.checkpoint.load.checkpoint import Checkpoint, open_checkpoint
+from torchrelay.checkpoint.load.handle import TensorHandle
+from torchrelay.checkpoint.load.lookup import Rename, choose, renamed_all, several_owners, split_name
 from torchrelay.checkpoint.state.gate import gate
 
 BATCH_BYTES = 64 << 20

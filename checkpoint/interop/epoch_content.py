@@ -8,17 +8,19 @@ from typing import Any
 from torchrelay.checkpoint.format.dtypes import by_name
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION
 from torchrelay.checkpoint.interop.content import Content, Outgoing
-from torchrelay.checkpoint.reader import Checkpoint
-from torchrelay.checkpoint.reading.casting import Cast, cast_of, check_types_used, checked_cast
-from torchrelay.checkpoint.reading.lookup import (
+from torchrelay.checkpoint.load.checkpoint import Checkpoint
+from torchrelay.checkpoint.load.handle import Cast, cast_of, check_types_used, checked_cast
+from torchrelay.checkpoint.load.lookup import (
     Nodes,
     check_decided,
+    check_prefix_used,
+    choose,
     find_row,
     node_for,
     node_of,
+    pattern_list,
     several_owners,
 )
-from torchrelay.checkpoint.reading.patterns import check_prefix_used, choose, pattern_list
 from torchrelay.checkpoint.state.names import without_reserved
 from torchrelay.errors import UsageError
 

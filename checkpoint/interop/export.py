@@ -17,9 +17,9 @@ from torchrelay.checkpoint.interop.remote_publishing import check_free_at, publi
 from torchrelay.checkpoint.interop.safetensors_files import write_safetensors
 from torchrelay.checkpoint.interop.scratch import mapped_tensors
 from torchrelay.checkpoint.interop.torch_files import check_savable, write_torch_file
-from torchrelay.checkpoint.reader import open_checkpoint
-from torchrelay.checkpoint.reading.casting import Cast
-from torchrelay.checkpoint.reading.lookup import Nodes
+from torchrelay.checkpoint.load.checkpoint import open_checkpoint
+from torchrelay.checkpoint.load.handle import Cast
+from torchrelay.checkpoint.load.lookup import Nodes
 from torchrelay.checkpoint.storage.open import is_remote
 from torchrelay.errors import UsageError
 from torchrelay.jobs.runtime import local_directory

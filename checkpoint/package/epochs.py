@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from torchrelay.checkpoint.reader import open_checkpoint
+from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.errors import UsageError
 from torchrelay.metadata.code.capture import captures, code_id_of
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.load.verify import Outcome, Proof, prove
 from torchrelay.checkpoint.log.history import Happening, History, happened_to
 from torchrelay.checkpoint.log.view import LogView
-from torchrelay.checkpoint.reading.proof import Outcome, Proof, prove
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import NoProvableEpochError, StorageError
 from torchrelay.records import dataclass

@@ -8,7 +8,7 @@ from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow, shard_path
 from torchrelay.checkpoint.format.shard.reader import ShardExpectation, read_header
-from torchrelay.checkpoint.reading.seen_twice import seen_twice
+from torchrelay.checkpoint.load.verify import seen_twice
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.tier.parts import Part
 from torchrelay.checkpoint.tier.sending import Sending

@@ -15,12 +15,18 @@ from torchrelay.checkpoint.apart import Apart
 from torchrelay.checkpoint.format.log_state import Entry, Retirement, State
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.position import Position
-from torchrelay.checkpoint.ledger_words import Look, Target
+from torchrelay.checkpoint.load.verify import (
+    FULL_PROOF_SECS,
+    JointProof,
+    Level,
+    Look,
+    Outcome,
+    Target,
+    prove_together,
+)
 from torchrelay.checkpoint.log.job_file import share_job
 from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.record import entry_json, entry_of
-from torchrelay.checkpoint.prove_together import FULL_PROOF_SECS, JointProof, prove_together
-from torchrelay.checkpoint.reading.proof import Level, Outcome
 from torchrelay.checkpoint.tier import claims, near_files
 from torchrelay.checkpoint.tier.among import Others, damage_in
 from torchrelay.checkpoint.tier.part_sender import PartSender

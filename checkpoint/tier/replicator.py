@@ -15,11 +15,11 @@ from typing import Any
 
 from torchrelay.checkpoint.format.log_state import Entry, State
 from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.load.verify import Outcome, prove
 from torchrelay.checkpoint.log.record import entry_json
 from torchrelay.checkpoint.log.tiered_storage import Notes, TierStorage, forgotten, read_notes, write_notes
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.log.writer import LogWriter
-from torchrelay.checkpoint.reading.proof import Outcome, prove
 from torchrelay.checkpoint.storage.inflight import headway
 from torchrelay.checkpoint.storage.open import Tier
 from torchrelay.checkpoint.tier import histories

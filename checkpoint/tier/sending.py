@@ -28,7 +28,7 @@ from torchrelay.checkpoint.format.manifest.schema import (
 )
 from torchrelay.checkpoint.format.shard.read_plan import ReadOptions, ReadRequest
 from torchrelay.checkpoint.format.shard.reader import ShardExpectation, ShardHeader, read_header
-from torchrelay.checkpoint.reading.proof import Outcome, prove
+from torchrelay.checkpoint.load.verify import Outcome, prove
 from torchrelay.checkpoint.storage.base import Storage, WriteHandle
 from torchrelay.checkpoint.storage.threads import share
 from torchrelay.errors import DamagedError, StorageError

@@ -12,15 +12,13 @@ from typing import Any
 from torchrelay.checkpoint.format.log_state import Entry, State
 from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.ledger import Ledger
-from torchrelay.checkpoint.ledger_words import Look, Target
+from torchrelay.checkpoint.load.verify import JointProof, Level, Look, Outcome, Target, prove_together
 from torchrelay.checkpoint.log.job_file import same_job, share_job
 from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.retention import Keeping
 from torchrelay.checkpoint.log.tiered_storage import Notes, TierStorage, read_notes, refuse_to_begin
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.log.writer import LogWriter
-from torchrelay.checkpoint.prove_together import JointProof, prove_together
-from torchrelay.checkpoint.reading.proof import Level, Outcome
 from torchrelay.checkpoint.retaining import Retaining
 from torchrelay.checkpoint.storage.base import check_exclusion
 from torchrelay.checkpoint.storage.open import Tier

@@ -12,11 +12,11 @@ import torch
 
 import torchrelay
 from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.load.checkpoint import Checkpoint
+from torchrelay.checkpoint.load.open import place_of
+from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log.job_file import has_job, holds_job
 from torchrelay.checkpoint.log.reader import open_log
-from torchrelay.checkpoint.reader import Checkpoint
-from torchrelay.checkpoint.reading.opening import place_of
-from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.checkpoint.storage.urls import is_url

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.record import slot_path
 from torchrelay.checkpoint.log.view import STRIDE, LogView
-from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import RelayError, UsageError
 from torchrelay.records import dataclass

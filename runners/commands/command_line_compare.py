@@ -8,7 +8,7 @@ from typing import Any
 
 from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.checkpoint.format.manifest.summary import glance
-from torchrelay.checkpoint.reading.opening import Best
+from torchrelay.checkpoint.load.open import Best
 from torchrelay.errors import UsageError
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.commands.command_line_arguments import Add, add_run

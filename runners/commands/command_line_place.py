@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchrelay.checkpoint.load.lookup import nearest_directory
+from torchrelay.checkpoint.load.open import Best, best_of_run, place_of
 from torchrelay.checkpoint.log.job_file import has_job
 from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.tiered_storage import opened
 from torchrelay.checkpoint.log.view import LogView
-from torchrelay.checkpoint.reading.lookup import nearest_directory
-from torchrelay.checkpoint.reading.opening import Best, best_of_run, place_of
 from torchrelay.checkpoint.storage.base import Distrusted, SingleWriter, Storage
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.open import FILE, storage_of

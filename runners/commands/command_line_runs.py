@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.reading.opening import best_of_run
+from torchrelay.checkpoint.load.open import best_of_run
 from torchrelay.errors import RelayError
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.load.verify import Level, Outcome, Proof, prove
 from torchrelay.checkpoint.log.view import LogView
-from torchrelay.checkpoint.reading.proof import Level, Outcome, Proof, prove
 from torchrelay.checkpoint.storage.base import check_exclusion
 from torchrelay.errors import NoProvableEpochError, StorageError
 from torchrelay.records import dataclass

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.reading.opening import best_of_run
+from torchrelay.checkpoint.load.open import best_of_run
 from torchrelay.errors import RelayError
 from torchrelay.metadata.code.capture import captures, code_id_of
 from torchrelay.metadata.experiments import Note, newest_result, read_note

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.load import open as opening
 from torchrelay.checkpoint.log.view import LogView, Wanted, named_entry, wanted
-from torchrelay.checkpoint.reading import opening
 from torchrelay.checkpoint.storage.base import SingleWriter
 from torchrelay.checkpoint.storage.open import CountingStorage
 from torchrelay.checkpoint.storage.urls import is_url, shown

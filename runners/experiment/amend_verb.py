@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from torchrelay.checkpoint.format.manifest.position import Selection
-from torchrelay.checkpoint.reader import open_checkpoint
+from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.errors import DamagedError, DirectoryInUseError, RelayError, StorageError, UsageError
 from torchrelay.jobs.blobs import is_stateful
 from torchrelay.jobs.job import Job

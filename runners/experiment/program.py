@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.checkpoint.package.opening import Package
-from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.config import Config
 from torchrelay.jobs.job import Job

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchrelay.checkpoint.reader import Checkpoint
+from torchrelay.checkpoint.load.checkpoint import Checkpoint
 from torchrelay.errors import UsageError
 from torchrelay.jobs.random import seed as set_seed
 from torchrelay.runners.experiment.base_scene import say

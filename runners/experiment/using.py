@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.checkpoint.log.job_file import has_job
-from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.errors import NoProvableEpochError, NotAllowedNowError, UnknownEpochError, UsageError
 from torchrelay.metadata.code.manifest import SHORT
 from torchrelay.metadata.experiments import ProgramRun

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.reader import open_checkpoint
+from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.errors import NotAllowedNowError, RelayError, UsageError
 from torchrelay.jobs.data.loader import EpochLoader
 from torchrelay.jobs.session import Peers, decide

@@ -7,9 +7,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+from torchrelay.checkpoint.load.checkpoint import open_checkpoint
+from torchrelay.checkpoint.load.open import place_of, read_log
 from torchrelay.checkpoint.log.view import ranges, whole_epochs
-from torchrelay.checkpoint.reader import open_checkpoint
-from torchrelay.checkpoint.reading.opening import place_of, read_log
 from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.errors import UnknownEpochError, UsageError
 from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys

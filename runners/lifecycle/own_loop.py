@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Timer
 
+from torchrelay.checkpoint.load.open import place_of, read_log
 from torchrelay.checkpoint.log.view import whole_epochs
-from torchrelay.checkpoint.reading.opening import place_of, read_log
 from torchrelay.errors import SaveFailedError, UnknownEpochError, UsageError
 from torchrelay.jobs.session import Peers, decide
 from torchrelay.runners.binding import bind_for_load

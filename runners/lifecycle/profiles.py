@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.reader import open_checkpoint
+from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.errors import PreemptedError, UnknownEpochError, UsageError
 from torchrelay.jobs.config.config import Config
 from torchrelay.jobs.config.runner_schema import LOCAL_TRAIN

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.checkpoint.onnx_out.own_copy import bare_module, own_copy
 from torchrelay.checkpoint.onnx_out.to_onnx import to_onnx
-from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.checkpoint.storage.inflight import headway
 from torchrelay.errors import RelayError, UsageError
 from torchrelay.jobs.random import RandomStreams

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from torchrelay.checkpoint.reader import Checkpoint, open_checkpoint
+from torchrelay.checkpoint.load.checkpoint import Checkpoint, open_checkpoint
 from torchrelay.checkpoint.storage.open import FILE
 from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.errors import UsageError

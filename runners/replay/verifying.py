@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from torchrelay.checkpoint.blob_files import load_blobs
-from torchrelay.checkpoint.reader import open_checkpoint
-from torchrelay.checkpoint.reading.opening import place_of, read_log
+from torchrelay.checkpoint.load.checkpoint import open_checkpoint
+from torchrelay.checkpoint.load.open import place_of, read_log
 from torchrelay.errors import DamagedError, RelayError, UsageError
 from torchrelay.records import dataclass
 from torchrelay.runners.rebuilding.archives import Archives, archives_of

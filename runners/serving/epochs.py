@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.load.checkpoint import Checkpoint, open_checkpoint
+from torchrelay.checkpoint.load.open import candidates, place_of, read_log
 from torchrelay.checkpoint.log.reader import read_hint
 from torchrelay.checkpoint.log.record import slot_path
 from torchrelay.checkpoint.log.view import LogView, find_tail, named_entry, wanted
-from torchrelay.checkpoint.reader import Checkpoint, open_checkpoint
-from torchrelay.checkpoint.reading.opening import candidates, place_of, read_log
 from torchrelay.errors import DamagedError, NoProvableEpochError, UsageError
 from torchrelay.runners.serving.served import Say, Served
 

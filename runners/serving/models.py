@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.reader import Checkpoint
-from torchrelay.checkpoint.reading.devices import checked_device
+from torchrelay.checkpoint.load.checkpoint import Checkpoint
+from torchrelay.checkpoint.load.handle import checked_device
 from torchrelay.errors import RelayError, UsageError
 from torchrelay.jobs.runtime import Signature
 from torchrelay.metadata.code.capture import captures, code_id_of

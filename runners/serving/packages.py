@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from torchrelay.checkpoint.load.handle import checked_device
 from torchrelay.checkpoint.package import Package, open_package
-from torchrelay.checkpoint.reading.devices import checked_device
 from torchrelay.errors import UsageError
 from torchrelay.jobs.runtime import Signature, TensorSpec
 from torchrelay.runners.serving.models import MakeHandler

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.checkpoint.format.names import nearest
-from torchrelay.checkpoint.reading.patterns import pattern_list
+from torchrelay.checkpoint.load.lookup import pattern_list
 from torchrelay.errors import UsageError
 from torchrelay.jobs.stop import free_name
 from torchrelay.metadata.lineage import check_alias

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION
-from torchrelay.checkpoint.reader import Checkpoint, open_checkpoint
-from torchrelay.checkpoint.reading.patterns import choose
-from torchrelay.checkpoint.reading.stages import records_in
+from torchrelay.checkpoint.load.checkpoint import Checkpoint, open_checkpoint
+from torchrelay.checkpoint.load.info import records_in
+from torchrelay.checkpoint.load.lookup import choose
 from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.errors import UsageError
 from torchrelay.jobs.session import Peers, together

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torchrelay.checkpoint.format.manifest.schema import Manifest
-from torchrelay.checkpoint.reading.stages import LINEAGE, UPSTREAM
+from torchrelay.checkpoint.load.info import LINEAGE, UPSTREAM
 from torchrelay.jobs.session import Peers, decide, together
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.stages.given import Given

@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 
 from torchrelay.checkpoint.format.names import nearest
-from torchrelay.checkpoint.reader import Checkpoint
-from torchrelay.checkpoint.reading.load_result import LoadResult
-from torchrelay.checkpoint.reading.patterns import Below, pattern_list
-from torchrelay.checkpoint.reading.stages import UPSTREAM
+from torchrelay.checkpoint.load.checkpoint import Checkpoint
+from torchrelay.checkpoint.load.info import UPSTREAM
+from torchrelay.checkpoint.load.lookup import Below, pattern_list
+from torchrelay.checkpoint.load.renaming import LoadResult
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import spec_of

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from torchrelay.checkpoint.ledger import Ledger
-from torchrelay.checkpoint.ledger_words import Target
+from torchrelay.checkpoint.load.verify import Target
 from torchrelay.checkpoint.log.job_file import PATH as JOB_FILE
 from torchrelay.checkpoint.log.record import slot_path
 from torchrelay.checkpoint.manager_base import Manager

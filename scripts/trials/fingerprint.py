@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from torchrelay.checkpoint.reader import Checkpoint
+from torchrelay.checkpoint.load.checkpoint import Checkpoint
 
 
 def weights_sha256(checkpoint: Checkpoint, blob: str = "model") -> str:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 from mesh_pairs import PAIRS, Unlike, unlike_pairs
 
-from torchrelay.checkpoint.reading import box_reader, scatter
+from torchrelay.checkpoint.load.reads import boxes
 
 CHUNK = 500
 """Pairs between two lines; each chunk has a seed of its own, by which it can be run again."""
@@ -41,13 +41,13 @@ def hunt(pairs: int, seed: int) -> list[Unlike]:
 
     Tiny ones are read together or, as those of large entries, one after the other.
     """
-    rng, found, placed = random.Random(seed), [], box_reader._Placed
+    rng, found, placed = random.Random(seed), [], boxes._Placed
     for number in range(0, pairs, PAIRS):
         large = number // PAIRS % 2 == 0
-        box_reader.moves.cache_clear()  # they depend on it
+        boxes.moves.cache_clear()  # they depend on it
         passing = not large and rng.random() < 0.5
         with (
-            patch.object(scatter, "SLAB_BYTES", (2 << 20) if large else 64),
+            patch.object(boxes, "SLAB_BYTES", (2 << 20) if large else 64),
             patch.object(placed, "is_large", property(lambda one: True) if passing else placed.is_large),
         ):
             found += unlike_pairs(rng, large=large)

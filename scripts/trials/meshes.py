@@ -24,11 +24,10 @@ from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Placement, Replicated, Sharded, local_intervals
 from torchrelay.checkpoint.format.shard.layout import ShardIdentity
 from torchrelay.checkpoint.format.shard.writer import write_shard
+from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader
 from torchrelay.checkpoint.planning.assignments import NodeClass
 from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_of
 from torchrelay.checkpoint.planning.plan import plan_classes
-from torchrelay.checkpoint.reading.leaf_reader import LeafReader
-from torchrelay.checkpoint.reading.read_plan import LeafRead
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, spec_of
 from torchrelay.jobs.cluster import NodePlace
 

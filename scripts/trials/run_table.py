@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torchrelay
-from torchrelay.checkpoint.reader import Checkpoint
+from torchrelay.checkpoint.load.checkpoint import Checkpoint
 from torchrelay.metadata.run_directory import RunDirectory
 
 COLUMNS = ("run", "epoch", "loss", "test accuracy", "save secs", "resumed")

@@ -39,7 +39,7 @@ def reading() -> Iterator[Bug]:
     )
     yield Bug(
         "headers that nobody looked at are vouched for",
-        "checkpoint/reading/proof.py",
+        "checkpoint/load/verify.py",
         'frozenset() if level == "sizes" else holders',
         "holders",
         ["tests/checkpoint/test_vouched_headers.py"],

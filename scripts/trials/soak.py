@@ -19,7 +19,7 @@ from screen import Screen
 from soak_job import EVERY, KEPT, read
 from storm_checks import Watched, lines_of
 
-from torchrelay.checkpoint.reading.proof import prove
+from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.storage.local import LocalStorage
 
 JOB = Path(__file__).with_name("soak_job.py")

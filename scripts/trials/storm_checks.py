@@ -11,10 +11,10 @@ from storm_job import MARKS, STEPS
 
 import torchrelay
 from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.load.checkpoint import Checkpoint
+from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.view import LogView
-from torchrelay.checkpoint.reader import Checkpoint
-from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.checkpoint.storage.local import LocalStorage
 
 

@@ -23,7 +23,7 @@ from screen import Screen
 from two_hosts_job import EPOCHS
 
 import torchrelay
-from torchrelay.checkpoint.reader import Checkpoint
+from torchrelay.checkpoint.load.checkpoint import Checkpoint
 from torchrelay.errors import RelayError
 from torchrelay.metadata.run_directory import RunDirectory
 

@@ -84,7 +84,7 @@ _HOMES = {
     "max_steps": "jobs.stop",
     "max_time": "jobs.stop",
     "metric_rows": "metadata.experiments",
-    "open_checkpoint": "checkpoint.reader",
+    "open_checkpoint": "checkpoint.load.checkpoint",
     "open_package": "checkpoint.package.opening",
     "run_to_onnx": "runners.onnx_files.run_to_onnx",
     "save": "checkpoint.package.saving",
@@ -122,7 +122,7 @@ if TYPE_CHECKING:
     from torchrelay.checkpoint.multi_node import MultiNodeCheckpointManager as MultiNodeCheckpointManager
     from torchrelay.checkpoint.onnx_in.onnx_module import OnnxModule as OnnxModule, from_onnx as from_onnx
     from torchrelay.checkpoint.onnx_out.to_onnx import to_onnx as to_onnx
-    from torchrelay.checkpoint.reader import open_checkpoint as open_checkpoint
+    from torchrelay.checkpoint.load.checkpoint import open_checkpoint as open_checkpoint
     from torchrelay.checkpoint.state.leaves.fsdp1 import fsdp_state as fsdp_state
     from torchrelay.checkpoint.storage.open import Tier as Tier
     from torchrelay.checkpoint.upload import UploadTaskGroupBuilder as UploadTaskGroupBuilder

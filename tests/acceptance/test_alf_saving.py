@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import nn
 
 from torchrelay import Job, JobRunner, LocalSession, load_blobs, max_epochs, open_checkpoint
-from torchrelay.checkpoint.reading.opening import place_of, read_log
+from torchrelay.checkpoint.load.open import place_of, read_log
 from torchrelay.errors import TaskFailedError, UsageError
 from torchrelay.lifecycle import StepFailedError
 from torchrelay.runners.ending.requests import Requests

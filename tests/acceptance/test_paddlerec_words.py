@@ -14,7 +14,7 @@ from lifecycle_cases import CONFIG, run, written
 from torchrun import torchrun
 
 from torchrelay.__main__ import main
-from torchrelay.checkpoint.reader import open_checkpoint
+from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.errors import UnknownEpochError, UsageError, exit_code_of
 from torchrelay.jobs.config.config import load_config
 from torchrelay.jobs.config.tree import ConfigError

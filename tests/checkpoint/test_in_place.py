@@ -17,7 +17,7 @@ from torchrelay.checkpoint import load_into as from_files
 from torchrelay.checkpoint.format.dtypes import BLOCK
 from torchrelay.checkpoint.format.shard import batched_reads
 from torchrelay.checkpoint.format.shard.entries import form_of
-from torchrelay.checkpoint.reading import loading as from_epochs
+from torchrelay.checkpoint.load import objects as from_epochs
 from torchrelay.checkpoint.state.tensor_checks import NOTHING, fitting
 from torchrelay.errors import BlobError, RelayError
 

@@ -24,11 +24,11 @@ from torchrelay import (
     open_checkpoint,
 )
 from torchrelay.checkpoint.ledger import Ledger
+from torchrelay.checkpoint.load import verify
+from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.retention import Keeping
 from torchrelay.checkpoint.log.writer import LogWriter
-from torchrelay.checkpoint.reading import lasting
-from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.checkpoint.retaining import Retaining
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.local_io import LocalReadHandle
@@ -140,7 +140,7 @@ def test_a_storage_that_does_not_answer_is_asked_for_one_epoch_only(
 
 def test_many_nodes_are_looked_at_in_turns(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where headers would be too many, a share is read each time, another one the next time."""
-    monkeypatch.setattr(lasting, "LOOKED_AT", 1)
+    monkeypatch.setattr(verify, "LOOKED_AT", 1)
     read, looked = LocalStorage.open_read, list[str]()
 
     def open_read(self: LocalStorage, path: str) -> LocalReadHandle:
@@ -149,7 +149,7 @@ def test_many_nodes_are_looked_at_in_turns(made: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(LocalStorage, "open_read", open_read)
     storage = LocalStorage(made)
-    view, looks = open_log(storage), lasting.Lasting()
+    view, looks = open_log(storage), verify.Lasting()
     seen = []
     for _ in range(2):
         looked.clear()

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from torchrelay.checkpoint.format.dtypes import memory_of
 from torchrelay.checkpoint.format.manifest.position import Position
-from torchrelay.checkpoint.reading.leaf_reader import LeafReader
-from torchrelay.checkpoint.reading.read_plan import LeafRead
+from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader
 from torchrelay.checkpoint.storage.open import CountingStorage
 from torchrelay.errors import DamagedError, UsageError
 

@@ -21,8 +21,8 @@ from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Sharded
 from torchrelay.checkpoint.format.shard.read_plan import ReadOptions, ReadRequest
 from torchrelay.checkpoint.format.shard.reader import read_header
-from torchrelay.checkpoint.reading.load_result import blob_of
-from torchrelay.checkpoint.reading.read_plan import LeafRead
+from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead
+from torchrelay.checkpoint.load.renaming import blob_of
 from torchrelay.checkpoint.storage import local_io
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.local_io import ALIGN, DIRECT_FROM

@@ -12,7 +12,7 @@ import torch
 from epochs import Writing, buffer, moment, parameter, value
 
 from torchrelay.checkpoint.format.manifest.position import Facts, Position
-from torchrelay.checkpoint.reader import open_checkpoint
+from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.checkpoint.state.leaf import Leaf, Role, Value
 from torchrelay.checkpoint.storage.local import LocalStorage, LocalWriteHandle
 from torchrelay.errors import (

@@ -15,8 +15,8 @@ from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded
 from torchrelay.checkpoint.format.shard.batched_reads import Passage, Passing
 from torchrelay.checkpoint.format.shard.read_plan import ReadOptions
-from torchrelay.checkpoint.reading import read_plan
-from torchrelay.checkpoint.reading.read_plan import LeafRead
+from torchrelay.checkpoint.load.reads import leaf_reader
+from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import DamagedError, StorageError
 
@@ -100,14 +100,14 @@ def test_work_is_what_is_read_not_what_is_wanted(monkeypatch):
     whole = torch.arange(24 << 18, dtype=torch.float32).reshape(24, 1 << 18)
     reader = Saved({"m": whole}, {"m": Mesh((0,), (1,), (Replicated(),))}, 1).run()
     shared: list[tuple[int, int]] = []
-    real = read_plan.read_portions
+    real = leaf_reader.read_portions
 
     def read_portions(portions, nbytes, *others):
         found = list(portions)
         shared.append((len(found), nbytes))
         real(found, nbytes, *others)
 
-    monkeypatch.setattr(read_plan, "read_portions", read_portions)
+    monkeypatch.setattr(leaf_reader, "read_portions", read_portions)
     mesh = Mesh(tuple(range(64)), (64,), (Sharded(1),))
     assert torch.equal(load(reader, "m", whole, target(mesh, whole.shape, 3)), local_part(whole, mesh, 3))
     [(batches, nbytes)] = shared
@@ -219,7 +219,7 @@ def test_straight_reads_and_slabs_of_a_file_come_in_its_order(monkeypatch):
     }
     found = {name: torch.empty(one.shape) for name, one in wanted.items()}
     seen: list[tuple[str, int]] = []
-    real = read_plan.read_portions
+    real = leaf_reader.read_portions
 
     def read_portions(portions, *others):
         def noted():
@@ -229,7 +229,7 @@ def test_straight_reads_and_slabs_of_a_file_come_in_its_order(monkeypatch):
 
         real(noted(), *others)
 
-    monkeypatch.setattr(read_plan, "read_portions", read_portions)
+    monkeypatch.setattr(leaf_reader, "read_portions", read_portions)
     reader.read_many(LeafRead(name, memory_of(found[name]), None, wanted[name]) for name in wholes)
     assert seen == sorted(seen) and len({path for path, _ in seen}) == 2
     assert len(seen) >= 9  # three straight of the first file, three columns of both

@@ -23,8 +23,8 @@ from torchrelay.checkpoint.format.shard.read_plan import (
     once,
     read_portions,
 )
-from torchrelay.checkpoint.reading.seen_twice import seen_twice
-from torchrelay.checkpoint.reading.sharing import threads_each
+from torchrelay.checkpoint.load.reads.shared_reads import threads_each
+from torchrelay.checkpoint.load.verify import seen_twice
 from torchrelay.checkpoint.storage.base import ReadHandle, open_for_reading
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.local_io import LocalReadHandle

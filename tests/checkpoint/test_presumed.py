@@ -28,8 +28,8 @@ from torchrelay import (
 )
 from torchrelay.checkpoint import reuse, unchanged
 from torchrelay.checkpoint import save as saving
+from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log.reader import open_log
-from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import DeadlineError, StorageError
 from torchrelay.jobs.blobs import Blob

@@ -22,7 +22,7 @@ from torchrelay import (
     save_blobs,
     seed,
 )
-from torchrelay.checkpoint.reader import Checkpoint
+from torchrelay.checkpoint.load.checkpoint import Checkpoint
 from torchrelay.errors import BlobError, SaveFailedError, UsageError
 from torchrelay.runners.local_session import LocalSession
 

@@ -15,6 +15,7 @@ from stage import warned
 
 from torchrelay.checkpoint.format.log_state import Key, Retirement
 from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log import append
 from torchrelay.checkpoint.log.history import History, read_history
 from torchrelay.checkpoint.log.job_file import read_job
@@ -22,7 +23,6 @@ from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.record import decode, slot_path
 from torchrelay.checkpoint.log.state import lost_bases
 from torchrelay.checkpoint.log.writer import LogWriter, append_as_guest, pin_draft
-from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.checkpoint.repair.inventory import take_inventory
 from torchrelay.checkpoint.repair.mend import repair
 from torchrelay.checkpoint.storage.local import LocalStorage

@@ -22,8 +22,8 @@ from torchrelay import (
     max_epochs,
     open_checkpoint,
 )
+from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log.reader import open_log
-from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.runners.commands.command_line import main
 

@@ -16,8 +16,8 @@ from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.format.manifest.schema import Manifest, manifest_path
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded
-from torchrelay.checkpoint.reading.leaf_reader import LeafReader
-from torchrelay.checkpoint.reading.proof import Outcome, prove
+from torchrelay.checkpoint.load.reads.leaf_reader import LeafReader
+from torchrelay.checkpoint.load.verify import Outcome, prove
 from torchrelay.errors import RelayError
 
 NODES = (0, 1, 2, 3)

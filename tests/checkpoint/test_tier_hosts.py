@@ -39,7 +39,7 @@ def disks(tmp_path: Path) -> list[Path]:
 def hosts_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each thread is a host to whoever asks which one has seen damage."""
     named = SimpleNamespace(gethostname=lambda: threading.current_thread().name)
-    monkeypatch.setattr("torchrelay.checkpoint.prove_together.socket", named)
+    monkeypatch.setattr("torchrelay.checkpoint.load.verify.socket", named)
 
 
 def files(place: Path) -> set[str]:

@@ -18,17 +18,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from torchrelay import Job, JobRunner, LocalSession, load_into, max_epochs, save_blobs
-from torchrelay.checkpoint import load_blobs as run_loads
 from torchrelay.checkpoint import load_into as file_loads
 from torchrelay.checkpoint.archive import loading as archive_loads
 from torchrelay.checkpoint.archive.loading import load_states
 from torchrelay.checkpoint.archive.saving import save_states
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Sharded
-from torchrelay.checkpoint.reader import open_checkpoint
-from torchrelay.checkpoint.reading import loading as epoch_loads
-from torchrelay.checkpoint.reading import two_passes
-from torchrelay.checkpoint.reading.two_passes import Loading, Wanted
+from torchrelay.checkpoint.load import objects as epoch_loads
+from torchrelay.checkpoint.load import partial as run_loads
+from torchrelay.checkpoint.load.checkpoint import open_checkpoint
+from torchrelay.checkpoint.load.reads import atomic_load
+from torchrelay.checkpoint.load.reads.atomic_load import Loading, Wanted
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role
 from torchrelay.checkpoint.state.reads import Read
 from torchrelay.checkpoint.storage.local_io import LocalReadHandle
@@ -255,8 +255,8 @@ def test_boxes_of_sharded_tensors_are_loaded_all_or_none(
     kind: type[MemoryStorage], damaged: bool, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows and columns into memory in order and out of it, in small pieces; a far one sends bytes once."""
-    monkeypatch.setattr(two_passes, "PIECE", 100_000)
-    monkeypatch.setattr(two_passes, "AT_ONCE", 250_000)
+    monkeypatch.setattr(atomic_load, "PIECE", 100_000)
+    monkeypatch.setattr(atomic_load, "AT_ONCE", 250_000)
     wholes = {f"m{n}": torch.rand(1000, 300) for n in range(3)}
     rows = Mesh((0, 1), (2,), (Sharded(0),))
     reader = Saved(wholes, {"m0": rows, "m1": rows, "m2": None}, 2, kind()).run()

@@ -12,8 +12,8 @@ from frozen_job import tries_of, written
 from torchrun import REPOSITORY, torchrun
 
 from torchrelay import LocalSession, open_checkpoint
+from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log.reader import open_log
-from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.checkpoint.storage.local import LocalStorage
 
 PROGRAM = REPOSITORY / "tests/programs/frozen_shards.py"

@@ -12,11 +12,11 @@ import torch
 from epochs import Writing, parameter, tensor, value
 
 from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.retention import KEEP_ALL, Keeping
 from torchrelay.checkpoint.log.tiered_storage import TierStorage, read_notes
 from torchrelay.checkpoint.log.writer import WhenFenced, not_told
-from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.open import Tier

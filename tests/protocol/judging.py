@@ -19,13 +19,13 @@ from weak_disk import Tree, WeakDisk
 
 from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.load.reads.leaf_reader import LeafReader
+from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log.garbage import sweep
 from torchrelay.checkpoint.log.reader import HINT, open_log, read_hint
 from torchrelay.checkpoint.log.retention import keep_all
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.log.writer import LogWriter
-from torchrelay.checkpoint.reading.leaf_reader import LeafReader
-from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.errors import RelayError
 
 Files = frozenset[tuple[str, bytes | None]]

@@ -13,8 +13,7 @@ from paired_sessions import Meeting, PairedPeers
 from ranks import on_ranks
 
 from torchrelay.checkpoint.format.log_state import Entry
-from torchrelay.checkpoint.prove_together import JointProof, prove_together
-from torchrelay.checkpoint.reading.proof import Outcome
+from torchrelay.checkpoint.load.verify import JointProof, Outcome, prove_together
 from torchrelay.checkpoint.storage.local import LocalStorage
 
 HOSTS = ("gpu00", "gpu00", "gpu01", "gpu01")

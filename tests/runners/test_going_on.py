@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from stage import warned
 
 from torchrelay import Context, EpochLoader, Job, JobRunner, LocalSession, Node, RunResult, Task, max_epochs
+from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.checkpoint.log.reader import open_log
-from torchrelay.checkpoint.reader import open_checkpoint
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import UnknownEpochError
 

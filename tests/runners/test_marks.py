@@ -15,8 +15,8 @@ import pytest
 from kept_job import train
 
 from torchrelay import open_checkpoint
+from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log.reader import open_log
-from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.checkpoint.storage.local import LocalStorage
 
 Told = Callable[..., tuple[int, str, str]]

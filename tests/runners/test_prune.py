@@ -18,10 +18,10 @@ from struck_prune import copied, pruned, pruned_again, tries, whole
 
 from torchrelay.checkpoint.format.log_state import Key
 from torchrelay.checkpoint.format.manifest.position import Facts, Position
+from torchrelay.checkpoint.load.checkpoint import open_checkpoint
+from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.writer import LogWriter
-from torchrelay.checkpoint.reader import open_checkpoint
-from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.chaos.pytest_plugin import Chaos

@@ -17,8 +17,8 @@ from torchrun import clean_environment
 
 import torchrelay.runners.workings as workings
 from torchrelay import Job, JobRunner, max_epochs
+from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log.reader import open_log
-from torchrelay.checkpoint.reading.proof import prove
 from torchrelay.checkpoint.storage.inflight import Work, headway, moved, works
 from torchrelay.checkpoint.storage.local import LocalStorage, LocalWriteHandle
 from torchrelay.checkpoint.storage.local_io import LocalReadHandle

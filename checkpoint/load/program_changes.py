@@ -17,8 +17,8 @@ from typing import Any
 from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.manifest.position import Patterns, Position
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, LeafRow, Manifest
-from torchrelay.checkpoint.reading.load_result import blob_of
-from torchrelay.checkpoint.reading.patterns import pattern_list
+from torchrelay.checkpoint.load.lookup import pattern_list
+from torchrelay.checkpoint.load.renaming import blob_of
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.errors import UsageError
 from torchrelay.jobs.cluster import dotted_prefixes

@@ -16,9 +16,7 @@ from torchrelay.checkpoint.format.manifest.position import matches
 from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.format.names import nearest
 from torchrelay.checkpoint.format.utils import Clock, patience_secs
-from torchrelay.checkpoint.load import spec_of_row
-from torchrelay.checkpoint.reading.leaf_reader import LeafReader
-from torchrelay.checkpoint.reading.lookup import (
+from torchrelay.checkpoint.load.lookup import (
     check_owned,
     find_row,
     holder_of,
@@ -26,9 +24,11 @@ from torchrelay.checkpoint.reading.lookup import (
     several_owners,
     split_name,
 )
-from torchrelay.checkpoint.reading.sharing import options_of
-from torchrelay.checkpoint.reading.two_passes import Loading, Wanted
-from torchrelay.checkpoint.reshard import same_nodes
+from torchrelay.checkpoint.load.reads.atomic_load import Loading, Wanted
+from torchrelay.checkpoint.load.reads.leaf_reader import LeafReader
+from torchrelay.checkpoint.load.reads.shared_reads import options_of
+from torchrelay.checkpoint.load.reshard import same_nodes
+from torchrelay.checkpoint.load.resume import spec_of_row
 from torchrelay.checkpoint.state.gate import gate
 from torchrelay.checkpoint.state.leaf import Role
 from torchrelay.checkpoint.state.restore.restoration import Restoration, restoration

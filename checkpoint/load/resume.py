@@ -17,27 +17,24 @@ from torchrelay.checkpoint.format.manifest.position import EVERYTHING, Facts, Se
 from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.utils import Clock, patience_secs
-from torchrelay.checkpoint.ledger_words import Target
-from torchrelay.checkpoint.load_shared import agreed, offer, shareable
-from torchrelay.checkpoint.program_changes import (
+from torchrelay.checkpoint.load.program_changes import (
     Changes,
     ResumeOptions,
     gone_blobs,
     may_be_renamed,
     new_blobs,
 )
-from torchrelay.checkpoint.reading.leaf_reader import LeafReader
-from torchrelay.checkpoint.reading.read_plan import LeafRead
-from torchrelay.checkpoint.reading.renaming import RenamedReader, Renaming, excluded_leaves
-from torchrelay.checkpoint.reading.shared_reads import SharedReads
-from torchrelay.checkpoint.reading.sharing import options_of
-from torchrelay.checkpoint.reshard import (
+from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader
+from torchrelay.checkpoint.load.reads.shared_reads import SharedReads, agreed, offer, options_of, shareable
+from torchrelay.checkpoint.load.renaming import RenamedReader, Renaming, excluded_leaves
+from torchrelay.checkpoint.load.reshard import (
     Assigned,
     assign,
     assign_replicated,
     blobs_of_absent_nodes,
     same_nodes,
 )
+from torchrelay.checkpoint.load.verify import Target
 from torchrelay.checkpoint.state.checkpoint_set import RNG_BLOB, Member, left_out
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.gradients import REMEDY, Gradients
@@ -75,7 +72,7 @@ class LoadJob:
     selection: Selection = EVERYTHING
     """What the saves of this run take; what they leave out, and the epoch lacks, stays as it is."""
     share_reads: bool = False
-    """Whether what all nodes load is read by one host each; see `reading/shared_reads`."""
+    """Whether what all nodes load is read by one host each; see `load/reads/shared_reads`."""
     resume: ResumeOptions = field(default_factory=ResumeOptions)
     """What may be made of a program that has changed."""
 

@@ -19,7 +19,7 @@ import torch
 
 from torchrelay.checkpoint.format.dtypes import by_name, memory_of, torch_dtype
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, LeafRow, Manifest
-from torchrelay.checkpoint.reading.leaf_reader import LeafReader
+from torchrelay.checkpoint.load.reads.leaf_reader import LeafReader
 from torchrelay.checkpoint.state.checkpoint_set import Member
 from torchrelay.checkpoint.state.leaf import OPTIM_GROUP
 from torchrelay.errors import FormatError, UsageError

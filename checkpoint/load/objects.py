@@ -21,24 +21,26 @@ from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.names import nearest
 from torchrelay.checkpoint.format.shard.entries import form_of
 from torchrelay.checkpoint.format.value_decoding import references
-from torchrelay.checkpoint.reading.casting import Cast, cast, cast_of, checked_cast
-from torchrelay.checkpoint.reading.leaf_reader import LeafReader
-from torchrelay.checkpoint.reading.load_result import LoadResult, blob_of, checked_objects, of_objects
-from torchrelay.checkpoint.reading.lookup import (
+from torchrelay.checkpoint.load.handle import Cast, cast, cast_of, checked_cast
+from torchrelay.checkpoint.load.lookup import (
+    Below,
+    Chosen,
     Nodes,
+    Rename,
     check_decided,
+    check_exclude_used,
     checked_nodes,
     find_row,
     holder_of,
     is_owned,
     node_for,
     node_of,
+    renamed,
     whose,
 )
-from torchrelay.checkpoint.reading.patterns import Below, Chosen, Rename, check_exclude_used, renamed
-from torchrelay.checkpoint.reading.read_plan import LeafRead
-from torchrelay.checkpoint.reading.renaming import Renaming
-from torchrelay.checkpoint.reading.two_passes import Columns, Loading, Wanted
+from torchrelay.checkpoint.load.reads.atomic_load import Columns, Loading, Wanted
+from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader
+from torchrelay.checkpoint.load.renaming import LoadResult, Renaming, blob_of, checked_objects, of_objects
 from torchrelay.checkpoint.state.flatten import leaf_names
 from torchrelay.checkpoint.state.gate import gate
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role

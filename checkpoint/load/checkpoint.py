@@ -16,25 +16,32 @@ from typing import TYPE_CHECKING, Any
 from torchrelay.checkpoint.format.manifest.position import Facts, Position, Selection
 from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.format.shard.read_plan import ReadOptions, verifies
+from torchrelay.checkpoint.load.handle import (
+    Cast,
+    TensorHandle,
+    check_types_used,
+    checked_cast,
+    checked_device,
+)
+from torchrelay.checkpoint.load.info import Blobs, LeafInfo, Upstreams, leaf_info
+from torchrelay.checkpoint.load.lookup import (
+    Nodes,
+    Rename,
+    check_owned,
+    choose,
+    find_row,
+    pattern_list,
+    renamed_all,
+    several_owners,
+    split_name,
+)
+from torchrelay.checkpoint.load.objects import check_kept, load_objects, load_tensors, load_value
+from torchrelay.checkpoint.load.open import Best, Place, place_of, proved_entry, read_log
+from torchrelay.checkpoint.load.reads.leaf_reader import LeafReader
+from torchrelay.checkpoint.load.renaming import LoadResult
+from torchrelay.checkpoint.load.verify import Proof
 from torchrelay.checkpoint.log.retention import whole_epochs
 from torchrelay.checkpoint.log.view import LogView, wanted
-from torchrelay.checkpoint.reading.blob_info import Blobs, LeafInfo, leaf_info
-from torchrelay.checkpoint.reading.casting import Cast, check_types_used, checked_cast
-from torchrelay.checkpoint.reading.devices import checked_device
-from torchrelay.checkpoint.reading.handle import TensorHandle
-from torchrelay.checkpoint.reading.leaf_reader import LeafReader
-from torchrelay.checkpoint.reading.load_result import LoadResult
-from torchrelay.checkpoint.reading.loading import (
-    check_kept,
-    load_objects,
-    load_tensors,
-    load_value,
-)
-from torchrelay.checkpoint.reading.lookup import Nodes, check_owned, find_row, several_owners, split_name
-from torchrelay.checkpoint.reading.opening import Best, Place, place_of, proved_entry, read_log
-from torchrelay.checkpoint.reading.patterns import Rename, choose, pattern_list, renamed_all
-from torchrelay.checkpoint.reading.proof import Proof
-from torchrelay.checkpoint.reading.stages import Upstreams
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError, UsageError

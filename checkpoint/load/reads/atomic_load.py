@@ -23,7 +23,7 @@ from torchrelay.checkpoint.format.dtypes import memory_of
 from torchrelay.checkpoint.format.layouts import Target, Window, whole_target
 from torchrelay.checkpoint.format.mesh_geometry import Bounds, halves, intersect, whole
 from torchrelay.checkpoint.format.shard.read_plan import ReadOptions
-from torchrelay.checkpoint.reading.read_plan import NOWHERE, LeafRead, ReadPlan
+from torchrelay.checkpoint.load.reads.leaf_reader import NOWHERE, LeafRead, ReadPlan
 from torchrelay.checkpoint.state.names import overlaps_of
 from torchrelay.checkpoint.state.reads import Read, put
 from torchrelay.checkpoint.state.tensor_checks import NOTHING, InPlace

@@ -1,4 +1,4 @@
-"""An epoch under other names than it was saved under: what a resume and a load with `rename` see of it.
+"""An epoch under other names than it was saved under; what a load is given, and what it gives back.
 
 The name of a parameter occurs in the names of its optimizer state, and in the list of its parameter group.
 """
@@ -6,21 +6,82 @@ The name of a parameter occurs in the names of its optimizer state, and in the l
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import field, replace
 from functools import cached_property
+from typing import Any
 
 from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.manifest.position import matches_any
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, BlobRow, LeafRow, Manifest
 from torchrelay.checkpoint.format.value_decoding import renamed_references
-from torchrelay.checkpoint.reading.leaf_reader import LeafReader
-from torchrelay.checkpoint.reading.load_result import blob_of
-from torchrelay.checkpoint.reading.patterns import Rename, renamed
-from torchrelay.checkpoint.reading.read_plan import LeafRead, ReadPlan
+from torchrelay.checkpoint.load.lookup import Rename, renamed
+from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader, ReadPlan
 from torchrelay.checkpoint.state.leaf import OPTIM_GROUP
 from torchrelay.checkpoint.state.leaves.optimizer import PARAMS, groups_prefix, state_prefix
 from torchrelay.errors import UsageError
+from torchrelay.jobs.blobs import objects_inside
+from torchrelay.jobs.containers import is_container
 from torchrelay.records import dataclass
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """What a load did: leaf names by the names that the objects know, and bytes read, headers included.
+
+    `misshapen` are those that both sides have in different forms, where the load was to skip them.
+    `nodes` has, for each leaf that differs between nodes, whose value was taken.
+    """
+
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    bytes_read: int = 0
+    misshapen: tuple[str, ...] = ()
+    nodes: Mapping[str, str] = field(default_factory=dict)
+
+    def costing(self, nbytes: int) -> LoadResult:
+        """The result with the bytes that it took."""
+        return replace(self, bytes_read=nbytes)
+
+
+def checked_objects(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """The objects, and those with state inside containers, by blob name; raises UsageError for no mapping."""
+    if not isinstance(objects, Mapping) or not all(issubclass(kind, str) for kind in set(map(type, objects))):
+        raise UsageError(
+            f'give the objects by blob name, load({{"model": model}}), not {type(objects).__name__}'
+        )
+    one_each = {type(value): value for value in objects.values()}  # of very many tensors none is asked alone
+    held = {kind for kind, value in one_each.items() if is_container(value)}
+    containers = [(name, value) for name, value in objects.items() if type(value) in held] if held else []
+    inside = {inner: found for name, value in containers for inner, found in objects_inside(value, name)}
+    return {**inside, **objects}
+
+
+def blob_of(name: str, objects: Collection[str]) -> str | None:
+    """The object that a leaf belongs to. No blob's name is a dotted prefix of another's."""
+    while name not in objects:
+        name, dot, _ = name.rpartition(".")
+        if not dot:
+            return None
+    return name
+
+
+def of_objects(names: Iterable[str], objects: Mapping[str, Any]) -> list[str]:
+    """The leaf names that belong to some object, in their order.
+
+    Few of many are found by looking for what begins like them, not by asking every name.
+    """
+    if not objects:
+        return []
+    names = list(names)
+    if len(objects) * _FEW > len(names):
+        return [name for name in names if name in objects or blob_of(name, objects) is not None]
+    below = tuple(f"{name}." for name in objects)
+    return [name for name in names if name in objects or name.startswith(below)]
+
+
+_FEW = 64
+"""Names per object from which on a scan for beginnings, quadratic but in C, costs less."""
 
 
 @dataclass(frozen=True)

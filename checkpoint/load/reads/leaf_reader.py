@@ -1,4 +1,6 @@
-"""Verified bytes of leaves, from whatever files and pieces they lie in.
+"""Verified bytes of leaves, from whatever files and pieces they are in, and the plan of such reads.
+
+The same plan verifies the blocks that it would read, and keeps nothing of them.
 
 Requests are sorted by file and offset; neighbouring small ones are read together and large ones go
 straight into their destination, boxes of sharded leaves that are no run of bytes through slabs. At most
@@ -11,27 +13,97 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import compress
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import xxhash
 
 from torchrelay.checkpoint.format import values
-from torchrelay.checkpoint.format.layouts import Replicated, Split, whole_target
+from torchrelay.checkpoint.format.layouts import Replicated, Split, Target, whole_target
 from torchrelay.checkpoint.format.manifest.keys import parts_near, parts_of
 from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.names import Flat, Key, encode_name, format_key
 from torchrelay.checkpoint.format.shard.batched_reads import ThreadMemory
-from torchrelay.checkpoint.format.shard.read_plan import PLAIN, ReadOptions, ReadRequest
+from torchrelay.checkpoint.format.shard.read_plan import (
+    PLAIN,
+    Portion,
+    ReadOptions,
+    ReadRequest,
+    read_portions,
+)
 from torchrelay.checkpoint.format.shard.reader import ShardHeader
-from torchrelay.checkpoint.reading.box_reader import BoxPlan, BoxRead
-from torchrelay.checkpoint.reading.lookup import find_row, holder_of
-from torchrelay.checkpoint.reading.read_plan import NOWHERE, LeafRead, ReadPlan, check_portions
-from torchrelay.checkpoint.reading.seen_twice import seen_twice
-from torchrelay.checkpoint.reading.shard_set import Holder, ShardSet
+from torchrelay.checkpoint.load.lookup import find_row, holder_of
+from torchrelay.checkpoint.load.reads.boxes import BoxPlan, BoxRead
+from torchrelay.checkpoint.load.reads.shard_set import Holder, ShardSet
+from torchrelay.checkpoint.load.verify import seen_twice
 from torchrelay.checkpoint.storage.base import Memory, Storage, worth_of_a_request
 from torchrelay.errors import UsageError
 from torchrelay.records import dataclass
+
+NOWHERE = memoryview(b"")
+
+
+@dataclass(frozen=True)
+class LeafRead:
+    """All bytes of a leaf, as `node` has it, into 1-D memory of exactly that size.
+
+    With a `target` the memory is that of a tensor which holds only some boxes of the leaf. What goes to
+    NOWHERE can only be verified.
+    """
+
+    leaf: str
+    destination: memoryview
+    node: str | None = None
+    target: Target | None = None
+
+
+class ReadPlan:
+    """Reads of some files, planned: `straight` ones go right into their destinations."""
+
+    def __init__(self, straight: Iterable[tuple[ShardHeader, ReadRequest]], boxes: BoxPlan) -> None:
+        self._boxes = boxes
+        self._straight: dict[str, tuple[ShardHeader, list[ReadRequest]]] = {}
+        for header, request in [*straight, *boxes.straight]:
+            self._straight.setdefault(header.path, (header, []))[1].append(request)
+
+    def read(self, options: ReadOptions) -> None:
+        """Fill all destinations, verified, in the order of the files.
+
+        A mismatch is read again before it is believed. On an error destinations are undefined. Raises
+        DamagedError and StorageError for what the storage has.
+        """
+        slabs = self._boxes.portions(options)
+        nbytes = sum(one.stop - one.start for _, requests in self._straight.values() for one in requests)
+        nbytes += sum(one.nbytes for some in slabs.values() for one in some)
+        read_portions(self._portions(slabs, options), nbytes, options, seen_twice)
+
+    def check(self, options: ReadOptions) -> int:
+        """Verify all blocks that `read` reads, where they lie; the number of bytes. Raises as that does."""
+        wanted = {path: (header, list(requests)) for path, (header, requests) in self._straight.items()}
+        for header, request in self._boxes.wanted():
+            wanted.setdefault(header.path, (header, []))[1].append(request)
+        memory = ThreadMemory()
+        return check_portions(
+            [one for header, requests in wanted.values() for one in header.checks(requests, memory)], options
+        )
+
+    def _portions(self, slabs: dict[str, list[Portion]], options: ReadOptions) -> Iterator[Portion]:
+        """What is read at a time, in the order of the files; straight reads are made file by file."""
+        for path in sorted(self._straight.keys() | slabs.keys()):
+            found = [*slabs.get(path, ())]
+            if path in self._straight:
+                header, requests = self._straight[path]
+                found += header.portions(requests, options)
+            yield from sorted(found, key=attrgetter("begin"))
+
+
+def check_portions(portions: Sequence[Portion], options: ReadOptions) -> int:
+    """Look at all of them in the order of the files; the number of bytes. Raises as they do."""
+    nbytes = sum(one.nbytes for one in portions)
+    read_portions(sorted(portions, key=attrgetter("path", "begin")), nbytes, options, seen_twice)
+    return nbytes
+
 
 Json = Any
 

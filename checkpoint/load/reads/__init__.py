@@ -1,0 +1,1 @@
+"""Verified bytes of leaves: from files to boxes of tensors."""

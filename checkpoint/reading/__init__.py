@@ -1,1 +1,0 @@
-"""Proof, verified bytes of leaves, choosing an epoch, loading without a job."""
