@@ -11,8 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchrelay.checkpoint.boundary import NodeState, built_by_program, capture, check_whole
-from torchrelay.checkpoint.buffers import touch_buffers
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.position import EVERYTHING, Facts, Position, Selection, matches_any
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, Manifest
@@ -22,11 +20,19 @@ from torchrelay.checkpoint.load.renaming import renamed_manifest
 from torchrelay.checkpoint.load.resume import LoadJob, load_all
 from torchrelay.checkpoint.load.verify import Target
 from torchrelay.checkpoint.log.retention import KEEP_ALL, Keeping
-from torchrelay.checkpoint.replicas import ReplicaCheck, checked_every
 from torchrelay.checkpoint.retaining import Retaining
-from torchrelay.checkpoint.reuse import Reuse
-from torchrelay.checkpoint.save import SaveJob, make_plan, save_epoch
-from torchrelay.checkpoint.spec_exchange import SpecExchange
+from torchrelay.checkpoint.save.capture import (
+    NodeState,
+    Structures,
+    Unsaved,
+    built_by_program,
+    capture,
+    check_whole,
+)
+from torchrelay.checkpoint.save.dedup import Reuse
+from torchrelay.checkpoint.save.pipeline import SaveJob, make_plan, save_epoch, touch_buffers
+from torchrelay.checkpoint.save.replicas import ReplicaCheck, checked_every
+from torchrelay.checkpoint.save.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.checkpoint_set import Member, check_remade, members_of, stored_blobs
 from torchrelay.checkpoint.state.gradients import Gradients
 from torchrelay.checkpoint.state.kinds import check_recreatable
@@ -34,9 +40,7 @@ from torchrelay.checkpoint.state.leaves.optimizer import PARAMS, watch_steps
 from torchrelay.checkpoint.state.restore.rehearsal import Start, orders_of
 from torchrelay.checkpoint.storage.base import Placed, SingleWriter, check_single_writer
 from torchrelay.checkpoint.storage.open import Tier
-from torchrelay.checkpoint.structure import Structures
 from torchrelay.checkpoint.tier.placed import placed
-from torchrelay.checkpoint.unsaved import Unsaved
 from torchrelay.errors import BlobError, UsageError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.cluster import GRADIENTS, NodePlace
@@ -47,7 +51,7 @@ from torchrelay.jobs.workspace import Workspace
 from torchrelay.metadata.statistics import NodeStats
 
 if TYPE_CHECKING:
-    from torchrelay.checkpoint.asynchronous.background import Background, Outcome
+    from torchrelay.checkpoint.save.staging.background import Background, Outcome
 
 States = tuple[NodeState, ...]
 Members = dict[str, dict[str, Member]]

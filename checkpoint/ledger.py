@@ -11,7 +11,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from torchrelay.checkpoint.apart import Apart
 from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.checkpoint.format.manifest import codec, position
 from torchrelay.checkpoint.format.manifest.position import Position
@@ -21,6 +20,7 @@ from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.record import entry_json, entry_of
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.log.writer import LogWriter, WhenFenced, not_told
+from torchrelay.checkpoint.save.commit import Apart
 from torchrelay.checkpoint.storage.base import Storage, check_exclusion
 from torchrelay.checkpoint.storage.open import NOTES
 from torchrelay.errors import (

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.asynchronous.samples import Verify
 from torchrelay.checkpoint.format.manifest.position import Patterns
 from torchrelay.checkpoint.log.retention import BestEpochs
 from torchrelay.checkpoint.manager_base import Manager, db_name
+from torchrelay.checkpoint.save.change_detection import Verify
 from torchrelay.checkpoint.storage.base import SingleWriter
 from torchrelay.checkpoint.storage.open import Tier
 from torchrelay.errors import UsageError

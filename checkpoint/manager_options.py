@@ -11,7 +11,7 @@ from torchrelay.checkpoint.storage.base import SingleWriter
 from torchrelay.checkpoint.storage.open import Tier
 
 if TYPE_CHECKING:
-    from torchrelay.checkpoint.asynchronous.samples import Verify
+    from torchrelay.checkpoint.save.change_detection import Verify
 
 
 class ManagerOptions(TypedDict, total=False):

@@ -12,8 +12,9 @@ import pytest
 import torch
 from launching import REPOSITORY, clean_environment
 
-from torchrelay.checkpoint.asynchronous import copying, stage
-from torchrelay.checkpoint.asynchronous.arena import Block, Room
+from torchrelay.checkpoint.save.staging import stage
+from torchrelay.checkpoint.save.staging import stage as copying
+from torchrelay.checkpoint.save.staging.memory import Block, Room
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from meshes import random_mesh, random_shape
 
-from torchrelay.checkpoint import spec_exchange
 from torchrelay.checkpoint.format.manifest.keys import parts_of
 from torchrelay.checkpoint.format.manifest.schema import Manifest, shard_path
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded, intersect
 from torchrelay.checkpoint.load.reads.shard_set import holders_of
+from torchrelay.checkpoint.save import spec_exchange
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 
 BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.checkpoint.format.manifest.position import Facts, Position
 from torchrelay.checkpoint.format.manifest.schema import ShardRow
@@ -27,10 +26,11 @@ from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded
 from torchrelay.checkpoint.format.utils import Clock
 from torchrelay.checkpoint.load.verify import Holding
 from torchrelay.checkpoint.log.writer import LogWriter
-from torchrelay.checkpoint.planning.assignments import Plan
-from torchrelay.checkpoint.report import NodeReport
-from torchrelay.checkpoint.save import SaveJob, carry_out, make_plan
-from torchrelay.checkpoint.spec_exchange import SpecExchange
+from torchrelay.checkpoint.save.capture import NodeState
+from torchrelay.checkpoint.save.commit import NodeReport
+from torchrelay.checkpoint.save.pipeline import SaveJob, carry_out, make_plan
+from torchrelay.checkpoint.save.planning.assignments import Plan
+from torchrelay.checkpoint.save.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role
 from torchrelay.checkpoint.storage.local import LocalStorage, LocalWriteHandle
 from torchrelay.jobs.cluster import NodePlace

@@ -22,7 +22,6 @@ import torch
 from bench.coordinator import Aside, Coordinator, Crowd, Unsynced
 from bench.everybody import Everybody, RankPeers, content_of
 from torchrelay import open_checkpoint
-from torchrelay.checkpoint import save as saving
 from torchrelay.checkpoint.format.layouts import local_target
 from torchrelay.checkpoint.format.manifest.codec import encode
 from torchrelay.checkpoint.format.manifest.position import Facts, Position
@@ -33,9 +32,10 @@ from torchrelay.checkpoint.format.utils import Clock
 from torchrelay.checkpoint.ledger import Holding
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader
 from torchrelay.checkpoint.log.writer import LogWriter
-from torchrelay.checkpoint.planning.assignments import Plan, elements, item_bytes
-from torchrelay.checkpoint.save import SaveJob, carry_out, make_plan
-from torchrelay.checkpoint.spec_exchange import SpecExchange
+from torchrelay.checkpoint.save import pipeline as saving
+from torchrelay.checkpoint.save.pipeline import SaveJob, carry_out, make_plan
+from torchrelay.checkpoint.save.planning.assignments import Plan, elements, item_bytes
+from torchrelay.checkpoint.save.spec_exchange import SpecExchange
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.jobs.runtime import undisturbed
 from torchrelay.jobs.session import Peers

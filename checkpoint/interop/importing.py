@@ -27,9 +27,9 @@ from torchrelay.checkpoint.interop.remote_publishing import (
 from torchrelay.checkpoint.interop.safetensors_files import read_safetensors
 from torchrelay.checkpoint.interop.torch_files import read_torch_file
 from torchrelay.checkpoint.log.writer import LogWriter
-from torchrelay.checkpoint.planning.assignments import NodeClass, Plan
-from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_of
-from torchrelay.checkpoint.planning.plan import plan_classes
+from torchrelay.checkpoint.save.commit import TryIdentity, compose, world_of
+from torchrelay.checkpoint.save.planning.assignments import NodeClass, Plan
+from torchrelay.checkpoint.save.planning.plan import plan_classes
 from torchrelay.checkpoint.state.leaf import Leaf, Value, spec_of
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.open import is_remote

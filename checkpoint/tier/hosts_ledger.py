@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from torchrelay.checkpoint.apart import Apart
 from torchrelay.checkpoint.format.log_state import Entry, Retirement, State
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.position import Position
@@ -27,6 +26,7 @@ from torchrelay.checkpoint.load.verify import (
 from torchrelay.checkpoint.log.job_file import share_job
 from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.record import entry_json, entry_of
+from torchrelay.checkpoint.save.commit import Apart
 from torchrelay.checkpoint.tier import claims, near_files
 from torchrelay.checkpoint.tier.among import Others, damage_in
 from torchrelay.checkpoint.tier.part_sender import PartSender

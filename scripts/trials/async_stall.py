@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchrelay
 from torchrelay import Context, Job, JobRunner, max_epochs
-from torchrelay.checkpoint.asynchronous.stage import Stage
 from torchrelay.checkpoint.engine import Engine
+from torchrelay.checkpoint.save.staging.stage import Stage
 
 TENSORS = 66
 """Parameters; with two states of fused AdamW each, 198 tensors."""

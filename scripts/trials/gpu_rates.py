@@ -13,10 +13,9 @@ import torch
 
 import torchrelay
 from torchrelay import Context, Job, JobRunner, LocalSession, max_epochs
-from torchrelay.checkpoint.asynchronous.arena import Block, Room
-from torchrelay.checkpoint.asynchronous.copying import Copier
-from torchrelay.checkpoint.asynchronous.stage import Stage
 from torchrelay.checkpoint.engine import Engine
+from torchrelay.checkpoint.save.staging.memory import Block, Room
+from torchrelay.checkpoint.save.staging.stage import Copier, Stage
 
 PARTS = 16
 """Parameters of the measured model; with AdamW three tensors each."""

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint import save
-from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.format.dtypes import memory_of
 from torchrelay.checkpoint.format.layouts import Target, local_target
 from torchrelay.checkpoint.format.manifest.position import Facts, Position
@@ -25,9 +23,11 @@ from torchrelay.checkpoint.format.mesh_geometry import Placement, Replicated, Sh
 from torchrelay.checkpoint.format.shard.layout import ShardIdentity
 from torchrelay.checkpoint.format.shard.writer import write_shard
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader
-from torchrelay.checkpoint.planning.assignments import NodeClass
-from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_of
-from torchrelay.checkpoint.planning.plan import plan_classes
+from torchrelay.checkpoint.save import pipeline
+from torchrelay.checkpoint.save.capture import NodeState
+from torchrelay.checkpoint.save.commit import TryIdentity, compose, world_of
+from torchrelay.checkpoint.save.planning.assignments import NodeClass
+from torchrelay.checkpoint.save.planning.plan import plan_classes
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, spec_of
 from torchrelay.jobs.cluster import NodePlace
 
@@ -162,7 +162,7 @@ class Saved:
         job: Any = SimpleNamespace(reuse=None)
         found = []
         for group in plan.files(place.rank):
-            entries, _ = save._contents(job, plan, state, group)
+            entries, _ = pipeline._contents(job, plan, state, group)
             identity = ShardIdentity("job", Position(1), place.name, group, TRY)
             storage: Any = self.storage
             for part, report in enumerate(write_shard(storage, f"data/{TRY}", identity, entries), 1):

@@ -42,14 +42,14 @@ def _durability() -> Iterator[Bug]:
     )
     yield Bug(
         "the directory of a try is not synced",
-        "checkpoint/committing.py",
+        "checkpoint/save/commit.py",
         "    job.storage.sync_dir(try_directory(try_name))\n    return Entry(",
         "    return Entry(",
         ["tests/protocol/test_crash_states.py", "-k", "plain"],
     )
     yield Bug(
         "the manifest is not synced",
-        "checkpoint/committing.py",
+        "checkpoint/save/commit.py",
         "        handle.write_at(0, memoryview(data))\n        handle.sync_file()\n",
         "        handle.write_at(0, memoryview(data))\n",
         ["tests/protocol/test_crash_states.py", "-k", "plain"],
@@ -91,7 +91,7 @@ def _durability() -> Iterator[Bug]:
     )
     yield Bug(
         "an epoch is acknowledged before it is committed",
-        "checkpoint/committing.py",
+        "checkpoint/save/commit.py",
         "    try:\n        job.commit(entry)\n",
         "    try:\n        __import__('threading').Timer(0.5, job.commit, [entry]).start()\n",
         ["tests/acceptance/test_caffe2_cases.py"],
@@ -297,14 +297,14 @@ def _verification() -> Iterator[Bug]:
     )
     yield Bug(
         "a leaf counts as unchanged when its first bytes are",
-        "checkpoint/unchanged.py",
+        "checkpoint/save/change_detection.py",
         "        if own != self.digests[start * SIZE : stop * SIZE]:\n",
         "        if start == 0 and own != self.digests[start * SIZE : stop * SIZE]:\n",
         ["tests/checkpoint/test_unchanged.py"],
     )
     yield Bug(
         "what was presumed unchanged is never proved",
-        "checkpoint/save.py",
+        "checkpoint/save/pipeline.py",
         "            job.reuse.check_presumed(job.peers, job.position)\n",
         "            pass\n",
         ["tests/checkpoint/test_presumed.py"],
@@ -328,14 +328,14 @@ def _behind() -> Iterator[Bug]:
     )
     yield Bug(
         "late sources are not looked at again",
-        "checkpoint/asynchronous/stage.py",
+        "checkpoint/save/staging/stage.py",
         "            self.compare()  # last: it names who wrote while that was done, too\n",
         "",
         ["tests/runners/test_background_saves.py"],
     )
     yield Bug(
         "a sparse write between the samples is not noticed",
-        "checkpoint/asynchronous/stage.py",
+        "checkpoint/save/staging/stage.py",
         "        return _versions(self.leaf, self.source) != self.versions\n",
         "        return False\n",
         ["tests/exactness/test_asynchronous_saves.py"],
@@ -352,14 +352,14 @@ def _behind() -> Iterator[Bug]:
 def _together() -> Iterator[Bug]:
     yield Bug(
         "plans of ranks are not compared",
-        "checkpoint/save.py",
+        "checkpoint/save/pipeline.py",
         "    odd = [rank for rank, one in enumerate(hashes) if one != hashes[0]]\n",
         "    odd = list[int]()\n",
         ["tests/review/test_one_rank_alone.py"],
     )
     yield Bug(
         "leaves of another rank are believed to be as they were told",
-        "checkpoint/spec_exchange.py",
+        "checkpoint/save/spec_exchange.py",
         "    return NodeClass.known(ranks, described.specs, described.leaves_digest)\n",
         "    return NodeClass.known(ranks, described.specs, 'told')\n",
         ["tests/checkpoint/test_structure.py"],
@@ -373,42 +373,42 @@ def _together() -> Iterator[Bug]:
     )
     yield Bug(
         "equal meshes of several objects are told apart",
-        "checkpoint/planning/identity.py",
+        "checkpoint/save/planning/assignments.py",
         "            meshes[id(leaf.sharding)],\n",
         "            meshes[id(leaf.sharding)] + str(id(leaf.sharding)),\n",
         ["tests/checkpoint/test_writers.py"],
     )
     yield Bug(
         "sizes of leaves decide no plan",
-        "checkpoint/planning/identity.py",
+        "checkpoint/save/planning/assignments.py",
         '            leaf.nbytes if leaf.kind == "tensor" else leaf.nbytes > VALUE_LIMIT_BYTES,\n',
         '            leaf.kind != "tensor" and leaf.nbytes > VALUE_LIMIT_BYTES,\n',
         ["tests/checkpoint/test_writers.py"],
     )
     yield Bug(
         "shards of another number of nodes are committed",
-        "checkpoint/committing.py",
+        "checkpoint/save/commit.py",
         "    if wanted != found or reports != len(job.places):\n",
         "    if False:\n",
         ["tests/review/test_one_rank_alone.py"],
     )
     yield Bug(
         "all bytes of replicas are hashed and not compared",
-        "checkpoint/save.py",
+        "checkpoint/save/pipeline.py",
         "            whole.compare(job.peers)\n",
         "            whole._compared(True)\n",
         ["tests/checkpoint/test_replicas_beside.py"],
     )
     yield Bug(
         "replicas count as compared whole though they differ",
-        "checkpoint/replicas.py",
+        "checkpoint/save/replicas.py",
         "        self._compared(not verdict.failures)\n",
         "        self._compared(True)\n",
         ["tests/checkpoint/test_replicas_beside.py"],
     )
     yield Bug(
         "a comparison of all bytes that a failed save left out is forgotten",
-        "checkpoint/replicas.py",
+        "checkpoint/save/replicas.py",
         "first=self._first or self._owed,",
         "first=self._first,",
         ["tests/checkpoint/test_replicas_beside.py"],

@@ -20,7 +20,7 @@ from in_flight import nothing_in_flight
 from torchrun import REPOSITORY, torchrun
 
 from torchrelay import open_checkpoint
-from torchrelay.checkpoint import committing
+from torchrelay.checkpoint.save import commit
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import LostDirectoryError
 
@@ -82,7 +82,7 @@ def test_a_disk_fills_and_empties_and_saving_goes_on(
 def test_a_disk_that_is_full_when_the_record_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An epoch that fitted but for its record gives its space back too, so that the next one fits again."""
     with small_disk(tmp_path / "disk", "size=3m") as disk:
-        run, write, filled = disk / "run", committing._write_manifest, []
+        run, write, filled = disk / "run", commit._write_manifest, []
 
         def write_then_fill(job: Any, *rest: Any) -> Any:
             entry = write(job, *rest)
@@ -91,7 +91,7 @@ def test_a_disk_that_is_full_when_the_record_is_due(tmp_path: Path, monkeypatch:
                 filled.append(entry.try_name)
             return entry
 
-        monkeypatch.setattr(committing, "_write_manifest", write_then_fill)
+        monkeypatch.setattr(commit, "_write_manifest", write_then_fill)
 
         def epoch(ctx: Any) -> None:
             if ctx.epoch == 3:

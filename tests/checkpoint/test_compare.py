@@ -10,8 +10,8 @@ import torch
 from epochs import buffer, moment, parameter, tensor, value
 
 from torchrelay.checkpoint.format import canonical_json
-from torchrelay.checkpoint.planning import compare
-from torchrelay.checkpoint.planning.compare import (
+from torchrelay.checkpoint.save.planning import replica_check
+from torchrelay.checkpoint.save.planning.replica_check import (
     Lone,
     Mode,
     Verdict,
@@ -124,7 +124,7 @@ class Recorded:
 
 
 def groups_of(digests):
-    return [compare._combined(digests)]
+    return [replica_check._combined(digests)]
 
 
 class Meeting:

@@ -15,8 +15,8 @@ import torch
 from keeps import Keeps
 
 from torchrelay import Job, JobRunner, LocalSession, max_epochs, open_checkpoint
-from torchrelay.checkpoint import structure
 from torchrelay.checkpoint.format.manifest.schema import Manifest
+from torchrelay.checkpoint.save import capture
 from torchrelay.checkpoint.state import leaf, reads
 from torchrelay.checkpoint.state.restore import container
 from torchrelay.errors import DamagedError
@@ -36,7 +36,7 @@ def saved_on_device(monkeypatch) -> None:
         held = role in (leaf.Role.TENSOR, leaf.Role.PARAMETER)
         return "cuda" if held and tensor.dtype == torch.float64 else None
 
-    for module in (leaf, structure):
+    for module in (leaf, capture):
         monkeypatch.setattr(module, "device_of", device_of)
 
 

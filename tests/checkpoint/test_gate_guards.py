@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from torchrelay import Context, Job, JobRunner, max_epochs, open_checkpoint
-from torchrelay.checkpoint.asynchronous.late import late_leaves
-from torchrelay.checkpoint.asynchronous.stage import Stage
+from torchrelay.checkpoint.save.staging.stage import Stage, late_leaves
 from torchrelay.checkpoint.state.gate import Guards, gate
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchrelay.checkpoint.asynchronous.late import late_leaves
-from torchrelay.checkpoint.asynchronous.samples import SAMPLE_BYTES, digest, stretches
+from torchrelay.checkpoint.save.change_detection import SAMPLE_BYTES, digest, stretches
+from torchrelay.checkpoint.save.staging.stage import late_leaves
 
 
 class Own(torch.optim.SGD):

@@ -26,10 +26,10 @@ from torchrelay import (
     max_epochs,
     open_checkpoint,
 )
-from torchrelay.checkpoint import reuse, unchanged
-from torchrelay.checkpoint import save as saving
 from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.save import change_detection, dedup
+from torchrelay.checkpoint.save import pipeline as saving
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import DeadlineError, StorageError
 from torchrelay.jobs.blobs import Blob
@@ -120,7 +120,7 @@ def test_what_is_unchanged_is_hashed_between_the_try_and_the_commit(
 
         monkeypatch.setattr(module, name, called)
 
-    note(unchanged._Long, "hash")
+    note(change_detection._Long, "hash")
     note(saving, "_make_try")
     note(saving, "commit")
     check(tmp_path, train(tmp_path, 1, {1: {"first": 0}}))
@@ -201,7 +201,7 @@ def test_who_resumes_presumes_from_the_second_save_on(
     """Headers do not tell of first bytes; whoever has hashed the whole part knows them."""
     train(tmp_path, 2, {})
     hashed, before = [0], list[int]()
-    make, commit, blocks = saving._make_try, saving.commit, unchanged._Long.hash
+    make, commit, blocks = saving._make_try, saving.commit, change_detection._Long.hash
 
     def trying(*given: Any) -> str:
         before.append(hashed[0])
@@ -217,7 +217,7 @@ def test_who_resumes_presumes_from_the_second_save_on(
 
     monkeypatch.setattr(saving, "_make_try", trying)
     monkeypatch.setattr(saving, "commit", committing)
-    monkeypatch.setattr(unchanged._Long, "hash", hashing)
+    monkeypatch.setattr(change_detection._Long, "hash", hashing)
     check(tmp_path, train(tmp_path, 4, {4: {"second": 0}}))
     assert before == [2 * len(NAMES), 0], "the first block and the others of each, then none"
 
@@ -266,7 +266,7 @@ def test_a_failed_save_keeps_nothing_of_the_user_s_memory(
     def fails(*given: Any) -> Any:
         raise StorageError("not now")
 
-    monkeypatch.setattr(saving if where == "commit" else reuse.Reuse, where, fails)
+    monkeypatch.setattr(saving if where == "commit" else dedup.Reuse, where, fails)
     session.workspace("trainer_0")["count"].add_(1)
     with pytest.raises(StorageError):
         session.run(manager.save(2))

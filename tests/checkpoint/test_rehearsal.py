@@ -13,7 +13,7 @@ from torch import nn
 from two_tensor import TwoTensor, two
 
 from torchrelay import Job, JobRunner, LocalSession, MultiNodeCheckpointManager, max_epochs, open_checkpoint
-from torchrelay.checkpoint import boundary
+from torchrelay.checkpoint.save import capture
 from torchrelay.errors import RelayError, SaveFailedError
 
 
@@ -122,13 +122,13 @@ def test_a_value_that_became_an_object_is_not_saved(tmp_path: Path) -> None:
 def test_a_structure_is_rehearsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Later saves of the same leaves do nothing more than compare them."""
     rehearsed: list[int] = []
-    real = boundary.rehearse
+    real = capture.rehearse
 
     def counted(*given: Any, **more: Any) -> None:
         rehearsed.append(len(given[1]))
         real(*given, **more)
 
-    monkeypatch.setattr(boundary, "rehearse", counted)
+    monkeypatch.setattr(capture, "rehearse", counted)
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
 

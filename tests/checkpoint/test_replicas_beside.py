@@ -16,8 +16,8 @@ from paired_sessions import PairedSession, paired_sessions
 from ranks import on_ranks
 
 from torchrelay import MultiNodeCheckpointManager
-from torchrelay.checkpoint import replicas
-from torchrelay.checkpoint import save as save_module
+from torchrelay.checkpoint.save import pipeline as save_module
+from torchrelay.checkpoint.save import replicas
 from torchrelay.checkpoint.storage import threads as workers
 from torchrelay.checkpoint.storage.threads import beside
 from torchrelay.errors import SaveFailedError, StorageError

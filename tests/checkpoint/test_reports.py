@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrelay.checkpoint.format.manifest.schema import ShardRow
-from torchrelay.checkpoint.report import NodeReport, bytes_in, secs_in, shards_in, values_in
+from torchrelay.checkpoint.save.commit import NodeReport, bytes_in, secs_in, shards_in, values_in
 
 SIZES = st.integers(1, 2**53 - 1)
 

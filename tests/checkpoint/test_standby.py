@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from torchrelay.checkpoint.asynchronous import standby
-from torchrelay.checkpoint.asynchronous.standby import SAVES, STANDS_BY, Standby
+from torchrelay.checkpoint.save.staging import background
+from torchrelay.checkpoint.save.staging.background import SAVES, STANDS_BY, Standby
 
 SECS = 30.0
 
@@ -102,6 +102,6 @@ def test_without_threads_it_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     def refuse(thread: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(standby.threading.Thread, "start", refuse)
+    monkeypatch.setattr(background.threading.Thread, "start", refuse)
     one = Standby()
     assert not one.ready() and one.hand(lambda: None) is None

@@ -12,14 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrelay import Job, JobRunner, max_epochs, open_checkpoint
-from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.format.manifest.schema import VALUE_LIMIT_BYTES
 from torchrelay.checkpoint.format.utils import Recent
-from torchrelay.checkpoint.planning.assignments import NodeClass, PlannedLeaf
-from torchrelay.checkpoint.planning.plan import plan_classes
-from torchrelay.checkpoint.spec_exchange import Described, SpecExchange, class_json
+from torchrelay.checkpoint.save.capture import NodeState, Structures
+from torchrelay.checkpoint.save.planning.assignments import NodeClass, PlannedLeaf
+from torchrelay.checkpoint.save.planning.plan import plan_classes
+from torchrelay.checkpoint.save.spec_exchange import Described, SpecExchange, class_json
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value, spec_of
-from torchrelay.checkpoint.structure import Structures
 from torchrelay.errors import SaveFailedError
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.session import Solo

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from torchrelay.checkpoint.format.dtypes import BLOCK, block_digests, stored_bytes
 from torchrelay.checkpoint.format.shard.extents import PROBE
-from torchrelay.checkpoint.known import KnownFile, Part
-from torchrelay.checkpoint.unchanged import MANY_SMALL, SAMPLE, look
+from torchrelay.checkpoint.save.change_detection import MANY_SMALL, SAMPLE, KnownFile, Part, look
 
 
 def known(tensors: dict[str, torch.Tensor], *, probes: bool = True) -> KnownFile:

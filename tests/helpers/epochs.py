@@ -25,10 +25,10 @@ from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow, man
 from torchrelay.checkpoint.format.names import Flat, Whole
 from torchrelay.checkpoint.format.shard.layout import ShardIdentity
 from torchrelay.checkpoint.log.writer import LogWriter
-from torchrelay.checkpoint.planning.assignments import NodeClass, Plan
-from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_of
-from torchrelay.checkpoint.planning.plan import plan_classes
-from torchrelay.checkpoint.planning.references import with_references
+from torchrelay.checkpoint.save.commit import TryIdentity, compose, world_of
+from torchrelay.checkpoint.save.planning.assignments import NodeClass, Plan
+from torchrelay.checkpoint.save.planning.dedup import with_references
+from torchrelay.checkpoint.save.planning.plan import plan_classes
 from torchrelay.checkpoint.state.leaf import Leaf, Role, Value, spec_of
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.local import LocalStorage

@@ -17,7 +17,7 @@ from tear_job import Trainee, torn, train
 
 import torchrelay
 from torchrelay import open_checkpoint
-from torchrelay.checkpoint import replicas, save
+from torchrelay.checkpoint.save import pipeline, replicas
 from torchrelay.errors import StorageError, UnknownEpochError
 from torchrelay.runners.leaving import run_and_leave
 
@@ -49,7 +49,7 @@ def main() -> None:
 
 def one_rank_fails(run: Path, rank: int) -> None:
     """Rank 1 cannot write epoch 1 in the background: no rank commits it, all go on together."""
-    write, failed = save._write_node, []
+    write, failed = pipeline._write_node, []
 
     def fail(job: Any, *rest: Any) -> Any:
         if rank == 1 and job.position.epoch == 1:
@@ -57,11 +57,11 @@ def one_rank_fails(run: Path, rank: int) -> None:
             raise StorageError("no space left")
         return write(job, *rest)
 
-    save._write_node = fail
+    pipeline._write_node = fail
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         truth = train(run, 2, asynchronous=True)
-    save._write_node = write
+    pipeline._write_node = write
     assert failed == [1] * rank
     told = [str(one.message) for one in said if "NOT saved" in str(one.message)]
     assert len(told) == 1 - rank and all("rank 1: no space left" in text for text in told), told

@@ -19,8 +19,7 @@ from torch import nn
 
 import torchrelay
 from torchrelay import Context, Job, JobRunner, max_epochs, open_checkpoint
-from torchrelay.checkpoint.asynchronous.copying import Copier
-from torchrelay.checkpoint.asynchronous.stage import Stage
+from torchrelay.checkpoint.save.staging.stage import Copier, Stage
 from torchrelay.errors import UnknownEpochError
 from torchrelay.runners.leaving import run_and_leave
 

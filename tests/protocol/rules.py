@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import PropertyMock, patch
 
-from torchrelay.checkpoint import committing, save
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.log_state import Entry, Key, State
 from torchrelay.checkpoint.log import append, lease, reader, retention
@@ -18,6 +17,7 @@ from torchrelay.checkpoint.log.reader import Base, Tail
 from torchrelay.checkpoint.log.record import BaseRef, Record, encode_base
 from torchrelay.checkpoint.log.retention import Keeping
 from torchrelay.checkpoint.log.writer import LogWriter
+from torchrelay.checkpoint.save import commit, pipeline
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import StorageError
 
@@ -85,9 +85,9 @@ class _Later:
             work()
 
 
-def _record_first(job: save.SaveJob, plan: Any, try_name: str, rows: Any) -> None:
+def _record_first(job: pipeline.SaveJob, plan: Any, try_name: str, rows: Any) -> None:
     later = _Later(job.storage)
-    entry = committing._write_manifest(replace(job, storage=later), plan, try_name, rows)
+    entry = commit._write_manifest(replace(job, storage=later), plan, try_name, rows)
     job.commit(entry)
     later.now()
 
@@ -148,7 +148,7 @@ CRASH_RULES = {
     "the log is synced before the acknowledgement": CrashRule("plain", "dir sync log"),
     "job.json is synced before the log": CrashRule("plain", "dir sync root"),
     "the manifest is written before the record": CrashRule(
-        "plain", without=lambda: patch.object(save, "commit", _record_first)
+        "plain", without=lambda: patch.object(pipeline, "commit", _record_first)
     ),
     "retire is said before files are deleted": CrashRule(
         "plain", without=lambda: patch.object(Keeping, "retire", _deleted_first)

@@ -23,15 +23,14 @@ from torch.distributed import checkpoint as dcp
 from two_tensor import TwoTensor, two
 
 from torchrelay import DcpReader, load_into, open_checkpoint, save_blobs
-from torchrelay.checkpoint.asynchronous.background import Background
-from torchrelay.checkpoint.asynchronous.copying import Copier
-from torchrelay.checkpoint.asynchronous.stage import Stage
 from torchrelay.checkpoint.blob_file import open_blob_file
-from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.format.shard.read_plan import EACH, each
 from torchrelay.checkpoint.load_into import FileSource
-from torchrelay.checkpoint.replicas import BroadcastBuffers
-from torchrelay.checkpoint.spec_exchange import SpecExchange
+from torchrelay.checkpoint.save.capture import NodeState
+from torchrelay.checkpoint.save.replicas import BroadcastBuffers
+from torchrelay.checkpoint.save.spec_exchange import SpecExchange
+from torchrelay.checkpoint.save.staging.background import Background
+from torchrelay.checkpoint.save.staging.stage import Copier, Stage
 from torchrelay.checkpoint.state import gate
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
@@ -232,7 +231,7 @@ def test_a_module_in_the_memory_of_another_is_asked_for_its_own_buffers(
 ) -> None:
     """That DDP kept the buffers of a module alike says nothing of the next one with the same id."""
     sent: list[torch.Tensor] = []
-    monkeypatch.setattr("torchrelay.checkpoint.replicas.broadcast_buffers", lambda: sent)
+    monkeypatch.setattr("torchrelay.checkpoint.save.replicas.broadcast_buffers", lambda: sent)
     asked = BroadcastBuffers()
     for _ in range(1000):
         module = nn.BatchNorm1d(2)

@@ -20,11 +20,11 @@ from torchrun import REPOSITORY, torchrun
 
 from torchrelay import Job, JobRunner, MultiNodeCheckpointManager, Task, max_epochs
 from torchrelay.checkpoint import engine as engine_module
-from torchrelay.checkpoint import replicas
-from torchrelay.checkpoint import save as save_module
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.log.writer import LogWriter
-from torchrelay.checkpoint.planning.repeated import RepeatedPlans
+from torchrelay.checkpoint.save import pipeline as save_module
+from torchrelay.checkpoint.save import replicas
+from torchrelay.checkpoint.save.planning.plan import RepeatedPlans
 from torchrelay.errors import BlobError, FencedError, RelayError, SaveFailedError, UsageError
 from torchrelay.jobs.random import RandomStreams
 from torchrelay.jobs.session import warn

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from torchrelay import Job, JobRunner, LocalSession, max_epochs
-from torchrelay.checkpoint import save
 from torchrelay.checkpoint.format import utils
 from torchrelay.checkpoint.load import partial
+from torchrelay.checkpoint.save import pipeline
 from torchrelay.jobs.session import Solo
 
 
@@ -43,4 +43,4 @@ def test_a_large_load_is_waited_for_as_a_large_save_is(
     assert runner.load_blobs_from_checkpoints(["weight"], 1, last)
     for topic in ("save: write", "load: read", "partial load: read"):
         assert (deadlines[topic] or 0) > 40_000, topic
-    assert partial.patience_secs is save.patience_secs
+    assert partial.patience_secs is pipeline.patience_secs

@@ -26,10 +26,11 @@ from torchrelay import (
     open_checkpoint,
 )
 from torchrelay import Job as RelayJob
-from torchrelay.checkpoint import save as saving
-from torchrelay.checkpoint.asynchronous import background, standby
-from torchrelay.checkpoint.asynchronous.background import Background
-from torchrelay.checkpoint.asynchronous.copying import Copier
+from torchrelay.checkpoint.save import pipeline as saving
+from torchrelay.checkpoint.save.staging import background
+from torchrelay.checkpoint.save.staging import background as standby
+from torchrelay.checkpoint.save.staging.background import Background
+from torchrelay.checkpoint.save.staging.stage import Copier
 from torchrelay.errors import SaveFailedError, StorageError, UsageError
 from torchrelay.jobs import runtime
 from torchrelay.jobs.job import TaskGroup
@@ -450,7 +451,7 @@ import os, signal, sys
 from pathlib import Path
 from served import wait_until
 from tear_job import train
-from torchrelay.checkpoint import save
+from torchrelay.checkpoint.save import pipeline as save
 
 folder = Path(sys.argv[1])
 write = save._write_node

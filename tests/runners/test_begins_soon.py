@@ -18,7 +18,7 @@ HELLO = (ROOT / "README.md").read_text().split("```python\n", 1)[1].split("```",
 MOST_MODULES = 325
 NOT_FOR_A_LOCAL_RUN = (
     *(
-        "checkpoint.asynchronous",
+        "checkpoint.save.staging",
         "checkpoint.interop",
         "checkpoint.onnx_out",
         "checkpoint.storage.object_store",

@@ -28,8 +28,8 @@ from torchrelay import (
     max_steps,
     max_time,
 )
-from torchrelay.checkpoint import save
 from torchrelay.checkpoint.ledger import Ledger
+from torchrelay.checkpoint.save import pipeline
 from torchrelay.errors import PreemptedError, UsageError
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.ending import requests as asking
@@ -104,14 +104,14 @@ def test_a_signal_ends_each_phase_at_its_next_boundary(program, at):
 
 def test_a_signal_during_a_save_lets_it_end(program, monkeypatch):
     """The save that the signal met is committed; then the run leaves, before the next epoch begins."""
-    commit = save.commit
+    commit = pipeline.commit
 
     def met(job, *rest) -> None:
         if job.position.epoch == 2:
             os.kill(os.getpid(), signal.SIGUSR1)
         commit(job, *rest)
 
-    monkeypatch.setattr(save, "commit", met)
+    monkeypatch.setattr(pipeline, "commit", met)
     result = program()
     assert (int(result), result.status, result.committed, result.stop) == (2, "PREEMPTED", 2, ("SIGUSR1",))
     assert program.events[-1] == "after 2"

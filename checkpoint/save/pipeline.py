@@ -1,4 +1,4 @@
-"""One save: boundary, plan, write, commit, acknowledge. All processes go through it together.
+"""One save: capture, plan, write, commit, acknowledge. All processes go through it together.
 
 Each phase ends with an exchange, so that an error of one process is everybody's error and nothing
 is committed. Only rank 0 touches the log.
@@ -9,46 +9,57 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from torchrelay.checkpoint.apart import Apart
-from torchrelay.checkpoint.boundary import NodeState
-from torchrelay.checkpoint.committing import commit, discard, prepare
+import torch
+
 from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE, block_digests
 from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.checkpoint.format.manifest.position import Facts, Position
 from torchrelay.checkpoint.format.manifest.schema import DATA, ShardRow, stats_path, try_directory
+from torchrelay.checkpoint.format.shard import writer
 from torchrelay.checkpoint.format.shard.entries import Entries
 from torchrelay.checkpoint.format.shard.layout import ShardIdentity
 from torchrelay.checkpoint.format.shard.writer import write_shard
 from torchrelay.checkpoint.format.utils import Clock, patience_secs
 from torchrelay.checkpoint.load.verify import Holding
 from torchrelay.checkpoint.log.record import entry_json, entry_of
-from torchrelay.checkpoint.planning.assignments import Plan
-from torchrelay.checkpoint.report import NodeReport, Row, bytes_in, secs_in
-from torchrelay.checkpoint.reuse import Reuse
-from torchrelay.checkpoint.space import check_room
-from torchrelay.checkpoint.spec_exchange import SpecExchange
+from torchrelay.checkpoint.save.capture import NodeState
+from torchrelay.checkpoint.save.change_detection import lookers
+from torchrelay.checkpoint.save.commit import (
+    Apart,
+    NodeReport,
+    Row,
+    bytes_in,
+    check_room,
+    commit,
+    discard,
+    prepare,
+    secs_in,
+)
+from torchrelay.checkpoint.save.dedup import Reuse
+from torchrelay.checkpoint.save.planning.assignments import Plan
+from torchrelay.checkpoint.save.spec_exchange import SpecExchange
+from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import Leaf, Value
-from torchrelay.checkpoint.storage.base import Storage
+from torchrelay.checkpoint.state.leaves.tree import container_tensors
+from torchrelay.checkpoint.storage.base import Placed, Storage
 from torchrelay.checkpoint.storage.inflight import headway
+from torchrelay.checkpoint.storage.local_io import WORTH_IT
 from torchrelay.checkpoint.storage.threads import WRITERS, beside
-from torchrelay.checkpoint.unchanged import lookers
 from torchrelay.errors import ChangedAfterAllError, PeerError, SaveFailedError, StorageError
 from torchrelay.jobs.cluster import NodePlace
-from torchrelay.jobs.session import Peers, decide, is_told, together, warn
+from torchrelay.jobs.session import Peers, Session, decide, is_told, together, warn
 from torchrelay.metadata.statistics import NodeStats, NodeTimes
 from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
-    import torch
-
-    from torchrelay.checkpoint.replicas import WholeBytes
+    from torchrelay.checkpoint.save.replicas import WholeBytes
 
 
 @dataclass(frozen=True)
@@ -326,3 +337,28 @@ def _times(job: SaveJob, row: Row, more: Mapping[str, float]) -> NodeTimes:
     name = job.places[row[0]].name
     path = f"{job.storage.url}/{name}.{job.position}"
     return NodeTimes(name, path, bytes_in(row), {**secs_in(row), **more})
+
+
+def touch_buffers(storage: Storage, session: Session) -> None:
+    """Make them where a share of the registered tensors is worth direct writes; else a save makes its own."""
+    if isinstance(storage, Placed) and sum(_sizes(session)) // len(session.nodes) >= WORTH_IT:
+        with suppress(StorageError):  # a save that finds no memory either says so
+            writer.pool().touch(WRITERS)
+
+
+def _sizes(session: Session) -> Iterator[int]:
+    """Bytes of tensors, of those in containers, and of modules' parameters; nothing else is looked into."""
+    for place in session.local_nodes:
+        for name, entry in session.workspace(place.name).entries().items():
+            value = entry.value
+            if entry.blob is not None and isinstance(value, torch.nn.Module):
+                yield from map(_size, value.parameters())
+            elif entry.blob is not None and isinstance(value, torch.Tensor):
+                yield _size(value)
+            elif entry.blob is not None and kind_of(value) is Kind.CONTAINER:
+                yield from (_size(one) for _, one in container_tensors(name, value))
+
+
+def _size(tensor: torch.Tensor) -> int:
+    """None of what no save stores: it says so, and by name."""
+    return tensor.nbytes if tensor.layout == torch.strided else 0

@@ -19,12 +19,19 @@ from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, BlobRow, Manifest
 from torchrelay.checkpoint.format.names import format_keys
 from torchrelay.checkpoint.format.shard.writer import ShardReport
-from torchrelay.checkpoint.known import Known, KnownFile, Part, known_of
 from torchrelay.checkpoint.log.retention import kept_with
 from torchrelay.checkpoint.log.view import LogView
-from torchrelay.checkpoint.planning.assignments import Assignment, Plan
-from torchrelay.checkpoint.planning.references import with_references
-from torchrelay.checkpoint.planning.reuse import (
+from torchrelay.checkpoint.save.change_detection import (
+    Findings,
+    Known,
+    KnownFile,
+    Part,
+    TensorOf,
+    known_of,
+    look,
+)
+from torchrelay.checkpoint.save.planning.assignments import Assignment, Plan
+from torchrelay.checkpoint.save.planning.dedup import (
     EarlierTry,
     comparable,
     in_bits,
@@ -32,12 +39,12 @@ from torchrelay.checkpoint.planning.reuse import (
     of_bits,
     own_bytes,
     same_leaves,
+    with_references,
     within_limits,
 )
 from torchrelay.checkpoint.state.dtensor import is_sharded
 from torchrelay.checkpoint.state.leaf import Value
 from torchrelay.checkpoint.storage.base import Storage
-from torchrelay.checkpoint.unchanged import Findings, TensorOf, look
 from torchrelay.errors import ChangedAfterAllError, RelayError
 from torchrelay.jobs.session import Peers, decide, together
 from torchrelay.records import dataclass
@@ -45,7 +52,7 @@ from torchrelay.records import dataclass
 if TYPE_CHECKING:
     import torch
 
-    from torchrelay.checkpoint.save import SaveJob
+    from torchrelay.checkpoint.save.pipeline import SaveJob
 
 _World = tuple[int, tuple[str, ...], tuple[int, ...]]
 """Processes, names of all nodes, ranks of the hosted ones: who answers for which parts."""

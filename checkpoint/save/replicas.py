@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import describe
-from torchrelay.checkpoint.planning.compare import (
+from torchrelay.checkpoint.save.capture import NodeState
+from torchrelay.checkpoint.save.pipeline import SaveJob
+from torchrelay.checkpoint.save.planning.replica_check import (
     WHOLE_EVERY,
     Lone,
     Mode,
@@ -26,7 +27,6 @@ from torchrelay.checkpoint.planning.compare import (
     is_compared,
     mode_at,
 )
-from torchrelay.checkpoint.save import SaveJob
 from torchrelay.checkpoint.state.dtensor import local_of
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value
 from torchrelay.errors import SaveFailedError, UsageError

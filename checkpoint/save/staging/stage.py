@@ -1,25 +1,197 @@
-"""One save's copies: early ones made at once, late ones behind the training, compared before they count."""
+"""One save's copies: early ones made at once, late ones in the background, compared before they count.
+
+On the CPU a late copy is a plain move of bytes that holds no interpreter lock. On CUDA
+copies run on a stream of their own, which waits for the compute that was queued before; at the gate,
+compute waits for their event.
+
+Module buffers change in forward, averages and counters whenever the program likes; parameters and
+state tensors of stock optimizers change in `step` alone, and before that stands the gate.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import field
+from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
-from torchrelay.checkpoint.asynchronous.arena import Block, Room
-from torchrelay.checkpoint.asynchronous.copying import Copier
-from torchrelay.checkpoint.asynchronous.late import Find, late_leaves
-from torchrelay.checkpoint.asynchronous.pieces import Piece, Pieces
-from torchrelay.checkpoint.asynchronous.samples import SAMPLE_BYTES, Verify, digest
-from torchrelay.checkpoint.boundary import NodeState
+from torchrelay.checkpoint.format.dtypes import stored_bytes
 from torchrelay.checkpoint.format.names import format_key
-from torchrelay.checkpoint.planning.assignments import Assignment
+from torchrelay.checkpoint.save.capture import NodeState
+from torchrelay.checkpoint.save.change_detection import SAMPLE_BYTES, Verify, digest
+from torchrelay.checkpoint.save.planning.assignments import Assignment
+from torchrelay.checkpoint.save.staging.memory import Block, Piece, Pieces, Room
 from torchrelay.checkpoint.state import gate
+from torchrelay.checkpoint.state.dtensor import is_sharded, memory_of_shard
+from torchrelay.checkpoint.state.flatten import parameter_names
+from torchrelay.checkpoint.state.gate import takes_gate
+from torchrelay.checkpoint.state.leaves.module import parts_of
+from torchrelay.checkpoint.state.leaves.optimizer import parameters, state_prefix
 from torchrelay.errors import SaveFailedError
 from torchrelay.jobs import runtime
 from torchrelay.records import dataclass
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Copier:
+    """Copies the pieces of one save."""
+
+    def __init__(self) -> None:
+        self._ready: dict[torch.device, Any] = {}
+        self._streams: dict[torch.device, Any] = {}
+        self._done: list[tuple[torch.device, Any]] = []
+        self._current: int | None = None
+
+    def copy_now(self, target: Room, source: torch.Tensor, name: str) -> None:
+        """Copy any tensor that can be stored; raises BlobError for others."""
+        if source.is_cpu and source.nbytes == target.nbytes and is_plain(source):
+            ctypes.memmove(target.address, source.data_ptr(), target.nbytes)
+            return
+        if source.nbytes == target.nbytes and is_plain(source):  # from the device right into its place
+            target.tensor.copy_(source.detach().reshape(-1).view(torch.uint8))
+            return
+        view = stored_bytes(source, name)
+        if len(view):
+            target.tensor.copy_(torch.frombuffer(view, dtype=torch.uint8))
+
+    def begin(self, devices: Collection[torch.device]) -> None:
+        """Mark the moment of the boundary in the compute streams, in the thread that computes."""
+        for device in devices:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+            self._ready[device] = event
+            self._current = torch.cuda.current_device()
+
+    def enter_thread(self) -> None:
+        """Let the calling thread compute where the one of `begin` does.
+
+        A new thread begins at device 0, where every rank of a host would take memory for nothing.
+        """
+        if self._current is not None:
+            torch.cuda.set_device(self._current)
+
+    def copy_late(self, target: Room, source: torch.Tensor) -> None:
+        """Copy a contiguous tensor; complete after `end`."""
+        if source.is_cpu:
+            ctypes.memmove(target.address, source.data_ptr(), target.nbytes)
+            return
+        with self.aside(source):
+            target.tensor.copy_(source.detach().reshape(-1).view(torch.uint8), non_blocking=True)
+
+    def aside(self, source: torch.Tensor) -> AbstractContextManager[Any]:
+        """Where to look at a source: not behind what the training has queued."""
+        return nullcontext() if source.is_cpu else torch.cuda.stream(self._stream(source.device))
+
+    def end(self) -> None:
+        """Wait until the late copies are complete, those before one that failed too."""
+        for device, stream in self._streams.items():
+            event = torch.cuda.Event()
+            event.record(stream)
+            self._done.append((device, event))
+            event.synchronize()
+
+    def let_compute_wait(self) -> None:
+        """Let what the calling thread computes next wait for the copies."""
+        for device, event in self._done:
+            torch.cuda.current_stream(device).wait_event(event)
+
+    def _stream(self, device: torch.device) -> Any:
+        if device not in self._streams:
+            stream = torch.cuda.Stream(device)
+            if device in self._ready:
+                stream.wait_event(self._ready[device])
+            self._streams[device] = stream
+        return self._streams[device]
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a tensor is its content, in order."""
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_meta:
+        return False
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+
+
+Find = Callable[[], Any]
+"""Finds the tensor again, as its owner holds it now: of a sharded one the local part."""
+
+
+def late_leaves(
+    objects: Mapping[str, Any], names: Mapping[int, str] | None = None, *, above_bytes: int = -1
+) -> dict[str, Find]:
+    """The leaves of a node that only registered stock optimizers write, and how to find each again.
+
+    `names` are those of the parameters by id, where they are known; of the optimizers' state only tensors
+    of more bytes than `above_bytes` are looked at.
+
+    Left out is what is written elsewhere than in a step that passes the hooks of `torch.optim`:
+    parameters that step inside of backward or in CUDA graphs (`capturable`), inference tensors,
+    subclasses of Tensor other than DTensor, parameters of scripted modules, whose `load_state_dict` takes no
+    gate, weights that a forward pass normalises (`max_norm` of embeddings), and all parameters that an
+    unknown optimizer holds too.
+    """
+    optimizers = {name: value for name, value in objects.items() if isinstance(value, Optimizer)}
+    names = names or parameter_names(objects)
+    foreign = {
+        id(one) for other in optimizers.values() if not waits_at_the_gate(other) for one in parameters(other)
+    }
+    ungated = _ungated(objects)
+    found: dict[str, Find] = {}
+    for blob, optimizer in optimizers.items():
+        for parameter in parameters(optimizer):
+            if id(parameter) in foreign or not _settled(parameter):
+                continue
+            name = names[id(parameter)]
+            if id(parameter) not in ungated:
+                found[name] = partial(_memory_of, parameter)
+            prefix = f"{state_prefix(blob)}{name}."
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and value.nbytes > above_bytes and _settled(value):
+                    found[f"{prefix}{key}"] = partial(_state_of, optimizer, parameter, key)
+    return found
+
+
+def _ungated(objects: Mapping[str, Any]) -> set[int]:
+    """The parameters, by id, that a module writes without a gate: in `load_state_dict` or in `forward`."""
+    modules = (value for value in objects.values() if isinstance(value, nn.Module))
+    parts = [part for module in modules for part in parts_of(module)]
+    found = {id(one) for part in parts if not takes_gate(part) for one in part.parameters()}
+    return found | {id(part.weight) for part in parts if isinstance(part, _NORMALISING) and part.max_norm}
+
+
+_NORMALISING = (nn.Embedding, nn.EmbeddingBag)
+"""With `max_norm` their forward pass scales the rows that it looks up."""
+
+
+def waits_at_the_gate(optimizer: Optimizer) -> bool:
+    """Whether every step of this optimizer passes the pre-step hooks, and nothing else of it writes."""
+    stock = type(optimizer).__module__.startswith("torch.optim.")
+    graphs = any(group.get("capturable") for group in optimizer.param_groups)
+    hooked = getattr(type(optimizer).step, "hooked", False)
+    in_backward = any(getattr(one, "_post_accumulate_grad_hooks", None) for one in parameters(optimizer))
+    return stock and bool(hooked) and not graphs and not in_backward
+
+
+def _settled(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a tensor, of a sharded one its local part, is its content in order."""
+    memory = _memory_of(tensor)
+    return is_plain(memory) and not memory.is_inference()
+
+
+def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    return memory_of_shard(tensor) if is_sharded(tensor) else tensor
+
+
+def _state_of(optimizer: Optimizer, parameter: torch.Tensor, key: str) -> Any:
+    found = optimizer.state.get(parameter, {}).get(key)
+    return _memory_of(found) if isinstance(found, torch.Tensor) else found
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,83 @@ from typing import TYPE_CHECKING
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.layouts import Layout, PerNode, Replicated, Split
 from torchrelay.checkpoint.format.manifest.schema import table
-from torchrelay.checkpoint.format.utils import first_of_each
-from torchrelay.checkpoint.planning.assignments import NodeClass, Plan, PlannedLeaf, item_bytes
-from torchrelay.checkpoint.planning.cuts import CUT_BYTES, cuts_between
-from torchrelay.checkpoint.planning.identity import same, sorted_leaves
-from torchrelay.checkpoint.planning.sharded import check_complete, joined
+from torchrelay.checkpoint.format.mesh_geometry import Replicated as ReplicatedPlacement
+from torchrelay.checkpoint.format.utils import Recent, first_of_each
+from torchrelay.checkpoint.save.planning.assignments import (
+    CUT_BYTES,
+    NodeClass,
+    Plan,
+    PlannedLeaf,
+    cuts_between,
+    item_bytes,
+    same,
+    sorted_leaves,
+)
+from torchrelay.errors import SaveFailedError
 from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.state.leaf import LeafSpec
+
+
+Held = tuple["LeafSpec", tuple[int, ...]]
+"""A leaf and the nodes that have it."""
+
+
+def joined(held: Sequence[Held]) -> list[Held]:
+    """Leaves of one name and form that lie on several sub-meshes are replicas: one leaf on one mesh.
+
+    The joined mesh has the sub-meshes, by their first nodes, along a new first dimension. Raises
+    SaveFailedError, naming the leaf, where a node of a mesh does not have it, or sub-meshes overlap.
+    """
+    distinct = [(id(leaf.sharding), id(nodes)) for leaf, nodes in held]  # many are the same objects
+    for leaf, nodes in first_of_each(distinct, held).values():
+        check_complete(leaf, nodes)
+    named: dict[str, list[Held]] = {}
+    for leaf, nodes in held:
+        named.setdefault(leaf.name, []).append((leaf, nodes))
+    return [one for group in named.values() for one in (group if len(group) == 1 else _joined_forms(group))]
+
+
+def _joined_forms(group: Sequence[Held]) -> list[Held]:
+    """Of leaves of one name, those that differ only in the nodes of their mesh are made one."""
+    found: list[Held] = []
+    alike: dict[LeafSpec, list[Held]] = {}
+    for leaf, nodes in group:
+        if leaf.sharding is None:
+            found.append((leaf, nodes))
+        else:
+            apart = replace(leaf, sharding=replace(leaf.sharding, nodes=()))
+            alike.setdefault(apart, []).append((leaf, nodes))
+    return found + [_joined(some) if len(some) > 1 else some[0] for some in alike.values()]
+
+
+def _joined(group: Sequence[Held]) -> Held:
+    leaf = group[0][0]
+    meshes = sorted((leaf.sharding for leaf, _ in group if leaf.sharding), key=lambda mesh: min(mesh.nodes))
+    places = tuple(node for mesh in meshes for node in mesh.nodes)
+    if len(set(places)) != len(places):
+        raise SaveFailedError(
+            f"{leaf.name!r} is sharded over meshes that overlap ({', '.join(str(m.nodes) for m in meshes)}): "
+            "build its device mesh alike on all ranks"
+        )
+    extents = (len(meshes), *meshes[0].extents)
+    whole = replace(
+        meshes[0], nodes=places, extents=extents, placements=(ReplicatedPlacement(), *meshes[0].placements)
+    )
+    return replace(leaf, sharding=whole), tuple(sorted({node for _, some in group for node in some}))
+
+
+def check_complete(leaf: LeafSpec, nodes: Sequence[int]) -> None:
+    """Raises SaveFailedError, naming the leaf, where a node of its mesh is not one that has it."""
+    mesh = leaf.sharding
+    if mesh is not None and (absent := sorted(set(mesh.nodes) - set(nodes))):
+        raise SaveFailedError(
+            f"{leaf.name!r} is sharded over ranks {list(mesh.nodes)}, but rank "
+            f"{', '.join(map(str, absent))} has no such leaf, or has it placed otherwise: build it with the "
+            "same device mesh and placements on all ranks of the mesh"
+        )
+
 
 PLAN_VERSION = 2
 SPLIT_ROLES = ("parameter", "optimizer")
@@ -220,3 +288,45 @@ class _Layouts:
         if key not in self._same:
             self._same[key] = self.number(_unsplit_layout(scope, nodes, hosts))
         return self._same[key]
+
+
+_REMEMBERED = 4
+"""Plans: a save that refers to older bytes asks twice."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Answered:
+    """A plan and what was asked. Classes and scopes are compared by identity: they never change."""
+
+    classes: tuple[NodeClass, ...]
+    scopes: Mapping[str, str]
+    hosts: tuple[int, ...]
+    referenced: frozenset[str]
+    plan: Plan
+
+    def to(self, classes: object, scopes: object, hosts: tuple[int, ...], referenced: frozenset[str]) -> bool:
+        """Whether this was asked."""
+        same = self.classes is classes and self.scopes is scopes
+        return same and self.hosts == hosts and self.referenced == referenced
+
+
+class RepeatedPlans:
+    """Remembers the last few plans; anything that is not the same object is asked anew."""
+
+    def __init__(self) -> None:
+        self._answered: Recent[_Answered] = Recent(_REMEMBERED)
+
+    def plan(
+        self,
+        classes: tuple[NodeClass, ...],
+        scopes: Mapping[str, str],
+        hosts: tuple[int, ...],
+        referenced: frozenset[str] = frozenset(),
+    ) -> Plan:
+        """The plan of `plan_classes` for the same arguments."""
+
+        def make() -> _Answered:
+            plan = plan_classes(classes, scopes=scopes, hosts=hosts, referenced=referenced)
+            return _Answered(classes, scopes, hosts, referenced, plan)
+
+        return self._answered.get(lambda one: one.to(classes, scopes, hosts, referenced), make).plan

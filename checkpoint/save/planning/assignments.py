@@ -1,28 +1,86 @@
-"""What a plan says: every leaf with its layout, and who writes what of it."""
+"""What a plan says: every leaf with its layout, and who writes what of it. Pure."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from math import prod
 from operator import attrgetter, sub
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchrelay.checkpoint.format.layouts import Layout, PerNode, Split
+from torchrelay.checkpoint.format.canonical_json import dumps, dumps_read, sha256, words
+from torchrelay.checkpoint.format.layouts import Cut, Layout, PerNode, Split
 from torchrelay.checkpoint.format.manifest.keys import box_key
-from torchrelay.checkpoint.format.manifest.schema import VALUE_LIMIT_BYTES, BlobRow, LeafRow, table
+from torchrelay.checkpoint.format.manifest.schema import (
+    VALUE_LIMIT_BYTES,
+    BlobRow,
+    LeafRow,
+    has_odd_gradient,
+    table,
+)
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Bounds, item_bytes_of, volume
 from torchrelay.checkpoint.format.names import Flat, Key, Whole
 from torchrelay.checkpoint.format.shard.entries import Entries, described
 from torchrelay.checkpoint.format.utils import lazily
-from torchrelay.checkpoint.planning.identity import leaves_digest
 from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.state.leaf import LeafSpec
+
+
+def sorted_leaves(leaves: Iterable[LeafSpec]) -> list[LeafSpec]:
+    """Leaves in the order of their names."""
+    return sorted(leaves, key=attrgetter("name"))
+
+
+def same(leaf: LeafSpec) -> tuple[object, ...]:
+    """Equal for leaves that are one leaf on several nodes.
+
+    The size of a value may differ between them, and with what else a tensor is shared.
+    """
+    mesh = leaf.sharding
+    described = (leaf.group, leaf.alias_of, leaf.kind, leaf.role, leaf.dtype, leaf.shape)
+    size = leaf.nbytes if leaf.kind == "tensor" else 0
+    return (leaf.name, leaf.blob, *described, size, "" if mesh is None else mesh.digest)
+
+
+def leaves_digest(leaves: Sequence[LeafSpec]) -> str:
+    """SHA-256 (hex) over all of a node's leaves that a plan depends on, in whatever order they are listed.
+
+    Of canonical JSON: the names, sorted; the number of each leaf's form; and the forms in the order of first
+    use, with the digests of their meshes. The blob is null in a form where the leaf is its blob. Of the size
+    of a value counts whether a manifest can hold it. Raises UsageError for what is no canonical JSON.
+    """
+    ordered = sorted_leaves(leaves)
+    # Looked up by identity, for each takes long to compare; told by digest, for several objects may be equal.
+    distinct = {id(leaf.sharding): leaf.sharding for leaf in ordered}
+    meshes = {key: "" if mesh is None else mesh.digest for key, mesh in distinct.items()}
+    numbers: dict[tuple[Any, ...], int] = {}
+    column: list[int] = []
+    for leaf in ordered:
+        form = (
+            None if leaf.blob == leaf.name else leaf.blob,
+            leaf.group,
+            leaf.alias_of,
+            leaf.kind,
+            leaf.role._value_,
+            leaf.dtype,
+            leaf.shape,
+            leaf.nbytes if leaf.kind == "tensor" else leaf.nbytes > VALUE_LIMIT_BYTES,
+            meshes[id(leaf.sharding)],
+            *(("odd gradient",) if has_odd_gradient(leaf.role._value_, leaf.frozen) else ()),
+            *(() if leaf.order is None else (("order", *leaf.order),)),
+            *(("order changed",) if leaf.order_changed else ()),
+            *(() if leaf.device is None else (("device", leaf.device),)),
+            *(() if leaf.same_as is None else (("same as", leaf.same_as),)),
+        )
+        column.append(numbers.setdefault(form, len(numbers)))
+    names = ",".join(words([leaf.name for leaf in ordered]))
+    return sha256(b"[[%b],%b,%b]" % (names.encode(), dumps_read(column), dumps(list(numbers))))
 
 
 @dataclass(frozen=True)
@@ -312,3 +370,47 @@ def item_bytes(leaf: LeafSpec) -> int:
 def elements(leaf: LeafSpec) -> int:
     """The number of elements of a tensor; a value counts as one."""
     return prod(leaf.shape) if leaf.kind == "tensor" else 1
+
+
+CUT_BYTES = 1 << 20
+"""Leaves are cut at multiples of this from their start: digest blocks then fall on the same bytes
+however many nodes write, so a leaf's digest does not depend on the cut."""
+
+
+def cuts_between(sizes: Sequence[int], item_bytes: Sequence[int], shares: int, cut: int) -> tuple[Cut, ...]:
+    """Cut leaves of `sizes` bytes into `shares` runs; `shares` + 1 cuts from the start to the end.
+
+    Every cut is the candidate nearest to its ideal (total * i / shares): multiples of `cut` bytes
+    inside leaves of at least `cut` bytes, and the ends of leaves. Each share therefore differs from
+    the ideal share by at most the larger of `cut` and the largest leaf that is not cut.
+    """
+    ends = (0, *accumulate(sizes))
+    total, number, found = ends[-1], 1, [(0, 0)]
+    while total and number < shares:
+        item = bisect_right(ends, total * number // shares) - 1
+        before, size, width = ends[item], sizes[item], item_bytes[item]
+        behind = -(-ends[item + 1] * shares // total)  # the first ideal cut that is not in this item
+        ideals = range(number * total - before * shares, behind * total - before * shares, total)
+        step = cut if size >= cut and cut % width == 0 else size
+        # A byte has one cut: before the empty items that precede the item that it is in.
+        edges = {0: (bisect_left(ends, before), 0), size: (item + 1, 0)}
+        nearest = _nearest(ideals, size, step, shares)
+        found += [edges[at] if at in edges else (item, at // width) for at in nearest]
+        number = behind
+    inner = found if total else found * shares
+    return table(Cut, [*inner, (len(sizes), 0)])
+
+
+def _nearest(ideals: range, size: int, step: int, shares: int) -> list[int]:
+    """The multiples of `step` bytes, or the end of an item, nearest to ideals; of two equally near the lower.
+
+    Ideals are bytes times `shares`, which are whole numbers: every rank computes the same.
+    """
+    twice, last = 2 * step * shares, size // step * step
+    middle = (last + size) * shares  # twice the ideal that is as near to the end as to the last multiple
+    return [
+        step * ((2 * ideal + twice // 2 - 1) // twice)
+        if ideal < last * shares
+        else (last if 2 * ideal <= middle else size)
+        for ideal in ideals
+    ]

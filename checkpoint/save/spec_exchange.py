@@ -15,13 +15,11 @@ from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any
 
-from torchrelay.checkpoint.boundary import NodeState
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.mesh import Mesh, placements_json, placements_of
-from torchrelay.checkpoint.planning.assignments import NodeClass, Plan
-from torchrelay.checkpoint.planning.identity import leaves_digest, same
-from torchrelay.checkpoint.planning.plan import shared_unlike, unusual
-from torchrelay.checkpoint.planning.repeated import RepeatedPlans
+from torchrelay.checkpoint.save.capture import NodeState
+from torchrelay.checkpoint.save.planning.assignments import NodeClass, Plan, leaves_digest, same
+from torchrelay.checkpoint.save.planning.plan import RepeatedPlans, shared_unlike, unusual
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.errors import SaveFailedError
 from torchrelay.jobs.blobs import Scope

@@ -1,1 +1,0 @@
-"""Who writes which bytes, whether replicas are alike, from plan to manifest."""

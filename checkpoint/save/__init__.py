@@ -1,0 +1,1 @@
+"""Saves: capture, plan, write, commit; which leaves need no new bytes."""

@@ -1,0 +1,454 @@
+"""What a node's blobs are at the moment of a save, by reference, and what is left out.
+
+Nothing is believed of an earlier save: every leaf is compared with what was found then, and whatever
+differs is described anew. What did not change is given back as the same object, so that all that follows
+from it (digests, classes, the plan) is recognised by identity. How long a small value is decides nothing
+(a counter grows from 9 to 10): its spec stays, and the manifest is told the true size when it is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field, replace
+from itertools import chain
+from operator import is_
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.optim import Optimizer
+
+from torchrelay.checkpoint.format.dtypes import logical_name
+from torchrelay.checkpoint.format.layouts import place_of
+from torchrelay.checkpoint.format.manifest.position import EVERYTHING, Position, Selection
+from torchrelay.checkpoint.format.manifest.schema import VALUE_LIMIT_BYTES
+from torchrelay.checkpoint.format.mesh import Mesh
+from torchrelay.checkpoint.format.names import nearest
+from torchrelay.checkpoint.save.planning.assignments import Assignment
+from torchrelay.checkpoint.state.checkpoint_set import (
+    RNG_BLOB,
+    Member,
+    newcomers,
+    scopes_of,
+    select,
+    used_patterns,
+)
+from torchrelay.checkpoint.state.dtensor import is_sharded, local_of
+from torchrelay.checkpoint.state.flatten import leaves_of, named_leaves
+from torchrelay.checkpoint.state.gradients import gradient_leaves
+from torchrelay.checkpoint.state.kinds import kind_of, local_part
+from torchrelay.checkpoint.state.leaf import (
+    MAIN_GROUP,
+    Leaf,
+    LeafSpec,
+    Role,
+    Value,
+    device_of,
+    order_of,
+    spec_of,
+)
+from torchrelay.checkpoint.state.leaves.module import ModuleStates
+from torchrelay.checkpoint.state.leaves.optimizer import PARAMS, unsaved_optimizers
+from torchrelay.checkpoint.state.names import memory_place, overlaps_of
+from torchrelay.checkpoint.state.restore.rehearsal import Start, arrays_of, groups_of, rehearse
+from torchrelay.errors import BlobError, SaveFailedError
+from torchrelay.jobs.blobs import Scope
+from torchrelay.jobs.cluster import NodePlace
+from torchrelay.jobs.random import RandomStreams
+from torchrelay.jobs.session import Session, warn
+from torchrelay.jobs.workspace import Workspace
+from torchrelay.records import dataclass
+
+Relations = tuple[list[list[int]], dict[str, tuple[str, int]], dict[str, str]]
+"""The parameters in each group of the optimizers, by identity, what shares memory in part, and arrays."""
+Order = tuple[int, ...] | None
+_SHORT = (type(None), bool, int, float)
+"""JSON that is short whatever its value: how long decides nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """The leaves of a node: what each is like, in order, and whose it is. Never changed once made."""
+
+    specs: tuple[LeafSpec, ...]
+    scopes: Mapping[str, str]
+
+
+class Structures:
+    """Remembers the last structure of each hosted node; holds no tensors."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, Structure] = {}
+        self._rehearsed: dict[str, tuple[tuple[LeafSpec, ...], Relations]] = {}
+        self._starts: dict[str, Start] = {}
+        self._orders: dict[str, Mapping[str, Order]] = {}
+        self._shown: dict[str, frozenset[str]] = {}
+
+    def of(self, node: str, leaves: Sequence[Leaf], scopes: Mapping[str, str]) -> Structure:
+        """The structure of a node's leaves: the very same object where nothing changed.
+
+        Raises BlobError for placements and dtypes that have no stored form.
+        """
+        last = self._last.get(node)
+        specs = _described(leaves, last.specs if last else (), self._orders.get(node, {}))
+        if last is None or scopes != last.scopes or not _same(specs, last.specs):
+            last = self._last[node] = Structure(specs, dict(scopes))
+        return last
+
+    def began(self, node: str, start: Start, orders: Mapping[str, Order]) -> None:
+        """Keep what the program has built, and how it lay, before anything was loaded or trained."""
+        self._starts[node], self._orders[node] = start, orders
+        self._last.pop(node, None)
+
+    def overlaps(self, node: str, leaves: Sequence[Leaf]) -> dict[str, tuple[str, int]]:
+        """How those leaves that shared memory in part when the program had built them share it now."""
+        start = self._starts.get(node)
+        if start is None or not start.overlaps:
+            return {}
+        names = {*start.overlaps, *(other for other, _ in start.overlaps.values())}
+        shared = {leaf.name: leaf.content for leaf in leaves if leaf.name in names}
+        return overlaps_of({name: one for name, one in shared.items() if not isinstance(one, Value)})
+
+    def has_arrays(self, node: str) -> bool:
+        """Whether the program has built numpy arrays as blobs."""
+        return node in self._starts and bool(self._starts[node].arrays)
+
+    def changes(self, node: str, now: Start, wanted: Callable[[str], bool]) -> list[str]:
+        """How `now` differs from what was built, in `wanted` leaves; nothing where nobody looked then."""
+        start = self._starts.get(node)
+        found = start.differences(now) if start else ()
+        return [f"{name} {text}" for name, text in found if wanted(name)]
+
+    def placed(self, node: str, now: Start) -> list[str]:
+        """The tensors that were sharded, or gathered, since the program had built them."""
+        start = self._starts.get(node)
+        return start.placed(now) if start else []
+
+    def is_rehearsed(self, node: str, structure: Structure, relations: Relations) -> bool:
+        """Whether a load of these leaves was found to fit, whosever they are, so related."""
+        specs, known = self._rehearsed.get(node, ((), None))
+        return known == relations and _same(structure.specs, specs)
+
+    def rehearsed(self, node: str, structure: Structure, relations: Relations) -> None:
+        """A load of these leaves fits; the first ones stand for what the objects have from their start."""
+        self._rehearsed[node] = structure.specs, relations
+        self._shown.setdefault(node, _wrappers(structure.specs))
+
+    def loaded(self, node: str, wrappers: frozenset[str]) -> None:
+        """A load found place for these wrapper subclasses."""
+        self._shown[node] = wrappers
+
+    def shown(self, node: str) -> frozenset[str] | None:
+        """The wrapper subclasses that objects have from their start; None while nothing was listed."""
+        return self._shown.get(node)
+
+    def start_over(self) -> None:
+        """Other objects come: nothing is known of them."""
+        self._rehearsed.clear()
+        self._shown.clear()
+        self._starts.clear()
+        self._orders.clear()
+
+
+def _wrappers(specs: Sequence[LeafSpec]) -> frozenset[str]:
+    return frozenset(spec.name for spec in specs if spec.role is Role.SUBCLASS)
+
+
+def _described(
+    leaves: Sequence[Leaf], known: tuple[LeafSpec, ...], built: Mapping[str, Order]
+) -> tuple[LeafSpec, ...]:
+    """A spec per leaf; that of the same place at the last save where it says the same."""
+    if len(leaves) != len(known):
+        by_name = {spec.name: spec for spec in known}
+        return tuple(_spec(leaf, by_name.get(leaf.name), built) for leaf in leaves)
+    return tuple(_spec(leaf, spec, built) for leaf, spec in zip(leaves, known, strict=True))
+
+
+def _spec(leaf: Leaf, known: LeafSpec | None, built: Mapping[str, Order]) -> LeafSpec:
+    if known is not None and _unchanged(leaf, known):
+        return known
+    found = spec_of(leaf)
+    if found.kind == "tensor" and built.get(leaf.name, found.order) != found.order:
+        found = replace(found, order_changed=True)
+    if known is None:
+        return found
+    return known if found == known or _small_values(found, known) else found
+
+
+def _small_values(found: LeafSpec, known: LeafSpec) -> bool:
+    """Whether two values differ only in how long they are, and neither is too long for a manifest."""
+    if found.kind != "value" or max(found.nbytes, known.nbytes) > VALUE_LIMIT_BYTES:
+        return False
+    return replace(found, nbytes=known.nbytes) == known
+
+
+def _unchanged(leaf: Leaf, known: LeafSpec) -> bool:
+    """Whether a leaf is as described, as far as a look tells. False too for what is to be described anew."""
+    content = leaf.content
+    if isinstance(content, Value):
+        alike = type(content.json) in _SHORT and known.kind == "value" and known.nbytes <= VALUE_LIMIT_BYTES
+    elif known.sharding is not None or is_sharded(content):
+        return False
+    else:
+        alike = content.shape == known.shape and logical_name(content.dtype) == known.dtype
+        alike = alike and order_of(content) == known.order
+        device = None if content.is_cpu else device_of(leaf.role, content)
+        alike = alike and device == known.device
+    return (
+        alike
+        and leaf.name == known.name
+        and leaf.blob == known.blob
+        and leaf.role is known.role
+        and leaf.group == known.group
+        and leaf.alias_of == known.alias_of
+        and leaf.frozen is known.frozen
+        and leaf.same_as == known.same_as
+    )
+
+
+def _same(one: tuple[LeafSpec, ...], other: tuple[LeafSpec, ...]) -> bool:
+    return len(one) == len(other) and all(map(is_, one, other))
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """A hosted node at the boundary. `place` carries the name under which the node is stored."""
+
+    place: NodePlace
+    leaves: Mapping[str, Leaf]
+    specs: tuple[LeafSpec, ...]
+    scopes: Mapping[str, str]
+    objects: Mapping[str, Any]
+    names: Mapping[int, str] = field(default_factory=dict)
+    """The leaf names of the parameters, by id; empty where nobody looked."""
+
+    @property
+    def rank(self) -> int:
+        """The node's number in plans and manifests."""
+        return self.place.rank
+
+    def piece(self, assignment: Assignment) -> torch.Tensor | memoryview:
+        """What this node writes of a tensor."""
+        return self.tensor(assignment)
+
+    def tensor(self, assignment: Assignment) -> torch.Tensor:
+        """That part where it lies: all of a tensor, a flat range of elements, or a box of its shard."""
+        spec, tensor = assignment.leaf, self.leaves[assignment.leaf.name].content
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{spec.name} is a value")
+        if assignment.box is not None and spec.sharding is not None:
+            place = place_of(spec.sharding.local_intervals(spec.shape, self.rank), assignment.box)
+            return local_of(tensor)[tuple(slice(*side) for side in place)]
+        return tensor if assignment.whole else tensor.reshape(-1)[assignment.first : assignment.last]
+
+
+def capture(
+    session: Session,
+    place: NodePlace,
+    stored_name: str,
+    members: Mapping[str, Member],
+    demoted: set[str],
+    structures: Structures,
+    selection: Selection = EVERYTHING,
+    resumes: Callable[[str], bool] = lambda name: True,
+) -> NodeState:
+    """List the leaves of a hosted node, its random states included; tensors are not copied.
+
+    `structures` are those of earlier saves. Random states are listed whatever the `selection` says.
+    `resumes` says of a leaf that a resume loads it.
+
+    Leaves of a new structure are rehearsed: what a resume would refuse is not saved.
+
+    Raises BlobError for what cannot be stored or resumed (with its path) and SaveFailedError for a
+    name of the set that is gone.
+    """
+    workspace = session.workspace(place.name)
+    objects = _objects(workspace, place, members)
+    states = ModuleStates()
+    listed, names = named_leaves(objects, states)
+    learning = {leaf.blob for leaf in listed if leaf.frozen is False}
+    gradients = gradient_leaves(objects, names, selection.saves, learning)
+    leaves = [*select(listed, objects, selection), *gradients, *random_leaves(session.streams(place.name))]
+    structure = structures.of(place.name, leaves, scopes_of(leaves, members, objects, demoted))
+    # What `ctx[name] = ...` has put in the place of an array may be of another form.
+    arrays = arrays_of(built_by_program(workspace)) if structures.has_arrays(place.name) else {}
+    relations = groups_of(objects), structures.overlaps(place.name, leaves), arrays
+    if not structures.is_rehearsed(place.name, structure, relations):
+        chosen = {leaf.name for leaf in leaves}
+        rehearse(
+            _as_started(workspace, members),
+            leaves,
+            structure.specs,
+            states,
+            str(place),
+            kept={leaf.name for leaf in listed if leaf.name not in chosen},
+            shown=structures.shown(place.name),
+            changed=structures.changes(
+                place.name,
+                Start(built_by_program(workspace)),
+                lambda name: resumes(name) and selection.saves(name),
+            ),
+        )
+        structures.rehearsed(place.name, structure, relations)
+    for leaf, spec in zip(leaves, structure.specs, strict=True):
+        if spec.sharding is not None:
+            _check_local(leaf, spec, spec.sharding, place)
+    return NodeState(
+        replace(place, name=stored_name),
+        {leaf.name: leaf for leaf in leaves},
+        structure.specs,
+        structure.scopes,
+        objects,
+        names,
+    )
+
+
+def check_whole(state: NodeState) -> None:
+    """Refuse shards of a node, by BlobError, where not all nodes are saved: nobody would have the rest."""
+    shards = [spec.name for spec in state.specs if spec.sharding is not None]
+    shards += [
+        blob
+        for blob, value in state.objects.items()
+        if isinstance(value, torch.optim.Optimizer) and local_part(value) is not value
+    ]
+    if shards:
+        raise BlobError(
+            f"{shards[0]} of {state.place} is in shards, and nodes_to_checkpoint leaves out other nodes: "
+            "name all nodes, or leave nodes_to_checkpoint out"
+        )
+
+
+def _objects(workspace: Workspace, place: NodePlace, members: Mapping[str, Member]) -> dict[str, Any]:
+    """What the set's names hold; raises SaveFailedError for one that is gone."""
+    gone = [name for name in members if name not in workspace]
+    if gone:
+        raise SaveFailedError(
+            f"{', '.join(map(repr, gone))} of the checkpoint set is gone from the workspace of {place}: "
+            "keep the name, or register it with scope='transient'"
+        )
+    entries = workspace.entries()
+    for check in [entry.check for entry in entries.values() if entry.check is not None]:
+        check()
+    return {name: workspace[name] for name in members}
+
+
+def built_by_program(workspace: Workspace) -> dict[str, Any]:
+    """The registered objects that every start builds in the same way, whatever it resumes from."""
+    return {
+        name: entry.target
+        for name, entry in workspace.entries().items()
+        if (blob := entry.blob) is not None and blob.scope is not Scope.TRANSIENT and not blob.rebuilt
+    }
+
+
+def _as_started(workspace: Workspace, members: Mapping[str, Member]) -> dict[str, Any]:
+    """The registered objects as a later start makes them: what is of another kind now, as it was given."""
+    found: dict[str, Any] = {}
+    for name, entry in workspace.entries().items():
+        if name in members and entry.blob is not None:
+            given = entry.target if entry.blob.is_factory else entry.blob.source
+            found[name] = entry.target if kind_of(given) is kind_of(entry.target) else given
+    return found
+
+
+def _check_local(leaf: Leaf, spec: LeafSpec, mesh: Mesh, place: NodePlace) -> None:
+    """Every rank computes from placements alone what the others have: it must be so."""
+    if isinstance(leaf.content, Value):
+        return
+    expected = mesh.local_shape(spec.shape, place.rank)
+    local = local_of(leaf.content)
+    if tuple(local.shape) == expected or (expected is None and local.numel() == 0):
+        return
+    wanted = "none, for it is not in the mesh" if expected is None else f"{list(expected)}"
+    raise SaveFailedError(
+        f"the local part of {leaf.name!r} on rank {place.rank} has shape {list(local.shape)}; by its "
+        f"placements it has {wanted}: make the tensor with distribute_tensor or fully_shard, on a mesh of "
+        "the job's ranks"
+    )
+
+
+def random_leaves(streams: RandomStreams) -> list[Leaf]:
+    """Random states as tensors of bytes: `rng.python`, `rng.numpy`, `rng.torch`, `rng.cuda.<i>`."""
+    return [
+        Leaf(
+            f"{RNG_BLOB}.{name}",
+            RNG_BLOB,
+            Role.RNG,
+            MAIN_GROUP,
+            torch.frombuffer(bytearray(data), dtype=torch.uint8),
+        )
+        for name, data in streams.encode().items()
+    ]
+
+
+class Unsaved:
+    """Remembers what was told."""
+
+    def __init__(self, selection: Selection) -> None:
+        self._selection = selection
+        self._looked_at_patterns = selection.everything
+        self._told_names: set[str] = set()
+        self._told_optimizers = WeakSet[Optimizer]()
+        self._looked_at_parameters = False
+
+    def patterns(self, session: Session, states: Sequence[NodeState], position: Position) -> None:
+        """Warn of patterns that mean no leaf of any node, when optimizers have state."""
+        if self._looked_at_patterns or position.epoch == 0:
+            return
+        self._looked_at_patterns = True
+        names = {leaf.name for state in states for leaf in leaves_of(state.objects)}
+        used = session.peers.exchange("save: patterns", used_patterns(names, self._selection))
+        unused = [one for one in self._selection.patterns if not any(one in part for part in used)]
+        if unused and session.peers.rank == 0:
+            known = nearest(unused[0], names)
+            text = f"no leaf matches {', '.join(map(repr, unused))} of include= and exclude={known}"
+            warn(text, stacklevel=2)
+
+    def late_names(self, session: Session, place: NodePlace, members: Mapping[str, Member]) -> None:
+        """Warn of names that came too late to be saved."""
+        late = [
+            name for name in newcomers(session.workspace(place.name), members) if name not in self._told_names
+        ]
+        if late:
+            self._told_names.update(late)
+            warn(
+                f"{', '.join(map(repr, late))} appeared on {place} after init and will not be saved: "
+                "create it in the init group, or register it as a blob",
+                stacklevel=2,
+            )
+
+    def training(self, session: Session, place: NodePlace, state: NodeState) -> None:
+        """Warn of optimizers and parameters that the program trains, and that no leaf is of."""
+        held = (entry.target for entry in session.workspace(place.name).entries().values())
+        unsaved = list(unsaved_optimizers(state.names, held, state.leaves.values(), self._told_optimizers))
+        self._told_optimizers.update(optimizer for optimizer, _ in unsaved)
+        said = [
+            f"{type(optimizer).__name__}, which trains {name}, is no blob: its state is not saved, and a "
+            "resumed run begins without it. Register it: blobs=dict(..., optimizer=optimizer)"
+            for optimizer, name in unsaved
+        ]
+        left_out = [] if self._looked_at_parameters else self._left_out(state)
+        self._looked_at_parameters = True
+        if left_out:
+            more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
+            said.append(
+                f"{', '.join(left_out[:3])}{more}: trained by a registered optimizer, and left out by the "
+                "state_dict() of its module, so it is not saved, and a resumed run begins with what the "
+                "program builds. Register it as a blob of its own"
+            )
+        for text in said if session.peers.rank == 0 else ():
+            warn(text, stacklevel=2)
+
+    def _left_out(self, state: NodeState) -> list[str]:
+        """Parameters of optimizers that the own `state_dict` of a registered module does not show."""
+        optimizers = [value for value in state.objects.values() if isinstance(value, Optimizer)]
+        absent = {
+            name: one
+            for group in chain.from_iterable(optimizer.param_groups for optimizer in optimizers)
+            for one in group[PARAMS]
+            if one.requires_grad and (name := state.names.get(id(one))) is not None
+            if name not in state.leaves and self._selection.saves(name)
+        }
+        contents = [leaf.content for leaf in state.leaves.values()] if absent else []
+        stored = {memory_place(one) for one in contents if not isinstance(one, Value)}
+        return [name for name, one in absent.items() if memory_place(one) not in stored]

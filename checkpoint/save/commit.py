@@ -1,0 +1,327 @@
+"""Shards become an epoch: reports of writers, the manifest, the record. Whether there is room.
+
+A row of few texts: ten thousand of them cost rank 0 little to decode, and the garbage collector nothing.
+
+What the manifest says of the leaves depends on the plan alone: of a new plan it is checked and encoded
+while rank 0 waits for the shards of the others.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from torchrelay.checkpoint.format.canonical_json import sha256
+from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest import codec
+from torchrelay.checkpoint.format.manifest.position import Facts, Position
+from torchrelay.checkpoint.format.manifest.schema import (
+    BlobRow,
+    Manifest,
+    ShardRow,
+    World,
+    columns,
+    in_order,
+    manifest_path,
+    table,
+    try_directory,
+)
+from torchrelay.checkpoint.format.utils import Recent
+from torchrelay.checkpoint.save.planning.assignments import Plan, PlannedLeaf
+from torchrelay.checkpoint.state.leaf import Value
+from torchrelay.checkpoint.storage.base import Room, Storage
+from torchrelay.errors import SaveFailedError, StorageError
+from torchrelay.jobs.cluster import NodePlace
+from torchrelay.jobs.runtime import undisturbed
+from torchrelay.records import dataclass
+
+if TYPE_CHECKING:
+    from torchrelay.checkpoint.save.pipeline import SaveJob
+
+
+Json = Any
+
+
+@dataclass(frozen=True)
+class TryIdentity:
+    """Which job, position and try a manifest is of."""
+
+    job_uuid: str
+    job_name: str
+    position: Position
+    branch: int
+    generation: int
+    try_name: str
+
+
+def world_of(places: Sequence[NodePlace]) -> World:
+    """The world as a manifest keeps it, from the places of all nodes in rank order.
+
+    The last one is remembered, so that it is the same object while the places are the same.
+    """
+    asked = tuple(places)
+    return _worlds.get(lambda one: one[0] == asked, lambda: (asked, _world_of(asked)))[1]
+
+
+_worlds: Recent[tuple[tuple[NodePlace, ...], World]] = Recent(1)
+
+
+def _world_of(places: Sequence[NodePlace]) -> World:
+    hosts = sorted({(place.host_index, place.host) for place in places})
+    number = {host: index for index, host in enumerate(hosts)}
+    return World(
+        nodes=tuple(place.name for place in places),
+        hosts=tuple(host for _, host in hosts),
+        host_of=tuple(number[place.host_index, place.host] for place in places),
+    )
+
+
+def compose(
+    plan: Plan,
+    identity: TryIdentity,
+    world: World,
+    shards: Sequence[ShardRow],
+    values: Mapping[str, Json],
+    facts: Facts,
+    blobs: Sequence[BlobRow] | None = None,
+    sizes: Mapping[int, int] | None = None,
+) -> Manifest:
+    """The manifest of a try. `values` has the typed form of the plan's inline values, by leaf name.
+
+    `sizes` are the bytes of values by row, where they may be others than when the plan was made.
+    `blobs` adds blobs without leaves and forced scopes; what it leaves out is inferred from the leaves.
+    """
+    return Manifest(
+        job_uuid=identity.job_uuid,
+        job_name=identity.job_name,
+        position=identity.position,
+        branch=identity.branch,
+        generation=identity.generation,
+        tries=(identity.try_name,),
+        world=world,
+        blobs=_with_said(plan.blob_rows, blobs) if blobs else plan.blob_rows,
+        leaves=plan.rows_with(sizes or {}),
+        layouts=plan.layouts,
+        shards=tuple(sorted(shards, key=in_order)),
+        plan_hash=plan.hash,
+        values={row: values[name] for row, name in plan.inline_rows.items()},
+        facts=facts,
+    )
+
+
+def _with_said(found: Sequence[BlobRow], said: Sequence[BlobRow]) -> tuple[BlobRow, ...]:
+    blobs = {blob.name: blob for blob in (*found, *said)}
+    return tuple(blobs[name] for name in sorted(blobs))
+
+
+FILE_BYTES = 8 << 10
+"""What a file takes beside its data: its header's padding, its place in the directory."""
+OWN_FILES = 4
+"""The directory of the try, its manifest, its timings, the record."""
+
+
+def check_room(
+    storage: Storage, plan: Plan, position: Position, nodes: Collection[int] | None = None
+) -> None:
+    """Refuse a save that cannot fit: SaveFailedError with the bytes that are needed and those that are free.
+
+    `nodes`: those that write to this storage (None: all). Says nothing where the storage does not know, and
+    promises nothing: others may write there meanwhile.
+    """
+    room = storage.room() if isinstance(storage, Room) else None
+    if room is None:
+        return
+    free_bytes, free_files = room
+    files = sum(1 for node, _ in plan.writers if nodes is None or node in nodes) + OWN_FILES
+    total = plan.total_bytes if nodes is None else _bytes_of(plan, nodes)
+    nbytes = total + files * FILE_BYTES
+    if nbytes > free_bytes:
+        raise _full(
+            f"No space left for epoch {position} in {storage.url}: it needs {nbytes} bytes, {free_bytes} are "
+            "free; free some space, or keep fewer epochs (keep_last)"
+        )
+    if files > free_files:
+        raise _full(
+            f"No space left for epoch {position} in {storage.url}: it needs {files} files, {free_files} can "
+            "be made (inodes); delete files there, or keep fewer epochs (keep_last)"
+        )
+
+
+def _bytes_of(plan: Plan, nodes: Collection[int]) -> int:
+    return sum(one.nbytes for node in nodes for one in plan.assignments(node) if not one.inline)
+
+
+def is_full(error: OSError) -> bool:
+    """Whether a failure means that there was no room, and so that nothing was created."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _full(text: str) -> SaveFailedError:
+    error = SaveFailedError(text)
+    error.errno = errno.ENOSPC
+    return error
+
+
+Row = list[Json]
+"""A report as it travels: see `NodeReport.row`."""
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """The files that a node wrote, its values that go into the manifest, and its seconds by phase."""
+
+    rank: int
+    shards: tuple[ShardRow, ...]
+    values: Mapping[str, Json]
+    secs: Mapping[str, float]
+
+    def row(self) -> Row:
+        """The report as JSON: see `shards_in` and `secs_in` for the texts."""
+        shards = "\n".join(
+            f"{one.group} {one.part} {one.nbytes} {one.header_bytes} {one.header_sha256}"
+            for one in self.shards
+        )
+        secs = " ".join(f"{phase}={spent:.6f}" for phase, spent in self.secs.items())
+        return [self.rank, shards, dict(self.values) or None, secs]
+
+
+def shards_in(rows: Sequence[Row]) -> tuple[ShardRow, ...]:
+    """All files that the rows of reports tell of."""
+    words = " ".join([shards for _, shards, _, _ in rows]).split()
+    ranks = [rank for rank, shards, _, _ in rows for _ in shards.splitlines()]
+    groups, parts, sizes, headers, digests = (words[at::5] for at in range(5))
+    numbers = (map(int, column) for column in (parts, sizes, headers))
+    return table(ShardRow, zip(ranks, groups, *numbers, digests, [0] * len(ranks), strict=True))
+
+
+def bytes_in(row: Row) -> int:
+    """The bytes of all files of one node."""
+    return sum(int(line.split()[2]) for line in row[1].splitlines())
+
+
+def values_in(rows: Sequence[Row]) -> dict[str, Json]:
+    """All values that go into the manifest, by leaf name."""
+    return {name: value for _, _, values, _ in rows if values for name, value in values.items()}
+
+
+def secs_in(row: Row) -> dict[str, float]:
+    """The seconds by phase of one node."""
+    pairs = (one.split("=") for one in row[3].split())
+    return {phase: float(spent) for phase, spent in pairs}
+
+
+_FILE = columns(ShardRow, "node", "group")
+
+
+@undisturbed()
+def prepare(job: SaveJob, plan: Plan) -> None:
+    """Do what `commit` then finds done for this plan; raises DamagedError for what no reader would accept."""
+    unknown = dict.fromkeys(plan.inline_rows.values())
+    manifest = _manifest(job, plan, job.position.directory("0" * 12), (), unknown)
+    codec.prepare(manifest if job.reuse is None else job.reuse.completed(manifest))
+    _ = plan.writers  # remembered there
+
+
+def commit(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) -> Entry:
+    """Write the manifest, then append the record. Rank 0 only."""
+    try:
+        with undisturbed():
+            entry = _write_manifest(job, plan, try_name, rows)
+    except Exception:
+        discard(job, try_name)  # no record can name it yet
+        raise
+    try:
+        job.commit(entry)
+    except StorageError as error:
+        if is_full(error) and not job.known(entry):
+            discard(job, try_name)  # else the full epoch itself would keep every later one from being saved
+        raise
+    return entry
+
+
+def discard(job: SaveJob, try_name: str) -> None:
+    """Give back the space of a try that failed. Every process has reported, so nobody writes there."""
+    if job.leads:
+        with suppress(StorageError):
+            for name in job.storage.list(try_directory(try_name)):
+                job.storage.delete(f"{try_directory(try_name)}/{name}")
+            job.storage.delete(try_directory(try_name))
+
+
+def _write_manifest(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) -> Entry:
+    """Check that the set of shards is exact, and say durably what the epoch consists of."""
+    shards = shards_in(rows)
+    _check_exact(job, plan, len(rows), shards)
+    manifest = _manifest(job, plan, try_name, shards, values_in(rows))
+    if job.reuse is not None:
+        manifest = job.reuse.completed(manifest)
+    data = codec.encode(manifest)
+    _write_file(job.storage, manifest_path(try_name), data)
+    job.storage.sync_dir(try_directory(try_name))
+    return Entry(
+        branch=manifest.branch,
+        position=job.position,
+        try_name=try_name,
+        manifest_bytes=len(data),
+        manifest_sha256=sha256(data),
+        needs=manifest.needs,
+        groups=manifest.groups,
+    )
+
+
+def _manifest(
+    job: SaveJob, plan: Plan, try_name: str, shards: Sequence[ShardRow], values: Mapping[str, Any]
+) -> Manifest:
+    holding = job.holding
+    identity = TryIdentity(
+        holding.uuid, holding.job, job.position, holding.branch, holding.generation, try_name
+    )
+    world, sizes = world_of(job.places), _value_sizes(job, plan)
+    return compose(plan, identity, world, shards, values, job.facts, sizes=sizes)
+
+
+def _value_sizes(job: SaveJob, plan: Plan) -> dict[int, int]:
+    """The bytes of the hosted nodes' values as they are now, by row of the plan."""
+    sizes = {}
+    for row in plan.value_rows:
+        planned = plan.rows[row]
+        for state in job.states:
+            leaf = state.leaves.get(planned.leaf.name)
+            if leaf is not None and isinstance(leaf.content, Value) and _holds(plan, planned, state.rank):
+                sizes[row] = leaf.content.nbytes
+    return sizes
+
+
+def _holds(plan: Plan, planned: PlannedLeaf, node: int) -> bool:
+    return node in plan.layouts[planned.layout].nodes
+
+
+def _check_exact(job: SaveJob, plan: Plan, reports: int, shards: Sequence[ShardRow]) -> None:
+    wanted = plan.writers
+    found = set(map(_FILE, shards))
+    if wanted != found or reports != len(job.places):
+        names = {place.rank: place.name for place in job.places}
+        missing = ", ".join(f"{names.get(node, node)} ({group})" for node, group in sorted(wanted ^ found))
+        raise SaveFailedError(f"epoch {job.position}: the shards do not match the plan: {missing or reports}")
+
+
+def _write_file(storage: Storage, path: str, data: bytes) -> None:
+    handle = storage.open_exclusive(path)
+    try:
+        handle.write_at(0, memoryview(data))
+        handle.sync_file()
+    finally:
+        handle.close()
+
+
+@dataclass(frozen=True)
+class Apart:
+    """`ranks` write where this process does; the lowest makes the directories there.
+
+    `committed` is called in every process when a position is.
+    """
+
+    ranks: tuple[int, ...]
+    committed: Callable[[Entry], None]

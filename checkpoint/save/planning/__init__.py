@@ -1,0 +1,1 @@
+"""Who writes which bytes of an epoch: pure, from plan to references."""

@@ -1,0 +1,1 @@
+"""Memory that asynchronous saves are staged in, and the thread that writes them."""

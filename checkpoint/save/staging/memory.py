@@ -1,0 +1,204 @@
+"""Staging memory: allocated once, its pages touched, its size estimated."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from torchrelay.checkpoint.format.dtypes import memory_of
+from torchrelay.checkpoint.format.names import format_key
+from torchrelay.checkpoint.format.utils import lazily
+from torchrelay.checkpoint.save.planning.assignments import Assignment, Plan
+from torchrelay.checkpoint.state.flatten import leaves_of
+from torchrelay.checkpoint.state.kinds import local_part
+from torchrelay.checkpoint.state.leaf import Role, spec_of
+from torchrelay.errors import RelayError
+from torchrelay.jobs.session import Session
+from torchrelay.records import dataclass
+
+ALIGNMENT = 64
+"""Pieces begin at multiples of a cache line."""
+
+
+class Block:
+    """Bytes in one piece; pinned where this process computes on a GPU, so that copies run beside it.
+
+    A machine may have GPUs that the job does not use: pinning would begin to use one, with memory of it
+    and random states that a save then takes along.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        pinned = nbytes > 0 and torch.cuda.is_initialized()
+        self.tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned).zero_()
+        self.view = memory_of(self.tensor)
+        self.address = self.tensor.data_ptr()
+
+
+@dataclass(frozen=True, eq=False)
+class Room:
+    """A place in a block. It keeps the block alive."""
+
+    block: Block
+    at: int
+    nbytes: int
+
+    @lazily
+    def address(self) -> int:
+        """Where it lies in memory."""
+        return self.block.address + self.at
+
+    @property
+    def view(self) -> memoryview:
+        """Its bytes."""
+        return self.block.view[self.at : self.at + self.nbytes]
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """Its bytes as a tensor."""
+        return self.block.tensor[self.at : self.at + self.nbytes]
+
+
+class Arena:
+    """Keeps the block of earlier saves as long as it is large enough."""
+
+    def __init__(self) -> None:
+        self._block = Block(0)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the block."""
+        return len(self._block.view)
+
+    def reserve(self, nbytes: int) -> Block:
+        """A block of at least so many bytes, which nobody else uses: earlier rooms must not be in use.
+
+        Touching the pages takes longer than copying into them, so it is done once and early. Raises
+        MemoryError, holding nothing, where there is not so much memory.
+        """
+        if nbytes > self.nbytes:
+            self._block = Block(0)
+            try:
+                self._block = Block(nbytes)
+            except RuntimeError as error:  # what torch raises for memory that it does not get
+                raise MemoryError(f"{nbytes} bytes for staging: {error}") from error
+        return self._block
+
+
+def room(nbytes: int) -> int:
+    """What a piece takes in the arena."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+STATES_PER_PARAMETER = 2
+"""Tensors of its size that an optimizer will keep per parameter, before its first step has shown them."""
+SLACK_BYTES = 1 << 20
+
+
+def likely_bytes(session: Session) -> int:
+    """The bytes that this process will stage of what is registered now; replicas write a share each."""
+    total = 0
+    for place in session.local_nodes:
+        entries = session.workspace(place.name).entries()
+        objects = {name: entry.value for name, entry in entries.items() if entry.blob is not None}
+        with suppress(RelayError):  # the save itself will say what cannot be stored
+            total += _bytes_of(objects, len(session.nodes))
+    return total + total // 16 + SLACK_BYTES
+
+
+def _bytes_of(objects: dict[str, object], replicas: int) -> int:
+    shared = alone = 0
+    for leaf in leaves_of(objects):
+        spec = spec_of(leaf)
+        if spec.kind == "tensor" and leaf.alias_of is None:
+            split = leaf.role in (Role.PARAMETER, Role.OPTIMIZER)
+            shared, alone = (shared + spec.nbytes, alone) if split else (shared, alone + spec.nbytes)
+    for one in objects.values():
+        if isinstance(one, Optimizer) and not local_part(one).state:
+            sizes = [p.nbytes for group in one.param_groups for p in group["params"]]
+            shared += STATES_PER_PARAMETER * sum(sizes)
+    return shared // replicas + alone
+
+
+def free_share(session: Session) -> int:
+    """The share of the memory that is free on the host, for each process there."""
+    own = session.local_nodes[0]
+    processes = {place.process for place in session.nodes if place.host_index == own.host_index}
+    return _free_bytes() // max(1, len(processes))
+
+
+def _free_bytes() -> int:
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A piece of a tensor, the key under which a shard holds it, and where it is staged."""
+
+    assignment: Assignment
+    key: str
+    at: int
+    nbytes: int
+    entire: bool
+    """Whether it is all of a tensor that lies on one node."""
+
+
+@dataclass(frozen=True)
+class Rooms:
+    """Places in staging memory, one per piece, and their bytes by the pieces' keys."""
+
+    rooms: tuple[Room, ...]
+    views: Mapping[str, memoryview]
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """The pieces of each hosted node of a plan; `nbytes` is what all of them take."""
+
+    plan: Plan
+    nodes: tuple[int, ...]
+    by_node: tuple[tuple[Piece, ...], ...]
+    nbytes: int
+    _rooms: list[Any] = field(default_factory=list)
+
+    def rooms_in(self, block: Block) -> tuple[Rooms, ...]:
+        """Where the pieces of each node are staged in a block; the same objects for the same block."""
+        if not self._rooms or self._rooms[0] is not block:
+            self._rooms[:] = [block, tuple(_rooms(part, block) for part in self.by_node)]
+        rooms: tuple[Rooms, ...] = self._rooms[1]
+        return rooms
+
+    def belong_to(self, plan: Plan, nodes: Sequence[int]) -> bool:
+        """Whether these are the pieces of this very plan and of these nodes."""
+        return self.plan is plan and self.nodes == tuple(nodes)
+
+
+def _rooms(pieces: Sequence[Piece], block: Block) -> Rooms:
+    rooms = tuple(Room(block, one.at, one.nbytes) for one in pieces)
+    return Rooms(rooms, {one.key: room.view for one, room in zip(pieces, rooms, strict=True)})
+
+
+def pieces_of(plan: Plan, nodes: Sequence[int]) -> Pieces:
+    """Lay the tensors that these nodes write out in staging memory, one behind the other."""
+    at = 0
+    by_node = []
+    for node in nodes:
+        found = []
+        for one in plan.assignments(node):
+            if one.leaf.kind == "tensor":
+                nbytes = one.nbytes
+                entire = one.box is None and one.whole
+                found.append(Piece(one, format_key(one.key), at, nbytes, entire))
+                at += room(nbytes)
+        by_node.append(tuple(found))
+    return Pieces(plan, tuple(nodes), tuple(by_node), at)
