@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchrelay.checkpoint.coordinator.retention import Retaining
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.position import EVERYTHING, Facts, Position, Selection, matches_any
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, Manifest
@@ -20,7 +21,6 @@ from torchrelay.checkpoint.load.renaming import renamed_manifest
 from torchrelay.checkpoint.load.resume import LoadJob, load_all
 from torchrelay.checkpoint.load.verify import Target
 from torchrelay.checkpoint.log.retention import KEEP_ALL, Keeping
-from torchrelay.checkpoint.retaining import Retaining
 from torchrelay.checkpoint.save.capture import (
     NodeState,
     Structures,
@@ -40,7 +40,7 @@ from torchrelay.checkpoint.state.leaves.optimizer import PARAMS, watch_steps
 from torchrelay.checkpoint.state.restore.rehearsal import Start, orders_of
 from torchrelay.checkpoint.storage.base import Placed, SingleWriter, check_single_writer
 from torchrelay.checkpoint.storage.open import Tier
-from torchrelay.checkpoint.tier.placed import placed
+from torchrelay.checkpoint.tiering.open import placed
 from torchrelay.errors import BlobError, UsageError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.cluster import GRADIENTS, NodePlace

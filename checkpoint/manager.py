@@ -1,10 +1,10 @@
-"""The manager of a job with a single node."""
+"""Managers of checkpoints: of one run, of several nodes; what they are given; uploads of the last epoch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from torchrelay.checkpoint.format.manifest.position import Patterns
 from torchrelay.checkpoint.log.retention import BestEpochs
@@ -14,6 +14,7 @@ from torchrelay.checkpoint.storage.base import SingleWriter
 from torchrelay.checkpoint.storage.open import Tier
 from torchrelay.errors import UsageError
 from torchrelay.jobs.cluster import check_node_name
+from torchrelay.jobs.job import TaskGroup
 from torchrelay.metadata.handlers import MetadataHandler
 
 
@@ -92,3 +93,59 @@ class CheckpointManager(Manager):
     def files(self, node: str, epoch: int) -> list[str]:
         """The committed files of an epoch, asked by either name of the node; none for any other name."""
         return super().files(node, epoch) if self.get_ckpt_db_name(node, epoch) else []
+
+
+class MultiNodeCheckpointManager(Manager):
+    """Saves and loads all nodes of a job, each under its own name, as one epoch.
+
+    An epoch exists once every node's part is durable and the log has its commit record; without a
+    handler nothing else is needed to find it again.
+    """
+
+
+class ManagerOptions(TypedDict, total=False):
+    """Options of the managers that a JobRunner hands on; None is the manager's own default.
+
+    `keep_last`, `keep_every`, `keep_best`, `keep_optimizer_last`: what is kept. `asynchronous`,
+    `staging_limit` (bytes), `verify_staging`: saves behind the training. `reuse`: whether unchanged
+    leaves are referred to. `include`, `exclude`: which leaves are saved. `share_reads`: whether hosts
+    read for each other. `compare_every`: epochs between comparisons of all bytes of the replicas.
+    `single_writer`: who sees to it that one job writes. `tier`: a near place before the checkpoints' own.
+    `rename`: names of today by names in older epochs. `resume_exclude`: leaves that stay as the program made
+    them where they do not fit any more. `resume_strict`: refuse blobs that are new or gone.
+    """
+
+    keep_last: int | None
+    keep_every: int | None
+    keep_best: BestEpochs
+    keep_optimizer_last: int | None
+    asynchronous: bool | None
+    staging_limit: int | None
+    verify_staging: Verify | None
+    reuse: bool | None
+    include: Patterns
+    exclude: Patterns
+    share_reads: bool | None
+    compare_every: int | None
+    single_writer: SingleWriter
+    tier: Tier | None
+    rename: Mapping[str, str] | None
+    resume_exclude: Patterns
+    resume_strict: bool | None
+
+
+class UploadTaskGroupBuilder:
+    """Builds the group that uploads an epoch; called once, after the loop and before `download`.
+
+    Subclass it. Errors of the group propagate: the job fails before `download` and `exit`.
+    """
+
+    def build(self, epoch: int, checkpoint_manager: Any) -> TaskGroup:
+        """Return the tasks that upload `epoch`, the newest committed one.
+
+        `checkpoint_manager` is the runner's manager (None when it has none); `manager.files(node, epoch)`
+        lists what a node committed.
+        """
+        raise NotImplementedError(
+            "subclass UploadTaskGroupBuilder and implement build(epoch, checkpoint_manager)"
+        )

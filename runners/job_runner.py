@@ -13,11 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchrelay.checkpoint.manager import ManagerOptions, MultiNodeCheckpointManager, UploadTaskGroupBuilder
 from torchrelay.checkpoint.manager_base import Manager, check_handler
-from torchrelay.checkpoint.manager_options import ManagerOptions
-from torchrelay.checkpoint.multi_node import MultiNodeCheckpointManager
 from torchrelay.checkpoint.storage.open import FILE
-from torchrelay.checkpoint.upload import UploadTaskGroupBuilder
 from torchrelay.errors import LeftByInterrupt, NotAllowedNowError, TaskFailedError, UsageError
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.runtime import local_directory

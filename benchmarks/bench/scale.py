@@ -22,6 +22,7 @@ import torch
 from bench.coordinator import Aside, Coordinator, Crowd, Unsynced
 from bench.everybody import Everybody, RankPeers, content_of
 from torchrelay import open_checkpoint
+from torchrelay.checkpoint.coordinator.session_log import Holding
 from torchrelay.checkpoint.format.layouts import local_target
 from torchrelay.checkpoint.format.manifest.codec import encode
 from torchrelay.checkpoint.format.manifest.position import Facts, Position
@@ -29,7 +30,6 @@ from torchrelay.checkpoint.format.manifest.schema import Manifest, manifest_path
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import uncovered, whole
 from torchrelay.checkpoint.format.utils import Clock
-from torchrelay.checkpoint.ledger import Holding
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.save import pipeline as saving

@@ -6,10 +6,10 @@ import argparse
 import re
 from typing import Any
 
+from torchrelay.checkpoint.coordinator.pruning import Loss, Pruned, plan_pruning, prune
 from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.log.retention import KEEP_ALL, Best, Keeping
 from torchrelay.checkpoint.log.view import ranges
-from torchrelay.checkpoint.pruning import Loss, Pruned, plan_pruning, prune
 from torchrelay.errors import DirectoryInUseError, UsageError
 from torchrelay.runners.commands.command_line_arguments import Add, add_place, add_single_writer, whole_number
 from torchrelay.runners.commands.command_line_output import Output, human_bytes

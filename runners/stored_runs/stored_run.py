@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from torchrelay.checkpoint.ledger import Ledger
+from torchrelay.checkpoint.coordinator.session_log import Ledger
 from torchrelay.checkpoint.load.verify import Target
 from torchrelay.checkpoint.log.job_file import PATH as JOB_FILE
 from torchrelay.checkpoint.log.record import slot_path

@@ -218,7 +218,7 @@ def _retention() -> Iterator[Bug]:
     )
     yield Bug(
         "prune deletes before the log says so",
-        "checkpoint/pruning.py",
+        "checkpoint/coordinator/pruning.py",
         "    keeping.retire(writer, suspects, only_near(storage, before))\n",
         "    from torchrelay.checkpoint.log.garbage import delete_try\n\n"
         "    for one in tuple(keeping.chosen(before, suspects)):\n"
@@ -228,7 +228,7 @@ def _retention() -> Iterator[Bug]:
     )
     yield Bug(
         "files are deleted before the log says so",
-        "checkpoint/retaining.py",
+        "checkpoint/coordinator/retention.py",
         "            keeping.retire(writer, suspects, self.ledger.needed())\n",
         "            from torchrelay.checkpoint.log.garbage import delete_try\n\n"
         "            for one in tuple(keeping.chosen(view, suspects)):\n"

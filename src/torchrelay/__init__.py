@@ -34,7 +34,7 @@ _HOMES = {
     "LocalSession": "runners.local_session",
     "MetadataHandler": "metadata.handlers",
     "MetricSink": "metadata.sinks.base",
-    "MultiNodeCheckpointManager": "checkpoint.multi_node",
+    "MultiNodeCheckpointManager": "checkpoint.manager",
     "Node": "jobs.cluster",
     "OnnxExport": "runners.onnx_files.onnx_export",
     "OnnxModule": "checkpoint.onnx_in.onnx_module",
@@ -54,7 +54,7 @@ _HOMES = {
     "TensorHandler": "runners.serving.tensor_handler",
     "Tier": "checkpoint.storage.open",
     "TrackedRun": "metadata.sinks.base",
-    "UploadTaskGroupBuilder": "checkpoint.upload",
+    "UploadTaskGroupBuilder": "checkpoint.manager",
     "Upstream": "runners.stages.given",
     "Workspace": "jobs.workspace",
     "WorkspaceType": "jobs.workspace",
@@ -115,17 +115,14 @@ if TYPE_CHECKING:
     from torchrelay.checkpoint.interop.importing import import_checkpoint as import_checkpoint
     from torchrelay.checkpoint.load_into import load_into as load_into
     from torchrelay.checkpoint.manager import CheckpointManager as CheckpointManager
-    from torchrelay.checkpoint.manager_base import (
-        db_name as db_name,
-        get_ckpt_filename as get_ckpt_filename,
-    )
-    from torchrelay.checkpoint.multi_node import MultiNodeCheckpointManager as MultiNodeCheckpointManager
+    from torchrelay.checkpoint.manager_base import db_name as db_name, get_ckpt_filename as get_ckpt_filename
+    from torchrelay.checkpoint.manager import MultiNodeCheckpointManager as MultiNodeCheckpointManager
     from torchrelay.checkpoint.onnx_in.onnx_module import OnnxModule as OnnxModule, from_onnx as from_onnx
     from torchrelay.checkpoint.onnx_out.to_onnx import to_onnx as to_onnx
     from torchrelay.checkpoint.load.checkpoint import open_checkpoint as open_checkpoint
     from torchrelay.checkpoint.state.leaves.fsdp1 import fsdp_state as fsdp_state
     from torchrelay.checkpoint.storage.open import Tier as Tier
-    from torchrelay.checkpoint.upload import UploadTaskGroupBuilder as UploadTaskGroupBuilder
+    from torchrelay.checkpoint.manager import UploadTaskGroupBuilder as UploadTaskGroupBuilder
     from torchrelay.errors import RelayError as RelayError
     from torchrelay.jobs.blobs import Scope as Scope
     from torchrelay.jobs.cluster import Cluster as Cluster, Node as Node

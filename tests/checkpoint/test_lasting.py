@@ -23,13 +23,13 @@ from torchrelay import (
     max_epochs,
     open_checkpoint,
 )
-from torchrelay.checkpoint.ledger import Ledger
+from torchrelay.checkpoint.coordinator.retention import Retaining
+from torchrelay.checkpoint.coordinator.session_log import Ledger
 from torchrelay.checkpoint.load import verify
 from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.retention import Keeping
 from torchrelay.checkpoint.log.writer import LogWriter
-from torchrelay.checkpoint.retaining import Retaining
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.local_io import LocalReadHandle
 from torchrelay.errors import StorageError

@@ -11,11 +11,11 @@ import pytest
 from s3_server import BUCKET, needs_s3, s3_server
 from tiers import WAIT_SECS, Away, Gate, Places, numbers_in, until
 
+from torchrelay.checkpoint.coordinator.pruning import prune
+from torchrelay.checkpoint.coordinator.retention import Retaining
 from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.retention import Keeping
-from torchrelay.checkpoint.pruning import prune
-from torchrelay.checkpoint.retaining import Retaining
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
 from torchrelay.checkpoint.storage.open import storage_of

@@ -16,8 +16,8 @@ from torchrelay.checkpoint.log.retention import KEEP_ALL
 from torchrelay.checkpoint.log.tiered_storage import TierStorage
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.local import LocalStorage
-from torchrelay.checkpoint.tier import places
-from torchrelay.checkpoint.tier.hosts_ledger import HostsLedger
+from torchrelay.checkpoint.tiering import hosts
+from torchrelay.checkpoint.tiering.multi_host import HostsLedger
 from torchrelay.errors import FencedError, UsageError
 
 
@@ -61,8 +61,8 @@ def test_two_jobs_never_share_a_place(near: Path, far: Path, tmp_path: Path) -> 
 
 def test_ranks_of_a_place_see_the_same_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Directories that are others, though the systems tell that they are one, are refused."""
-    monkeypatch.setattr(places, "SEEN_WITHIN_SECS", 0.0)
-    monkeypatch.setattr(places, "_key", lambda directory: "the same")
+    monkeypatch.setattr(hosts, "SEEN_WITHIN_SECS", 0.0)
+    monkeypatch.setattr(hosts, "_key", lambda directory: "the same")
     meeting, errors = Meeting(2), dict[int, str]()
 
     def rank(number: int) -> None:
@@ -95,5 +95,5 @@ def test_ranks_of_a_place_see_the_same_directory(tmp_path: Path, monkeypatch: py
 )
 def test_who_sees_what(views: list[tuple[int, ...]], leader_of: list[int], blind: list[int]) -> None:
     """All must see their leader, and those whom they see must see the same."""
-    sights = [places.sight_of(view, leader) for view, leader in zip(views, leader_of, strict=True)]
-    assert places.blind_ranks(sights, sorted(set(leader_of))) == blind
+    sights = [hosts.sight_of(view, leader) for view, leader in zip(views, leader_of, strict=True)]
+    assert hosts.blind_ranks(sights, sorted(set(leader_of))) == blind

@@ -22,9 +22,9 @@ from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
 from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.checkpoint.storage.retry import Patience
-from torchrelay.checkpoint.tier import tier_ledger
-from torchrelay.checkpoint.tier.sending import Sending
-from torchrelay.checkpoint.tier.tier_ledger import TierLedger
+from torchrelay.checkpoint.tiering import session_log
+from torchrelay.checkpoint.tiering.session_log import TierLedger
+from torchrelay.checkpoint.tiering.upload import Sending
 from torchrelay.errors import FencedError, StorageError
 
 
@@ -136,7 +136,7 @@ def test_a_signal_to_any_process_ends_the_waits(
     near: Path, far: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who waits for the far place hears within a turn that another process has to leave."""
-    monkeypatch.setattr(tier_ledger, "TURN_SECS", 0.01)
+    monkeypatch.setattr(session_log, "TURN_SECS", 0.01)
     gate = Gate(far)
     places = Places(near, gate.storage, lag=1)  # type: ignore[arg-type]
     gate.open.clear()

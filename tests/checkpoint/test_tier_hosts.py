@@ -14,14 +14,14 @@ import pytest
 from near_places import NearPlaces, damage
 from tiers import WAIT_SECS, Away, Gate, Places, Scheduled, numbers_in, until
 
+from torchrelay.checkpoint.coordinator.pruning import prune
 from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.retention import Keeping
 from torchrelay.checkpoint.log.tiered_storage import read_notes
-from torchrelay.checkpoint.pruning import prune
 from torchrelay.checkpoint.storage.local import LocalStorage
-from torchrelay.checkpoint.tier import hosts_ledger, in_thread
-from torchrelay.checkpoint.tier.hosts_ledger import HostsLedger
+from torchrelay.checkpoint.tiering import multi_host, upload
+from torchrelay.checkpoint.tiering.multi_host import HostsLedger
 from torchrelay.errors import DamagedError, StorageError, UsageError
 
 
@@ -357,7 +357,7 @@ def test_a_part_is_not_pruned_alone(disks: list[Path], far: Path) -> None:
 def test_a_shared_directory_is_one_place(tmp_path: Path, far: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hosts that share a file system see each other's files there, and are one place as one machine is."""
     names = iter(range(100))
-    monkeypatch.setattr("torchrelay.checkpoint.tier.places._key", lambda directory: f"host {next(names)}")
+    monkeypatch.setattr("torchrelay.checkpoint.tiering.hosts._key", lambda directory: f"host {next(names)}")
     shared = [tmp_path / "nfs"] * 2
     places = NearPlaces(shared, far)
     assert not places.first.places.many and places.first.places.leader_of == (0, 0)
@@ -455,9 +455,9 @@ def test_sending_the_same_for_ever_is_no_headway(
     disks: list[Path], far: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A start whose bytes go, again and again, and never come to stay ends as one that sends none."""
-    monkeypatch.setattr(in_thread, "FIRST_PAUSE_SECS", 0.01)
-    monkeypatch.setattr(in_thread, "LONGEST_PAUSE_SECS", 0.05)
-    monkeypatch.setattr(hosts_ledger, "TURN_SECS", 0.1)
+    monkeypatch.setattr(upload, "FIRST_PAUSE_SECS", 0.01)
+    monkeypatch.setattr(upload, "LONGEST_PAUSE_SECS", 0.05)
+    monkeypatch.setattr(multi_host, "TURN_SECS", 0.1)
     down = Away(far)
     places = NearPlaces(disks, down.storage)  # type: ignore[arg-type]
     down.away = True

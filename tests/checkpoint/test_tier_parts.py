@@ -17,10 +17,9 @@ from torchrelay.checkpoint.log.tiered_storage import PATH, Notes, read_notes, re
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
 from torchrelay.checkpoint.storage.retry import Patience
-from torchrelay.checkpoint.tier import near_files
-from torchrelay.checkpoint.tier.claims import Claim, claim_of, given_up, teller
-from torchrelay.checkpoint.tier.parts import Part, delete_parts, part_path, read_part, write_part
-from torchrelay.checkpoint.tier.sending import Sending
+from torchrelay.checkpoint.tiering import hosts
+from torchrelay.checkpoint.tiering.hosts import Claim, claim_of, given_up, teller
+from torchrelay.checkpoint.tiering.upload import Part, Sending, delete_parts, part_path, read_part, write_part
 from torchrelay.errors import StorageError, UsageError
 
 TRY = "e00000001-0123456789ab"
@@ -51,12 +50,10 @@ def test_what_goes_between_two_boundaries() -> None:
     both = ("main", "optim")
     before = state(("a", (), both), ("b", (), both), ("c", ("b",), both), ("d", (), both))
     now = state(("b", (), ("main",)), ("c", ("b",), both), ("e", (), both))
-    gone = near_files.gone_between(before, now)
+    gone = hosts.gone_between(before, now)
     assert set(gone) == {Retirement("a"), Retirement("d"), Retirement("b", ("optim",))}
-    assert [near_files.retirement_of(near_files.row(one)) for one in gone] == list(gone)
-    assert (
-        near_files.gone_between(state(("b", (), both), ("c", ("b",), both)), state(("c", ("b",), both))) == ()
-    )
+    assert [hosts.retirement_of(hosts.row(one)) for one in gone] == list(gone)
+    assert hosts.gone_between(state(("b", (), both), ("c", ("b",), both)), state(("c", ("b",), both))) == ()
 
 
 def test_nothing_needed_ever_goes() -> None:
@@ -69,7 +66,7 @@ def test_nothing_needed_ever_goes() -> None:
     for _ in range(500):
         made = [state(*map(entry, rng.sample(names, rng.randrange(6)))) for _ in range(2)]
         groups = {entry.try_name: set(entry.groups) for entry in made[1].entries}
-        for one in near_files.gone_between(made[0], made[1]):
+        for one in hosts.gone_between(made[0], made[1]):
             if one.groups is None:
                 assert one.try_name not in made[1].tries and one.try_name in made[0].tries
             else:

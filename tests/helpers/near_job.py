@@ -17,7 +17,7 @@ import torch
 
 import torchrelay
 from torchrelay import Context, Job, JobRunner, Tier, max_epochs
-from torchrelay.checkpoint.tier.sending import Sending
+from torchrelay.checkpoint.tiering.upload import Sending
 
 CONTROL = Path(os.environ["CONTROL"]) if "CONTROL" in os.environ else None
 WAIT_SECS = 120.0

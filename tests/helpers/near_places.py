@@ -17,16 +17,16 @@ from epochs import Writing, parameter, tensor, value
 from paired_sessions import Meeting, PairedPeers
 from tiers import WAIT_SECS, until
 
+from torchrelay.checkpoint.coordinator.retention import Retaining
 from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.log import writer as log_writer
 from torchrelay.checkpoint.log.retention import KEEP_ALL, Keeping
 from torchrelay.checkpoint.log.tiered_storage import TierStorage
-from torchrelay.checkpoint.retaining import Retaining
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.open import Tier
-from torchrelay.checkpoint.tier.hosts_ledger import HostsLedger
+from torchrelay.checkpoint.tiering.multi_host import HostsLedger
 
 
 class NearPlaces:

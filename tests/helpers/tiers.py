@@ -20,7 +20,7 @@ from torchrelay.checkpoint.log.writer import WhenFenced, not_told
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.open import Tier
-from torchrelay.checkpoint.tier.tier_ledger import TierLedger
+from torchrelay.checkpoint.tiering.session_log import TierLedger
 from torchrelay.errors import StorageError
 from torchrelay.runners.local_session import LocalSession
 

@@ -35,7 +35,7 @@ from torchrelay.checkpoint.log.lease import WriterIdentity
 from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.retention import Keeping
 from torchrelay.checkpoint.log.writer import append_as_guest, pin_draft, tag_draft, unpin_draft
-from torchrelay.checkpoint.tier import placed as placed_module
+from torchrelay.checkpoint.tiering import open as placed_module
 from torchrelay.errors import PartiallyLoadedError, RelayError, StorageError
 
 NODES = ("a", "b")

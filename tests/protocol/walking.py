@@ -18,6 +18,7 @@ from judging import proved
 from stories import ME, Record, Run, small_log, still
 from weak_disk import CrashError, WeakDisk
 
+from torchrelay.checkpoint.coordinator.retention import Retaining
 from torchrelay.checkpoint.format.log_state import Entry, Key
 from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.log import writer
@@ -25,7 +26,6 @@ from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.retention import Keeping
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.log.writer import LogWriter, append_as_guest, pin_draft, tag_draft, unpin_draft
-from torchrelay.checkpoint.retaining import Retaining
 from torchrelay.errors import FencedError, NoProvableEpochError
 
 STEPS_OF_A_WORLD = 100

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from torchrelay.checkpoint.coordinator.pruning import prune
 from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.retention import Best, Keeping
-from torchrelay.checkpoint.pruning import prune
 from torchrelay.checkpoint.storage.local import LocalStorage
 
 KEPT = [2, 3, 5, 6]

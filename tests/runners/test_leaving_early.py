@@ -28,7 +28,7 @@ from torchrelay import (
     max_steps,
     max_time,
 )
-from torchrelay.checkpoint.ledger import Ledger
+from torchrelay.checkpoint.coordinator.session_log import Ledger
 from torchrelay.checkpoint.save import pipeline
 from torchrelay.errors import PreemptedError, UsageError
 from torchrelay.metadata.run_directory import RunDirectory

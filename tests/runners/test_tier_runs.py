@@ -24,7 +24,7 @@ from torchrelay import (
 from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.tiered_storage import PATH
 from torchrelay.checkpoint.storage.local import LocalStorage
-from torchrelay.checkpoint.tier.sending import Sending
+from torchrelay.checkpoint.tiering.upload import Sending
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.runners.commands.command_line import main
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torchrelay.checkpoint.ledger import Ledger
+from torchrelay.checkpoint.coordinator.session_log import Ledger
 from torchrelay.checkpoint.log.retention import Keeping
 from torchrelay.checkpoint.storage.base import SingleWriter, Storage
 from torchrelay.checkpoint.storage.open import Tier, check_tier, storage_of
@@ -21,7 +21,7 @@ def placed(
     if check_tier(tier) is None or tier is None:
         return place, Ledger(place, takeover_secs)
     from torchrelay.checkpoint.log.tiered_storage import TierStorage
-    from torchrelay.checkpoint.tier.hosts_ledger import HostsLedger
+    from torchrelay.checkpoint.tiering.multi_host import HostsLedger
 
     storage = TierStorage(tier.directory, place)
     return storage, HostsLedger(storage, tier, keeping, takeover_secs)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from torchrelay.checkpoint.coordinator.retention import Retaining
+from torchrelay.checkpoint.coordinator.session_log import Ledger
 from torchrelay.checkpoint.format.log_state import Entry, State
 from torchrelay.checkpoint.format.manifest.position import Position
-from torchrelay.checkpoint.ledger import Ledger
 from torchrelay.checkpoint.load.verify import JointProof, Level, Look, Outcome, Target, prove_together
 from torchrelay.checkpoint.log.job_file import same_job, share_job
 from torchrelay.checkpoint.log.reader import open_log
@@ -19,12 +20,11 @@ from torchrelay.checkpoint.log.retention import Keeping
 from torchrelay.checkpoint.log.tiered_storage import Notes, TierStorage, read_notes, refuse_to_begin
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.log.writer import LogWriter
-from torchrelay.checkpoint.retaining import Retaining
 from torchrelay.checkpoint.storage.base import check_exclusion
 from torchrelay.checkpoint.storage.open import Tier
-from torchrelay.checkpoint.tier import histories
-from torchrelay.checkpoint.tier.among import Others
-from torchrelay.checkpoint.tier.replicator import Replicator
+from torchrelay.checkpoint.tiering import hosts
+from torchrelay.checkpoint.tiering.host_uploads import Others
+from torchrelay.checkpoint.tiering.replicator import Replicator
 from torchrelay.errors import FencedError, RelayError, SaveFailedError
 from torchrelay.jobs.session import Peers, together, warn
 
@@ -68,14 +68,14 @@ class TierLedger(Ledger):
 
     def _looked(self, view: LogView) -> dict[str, Any]:
         far = open_log(self.storage.far, self.job_name)
-        return {**super()._looked(view), "rest": bool(histories.to_send(view, far))}
+        return {**super()._looked(view), "rest": bool(hosts.to_send(view, far))}
 
     def _is_ahead(self, near: LogView, far: LogView, *, untouched: bool) -> bool:
         """Whether the near log tells the run; one that another host's has replaced since does not."""
         noted = read_notes(self.storage.near)
         if noted is not None and noted.part:
             return False
-        return histories.is_ahead(near, far, untouched=untouched)
+        return hosts.is_ahead(near, far, untouched=untouched)
 
     def _notes(self) -> Notes:
         notes = read_notes(self.storage.near)
@@ -136,7 +136,7 @@ class TierLedger(Ledger):
             return
 
         def adopt(state: State) -> tuple[State, dict[str, Any]]:
-            return histories.adopted(state, far.state), dict(histories.branch_payload(far.current))
+            return hosts.adopted(state, far.state), dict(hosts.branch_payload(far.current))
 
         there = far.state.tries | self._notes().replicated
         lost = [str(entry.position) for entry in near.line() if entry.try_name not in there]

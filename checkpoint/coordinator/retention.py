@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import field
 
+from torchrelay.checkpoint.coordinator.session_log import Ledger
 from torchrelay.checkpoint.format.log_state import Key
-from torchrelay.checkpoint.ledger import Ledger
 from torchrelay.checkpoint.load.info import KnownMetrics
 from torchrelay.checkpoint.load.verify import Lasting, Outcome
 from torchrelay.checkpoint.log.garbage import delete_left, is_left

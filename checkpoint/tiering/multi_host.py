@@ -1,4 +1,4 @@
-"""The log of a run whose hosts may have near directories of their own, each a *place* (`places`).
+"""The log of a run whose hosts may have local directories of their own.
 
 With one place it is a `TierLedger`. With several a start first sends what is near only, each leader the files
 of its place, so that afterwards every rank reads each file near or far; rank 0 then holds both logs as ever.
@@ -27,11 +27,10 @@ from torchrelay.checkpoint.log.job_file import share_job
 from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.record import entry_json, entry_of
 from torchrelay.checkpoint.save.commit import Apart
-from torchrelay.checkpoint.tier import claims, near_files
-from torchrelay.checkpoint.tier.among import Others, damage_in
-from torchrelay.checkpoint.tier.part_sender import PartSender
-from torchrelay.checkpoint.tier.places import Places, guessed, seen
-from torchrelay.checkpoint.tier.tier_ledger import TierLedger, let_go
+from torchrelay.checkpoint.tiering import hosts
+from torchrelay.checkpoint.tiering.host_uploads import Others, PartSender, damage_in
+from torchrelay.checkpoint.tiering.hosts import Places, guessed, seen
+from torchrelay.checkpoint.tiering.session_log import TierLedger, let_go
 from torchrelay.errors import DamagedError, StorageError
 from torchrelay.jobs.session import Peers, decide, together, warn
 
@@ -95,22 +94,22 @@ class HostsLedger(TierLedger):
         if self._places is None and self._guess is None:
             self._survey(peers)
 
-    def _survey(self, peers: Peers) -> list[claims.Claim]:
+    def _survey(self, peers: Peers) -> list[hosts.Claim]:
         """Find out which near log counts; its claim comes first, then others with something of their own."""
         if self._places is None:
             self._guess = guessed(peers, self.storage.root)
         self._reader = 0
         if not self.places.many:
             return []
-        found = [claims.claim_of(row) for row in together(peers, "near logs", self._claim) if row is not None]
-        counts = claims.teller(found)
+        found = [hosts.claim_of(row) for row in together(peers, "near logs", self._claim) if row is not None]
+        counts = hosts.teller(found)
         self._reader = 0 if counts is None else counts.rank
-        return [*([] if counts is None else [counts]), *claims.given_up(found, counts)]
+        return [*([] if counts is None else [counts]), *hosts.given_up(found, counts)]
 
     def _claim(self) -> list[Json] | None:
         if not self.places.leads:
             return None
-        found = claims.claim(self.storage, self.job_name, self.places.rank)
+        found = hosts.claim(self.storage, self.job_name, self.places.rank)
         return None if found is None else found.row()
 
     # Holding
@@ -138,7 +137,7 @@ class HostsLedger(TierLedger):
             self._sender.give_way()
         return sent
 
-    def _warn_given_up(self, peers: Peers, other: claims.Claim) -> None:
+    def _warn_given_up(self, peers: Peers, other: hosts.Claim) -> None:
         if peers.rank == 0 and other.rank != 0:  # what rank 0's place had is told when it adopts the far log
             warn(
                 f"the near log of rank {other.rank} is of an older history: what it had near only (epoch "
@@ -211,7 +210,7 @@ class HostsLedger(TierLedger):
             sender.start()
             self._sender = sender
             if told["live"] is not None and by == 0:
-                self._left_over = near_files.left_over(self.storage.near, frozenset(told["live"]))
+                self._left_over = hosts.left_over(self.storage.near, frozenset(told["live"]))
 
         together(peers, "near directories of the job", begin)
 
@@ -294,14 +293,14 @@ class HostsLedger(TierLedger):
             self._warn_failures([failure for one in told for failure in one["failures"]])
         elif self._sender is not None:
             self._sender.tell([entry_of(one, "what rank 0 told") for one in told[0]["wanted"]])
-            gone = (*self._left_over, *map(near_files.retirement_of, told[0]["gone"]))
+            gone = (*self._left_over, *map(hosts.retirement_of, told[0]["gone"]))
             self._left_over = ()
             if gone:
                 self._delete(gone)
 
     def _delete(self, gone: tuple[Retirement, ...]) -> None:
         near = self.storage.near
-        self.deletions.ask("old epochs could not be deleted", lambda: near_files.delete(near, gone))
+        self.deletions.ask("old epochs could not be deleted", lambda: hosts.delete(near, gone))
 
     def _news(self) -> dict[str, Json]:
         if self._sender is not None:
@@ -310,8 +309,8 @@ class HostsLedger(TierLedger):
             return {"failures": []}
         state, before = self.writer.view.state, self._state
         self._state = state
-        gone = () if before is None else near_files.gone_between(before, state)
-        return {"failures": [], "wanted": self._wanted(), "gone": [near_files.row(one) for one in gone]}
+        gone = () if before is None else hosts.gone_between(before, state)
+        return {"failures": [], "wanted": self._wanted(), "gone": [hosts.row(one) for one in gone]}
 
     def close(self) -> None:
         """As `TierLedger`, having stopped what this process sends."""

@@ -1,4 +1,4 @@
-"""The files of one epoch, from near to far, byte for byte; every block is verified while it is read.
+"""The files of one epoch, from the local place to the remote one, byte for byte, each block verified.
 
     shards     of all tries that the epoch needs, as far as the far place lacks them
     manifest   of its own try, when all of its shards are durable
@@ -6,15 +6,21 @@
 
 Whatever interrupts this leaves files there that no record names. Where hosts have near directories of their
 own each sends what lies in its one, and the manifest goes first, to tell the others what to send (`among`).
+
+Rank 0 waits for one of each other place before it proves an epoch, then deletes them. A file's size alone
+tells nothing: where space is reserved first it is there before the bytes are. These files belong to one start
+(`run`), so that nobody believes those of an earlier one.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
-from torchrelay.checkpoint.format.canonical_json import sha256
+from torchrelay.checkpoint.format.canonical_json import seal, sealed_bytes, sha256, unseal
 from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.schema import (
@@ -31,7 +37,7 @@ from torchrelay.checkpoint.format.shard.reader import ShardExpectation, ShardHea
 from torchrelay.checkpoint.load.verify import Outcome, prove
 from torchrelay.checkpoint.storage.base import Storage, WriteHandle
 from torchrelay.checkpoint.storage.threads import share
-from torchrelay.errors import DamagedError, StorageError
+from torchrelay.errors import DamagedError, RelayError, StorageError
 from torchrelay.records import dataclass
 
 WINDOW = 8 << 20
@@ -253,3 +259,79 @@ def _windows(header: ShardHeader) -> Iterator[tuple[int, memoryview]]:
 def _read(header: ShardHeader, requests: list[ReadRequest], window: memoryview) -> memoryview:
     header.read_many(requests, _ALONE)
     return window
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one place tells of an epoch: the paths that it has sent, or the damage that keeps it from that."""
+
+    paths: tuple[str, ...] = ()
+    damage: str | None = None
+
+
+def part_path(try_name: str, run: str, leader: int) -> str:
+    """Where the leader of a place tells what it has sent."""
+    return f"{try_directory(try_name)}/sent.{run}-{leader}.json"
+
+
+def write_part(far: Storage, path: str, part: Part) -> None:
+    """Tell, when all files are durable there. Raises StorageError."""
+    far.replace(path, seal("sent", {"paths": list(part.paths), "damage": part.damage}))
+
+
+def read_part(far: Storage, path: str) -> Part | None:
+    """What was told; None where nothing was yet. Raises StorageError."""
+    try:
+        data = sealed_bytes(far, path)
+        told: Mapping[str, object] = unseal("sent", data, path)
+    except (FileNotFoundError, DamagedError):  # half of it, where a store does not replace in one step
+        return None
+    paths, damage = told.get("paths"), told.get("damage")
+    names = tuple(str(one) for one in paths) if isinstance(paths, list) else ()
+    return Part(names, None if damage is None else str(damage))
+
+
+def delete_parts(far: Storage, try_name: str, run: str, leaders: tuple[int, ...]) -> None:
+    """Nobody waits for them any more; what cannot go now goes with the try."""
+    for leader in leaders:
+        with suppress(RelayError):
+            far.delete(part_path(try_name, run, leader))
+
+
+FIRST_PAUSE_SECS, LONGEST_PAUSE_SECS = 0.5, 60.0
+STOP_SECS = 30.0
+"""How long the end of a run waits for a call that is under way when nothing more is to be sent."""
+_NICE = 10
+
+
+def yield_to_training() -> None:
+    """From now on this thread, and those that it starts, come after others; Linux alone can say so of one."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
+def longer(pause: float) -> float:
+    """How long to wait after one more failure."""
+    return min(max(2 * pause, FIRST_PAUSE_SECS), LONGEST_PAUSE_SECS)
+
+
+class Awaiting:
+    """A thread's work: it waits for something to do, or until a failed step is due again."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._awake, self._stopping = True, False
+
+    def _is_wanted(self, pause: float, look: float | None = None) -> bool:
+        """Return when there is something to do, or `pause` seconds after a failure; False at the end.
+
+        With `look` there may be something to do after so many seconds, too.
+        """
+        with self._changed:
+            if pause:
+                self._changed.wait_for(lambda: self._stopping, pause)
+            else:
+                self._changed.wait_for(lambda: self._awake or self._stopping, look)
+            self._awake = False
+            return not self._stopping

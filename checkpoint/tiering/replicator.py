@@ -22,16 +22,21 @@ from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.inflight import headway
 from torchrelay.checkpoint.storage.open import Tier
-from torchrelay.checkpoint.tier import histories
-from torchrelay.checkpoint.tier.among import LostPartError, Others, damage_of, send_among
-from torchrelay.checkpoint.tier.in_thread import (
+from torchrelay.checkpoint.tiering import hosts
+from torchrelay.checkpoint.tiering.host_uploads import LostPartError, Others, damage_of, send_among
+from torchrelay.checkpoint.tiering.upload import (
     STOP_SECS,
     Awaiting,
+    Moved,
+    Part,
+    Sending,
+    StoppedError,
+    delete_parts,
     longer,
+    part_path,
+    read_part,
     yield_to_training,
 )
-from torchrelay.checkpoint.tier.parts import Part, delete_parts, part_path, read_part
-from torchrelay.checkpoint.tier.sending import Moved, Sending, StoppedError
 from torchrelay.errors import DamagedError, FencedError, StorageError
 
 Json = Any
@@ -84,18 +89,18 @@ class Replicator(Awaiting):
     @property
     def pending(self) -> tuple[Entry, ...]:
         """What is `local` only, oldest first. Asks no storage."""
-        return histories.to_send(self._writer.view, self._far.view)
+        return hosts.to_send(self._writer.view, self._far.view)
 
     @property
     def needed(self) -> frozenset[str]:
         """Tries that must stay near, whatever retention wants."""
         far = self._far.view
-        return frozenset(entry.try_name for entry in self.pending) | histories.anchor(far)
+        return frozenset(entry.try_name for entry in self.pending) | hosts.anchor(far)
 
     @property
     def newest(self) -> Position | None:
         """The newest position of the run that is replicated."""
-        found = histories.newest_replicated(self._writer.view, self._far.view)
+        found = hosts.newest_replicated(self._writer.view, self._far.view)
         return None if found is None else found.position
 
     def check(self) -> None:
@@ -121,7 +126,7 @@ class Replicator(Awaiting):
 
     @property
     def _branches_differ(self) -> bool:
-        return histories.branches_differ(self._writer.view, self._far.view)
+        return hosts.branches_differ(self._writer.view, self._far.view)
 
     def take_failures(self) -> list[str]:
         """What failed since the last time, for people; the last of many alike."""
@@ -168,10 +173,10 @@ class Replicator(Awaiting):
     def _step(self) -> bool:
         """Do one thing; False where nothing is left to do."""
         near, far = self._writer.view, self._far.view
-        if histories.branches_differ(near, far):
+        if hosts.branches_differ(near, far):
             self._far.change("rewind", self._follow)
             return True
-        entries = histories.to_send(near, far)
+        entries = hosts.to_send(near, far)
         if not entries:
             return False
         self._replicate(entries[0])
@@ -179,7 +184,7 @@ class Replicator(Awaiting):
 
     def _follow(self, state: State) -> tuple[State, Mapping[str, Json]]:
         near = self._writer.view
-        return histories.branched_like(state, near.state), histories.branch_payload(near.current)
+        return hosts.branched_like(state, near.state), hosts.branch_payload(near.current)
 
     def _replicate(self, entry: Entry) -> None:
         try:
@@ -235,7 +240,7 @@ class Replicator(Awaiting):
 
     def _commit(self, entry: Entry) -> None:
         def change(state: State) -> tuple[State, Mapping[str, Json]] | None:
-            after = histories.mirrored(state, replace(entry, health="ok"))
+            after = hosts.mirrored(state, replace(entry, health="ok"))
             return None if after is None else (after, {"entry": entry_json(entry)})
 
         self._far.change("commit", change)

@@ -1,0 +1,1 @@
+"""The log and retention as the processes of a run use them together."""

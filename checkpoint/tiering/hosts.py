@@ -1,0 +1,404 @@
+"""Local directories of hosts: which ranks share one, which of several logs tells the run.
+
+One machine is one place, as are hosts that share a file system; hosts with disks of their own are several.
+
+The near log is ahead of the far one, or it is of another time: somebody went on from the far one elsewhere.
+A try has a name that nobody else makes, so the near log is ahead exactly if it knows the far one's newest.
+
+The log lies on the host that had rank 0, and ranks may come to other hosts at the next start. So the leader
+of each place says what the near log there knows. Of those that are ahead of the far one (`histories`) and
+have more, the one counts that has held the far log last: two such logs are two histories.
+
+A leader deletes only names that it saw before the first save of this start, or that rank 0 tells as gone: one
+that was frozen for long knows no name of what others save there meanwhile.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torchrelay.checkpoint.format.canonical_json import sha256
+from torchrelay.checkpoint.format.log_state import Branch, Entry, Retirement, State
+from torchrelay.checkpoint.format.manifest.schema import DATA
+from torchrelay.checkpoint.format.names import TRY
+from torchrelay.checkpoint.log.garbage import delete_try
+from torchrelay.checkpoint.log.job_file import same_job
+from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.state import without
+from torchrelay.checkpoint.log.tiered_storage import Notes, TierStorage, read_notes
+from torchrelay.checkpoint.log.view import LogView
+from torchrelay.checkpoint.storage.base import Storage
+from torchrelay.errors import RelayError, StorageError, UsageError
+from torchrelay.jobs.session import Peers, together
+from torchrelay.records import dataclass
+
+SEEN_WITHIN_SECS = 10.0
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class Places:
+    """`leader_of[rank]` is the lowest rank that sees the same directory; `rank` is this process."""
+
+    leader_of: tuple[int, ...] = (0,)
+    rank: int = 0
+
+    @property
+    def many(self) -> bool:
+        """Whether there is more than one directory."""
+        return any(self.leader_of)
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """One rank per place, in rank order: rank 0 first."""
+        return tuple(sorted(set(self.leader_of)))
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process does what its place has to do."""
+        return self.leader_of[self.rank] == self.rank
+
+    @property
+    def mates(self) -> tuple[int, ...]:
+        """The ranks of this place."""
+        mine = self.leader_of[self.rank]
+        return tuple(rank for rank, leader in enumerate(self.leader_of) if leader == mine)
+
+
+def guessed(peers: Peers, directory: Path) -> Places:
+    """The places as the systems tell them, without a write: hosts that share a file system seem apart.
+
+    Raises StorageError on all ranks where one cannot look there.
+    """
+    if peers.size == 1:
+        return Places()
+    keys = together(peers, "near directories", lambda: _key(directory))
+    return Places(tuple(keys.index(key) for key in keys), peers.rank)
+
+
+def seen(peers: Peers, storage: Storage, directory: Path) -> Places:
+    """The places as they are: each leader writes a file, and all tell which of these they see.
+
+    Raises UsageError where ranks that should see the same directory do not.
+    """
+    if peers.size == 1:
+        return Places()
+    together(peers, "make the near directory", lambda: storage.mkdir(""))
+    guess = guessed(peers, directory)
+    nonce = peers.exchange("near probes", secrets.token_hex(8))[0]
+    mine = f".probe-{nonce}-{peers.rank}"
+
+    def write(name: str) -> None:
+        if guess.leads:
+            storage.replace(name, b"seen\n")
+
+    try:
+        together(peers, "write to the near directory", lambda: write(mine))
+        # Once more when all have written: a change of one's own has a network file system ask its server.
+        together(peers, "write to the near directory again", lambda: write(f"{mine}.again"))
+        return _agreed(peers, storage, guess, nonce)
+    finally:
+        if guess.leads:
+            with suppress(RelayError):
+                storage.delete(mine)
+                storage.delete(f"{mine}.again")
+
+
+def _agreed(peers: Peers, storage: Storage, guess: Places, nonce: str) -> Places:
+    until = time.monotonic() + SEEN_WITHIN_SECS
+
+    def look() -> list[int | str | bool]:
+        sight = sight_of(_probes(storage, nonce), guess.leader_of[peers.rank])
+        return [*sight, time.monotonic() > until]
+
+    while True:
+        told = together(peers, "near directories seen", look)
+        blind = blind_ranks([(least, digest, count) for least, digest, count, _ in told], guess.leaders)
+        if not blind:
+            return Places(tuple(one[0] for one in told), peers.rank)
+        if told[0][-1]:
+            few = ", ".join(map(str, blind[:8])) + (f" and {len(blind) - 8} more" if len(blind) > 8 else "")
+            raise UsageError(
+                f"the near directory {storage.url} is not the one that rank {few} sees there: ranks of a "
+                "host need one that they share, or near= must differ between them"
+            )
+        time.sleep(0.05)
+
+
+Sight = tuple[int, str, int]
+"""What a rank sees: the least leader (-1: not its own one), a digest of all that it sees, and how many."""
+
+
+def sight_of(probes: Sequence[int], leader: int) -> Sight:
+    """From the leaders whose files are there; few bytes however many they are."""
+    seen_ones = ",".join(map(str, probes))
+    return (min(probes) if leader in probes else -1), sha256(seen_ones.encode())[:16], len(probes)
+
+
+def blind_ranks(sights: Sequence[Sight], leaders: Sequence[int]) -> list[int]:
+    """Ranks that do not see what their leader wrote, or see leaders who do not see the same in turn."""
+    alike = Counter(sights[leader][1] for leader in leaders)
+    return [rank for rank, (least, digest, count) in enumerate(sights) if least < 0 or alike[digest] != count]
+
+
+def _probes(storage: Storage, nonce: str) -> list[int]:
+    start = f".probe-{nonce}-"
+    names = [name.removeprefix(start) for name in storage.list("") if name.startswith(start)]
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def _key(directory: Path) -> str:
+    """The same text where it is the same directory of the same running system."""
+    there = directory
+    try:
+        while not there.exists() and there != there.parent:
+            there = there.parent
+        found = there.stat()
+    except OSError as error:
+        raise StorageError(f"the near directory {directory} cannot be looked at: {error}") from error
+    boot = ""
+    with suppress(OSError):
+        boot = _BOOT.read_text().strip()
+    rest = directory.relative_to(there)
+    return f"{socket.gethostname()} {boot} {found.st_dev} {found.st_ino} {rest}"
+
+
+Json = Any
+
+
+def is_ahead(near: LogView, far: LogView, *, untouched: bool = False) -> bool:
+    """Whether all that the far log has came from the near one, which then tells the run.
+
+    `untouched`: nobody has taken the far log over since the writer of this near place did, so that a branch
+    which the near log does not know is one that it has left.
+    """
+    if near.slot < 0 or far.slot < 0:
+        return near.slot >= 0
+    if not far.entries and far.state.next_branch == 1:
+        return True  # nothing was ever saved or begun there: a new place, or one that was emptied
+    return _has_all(near, far) and (untouched or far.current in near.branches)
+
+
+def _has_all(near: LogView, far: LogView) -> bool:
+    line = far.line()
+    if not line:
+        return not far.entries or bool(near.entries)
+    if _knows(near, line[-1]):
+        return True
+    newest = near.line()[-1:]
+    if line[-1].position.boundary or not newest or newest[0].position <= line[-1].position:
+        return False
+    # A position inside of an epoch leaves the log when that epoch is committed.
+    whole = [entry for entry in line if entry.position.boundary]
+    return bool(whole) and _knows(near, whole[-1])
+
+
+def _knows(view: LogView, entry: Entry) -> bool:
+    own = view.entry(entry.key)
+    return own is not None and own.try_name == entry.try_name and own.manifest_sha256 == entry.manifest_sha256
+
+
+def anchor(far: LogView) -> frozenset[str]:
+    """Tries by which a near log is known to be ahead of this one: they stay in it."""
+    line = far.line()
+    whole = [entry for entry in line if entry.position.boundary]
+    return frozenset(entry.try_name for entry in (*line[-1:], *whole[-1:]))
+
+
+def adopted(near: State, far: State) -> State:
+    """The near log goes on from the far one; what only the near one had goes.
+
+    Who holds the near log stays. Branches get numbers that neither log has given to another.
+    """
+    gone = sorted(near.tries - far.tries)
+    live = {entry.key for entry in far.entries}
+    names = {(mark.kind, mark.name) for mark in far.marks}
+    own = (mark for mark in near.marks if mark.target in live and (mark.kind, mark.name) not in names)
+    still = tuple(one for one in near.retiring if one.try_name not in gone)
+    return replace(
+        near,
+        entries=far.entries,
+        branches=far.branches,
+        current=far.current,
+        next_branch=max(near.next_branch, far.next_branch),
+        marks=(*far.marks, *own),
+        retiring=(*still, *(Retirement(name) for name in gone)),
+    )
+
+
+def to_send(near: LogView, far: LogView) -> tuple[Entry, ...]:
+    """The entries of the near line that the far log is to get, oldest first; none that is damaged.
+
+    Older ones than the newest that it has of this line are not missing there: retention let them go.
+    """
+    there = {entry.try_name for entry in far.entries}
+    line = near.line()
+    known = [number for number, entry in enumerate(line) if entry.try_name in there]
+    rest = line[known[-1] + 1 :] if known else line
+    return tuple(entry for entry in rest if entry.healthy and entry.resumable)
+
+
+def branches_differ(near: LogView, far: LogView) -> bool:
+    """Whether the far log does not know yet on which branch the run is."""
+    return near.current != far.current
+
+
+def branched_like(far: State, near: State) -> State:
+    """The far log follows a rewind; its entries of other branches stay, abandoned."""
+    given = {branch.id: branch for branch in (*far.branches, *near.branches)}
+    state = replace(
+        far,
+        branches=tuple(given[number] for number in sorted(given)),
+        current=near.current,
+        next_branch=max(far.next_branch, near.next_branch),
+    )
+    return without(state, ())
+
+
+def branch_payload(branch: Branch) -> Mapping[str, Json]:
+    """What a `rewind` record says of the branch that it begins."""
+    base = branch.base
+    where = None if base is None else {"epoch": base.epoch, "step": base.step}
+    return {"base": where, "branch": branch.id, "request": dict(branch.request or {})}
+
+
+def mirrored(far: State, entry: Entry) -> State | None:
+    """The far log gets an entry of the near one; None where it has it.
+
+    As a commit does, it retires positions inside of an epoch that this completes. The tries that the entry
+    refers to lie there, complete: whoever appends this has seen to it.
+    """
+    if any(one.try_name == entry.try_name for one in far.entries):
+        return None
+    if any(one.key == entry.key for one in far.entries):
+        raise StorageError(f"the far log has another epoch {entry.key}: it is of another history")
+    over = [
+        one
+        for one in far.entries
+        if one.branch == entry.branch and entry.position.boundary and not one.position.boundary
+        if one.position < entry.position
+    ]
+    still = tuple(one for one in far.retiring if one.try_name not in entry.tries)
+    entries = tuple(sorted((*far.entries, entry), key=lambda one: one.key))
+    return without(replace(far, entries=entries, retiring=still), over)
+
+
+def newest_replicated(near: LogView, far: LogView) -> Entry | None:
+    """The newest entry of the near line that the far log has."""
+    there = {entry.try_name for entry in far.entries}
+    return next((entry for entry in reversed(near.line()) if entry.try_name in there), None)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a leader says. `generation`: that of the far log when this near log was taken with it, or -1.
+
+    `ahead`: all that the far log has came from it. `sends`: it has what the far log lacks. `alone` are the
+    epochs that it has and the far log never had.
+    """
+
+    rank: int
+    generation: int = -1
+    ahead: bool = False
+    sends: bool = False
+    alone: tuple[str, ...] = ()
+
+    def row(self) -> list[Json]:
+        """The claim as JSON."""
+        return [self.rank, self.generation, self.ahead, self.sends, list(self.alone)]
+
+
+def claim_of(row: list[Json]) -> Claim:
+    """Read what `row` made."""
+    rank, generation, ahead, sends, alone = row
+    return Claim(int(rank), int(generation), bool(ahead), bool(sends), tuple(map(str, alone)))
+
+
+def claim(storage: TierStorage, job_name: str | None, rank: int) -> Claim | None:
+    """That of the near log here; None without one, or where another place's log counts since then.
+
+    Raises StorageError and DamagedError for logs that cannot be read, UsageError for that of another job.
+    """
+    notes = read_notes(storage.near) or Notes()
+    if notes.part:
+        return None
+    same_job(storage.near, storage.far)
+    near = open_log(storage.near, job_name)
+    if near.slot < 0:
+        return None
+    far = open_log(storage.far, job_name)
+    mine = notes if notes.far == storage.far.url else Notes()
+    lacks = to_send(near, far)
+    return Claim(
+        rank,
+        mine.generation,
+        is_ahead(near, far, untouched=mine.made(far)),
+        bool(lacks) or branches_differ(near, far),
+        tuple(str(entry.position) for entry in lacks if entry.try_name not in mine.replicated),
+    )
+
+
+def teller(claims: Iterable[Claim | None]) -> Claim | None:
+    """The claim that counts; None where the far log alone tells the run."""
+    ahead = [one for one in claims if one is not None and one.ahead]
+    return max(ahead, key=lambda one: (one.sends, one.generation, -one.rank), default=None)
+
+
+def given_up(claims: Iterable[Claim | None], counts: Claim | None) -> list[Claim]:
+    """Those whose epochs are of another history than the one that counts."""
+    return [one for one in claims if one is not None and one != counts and one.alone]
+
+
+def gone_between(before: State, now: State) -> tuple[Retirement, ...]:
+    """What the log needed before and does not need any more: tries, or some groups of their files."""
+    old, new = _groups_by_try(before), _groups_by_try(now)
+    whole = (Retirement(name) for name in sorted(old.keys() - new.keys()))
+    less = (
+        Retirement(name, tuple(group for group in groups if group not in (new[name] or ())))
+        for name, groups in sorted(old.items())
+        if groups is not None and new.get(name) is not None and new[name] != groups
+    )
+    return (*whole, *(one for one in less if one.groups))
+
+
+def _groups_by_try(state: State) -> dict[str, tuple[str, ...] | None]:
+    """All tries that the log needs; None: with all of their files."""
+    groups = {entry.try_name: entry.groups or None for entry in state.entries}
+    return {name: groups.get(name) for name in state.tries}
+
+
+def row(one: Retirement) -> list[Json]:
+    """A retirement as it travels."""
+    return [one.try_name, None if one.groups is None else list(one.groups)]
+
+
+def retirement_of(told: list[Json]) -> Retirement:
+    """Read what `row` made."""
+    name, groups = told
+    return Retirement(str(name), None if groups is None else tuple(map(str, groups)))
+
+
+def left_over(near: Storage, live: Collection[str]) -> tuple[Retirement, ...]:
+    """Tries that lie here and that the log does not need."""
+    names = near.list(DATA)
+    return tuple(Retirement(name) for name in names if TRY.fullmatch(name) and name not in live)
+
+
+def delete(near: Storage, gone: Iterable[Retirement]) -> None:
+    """Delete their files. Raises StorageError, having tried them all."""
+    failed: StorageError | None = None
+    for one in gone:
+        try:
+            delete_try(near, one)
+        except StorageError as error:
+            failed = error
+    if failed is not None:
+        raise failed
