@@ -74,6 +74,34 @@ def test_public_names() -> None:
         _ = torchrelay.nonsense
 
 
+ORDER = (
+    "storage",
+    "format",
+    "log",
+    "state",
+    "load",
+    "save",
+    "coordinator",
+    "tiering",
+    "engine",
+    "manager_base",
+    "manager",
+)
+
+
+def test_arrows_within_the_checkpoint_room() -> None:
+    """A folder of the room imports what stands left of it in the order above, and nothing beside it."""
+    wrong = {}
+    for path in sorted((ROOT / "checkpoint").rglob("*.py")):
+        own = path.relative_to(ROOT / "checkpoint").with_suffix("").parts[0]
+        if own in ORDER:
+            below = ORDER[: ORDER.index(own) + 1]
+            found = {name.split(".")[1] for name in imported(path) if name.startswith("checkpoint.")}
+            if bad := found - set(below):
+                wrong[str(path.relative_to(ROOT))] = bad
+    assert not wrong
+
+
 def run_python(code: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torchrelay.checkpoint.archive.zip_writing import Fill, ZipWriter
-from torchrelay.checkpoint.interop.publishing import publish
+from torchrelay.checkpoint.files.publish import publish
 from torchrelay.checkpoint.storage.base import WriteHandle
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.open import FILE, is_remote, object_at

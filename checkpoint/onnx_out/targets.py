@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchrelay.checkpoint.interop.publishing import check_free
+from torchrelay.checkpoint.files.publish import check_free
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
 from torchrelay.checkpoint.storage.open import FILE
 from torchrelay.checkpoint.storage.urls import is_url

@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.inspection.contents import Epoch, open_epoch
-from torchrelay.checkpoint.inspection.difference import Kind, LeafChange, Wish, leaf_changes
+from torchrelay.checkpoint.inspect.contents import Epoch, open_epoch
+from torchrelay.checkpoint.inspect.diff import Kind, LeafChange, Wish, leaf_changes
 from torchrelay.checkpoint.storage.open import CountingStorage
 from torchrelay.runners.commands.command_line_arguments import Add, add_blobs, whole_number
 from torchrelay.runners.commands.command_line_entries import entry_json

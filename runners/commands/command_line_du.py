@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.format.manifest.summary import largest, read_table
+from torchrelay.checkpoint.inspect.repair import TryUse, Usage, usage_of
 from torchrelay.checkpoint.log.view import LogView
-from torchrelay.checkpoint.repair.usage import TryUse, Usage, usage_of
 from torchrelay.errors import StorageError
 from torchrelay.runners.commands.command_line_arguments import Add, add_place
 from torchrelay.runners.commands.command_line_output import Output, human_bytes

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.format.log_state import Entry
-from torchrelay.checkpoint.inspection.contents import check_chosen, open_epoch
-from torchrelay.checkpoint.inspection.first_bad import first_bad
-from torchrelay.checkpoint.inspection.jumps import FACTOR
+from torchrelay.checkpoint.inspect.anomalies import FACTOR, first_bad
+from torchrelay.checkpoint.inspect.contents import check_chosen, open_epoch
 from torchrelay.errors import DamagedError, UsageError
 from torchrelay.runners.commands.command_line_arguments import Add, add_blobs, add_epoch
 from torchrelay.runners.commands.command_line_find_jump import FOUND, find_jump
@@ -23,7 +22,7 @@ from torchrelay.runners.commands.command_line_place import Place
 from torchrelay.runners.commands.selector import Selected, select
 
 if TYPE_CHECKING:
-    from torchrelay.checkpoint.inspection.bad_elements import BadLeaf, Looker
+    from torchrelay.checkpoint.inspect.bad_elements import BadLeaf, Looker
 
 _SHOWN = 20
 
@@ -53,7 +52,7 @@ def find_bad(chosen: argparse.Namespace, output: Output) -> int:
 
 
 def _find_nan(chosen: argparse.Namespace, output: Output) -> int:
-    from torchrelay.checkpoint.inspection.bad_elements import Looker
+    from torchrelay.checkpoint.inspect.bad_elements import Looker
 
     selected = select(chosen.path)
     entries = _whole_epochs(selected, output)

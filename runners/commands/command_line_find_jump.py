@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torchrelay.checkpoint.format.manifest.summary import glance_or_notes
-from torchrelay.checkpoint.inspection.jumps import FACTOR, Jump, first_jump
+from torchrelay.checkpoint.inspect.anomalies import FACTOR, Jump, first_jump
 from torchrelay.errors import DamagedError, UsageError
 from torchrelay.runners.commands.command_line_going_on import Resume, resume_before
 from torchrelay.runners.commands.command_line_output import Output, human_number

@@ -60,7 +60,7 @@ def export(chosen: argparse.Namespace, output: Output) -> int:
     if chosen.to == ONNX:
         return export_onnx(chosen, output)
     _refuse_onnx_options(chosen)
-    from torchrelay.checkpoint.interop.export import export_checkpoint
+    from torchrelay.checkpoint.files.interop.export import export_checkpoint
     from torchrelay.runners.commands.selector import parse_selector
 
     source = parse_selector(chosen.path)
@@ -102,7 +102,7 @@ def _refuse_onnx_options(chosen: argparse.Namespace) -> None:
 
 def import_(chosen: argparse.Namespace, output: Output) -> int:
     """Make an epoch and say what it has."""
-    from torchrelay.checkpoint.interop.importing import import_checkpoint
+    from torchrelay.checkpoint.files.interop.importer import import_checkpoint
 
     blob = None if chosen.split_names else chosen.blob
     done = import_checkpoint(

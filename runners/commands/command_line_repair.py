@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from torchrelay.checkpoint.repair.inventory import Finding, Inventory, take_inventory
+from torchrelay.checkpoint.inspect.inventory import Finding, Inventory, take_inventory
 from torchrelay.errors import StorageError
 from torchrelay.runners.commands.command_line_arguments import Add, add_place, add_single_writer
 from torchrelay.runners.commands.command_line_output import Output
@@ -37,7 +37,7 @@ def repair(chosen: argparse.Namespace, output: Output) -> int:
         found = take_inventory(place.storage)
         notes = lost_notes(place, found.view)
         return _tell(output, found, notes, (), delete=chosen.delete_orphans)
-    from torchrelay.checkpoint.repair.mend import repair as mend
+    from torchrelay.checkpoint.inspect.repair import repair as mend
 
     repaired = mend(place.storage, delete=chosen.delete_orphans)
     notes = lost_notes(place, repaired.after.view)

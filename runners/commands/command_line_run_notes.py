@@ -7,9 +7,9 @@ from typing import Any
 
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.schema import Manifest
+from torchrelay.checkpoint.inspect.inventory import Finding
 from torchrelay.checkpoint.log.record import slot_path
 from torchrelay.checkpoint.log.view import LogView
-from torchrelay.checkpoint.repair.inventory import Finding
 from torchrelay.errors import DamagedError
 from torchrelay.metadata.run_directory import FORMAT, RunDirectory
 from torchrelay.runners.commands.command_line_place import Place

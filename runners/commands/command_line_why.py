@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from itertools import chain
 
 from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.inspect.why import Account, Start, explain, newest_and_chosen, start_now
 from torchrelay.checkpoint.log.history import History, read_history
 from torchrelay.checkpoint.log.view import LogView
-from torchrelay.checkpoint.repair.why import Account, Start, explain, newest_and_chosen, start_now
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.runners.commands.command_line_arguments import Add, add_epoch
 from torchrelay.runners.commands.command_line_output import Output

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.interop.export import export_checkpoint
+from torchrelay.checkpoint.files.interop.export import export_checkpoint
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
 from torchrelay.jobs.session import warn

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.blob_files import save_blobs
+from torchrelay.checkpoint.files.blobs.api import save_blobs
 from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.storage.open import Tier, joined
 from torchrelay.jobs.config.runner_schema import CheckpointKeys

@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.blob_file import open_blob_file
+from torchrelay.checkpoint.files.blobs.load_into import FileSource, load_into
+from torchrelay.checkpoint.files.blobs.reader import open_blob_file
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
-from torchrelay.checkpoint.load_into import FileSource, load_into
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
 from torchrelay.jobs.config.schema import Settings

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from torchrelay.checkpoint.blob_files import save_blobs
+from torchrelay.checkpoint.files.blobs.api import save_blobs
 from torchrelay.errors import UsageError
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.metadata.run_directory import RunDirectory

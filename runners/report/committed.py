@@ -9,11 +9,11 @@ from typing import Any
 
 from torchrelay.checkpoint.format.log_state import Entry, Key
 from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.inspect.why import Start, explain, start_now
 from torchrelay.checkpoint.log.history import History, read_history
 from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.record import Record
 from torchrelay.checkpoint.log.view import LogView
-from torchrelay.checkpoint.repair.why import Start, explain, start_now
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.records import dataclass
 from torchrelay.runners.report.facts import BranchNote, EpochRow, Event, Point, Save

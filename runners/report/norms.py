@@ -6,10 +6,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.format.log_state import Entry
-from torchrelay.checkpoint.inspection.contents import Epoch, Item, open_epoch
-from torchrelay.checkpoint.inspection.difference import Comparison
-from torchrelay.checkpoint.inspection.number_types import CAN_BE_BAD
-from torchrelay.checkpoint.inspection.tensor_bytes import CHUNK_BYTES, Buffer, Source, parts
+from torchrelay.checkpoint.inspect.contents import (
+    CAN_BE_BAD,
+    CHUNK_BYTES,
+    Buffer,
+    Epoch,
+    Item,
+    Source,
+    open_epoch,
+    parts,
+)
+from torchrelay.checkpoint.inspect.diff import Comparison
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import RelayError
 from torchrelay.runners.commands.command_line_output import human_bytes
@@ -17,7 +24,7 @@ from torchrelay.runners.report.facts import LeafNorm, Norms
 from torchrelay.runners.report.limits import Limits, spread
 
 if TYPE_CHECKING:
-    from torchrelay.checkpoint.inspection.moments import Moments
+    from torchrelay.checkpoint.inspect.statistics import Moments
 
 _MOST_LEAVES = 128
 _FEWEST_EPOCHS = 2
@@ -117,7 +124,7 @@ def _first(epoch: Epoch, number: int, names: Sequence[str]) -> tuple[list[LeafNo
 
 def _moments(epoch: Epoch, item: Item) -> Moments:
     """By the item itself: to look hundreds of names up as patterns in a large model takes a minute."""
-    from torchrelay.checkpoint.inspection.moments import joined, moments_of, steps
+    from torchrelay.checkpoint.inspect.statistics import joined, moments_of, steps
 
     buffer, width, dtype = Buffer(), item.leaf.item_bytes, str(item.leaf.dtype)
     stretches = (

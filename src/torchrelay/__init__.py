@@ -24,7 +24,7 @@ _HOMES = {
     "Context": "runners.context",
     "Counter": "jobs.task",
     "DatasetReader": "jobs.data.readers",
-    "DcpReader": "checkpoint.interop.dcp_reader",
+    "DcpReader": "checkpoint.files.interop.dcp",
     "DistributedSession": "runners.distributed_session",
     "EpochLoader": "jobs.data.loader",
     "FileMetadataHandler": "metadata.handlers",
@@ -63,20 +63,20 @@ _HOMES = {
     "db_name": "checkpoint.manager_base",
     "early_stopping": "jobs.stop",
     "epoch_limiter": "jobs.stop",
-    "estimate_bytes": "checkpoint.blob_files",
-    "export_checkpoint": "checkpoint.interop.export",
+    "estimate_bytes": "checkpoint.files.blobs.api",
+    "export_checkpoint": "checkpoint.files.interop.export",
     "final_output": "jobs.task",
     "from_onnx": "checkpoint.onnx_in.onnx_module",
     "fsdp_state": "checkpoint.state.leaves.fsdp1",
     "get_ckpt_filename": "checkpoint.manager_base",
     "get_params": "checkpoint.archive.states",
     "get_states": "checkpoint.archive.states",
-    "import_checkpoint": "checkpoint.interop.importing",
+    "import_checkpoint": "checkpoint.files.interop.importer",
     "init": "runners.start",
     "load": "checkpoint.package.loading",
-    "load_blobs": "checkpoint.blob_files",
+    "load_blobs": "checkpoint.files.blobs.api",
     "load_code": "metadata.code.imports",
-    "load_into": "checkpoint.load_into",
+    "load_into": "checkpoint.files.blobs.load_into",
     "load_states": "checkpoint.archive.loading",
     "load_upstream": "runners.stages.using",
     "main": "runners.experiment.entry",
@@ -88,7 +88,7 @@ _HOMES = {
     "open_package": "checkpoint.package.opening",
     "run_to_onnx": "runners.onnx_files.run_to_onnx",
     "save": "checkpoint.package.saving",
-    "save_blobs": "checkpoint.blob_files",
+    "save_blobs": "checkpoint.files.blobs.api",
     "save_states": "checkpoint.archive.saving",
     "seed": "jobs.random",
     "set_states": "checkpoint.archive.loading",
@@ -105,15 +105,15 @@ if TYPE_CHECKING:
     from torchrelay.checkpoint.package.opening import open_package as open_package
     from torchrelay.checkpoint.package.saving import save as save
     from torchrelay.checkpoint.package.summary import summary as summary
-    from torchrelay.checkpoint.blob_files import (
+    from torchrelay.checkpoint.files.blobs.api import (
         estimate_bytes as estimate_bytes,
         load_blobs as load_blobs,
         save_blobs as save_blobs,
     )
-    from torchrelay.checkpoint.interop.dcp_reader import DcpReader as DcpReader
-    from torchrelay.checkpoint.interop.export import export_checkpoint as export_checkpoint
-    from torchrelay.checkpoint.interop.importing import import_checkpoint as import_checkpoint
-    from torchrelay.checkpoint.load_into import load_into as load_into
+    from torchrelay.checkpoint.files.interop.dcp import DcpReader as DcpReader
+    from torchrelay.checkpoint.files.interop.export import export_checkpoint as export_checkpoint
+    from torchrelay.checkpoint.files.interop.importer import import_checkpoint as import_checkpoint
+    from torchrelay.checkpoint.files.blobs.load_into import load_into as load_into
     from torchrelay.checkpoint.manager import CheckpointManager as CheckpointManager
     from torchrelay.checkpoint.manager_base import db_name as db_name, get_ckpt_filename as get_ckpt_filename
     from torchrelay.checkpoint.manager import MultiNodeCheckpointManager as MultiNodeCheckpointManager

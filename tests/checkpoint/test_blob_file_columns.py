@@ -14,9 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from torchrelay import load_blobs, load_into, save_blobs
-from torchrelay.checkpoint.blob_file import open_blob_file
-from torchrelay.checkpoint.blob_file_content import content_of
-from torchrelay.checkpoint.blob_file_writing import write_blob_file
+from torchrelay.checkpoint.files.blobs.reader import open_blob_file
+from torchrelay.checkpoint.files.blobs.writer import content_of, write_blob_file
 from torchrelay.checkpoint.format.dtypes import BLOCK
 from torchrelay.checkpoint.format.shard import extents
 from torchrelay.checkpoint.format.shard.entries import form_of

@@ -15,6 +15,8 @@ from stage import warned
 
 from torchrelay.checkpoint.format.log_state import Key, Retirement
 from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.inspect.inventory import take_inventory
+from torchrelay.checkpoint.inspect.repair import repair
 from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log import append
 from torchrelay.checkpoint.log.history import History, read_history
@@ -23,8 +25,6 @@ from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.record import decode, slot_path
 from torchrelay.checkpoint.log.state import lost_bases
 from torchrelay.checkpoint.log.writer import LogWriter, append_as_guest, pin_draft
-from torchrelay.checkpoint.repair.inventory import take_inventory
-from torchrelay.checkpoint.repair.mend import repair
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import DirectoryInUseError, UnknownEpochError
 from torchrelay.runners.commands.command_line import main
@@ -248,7 +248,7 @@ def test_nothing_is_touched_while_a_writer_lives(root: Path) -> None:
 
 def test_what_came_after_our_takeover_is_left(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what lay there before the takeover is deleted: a later name may be a save of the next writer."""
-    from torchrelay.checkpoint.repair import mend
+    from torchrelay.checkpoint.inspect import repair as mend
 
     orphan(root)
     delete, late = mend.delete_orphans, []

@@ -16,11 +16,11 @@ from torch.overrides import TorchFunctionMode
 
 import torchrelay
 from torchrelay import Job, JobRunner, LocalSession, max_epochs, open_checkpoint
-from torchrelay.checkpoint.blob_file import open_blob_file
-from torchrelay.checkpoint.blob_files import load_blobs, save_blobs
+from torchrelay.checkpoint.files.blobs.api import load_blobs, save_blobs
+from torchrelay.checkpoint.files.blobs.load_into import FileSource
+from torchrelay.checkpoint.files.blobs.reader import open_blob_file
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded
-from torchrelay.checkpoint.load_into import FileSource
 from torchrelay.checkpoint.save.staging.stage import Copier
 from torchrelay.checkpoint.state.dtensor import empty_like, target_of
 from torchrelay.checkpoint.state.flatten import leaves_of

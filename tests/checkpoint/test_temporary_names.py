@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import torchrelay
-from torchrelay.checkpoint import temporary_names
-from torchrelay.checkpoint.temporary_names import Maker, sweep, temporary_beside
+from torchrelay.checkpoint.files import publish
+from torchrelay.checkpoint.files.publish import Maker, sweep, temporary_beside
 
 _WRITES = """
 import sys, torch, torchrelay
@@ -28,7 +28,7 @@ if sys.argv[1] == "archive":
     real, ZipWriter.finish = ZipWriter.finish, lambda self: (stop(), real(self))
     torchrelay.save_states(sys.argv[2], torch.nn.Linear(300, 300))
 else:
-    from torchrelay.checkpoint import blob_file_writing
+    from torchrelay.checkpoint.files.blobs import writer as blob_file_writing
     real, blob_file_writing._publish = blob_file_writing._publish, lambda *words: (stop(), real(*words))
     torchrelay.save_blobs(sys.argv[2], {"w": torch.ones(1000)})
 """
@@ -90,7 +90,7 @@ def test_of_processes_that_cannot_be_seen_only_what_is_old_goes(tmp_path: Path) 
         one.touch()
     sweep(path)
     assert all(one.exists() for one in (mine, *unseen, folder, *others))
-    old = tmp_path.stat().st_mtime - temporary_names.UNSEEN_SECS - 60
+    old = tmp_path.stat().st_mtime - publish.UNSEEN_SECS - 60
     for one in (mine, unseen[0], folder / "inside", folder, *others):
         os.utime(one, (old, old))
     sweep(path)

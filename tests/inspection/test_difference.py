@@ -22,8 +22,8 @@ from torchrelay.checkpoint.format.dtypes import BLOCK
 from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded
-from torchrelay.checkpoint.inspection.contents import Epoch, open_epoch
-from torchrelay.checkpoint.inspection.difference import LeafChange, Wish, leaf_changes
+from torchrelay.checkpoint.inspect.contents import Epoch, open_epoch
+from torchrelay.checkpoint.inspect.diff import LeafChange, Wish, leaf_changes
 from torchrelay.checkpoint.storage.open import CountingStorage
 from torchrelay.errors import DamagedError, UsageError
 from torchrelay.metadata.run_directory import RunDirectory

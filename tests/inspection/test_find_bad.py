@@ -16,8 +16,8 @@ from torchrelay.checkpoint.format.log_state import Key
 from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Sharded
-from torchrelay.checkpoint.inspection.bad_elements import Looker
-from torchrelay.checkpoint.inspection.contents import Epoch, open_epoch
+from torchrelay.checkpoint.inspect.bad_elements import Looker
+from torchrelay.checkpoint.inspect.contents import Epoch, open_epoch
 from torchrelay.checkpoint.storage.open import CountingStorage
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.commands.command_line import main

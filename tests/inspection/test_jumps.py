@@ -8,8 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from torchrelay.checkpoint.inspection.first_bad import first_bad
-from torchrelay.checkpoint.inspection.jumps import FACTOR, LEAST, first_jump
+from torchrelay.checkpoint.inspect.anomalies import FACTOR, LEAST, first_bad, first_jump
 
 WHOLE = st.integers(-1000, 1000).map(float)
 ROWS = st.lists(WHOLE, max_size=40)

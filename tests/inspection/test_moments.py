@@ -14,12 +14,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from torchrelay.checkpoint.format.dtypes import memory_of
-from torchrelay.checkpoint.inspection.change import Change, change_between, joined
-from torchrelay.checkpoint.inspection.contents import open_epoch
-from torchrelay.checkpoint.inspection.elements import numbers, table
-from torchrelay.checkpoint.inspection.moments import Moments, leaf_moments, moments_of
-from torchrelay.checkpoint.inspection.moments import joined as joined_moments
-from torchrelay.checkpoint.inspection.number_types import CAN_BE_BAD, HAVE_NUMBERS
+from torchrelay.checkpoint.inspect.contents import CAN_BE_BAD, HAVE_NUMBERS, open_epoch
+from torchrelay.checkpoint.inspect.diff_statistics import Change, change_between, joined
+from torchrelay.checkpoint.inspect.statistics import Moments, leaf_moments, moments_of, numbers, table
+from torchrelay.checkpoint.inspect.statistics import joined as joined_moments
 from torchrelay.errors import UsageError
 
 WIDTHS = {name: getattr(torch, name).itemsize for name in sorted(HAVE_NUMBERS)}

@@ -23,9 +23,9 @@ from torch.distributed import checkpoint as dcp
 from two_tensor import TwoTensor, two
 
 from torchrelay import DcpReader, load_into, open_checkpoint, save_blobs
-from torchrelay.checkpoint.blob_file import open_blob_file
+from torchrelay.checkpoint.files.blobs.load_into import FileSource
+from torchrelay.checkpoint.files.blobs.reader import open_blob_file
 from torchrelay.checkpoint.format.shard.read_plan import EACH, each
-from torchrelay.checkpoint.load_into import FileSource
 from torchrelay.checkpoint.save.capture import NodeState
 from torchrelay.checkpoint.save.replicas import BroadcastBuffers
 from torchrelay.checkpoint.save.spec_exchange import SpecExchange

@@ -19,7 +19,7 @@ MOST_MODULES = 325
 NOT_FOR_A_LOCAL_RUN = (
     *(
         "checkpoint.save.staging",
-        "checkpoint.interop",
+        "checkpoint.files.interop",
         "checkpoint.onnx_out",
         "checkpoint.storage.object_store",
     ),

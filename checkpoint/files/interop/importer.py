@@ -1,42 +1,133 @@
-"""Foreign checkpoints as an epoch: proved, selective and partial loads from then on."""
+"""Other formats become an epoch: their tensors and values as leaves.
+
+A mapping of names to tensors is what a module's `state_dict` looks like: its entries become leaves that
+load into a module. Whatever is deeper (an optimizer's state dict, say) becomes one value with tensors
+inside, which comes back as it was. Everything at the top that is no mapping is a blob by itself.
+"""
 
 from __future__ import annotations
 
 import os
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from torchrelay.checkpoint.files.interop.safetensors import Incoming, read_huggingface, read_safetensors
+from torchrelay.checkpoint.files.interop.torch_files import read_torch_file
+from torchrelay.checkpoint.files.publish import check_free, check_free_at, fetched_anywhere, publish_anywhere
+from torchrelay.checkpoint.format import values
 from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.checkpoint.format.manifest.position import Facts, Position
 from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow, manifest_path, try_directory
 from torchrelay.checkpoint.format.shard.layout import ShardIdentity
 from torchrelay.checkpoint.format.shard.writer import write_shard
-from torchrelay.checkpoint.interop.content import Incoming
-from torchrelay.checkpoint.interop.huggingface import read_huggingface
-from torchrelay.checkpoint.interop.incoming_leaves import leaves_from
-from torchrelay.checkpoint.interop.publishing import check_free
-from torchrelay.checkpoint.interop.remote_publishing import (
-    check_free_at,
-    fetched_anywhere,
-    publish_anywhere,
-)
-from torchrelay.checkpoint.interop.safetensors_files import read_safetensors
-from torchrelay.checkpoint.interop.torch_files import read_torch_file
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.save.commit import TryIdentity, compose, world_of
 from torchrelay.checkpoint.save.planning.assignments import NodeClass, Plan
 from torchrelay.checkpoint.save.planning.plan import plan_classes
-from torchrelay.checkpoint.state.leaf import Leaf, Value, spec_of
+from torchrelay.checkpoint.state.flatten import leaves_of
+from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Role, Value, spec_of
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.open import is_remote
 from torchrelay.errors import UsageError
-from torchrelay.jobs.cluster import NodePlace
+from torchrelay.jobs.cluster import NodePlace, check_blob_names
 from torchrelay.jobs.runtime import is_directory, local_directory
 from torchrelay.records import dataclass
+
+
+def leaves_from(incoming: Incoming, blob: str | None) -> list[Leaf]:
+    """The leaves. Flat tensors belong to `blob`, or, where it is None, to what their names begin with.
+
+    Raises BlobError for what cannot be stored, UsageError for names that cannot be.
+    """
+    tree = incoming.tree
+    if not isinstance(tree, Mapping) or not all(isinstance(name, str) for name in tree):
+        raise UsageError(f"there is a {type(tree).__name__} where a mapping of names is needed")
+    found: list[Leaf] = []
+    owners: dict[str, None] = {}
+    flat = any(isinstance(value, torch.Tensor) for value in tree.values())
+    for name, value in tree.items():
+        if is_state_dict(value):
+            found += _module(name, value)
+            owners[name] = None
+        elif flat and blob is not None:
+            found += _entry(f"{blob}.{name}", blob, value)
+            owners[blob] = None
+        else:
+            owner = name.partition(".")[0]
+            owners[owner] = None
+            found += _entry(name, owner, value)
+    full = (lambda name: f"{blob}.{name}") if flat and blob is not None else (lambda name: name)
+    by_name = {leaf.name: leaf for leaf in found}
+    for name, kept in incoming.ties.items():
+        one = by_name[full(kept)]
+        found.append(Leaf(full(name), one.blob, one.role, one.group, one.content, one.alias_of or one.name))
+    return _checked(_tied(found), owners)
+
+
+def is_state_dict(value: Any) -> bool:
+    """Whether this is a mapping of texts to tensors (and a few plain values)."""
+    return (
+        isinstance(value, Mapping)
+        and all(isinstance(name, str) and name for name in value)
+        and any(isinstance(one, torch.Tensor) for one in value.values())
+        and not any(isinstance(one, (Mapping, list, tuple)) for one in value.values())
+    )
+
+
+def _module(blob: str, state: Mapping[str, Any]) -> Iterator[Leaf]:
+    for name, value in state.items():
+        yield from _entry(f"{blob}.{name}", blob, value)
+
+
+def _entry(name: str, blob: str, value: Any) -> Iterator[Leaf]:
+    if isinstance(value, torch.Tensor):
+        role = Role.TENSOR if name == blob else Role.PARAMETER
+        yield Leaf(name, blob, role, MAIN_GROUP, value.detach())
+    elif name == blob:
+        yield from leaves_of({name: value})
+    else:
+        yield Leaf(name, blob, Role.VALUE, MAIN_GROUP, Value(values.encode(value, name)))
+
+
+def _tied(leaves: list[Leaf]) -> list[Leaf]:
+    """Of several names of the same memory the first is stored."""
+    first: dict[tuple[Any, ...], str] = {}
+    found = []
+    for leaf in leaves:
+        content = leaf.content
+        if isinstance(content, torch.Tensor) and leaf.alias_of is None and _dense(content):
+            place = (content.data_ptr(), content.dtype, content.shape, content.stride())
+            kept = first.setdefault(place, leaf.name)
+            if kept != leaf.name:
+                leaf = Leaf(leaf.name, leaf.blob, leaf.role, leaf.group, content, kept)  # noqa: PLW2901
+        found.append(leaf)
+    return found
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
+    return plain and tensor.numel() > 0
+
+
+def _checked(leaves: list[Leaf], owners: Mapping[str, None]) -> list[Leaf]:
+    if not leaves:
+        raise UsageError("there is nothing in it to import")
+    check_blob_names(owners)
+    seen: set[str] = set()
+    for leaf in leaves:
+        if not all(leaf.name.split(".")) and leaf.name != leaf.blob:
+            raise UsageError(f"a tensor or value of {leaf.blob!r} would be called {leaf.name!r}: rename it")
+        if leaf.name in seen:
+            raise UsageError(f"two tensors or values would be called {leaf.name!r}: choose another blob name")
+        seen.add(leaf.name)
+    return leaves
+
 
 FORMATS = ("torch", "dcp", "safetensors", "hf")
 
@@ -103,7 +194,7 @@ def _read(path: Path, format: str, scratch: Path, *, trust: bool) -> Incoming:
         return read_safetensors(path)
     if format == "hf":
         return read_huggingface(path)
-    from torchrelay.checkpoint.interop.dcp_files import read_dcp
+    from torchrelay.checkpoint.files.interop.dcp import read_dcp
 
     return read_dcp(path, scratch, trust=trust)
 

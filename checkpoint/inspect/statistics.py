@@ -1,5 +1,12 @@
 """Norm, mean, standard deviation, extremes and NaN/Inf counts of stored tensors, in bounded memory.
 
+No core dependency: nothing that trains, saves or loads needs it, and what changed is told by digests
+without it. numpy imports the module of pickles itself; nothing here calls that, and the verbs import
+numpy only when numbers are asked for.
+
+bfloat16 is the upper half of a float32; the float8 types are looked up in tables of 256 values. Types of
+less than a byte, `bits*` and `float4_e2m1fn_x2` have no numbers here: they are compared by their bytes.
+
     leaf_moments(open_epoch(storage, entry), ["model"])     # one Moments per leaf
 
 Pure kernels below, joined chunk by chunk; squares neither overflow nor vanish, whatever the numbers are.
@@ -9,15 +16,117 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from functools import reduce
+from functools import cache, reduce
 from typing import Any
 
-from torchrelay.checkpoint.inspection.contents import Epoch, Item, check_chosen
-from torchrelay.checkpoint.inspection.elements import Array, numbers
-from torchrelay.checkpoint.inspection.number_types import HAVE_NUMBERS
-from torchrelay.checkpoint.inspection.numerics import np
-from torchrelay.checkpoint.inspection.tensor_bytes import CHUNK_BYTES, Buffer, parts
+from torchrelay.checkpoint.format.mesh_geometry import Bounds, whole
+from torchrelay.checkpoint.inspect.contents import (
+    CHUNK_BYTES,
+    HAVE_NUMBERS,
+    Buffer,
+    Epoch,
+    Item,
+    Part,
+    check_chosen,
+    parts,
+)
+from torchrelay.checkpoint.load.reads.boxes import Copy, Slab
+from torchrelay.errors import UsageError
 from torchrelay.records import dataclass
+
+__all__ = [
+    "HINT",
+    "STEP",
+    "Array",
+    "Moments",
+    "as_reals",
+    "finite_json",
+    "finite_part",
+    "gathered",
+    "inner",
+    "is_wide",
+    "joined",
+    "largest",
+    "leaf_moments",
+    "moments_of",
+    "norm",
+    "np",
+    "numbers",
+    "safe",
+    "small_boxes",
+    "steps",
+    "table",
+    "unscaled",
+]
+
+
+HINT = "pip install 'torchrelay[inspect]'"
+
+try:
+    import numpy as np
+except ImportError as error:
+    raise UsageError(f"numbers of tensors need numpy, which is not installed: {HINT}") from error
+
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+_PLAIN = {
+    "float64": "<f8", "float32": "<f4", "float16": "<f2", "int64": "<i8", "uint64": "<u8", "int32": "<i4",
+    "uint32": "<u4", "int16": "<i2", "uint16": "<u2", "int8": "i1", "uint8": "u1", "bool": "u1",
+    "complex64": "<c8", "complex128": "<c16",
+}  # fmt: skip
+_EXPONENTS = {
+    # bits of the exponent, bits of the fraction, bias
+    "float8_e4m3fn": (4, 3, 7),
+    "float8_e4m3fnuz": (4, 3, 8),
+    "float8_e5m2": (5, 2, 15),
+    "float8_e5m2fnuz": (5, 2, 16),
+}
+
+
+def numbers(data: memoryview, dtype: str) -> Array:
+    """Little-endian bytes as an array of the nearest type that numpy has; a copy only where it lacks it.
+
+    `bool` comes as 0 and 1. Raises ValueError for a type that has no numbers.
+    """
+    if dtype in _PLAIN:
+        return np.frombuffer(data, _PLAIN[dtype])
+    if dtype == "bfloat16":
+        return (np.frombuffer(data, "<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if dtype == "complex32":
+        return np.frombuffer(data, "<f2").astype(np.float32).view(np.complex64)
+    if dtype == "float8_e8m0fnu" or dtype in _EXPONENTS:
+        return table(dtype)[np.frombuffer(data, np.uint8)]
+    raise ValueError(f"{dtype} has no numbers")
+
+
+@cache
+def table(dtype: str) -> Array:
+    """What each of the 256 codes of a float8 type stands for."""
+    if dtype == "float8_e8m0fnu":
+        found = [2.0 ** (code - 127) for code in range(255)] + [np.nan]
+    else:
+        found = [_decoded(code, dtype) for code in range(256)]
+    return np.array(found, np.float32)
+
+
+def _decoded(code: int, dtype: str) -> float:
+    exponent_bits, fraction_bits, bias = _EXPONENTS[dtype]
+    exponent = code >> fraction_bits & (1 << exponent_bits) - 1
+    fraction = code & (1 << fraction_bits) - 1
+    sign = -1.0 if code & 0x80 else 1.0
+    if dtype.endswith("fnuz"):
+        if code == 0x80:  # the place of a negative zero
+            return np.nan
+    elif dtype.endswith("fn"):
+        if code & 0x7F == 0x7F:
+            return np.nan
+    elif exponent == (1 << exponent_bits) - 1:
+        return np.nan if fraction else sign * np.inf
+    if exponent == 0:
+        return float(sign * fraction * 2.0 ** (1 - bias - fraction_bits))
+    return float(sign * (1 + fraction / (1 << fraction_bits)) * 2.0 ** (exponent - bias))
+
 
 STEP = 1 << 14
 """So many elements are computed with at a time. Copies of them in double precision take 128 KiB: they stay
@@ -198,3 +307,40 @@ def finite_json(value: Any) -> Any:
 
 def _of(number: float | None) -> float:
     return 0.0 if number is None else number
+
+
+def small_boxes(part: Part, source: Bounds, first: int, box: Bounds) -> list[Bounds]:
+    """The box cut so that each can be read from the part with one range of a few MiB."""
+    return [slab.box for slab in _copy(source, first, box).slabs(part.item_bytes)]
+
+
+def gathered(epoch: Epoch, part: Part, source: Bounds, first: int, box: Bounds, buffer: Buffer) -> memoryview:
+    """The bytes of a box of which `source`, from element `first` of the part on, holds all elements.
+
+    Raises DamagedError or StorageError for what the storage has.
+    """
+    words = next(size for size in (8, 4, 2, 1) if part.item_bytes % size == 0)
+    many = part.item_bytes // words
+    copy = _copy(source, first, box)
+    out = np.empty((*copy.shape, many), f"<u{words}")
+    strides = _strides(source, part.item_bytes)
+    for slab in copy.slabs(part.item_bytes):
+        data = np.frombuffer(buffer.filled(epoch, part, *slab.span), f"<u{words}")
+        size = [high - low for low, high in slab.box]
+        stored = np.lib.stride_tricks.as_strided(data, [*size, many], [*strides, words], writeable=False)
+        out[_place(slab, box)] = stored
+    return out.reshape(-1).view(np.uint8).data
+
+
+def _copy(source: Bounds, first: int, box: Bounds) -> Copy:
+    extents = tuple(stop - start for start, stop in box)
+    return Copy(source, first, box, whole(extents), extents)
+
+
+def _strides(source: Bounds, item_bytes: int) -> list[int]:
+    extents = [stop - start for start, stop in source]
+    return [item_bytes * math.prod(extents[dim + 1 :]) for dim in range(len(extents))]
+
+
+def _place(slab: Slab, box: Bounds) -> tuple[slice, ...]:
+    return tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(slab.box, box, strict=True))

@@ -6,12 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE, block_count
-from torchrelay.checkpoint.inspection.contents import Epoch, Item
-from torchrelay.checkpoint.inspection.elements import Array
-from torchrelay.checkpoint.inspection.moments import steps
-from torchrelay.checkpoint.inspection.number_types import CAN_BE_BAD
-from torchrelay.checkpoint.inspection.numerics import np
-from torchrelay.checkpoint.inspection.tensor_bytes import CHUNK_BYTES, Buffer, Part, parts
+from torchrelay.checkpoint.inspect.contents import CAN_BE_BAD, CHUNK_BYTES, Buffer, Epoch, Item, Part, parts
+from torchrelay.checkpoint.inspect.statistics import Array, np, steps
 from torchrelay.records import dataclass
 
 

@@ -14,9 +14,14 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.blob_file import BlobFile, open_blob_file
-from torchrelay.checkpoint.blob_file_content import FileContent, content_of, content_of_plain
-from torchrelay.checkpoint.blob_file_writing import file_bytes, write_blob_file
+from torchrelay.checkpoint.files.blobs.reader import BlobFile, open_blob_file
+from torchrelay.checkpoint.files.blobs.writer import (
+    FileContent,
+    content_of,
+    content_of_plain,
+    file_bytes,
+    write_blob_file,
+)
 from torchrelay.checkpoint.format.manifest.position import Patterns, Selection, matches, selection_of
 from torchrelay.checkpoint.format.names import nearest
 from torchrelay.checkpoint.load.handle import Cast, cast, check_types_used, checked_cast, checked_device

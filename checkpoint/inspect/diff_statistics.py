@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from functools import reduce
 from typing import Any
 
-from torchrelay.checkpoint.inspection.elements import Array, numbers
-from torchrelay.checkpoint.inspection.moments import (
+from torchrelay.checkpoint.inspect.statistics import (
     STEP,
+    Array,
     as_reals,
     finite_json,
     finite_part,
@@ -17,10 +17,11 @@ from torchrelay.checkpoint.inspection.moments import (
     is_wide,
     largest,
     norm,
+    np,
+    numbers,
     safe,
     unscaled,
 )
-from torchrelay.checkpoint.inspection.numerics import np
 from torchrelay.records import dataclass
 
 _LARGE = 1e307

@@ -1,4 +1,4 @@
-"""The first jump of a metric over epochs. Pure.
+"""The first bad epoch of a row, and the first jump of a metric over epochs. Pure.
 
 A change from one epoch to the next is a jump if it is further than `factor` spreads from the median of
 the changes before it (at most `WINDOW` of them, at least `LEAST`). The spread is their median absolute
@@ -10,11 +10,31 @@ NaN and Inf are jumps.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import median
 
 from torchrelay.records import dataclass
+
+
+def first_bad(count: int, is_bad: Callable[[int], bool]) -> int | None:
+    """The lowest number below `count` that is bad, None if the last is not.
+
+    Asks at most ceil(log2(count)) + 1 times, each number once: the last, then halves. The neighbour below the
+    answer was always asked, and was good. Where a good one follows a bad one, an answer is still a bad one
+    behind a good one, but perhaps not the first; where the last is good, it is None.
+    """
+    if count < 1 or not is_bad(count - 1):
+        return None
+    low, high = 0, count - 1
+    while low < high:
+        middle = (low + high) // 2
+        if is_bad(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return high
+
 
 WINDOW = 16
 LEAST = 4

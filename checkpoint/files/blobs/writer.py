@@ -1,12 +1,16 @@
-"""What goes into a blob file: its entries, its values, and what every leaf is to its blob."""
+"""What goes into a blob file, and how it is written: whole and synced, or not at all."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import compress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchrelay.checkpoint.blob_file import openings, row, seal, tensor_rows
+from torchrelay.checkpoint.files.blobs.reader import local_path, openings, row, seal, tensor_rows
+from torchrelay.checkpoint.files.publish import temporary_beside
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.dtypes import logical_dtype
@@ -14,16 +18,23 @@ from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.format.names import Key, Whole
 from torchrelay.checkpoint.format.shard.entries import Entries, form_of, whole_entries
 from torchrelay.checkpoint.format.shard.fast_header import LEAVES
-from torchrelay.checkpoint.format.shard.layout import Part, ShardIdentity, ShardLimits, cut
+from torchrelay.checkpoint.format.shard.layout import HeaderFrame, Part, ShardIdentity, ShardLimits, cut
+from torchrelay.checkpoint.format.shard.writer import write_part
 from torchrelay.checkpoint.state.dtensor import is_sharded
 from torchrelay.checkpoint.state.flatten import tensor_role
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Value, spec_of
 from torchrelay.checkpoint.state.tensor_checks import PlainTensors
-from torchrelay.errors import BlobError
+from torchrelay.checkpoint.storage.local import LocalStorage
+from torchrelay.checkpoint.storage.object_store import ObjectStorage
+from torchrelay.checkpoint.storage.open import is_remote, object_at
+from torchrelay.checkpoint.storage.uploads import StagedFile
+from torchrelay.errors import BlobError, RelayError, StorageError, UsageError
+from torchrelay.jobs.runtime import check_target
 from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
     import torch
+
 
 _IDENTITY = ShardIdentity("", Position(0), "blobs", MAIN_GROUP, "")
 _ONE_FILE = ShardLimits(data_bytes=1 << 62, header_bytes=90_000_000, values_bytes=90_000_000)
@@ -101,3 +112,78 @@ def _values_text(
     """
     own = f'{{"leaves":[{"],".join(rows)}]],"sha256":"{seal(sealed, values)}"}}'.encode()
     return canonical_json.object_of({**texts, LEAVES: own})
+
+
+def write_blob_file(where: str | os.PathLike[str], content: FileContent, *, overwrite: bool) -> None:
+    """Write a file with this content.
+
+    Raises UsageError where the name is taken, BlobError for what cannot be stored, StorageError.
+    """
+    if is_remote(where):
+        _write_at(str(where), content.part(), overwrite=overwrite)
+        return
+    path = local_path(where)
+    check_target(path)
+    if path.exists() and not (overwrite and path.is_file()):
+        raise UsageError(_taken(path))
+    part = content.part()
+    storage = LocalStorage(path.parent)
+    storage.mkdir("")
+    with _temporary(storage, path) as temporary:
+        write_part(storage, temporary.name, part)
+        _publish(temporary, path, overwrite)
+    storage.sync_dir("")
+
+
+def _write_at(url: str, part: Part, *, overwrite: bool) -> None:
+    storage, name = object_at(url, "the blob file")
+    if not overwrite and storage.stat(name) is not None:
+        raise UsageError(f"{storage.url}/{name} exists already: choose another name, or overwrite=True")
+    write_part(_Replacing(storage.system, storage.root, storage.url), name, part)
+
+
+class _Replacing(ObjectStorage):
+    """An object store in which a new object takes the place of one of its name, when it is whole."""
+
+    def open_exclusive(self, path: str) -> StagedFile:
+        """Stage an object; that its name is free, or may be taken, was looked up before."""
+        return self.open_replacing(path)
+
+    def delete(self, path: str) -> None:
+        """Nothing: where writing fails, what lay there before stays."""
+
+
+def file_bytes(content: FileContent) -> int:
+    """How long the file is; the bytes of tensors are not looked at."""
+    frame = HeaderFrame(content.part())
+    return frame.nbytes + frame.data_bytes
+
+
+@contextmanager
+def _temporary(storage: LocalStorage, path: Path) -> Iterator[Path]:
+    """A name beside `path` that listings hide; nothing is left of it afterwards."""
+    temporary = temporary_beside(path)
+    try:
+        yield temporary
+    finally:
+        with suppress(RelayError):
+            storage.delete(temporary.name)
+
+
+def _publish(temporary: Path, path: Path, overwrite: bool) -> None:
+    """Give the file its name: a link never replaces, a rename does."""
+    try:
+        if overwrite:
+            temporary.replace(path)
+        else:
+            os.link(temporary, path)
+    except FileExistsError:
+        raise UsageError(_taken(path)) from None
+    except OSError as error:
+        raise StorageError(f"cannot give {path} its name: {error.strerror or error}") from error
+
+
+def _taken(path: Path) -> str:
+    if path.exists() and not path.is_file():
+        return f"{path} is no file and is never replaced: choose another name"
+    return f"{path} exists already: choose another name, or overwrite=True"

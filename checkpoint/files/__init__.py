@@ -1,0 +1,1 @@
+"""Files that stand alone: blob files, and other formats."""

@@ -1,0 +1,1 @@
+"""Blobs in single files, without any job."""

@@ -1,0 +1,288 @@
+"""Files of safetensors and directories of Hugging Face, and tensors that are read in pieces.
+
+Of names that are tied the first is stored; the others are noted in the file's metadata, name to stored
+name, as safetensors' own `save_model` does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchrelay.checkpoint.format import canonical_json
+from torchrelay.checkpoint.format.dtypes import (
+    BLOCK,
+    ElementType,
+    by_code,
+    by_name,
+    logical_name,
+    memory_of,
+    torch_dtype,
+)
+from torchrelay.errors import BlobError, DamagedError, FormatError, RelayError, StorageError, UsageError
+from torchrelay.jobs.runtime import check_file
+from torchrelay.records import dataclass
+
+_ALIGNMENT = 64
+Shapes = Mapping[str, tuple[ElementType, tuple[int, ...]]]
+
+
+def mapped_tensors(directory: Path, shapes: Shapes) -> dict[str, torch.Tensor]:
+    """Tensors whose bytes lie in a nameless file in `directory`, gone with the last of them.
+
+    The kernel writes their pages out when memory is short. Raises StorageError where there is no space.
+    """
+    places: dict[str, int] = {}
+    end = 0
+    for name, (element, shape) in shapes.items():
+        places[name] = end
+        end += -(-element.nbytes(shape) // _ALIGNMENT) * _ALIGNMENT
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            if end:
+                os.posix_fallocate(file.fileno(), 0, end)
+            memory = mmap.mmap(file.fileno(), end) if end else None
+    except OSError as error:
+        raise StorageError(
+            f"cannot reserve {end} bytes in {directory}: {error.strerror or error}; free some space"
+        ) from error
+    return {name: tensor_in(memory, places[name], *shapes[name]) for name in shapes}
+
+
+def tensor_in(
+    memory: mmap.mmap | None, offset: int, element: ElementType, shape: tuple[int, ...]
+) -> torch.Tensor:
+    """A tensor that lies in a mapping, which lives as long as it."""
+    nbytes = element.nbytes(shape)
+    if memory is None or nbytes == 0:
+        return torch.empty(shape, dtype=torch_dtype(element))
+    raw = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=offset)
+    if offset % element.itemsize:
+        raw = raw.clone()  # other writers need not align
+    return raw.view(torch_dtype(element)).reshape(shape)
+
+
+PIECE = 8 * BLOCK
+"""Bytes that are in memory at a time; a multiple of every element's size."""
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """A stored tensor on its way out. `fill` reads bytes [start, stop) of it as it is stored."""
+
+    stored: ElementType
+    shape: tuple[int, ...]
+    fill: Callable[[int, int, memoryview], None]
+    cast: torch.dtype | None = None
+
+    @property
+    def element(self) -> ElementType:
+        """The type that it has outside."""
+        return self.stored if self.cast is None else by_name(logical_name(self.cast))
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes outside."""
+        return self.element.nbytes(self.shape)
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Its bytes outside, in order; each piece is valid until the next one is asked for."""
+        total = math.prod(self.shape) * self.stored.itemsize
+        scratch = torch.empty(min(PIECE, total), dtype=torch.uint8)
+        for start in range(0, total, PIECE):
+            piece = scratch[: min(PIECE, total - start)]
+            self.fill(start, start + len(piece), memory_of(piece))
+            if self.cast is None:
+                yield memory_of(piece)
+            else:
+                yield memory_of(piece.view(torch_dtype(self.stored)).to(self.cast))
+
+
+@dataclass(frozen=True)
+class Content:
+    """What is exported, by the names outside. `ties` are further names of tensors; `left_out` stays.
+
+    `nodes` has, of what differs between nodes, whose value it is.
+    """
+
+    tensors: Mapping[str, Outgoing]
+    values: Mapping[str, Any]
+    ties: Mapping[str, str]
+    left_out: tuple[str, ...] = ()
+    nodes: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """What is imported: a tree of mappings, sequences, values and CPU tensors, most of them mapped files.
+
+    `ties` are names at the top that mean the tensor of another one.
+    """
+
+    tree: Mapping[str, Any]
+    ties: Mapping[str, str] = field(default_factory=dict)
+
+
+HEADER_LIMIT = 100_000_000
+_FORMAT = {"format": "pt"}
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Outgoing], ties: Mapping[str, str]) -> None:
+    """Write a new file; raises BlobError for element types that safetensors cannot express."""
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element.itemsize, item[0]))
+    header: dict[str, Any] = {"__metadata__": {**_FORMAT, **ties}}
+    end = 0
+    for name, tensor in ordered:
+        if tensor.element.raw or name == "__metadata__":
+            raise BlobError(
+                f"{name}: safetensors cannot hold {tensor.element.name} tensors of this name; leave it out, "
+                "or export to torch"
+            )
+        header[name] = {
+            "dtype": tensor.element.code,
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + tensor.nbytes],
+        }
+        end += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * ((56 - len(text)) % 64)
+    with path.open("xb", buffering=0) as file:
+        _write(file, memoryview(len(text).to_bytes(8, "little") + text))
+        for _, tensor in ordered:
+            for piece in tensor.pieces():
+                _write(file, piece)
+
+
+def _write(file: Any, data: memoryview) -> None:
+    while len(data):
+        data = data[file.write(data) :]
+
+
+def read_safetensors(path: Path) -> Incoming:
+    """Open a file; tensors stay in the mapping until they are used.
+
+    Raises UsageError where there is no file, FormatError for what is no safetensors file, DamagedError
+    for a header that does not fit the file, StorageError when it cannot be read.
+    """
+    check_file(path, "a safetensors file")
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(HEADER_LIMIT, size - 8):
+                raise FormatError("its header does not fit the file, which may be cut short")
+            header = canonical_json.loads(file.read(length), what="its header", limit_bytes=HEADER_LIMIT)
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except (FormatError, DamagedError) as error:
+        raise type(error)(f"{path} is no safetensors file that can be read: {error}") from error
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise FormatError(f"{path} is no safetensors file: {error}") from error
+    if not isinstance(header, dict):
+        raise FormatError(f"{path} is no safetensors file: its header is no object")
+    said = header.pop("__metadata__", {})
+    tree = {name: _tensor(path, memory, 8 + length, name, entry) for name, entry in header.items()}
+    ties = said.items() if isinstance(said, dict) else ()
+    return Incoming(tree, {name: kept for name, kept in ties if kept in tree and name not in tree})
+
+
+def _tensor(path: Path, memory: mmap.mmap, data: int, name: str, entry: Any) -> Any:
+    try:
+        start, stop = entry["data_offsets"]
+        shape, element = tuple(entry["shape"]), by_code(entry["dtype"])
+        numbers = (start, stop, *shape)
+        sound = all(type(n) is int and n >= 0 for n in numbers) and stop - start == element.nbytes(shape)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedError(f"{path}: the header says of {name!r} what cannot be") from error
+    if not sound or data + stop > len(memory):
+        raise DamagedError(f"{path}: the bytes of {name!r} are not all there")
+    return tensor_in(memory, data + start, element, shape)
+
+
+INDEX = "model.safetensors.index.json"
+ONE = "model.safetensors"
+_INDEX_LIMIT = 256 << 20
+
+
+def write_huggingface(directory: Path, content: Content, shard_bytes: int) -> None:
+    """Write files of at most `shard_bytes` of data (or one tensor), and the index if there are several."""
+    shards = _shards(content, shard_bytes)
+    if len(shards) == 1:
+        write_safetensors(directory / ONE, content.tensors, content.ties)
+        return
+    names = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        ties = {name: kept for name, kept in content.ties.items() if kept in shard}
+        write_safetensors(directory / file, {name: content.tensors[name] for name in shard}, ties)
+        names.update(dict.fromkeys(shard, file))
+    total = sum(tensor.nbytes for tensor in content.tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": names}
+    (directory / INDEX).write_text(json.dumps(index, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _shards(content: Content, shard_bytes: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, tensor in content.tensors.items():
+        if shards[-1] and used + tensor.nbytes > shard_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += tensor.nbytes
+    return shards
+
+
+def read_huggingface(directory: Path) -> Incoming:
+    """All tensors of a directory, by its index or of its only file.
+
+    Raises UsageError where there is neither, DamagedError where index and files disagree, and what
+    `read_safetensors` raises.
+    """
+    if not (directory / INDEX).is_file():
+        if not (directory / ONE).is_file():
+            raise UsageError(f"{directory} has neither {INDEX} nor {ONE}: give a directory with one of them")
+        return read_safetensors(directory / ONE)
+    weight_map = _weight_map(directory / INDEX)
+    files = {file: read_safetensors(directory / file) for file in sorted(set(weight_map.values()))}
+    tree = {}
+    for name, file in weight_map.items():
+        where = files[file]
+        stored = where.ties.get(name, name)
+        if stored not in where.tree:
+            raise DamagedError(f"{directory / file} does not hold {name!r}, which the index puts there")
+        tree[name] = where.tree[stored]
+    ties = {name: kept for one in files.values() for name, kept in one.ties.items() if kept in tree}
+    return Incoming(tree, {name: kept for name, kept in ties.items() if name not in tree})
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    try:
+        if path.stat().st_size > _INDEX_LIMIT:
+            raise FormatError(f"{path} is too large for an index")
+        found: Any = canonical_json.loads(path.read_bytes(), what="it", limit_bytes=_INDEX_LIMIT)[
+            "weight_map"
+        ]
+    except RelayError as error:
+        raise FormatError(f"{path} is no index: {error}") from error
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise FormatError(f"{path} is no index: it has no weight_map") from error
+    sound = isinstance(found, dict) and all(
+        isinstance(file, str) and file not in ("", ".", "..") and not set(file) & set("/\\\0")
+        for file in found.values()
+    )
+    if not sound:
+        raise FormatError(f"{path}: the weight_map names files outside of its directory")
+    return dict(found)
