@@ -13,14 +13,14 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from torchrelay.checkpoint.disk.manifest import BlobRow, Manifest, ShardRow
-from torchrelay.checkpoint.facts import Facts
-from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_of
-from torchrelay.checkpoint.planning.plan import NodeClass, plan_classes
-from torchrelay.checkpoint.planning.references import with_references
-from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.format.manifest.position import Facts, Position
+from torchrelay.checkpoint.format.manifest.schema import BlobRow, Manifest, ShardRow
+from torchrelay.checkpoint.save.commit import TryIdentity, compose, world_of
+from torchrelay.checkpoint.save.planning.assignments import NodeClass
+from torchrelay.checkpoint.save.planning.dedup import with_references
+from torchrelay.checkpoint.save.planning.plan import plan_classes
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
-from torchrelay.jobs.places import NodePlace
+from torchrelay.jobs.cluster import NodePlace
 
 
 def spec(name: str, role: Role, count: int = 0, group: str = "main", alias: str | None = None) -> LeafSpec:

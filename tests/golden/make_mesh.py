@@ -12,16 +12,15 @@ import math
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.disk.boxes import Placement, Replicated, Sharded
-from torchrelay.checkpoint.disk.manifest import Manifest, ShardRow
-from torchrelay.checkpoint.disk.mesh import Mesh, placements_json
-from torchrelay.checkpoint.facts import Facts
-from torchrelay.checkpoint.planning.assignments import NodeClass
-from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_of
-from torchrelay.checkpoint.planning.plan import plan_classes
-from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.format.manifest.position import Facts, Position
+from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow
+from torchrelay.checkpoint.format.mesh import Mesh, placements_json
+from torchrelay.checkpoint.format.mesh_geometry import Placement, Replicated, Sharded
+from torchrelay.checkpoint.save.commit import TryIdentity, compose, world_of
+from torchrelay.checkpoint.save.planning.assignments import NodeClass
+from torchrelay.checkpoint.save.planning.plan import plan_classes
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
-from torchrelay.jobs.places import NodePlace
+from torchrelay.jobs.cluster import NodePlace
 
 HERE = Path(__file__).parent
 R = Replicated()

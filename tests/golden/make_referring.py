@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torchrelay.checkpoint.disk.boxes import Sharded
-from torchrelay.checkpoint.disk.manifest import Manifest, ShardRow
-from torchrelay.checkpoint.disk.mesh import Mesh
-from torchrelay.checkpoint.facts import Facts
-from torchrelay.checkpoint.planning.assignments import NodeClass
-from torchrelay.checkpoint.planning.compose import TryIdentity, compose, world_of
-from torchrelay.checkpoint.planning.plan import plan_classes
-from torchrelay.checkpoint.planning.references import with_references
-from torchrelay.checkpoint.position import Position
-from torchrelay.checkpoint.selection import Selection
+from torchrelay.checkpoint.format.manifest.position import Facts, Position, Selection
+from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow
+from torchrelay.checkpoint.format.mesh import Mesh
+from torchrelay.checkpoint.format.mesh_geometry import Sharded
+from torchrelay.checkpoint.save.commit import TryIdentity, compose, world_of
+from torchrelay.checkpoint.save.planning.assignments import NodeClass
+from torchrelay.checkpoint.save.planning.dedup import with_references
+from torchrelay.checkpoint.save.planning.plan import plan_classes
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role, Value
-from torchrelay.jobs.places import NodePlace
+from torchrelay.jobs.cluster import NodePlace
 
 HERE = Path(__file__).parent
 REFERENCED = ("model.all", "model.tied")

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from given_entries import ShardEntry, write_shard
 
-from torchrelay.checkpoint.disk.names import Box, Flat, Whole
-from torchrelay.checkpoint.disk.shard import ShardIdentity
-from torchrelay.checkpoint.disk.shard_writer import ShardReport
-from torchrelay.checkpoint.disk.values import encode
-from torchrelay.checkpoint.local_storage import LocalStorage
-from torchrelay.checkpoint.position import Position
+from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.names import Box, Flat, Whole
+from torchrelay.checkpoint.format.shard.layout import ShardIdentity
+from torchrelay.checkpoint.format.shard.writer import ShardReport
+from torchrelay.checkpoint.format.values import encode
+from torchrelay.checkpoint.storage.local import LocalStorage
 
 HERE = Path(__file__).parent
 IDENTITY = ShardIdentity("golden", Position(4), "trainer_0", "main", "e00000004-7f3a9c")

@@ -13,10 +13,10 @@ from typing import Any
 import numpy
 import torch
 
-from torchrelay.checkpoint.disk import boxes, values
-from torchrelay.checkpoint.disk.dtypes import memory_of
-from torchrelay.checkpoint.disk.names import Box, Flat, Whole, format_key
-from torchrelay.checkpoint.disk.values import encode
+from torchrelay.checkpoint.format import mesh_geometry, values
+from torchrelay.checkpoint.format.dtypes import memory_of
+from torchrelay.checkpoint.format.names import Box, Flat, Whole, format_key
+from torchrelay.checkpoint.format.values import encode
 
 HERE = Path(__file__).parent
 
@@ -84,9 +84,9 @@ BOXES: list[tuple[list[int], list[int], list[list[int] | None]]] = [
 ]
 
 
-def placement(text: list[int] | None) -> boxes.Placement:
+def placement(text: list[int] | None) -> mesh_geometry.Placement:
     """A placement from the table's form: null, or [dim, split factor]."""
-    return boxes.Replicated() if text is None else boxes.Sharded(*text)
+    return mesh_geometry.Replicated() if text is None else mesh_geometry.Sharded(*text)
 
 
 def box_rows() -> list[dict[str, Any]]:
@@ -94,7 +94,7 @@ def box_rows() -> list[dict[str, Any]]:
     rows = []
     for shape, mesh, texts in BOXES:
         for coordinate in itertools.product(*map(range, mesh)):
-            found = boxes.local_boxes(shape, mesh, coordinate, [placement(text) for text in texts])
+            found = mesh_geometry.local_boxes(shape, mesh, coordinate, [placement(text) for text in texts])
             said = {"shape": shape, "mesh": mesh, "placements": texts, "coordinate": list(coordinate)}
             rows.append({**said, "boxes": json.loads(json.dumps(found))})
     return rows

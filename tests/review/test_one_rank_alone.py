@@ -241,7 +241,7 @@ def test_a_manifest_that_one_rank_cannot_read_fails_a_partial_load_of_all(
     runners = [JobRunner(counting(), MultiNodeCheckpointManager(tmp_path)) for _ in both]
     all_ranks(lambda rank: runners[rank].train(both[rank]))
     broken: list[BaseException] = [OSError(5, "Input/output error")]
-    monkeypatch.setattr(engine_module.manifest_disk, "read", on_rank(1, broken, codec.read))
+    monkeypatch.setattr(codec, "read", on_rank(1, broken, codec.read))
 
     def load(rank: int) -> Any:
         return runners[rank].load_blobs_from_checkpoints(["total"], 2, both[rank])

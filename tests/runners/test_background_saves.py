@@ -28,7 +28,6 @@ from torchrelay import (
 from torchrelay import Job as RelayJob
 from torchrelay.checkpoint.save import pipeline as saving
 from torchrelay.checkpoint.save.staging import background
-from torchrelay.checkpoint.save.staging import background as standby
 from torchrelay.checkpoint.save.staging.background import Background
 from torchrelay.checkpoint.save.staging.stage import Copier
 from torchrelay.errors import SaveFailedError, StorageError, UsageError
@@ -282,7 +281,7 @@ def test_one_position_is_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     before = set(threading.enumerate())  # managers that other tests left stand by until they are collected
     train(tmp_path / "run", 5, asynchronous=True)
     assert most == [1] * 6
-    own = (standby.SAVES, standby.STANDS_BY)
+    own = (background.SAVES, background.STANDS_BY)
     assert not [one for one in set(threading.enumerate()) - before if one.name in own]
 
 
@@ -409,7 +408,7 @@ def test_without_threads_saves_are_made_at_once(tmp_path: Path, monkeypatch: pyt
         def start(self) -> None:
             raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(standby, "threading", SimpleNamespace(Thread=NoMore))
+    monkeypatch.setattr(background, "threading", SimpleNamespace(**{**vars(threading), "Thread": NoMore}))
     truth = train(tmp_path / "run", 2, asynchronous=True)
     assert {epoch: torn(tmp_path / "run", epoch, truth[epoch]) for epoch in truth} == {1: [], 2: []}
 
@@ -422,7 +421,7 @@ def test_an_interrupt_while_the_thread_starts_leaves_nobody_at_work(
 
     def start(self: threading.Thread) -> None:
         begin(self)
-        if self.name == standby.STANDS_BY:
+        if self.name == background.STANDS_BY:
             begun.append(self)
             raise KeyboardInterrupt
 
