@@ -31,6 +31,7 @@ from torchrelay.checkpoint.load.lookup import (
     choose,
     find_row,
     pattern_list,
+    renamed,
     renamed_all,
     several_owners,
     split_name,
@@ -256,17 +257,13 @@ class Checkpoint:
         return loaded
 
     def load_saved(
-        self, objects: Mapping[str, Any], *, strict: bool = True, rename: Rename | None = None
+        self, objects: Mapping[str, Any], *, strict: bool = True, rename: Mapping[str, str] | None = None
     ) -> LoadResult:
         """As `load`, for the program that saved: what it keeps out of its saves stays as it made it.
 
         These are leaves that `include` and `exclude` of the save left out. A warning names them.
         """
-        names = dict(rename) if isinstance(rename, Mapping) else {}
-        stored = {
-            _renamed(name, {new: old for old, new in names.items()}): one for name, one in objects.items()
-        }
-        kept = [_renamed(name, names) for name in self.absent(stored, self.facts.selection)]
+        kept = self.absent(objects, self.facts.selection, rename)
         if kept:
             more = f", {len(kept) - 4} more" if len(kept) > 4 else ""
             warn(
@@ -276,11 +273,18 @@ class Checkpoint:
             )
         return self.load(objects, strict=strict, rename=rename, exclude=kept)
 
-    def absent(self, objects: Mapping[str, Any], selection: Selection) -> list[str]:
-        """The leaves of objects, by stored names, that a selection leaves out and that are not here."""
-        names = [leaf.name for leaf in leaves_of(objects) if not selection.saves(leaf.name)]
-        stored = {leaf.name for leaf in self.manifest.leaves} if names else set()
-        return [name for name in names if name not in stored]
+    def absent(
+        self, objects: Mapping[str, Any], selection: Selection, rename: Mapping[str, str] | None = None
+    ) -> list[str]:
+        """The leaves of objects that a selection (by stored names) leaves out and that are not here."""
+        back = {new: old for old, new in (rename or {}).items()}
+        left_out = {
+            leaf.name: name
+            for leaf in leaves_of(objects)
+            if not selection.saves(name := renamed(leaf.name, back))
+        }
+        stored = {leaf.name for leaf in self.manifest.leaves} if left_out else set()
+        return [name for name, old in left_out.items() if old not in stored]
 
     def value(self, name: str) -> Any:
         """A value, such as `total`, a part of a container, `ema.step`, or a node's own, `trainer_1:total`."""
@@ -312,14 +316,6 @@ class Checkpoint:
                 f"epoch {self.position} in {self._storage.url} is damaged: {error}; open another epoch, or "
                 "restore the file from a copy"
             ) from error
-
-
-def _renamed(name: str, names: Mapping[str, str]) -> str:
-    """The name with the longest beginning replaced that is renamed."""
-    for old in sorted(names, key=len, reverse=True):
-        if name == old or name.startswith(f"{old}."):
-            return names[old] + name[len(old) :]
-    return name
 
 
 def _told_own(own: Mapping[str, str]) -> str:

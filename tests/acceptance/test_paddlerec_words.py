@@ -458,6 +458,10 @@ def test_what_a_configuration_keeps_out_of_saves_stays_as_the_program_makes_it(t
     with pytest.warns(UserWarning, match=r"a\.model\.line\.bias stay as the program made them"):
         rows = run(tmp_path, exclude, mode=["train1", "infer1"])["infer1"]
     assert len(rows) > 0
+    other = torch.nn.ModuleDict({"line": torch.nn.Linear(2, 1)})
+    with pytest.warns(UserWarning, match=r"b\.model\.line\.bias stay"):
+        open_checkpoint(tmp_path / "run").load_saved({"b.model": other}, rename={"a.model": "b.model"})
+    assert torch.equal(other["line"].weight, weights(tmp_path / "run", "last"))  # type: ignore[arg-type]
 
 
 def test_an_own_loop_saves_in_an_asynchronous_configuration(tmp_path: Path) -> None:
