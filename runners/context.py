@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from torchrelay.errors import UsageError
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.workspace import Workspace
+from torchrelay.runners.distributed.loops import ALL
 from torchrelay.runners.full_state import full_state_dict
-from torchrelay.runners.loops import ALL
 from torchrelay.runners.run_state import RunState
 from torchrelay.runners.siblings import Siblings
 from torchrelay.runners.step_points import check_interval

@@ -11,8 +11,7 @@ from torchrelay.errors import NotAllowedNowError, PeerError, RelayError
 from torchrelay.jobs.cluster import NodePlace, check_node_name
 from torchrelay.jobs.job import TaskGroup
 from torchrelay.jobs.session import Wire
-from torchrelay.runners.distributed.current import current_world
-from torchrelay.runners.distributed.launch_env import LaunchEnv, read_launch_env
+from torchrelay.runners.distributed.environment import LaunchEnv, current_world, read_launch_env
 from torchrelay.runners.distributed.process_groups import (
     DEFAULT_TIMEOUT_SECS,
     FlagsOnTheWay,

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable
 
 from torchrelay.errors import FencedError
-from torchrelay.runners.distributed.current import current_world
-from torchrelay.runners.last_words import end_process, tell_stderr_within
+from torchrelay.runners.distributed.environment import current_world
+from torchrelay.runners.distributed.launcher_status import end_process, tell_stderr_within
 from torchrelay.runners.run_state import RunState
 
 GRACE_SECS = 6.0

@@ -25,8 +25,7 @@ from torchrelay.jobs.job import Job
 from torchrelay.jobs.session import Peers, decide, warn
 from torchrelay.metadata.run_directory import RunDirectory, State
 from torchrelay.runners.choosing import Choice
-from torchrelay.runners.last_words import forget_note, remember_note
-from torchrelay.runners.launch.told import tell_run
+from torchrelay.runners.distributed.launcher_status import forget_note, remember_note, tell_run
 from torchrelay.runners.progress import Progress
 from torchrelay.runners.result import RunResult
 from torchrelay.runners.run_state import RunState

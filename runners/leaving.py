@@ -13,10 +13,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from torchrelay.errors import PeerError, PreemptedError, RelayError, TaskFailedError, exit_code_of
-from torchrelay.runners.distributed.current import current_world
-from torchrelay.runners.distributed.launch_env import launcher_restarts
+from torchrelay.runners.distributed.environment import current_world, launcher_restarts
+from torchrelay.runners.distributed.launcher_status import end_process, tell_stderr
 from torchrelay.runners.ending.signals import ignore_termination, nothing_follows
-from torchrelay.runners.last_words import end_process, tell_stderr
 from torchrelay.runners.result import RunResult
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torchrelay.jobs.job import TaskGroup
 from torchrelay.jobs.random import RandomStreams
 from torchrelay.jobs.session import Solo
 from torchrelay.records import dataclass
-from torchrelay.runners.placing import numbered_first
+from torchrelay.runners.distributed.environment import numbered_first
 from torchrelay.runners.session_base import SessionBase
 
 if TYPE_CHECKING:

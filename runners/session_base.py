@@ -24,11 +24,11 @@ from torchrelay.jobs.session import Peers, Wire, is_told, together
 from torchrelay.jobs.task import Task, TaskOutput
 from torchrelay.jobs.workspace import Workspace, WorkspaceType
 from torchrelay.runners.context import Context
+from torchrelay.runners.distributed.environment import phase
+from torchrelay.runners.distributed.loops import ALL, Loops, first_contradiction
 from torchrelay.runners.ending.interruption import Interrupted
 from torchrelay.runners.executor import chosen, run_node
-from torchrelay.runners.loops import ALL, Loops, first_contradiction
 from torchrelay.runners.outputs import ByNode, bind, heard, told
-from torchrelay.runners.phase import phase
 from torchrelay.runners.run_state import RunState
 from torchrelay.runners.siblings import naming
 from torchrelay.runners.steps import Agreeing, FlagsHandle, TaskRanks

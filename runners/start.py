@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from torchrelay.errors import NotAllowedNowError, UsageError
 from torchrelay.jobs.random import seed as set_seed
-from torchrelay.runners.distributed.current import world_of_parent
-from torchrelay.runners.distributed.launch_env import read_launch_env
+from torchrelay.runners.distributed.environment import read_launch_env, world_of_parent
 from torchrelay.runners.local_session import LocalSession
 from torchrelay.runners.session_base import SessionBase
 

@@ -26,10 +26,10 @@ from typing import Any, Protocol
 
 from torchrelay.errors import UsageError
 from torchrelay.records import dataclass
+from torchrelay.runners.distributed.loops import ALL, REMEDY, Loops, Made
 from torchrelay.runners.ending.cursor import Cursor, Loop
 from torchrelay.runners.ending.interruption import Interrupted
 from torchrelay.runners.ending.requests import NOT_ASKED, PREEMPT
-from torchrelay.runners.loops import ALL, REMEDY, Loops, Made
 from torchrelay.runners.run_state import RunState
 from torchrelay.runners.siblings import Siblings
 

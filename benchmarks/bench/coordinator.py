@@ -35,8 +35,8 @@ from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role
 from torchrelay.checkpoint.storage.local import LocalStorage, LocalWriteHandle
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.runtime import undisturbed
-from torchrelay.runners.distributed.hosts import Hosts
-from torchrelay.runners.distributed.store_peers import StorePeers, joined
+from torchrelay.runners.distributed.agreement import StorePeers, joined
+from torchrelay.runners.distributed.rendezvous import Hosts
 
 PER_HOST = 8
 HEADER_BYTES = 16384

@@ -39,8 +39,8 @@ from torchrelay.checkpoint.save.spec_exchange import SpecExchange
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.jobs.runtime import undisturbed
 from torchrelay.jobs.session import Peers
-from torchrelay.runners.distributed.hosts import Hosts
-from torchrelay.runners.distributed.store_peers import StorePeers
+from torchrelay.runners.distributed.agreement import StorePeers
+from torchrelay.runners.distributed.rendezvous import Hosts
 
 PER_HOST = 8
 SOME = 64

@@ -17,7 +17,7 @@ from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
 from torchrelay.jobs.config.schema import Dataset, Settings
 from torchrelay.jobs.session import Peers, decide, together
 from torchrelay.runners.configured.scene import ConfiguredScene, processes
-from torchrelay.runners.distributed.launch_env import PLACE
+from torchrelay.runners.distributed.environment import PLACE
 from torchrelay.runners.experiment.amend_verb import CannotBuildError, load_what_is_there
 from torchrelay.runners.experiment.base_scene import say
 from torchrelay.runners.experiment.evaluation_verb import (

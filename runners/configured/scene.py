@@ -23,7 +23,7 @@ from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
 from torchrelay.jobs.session import Peers, Solo
 from torchrelay.metadata.experiments import RunStore
 from torchrelay.records import dataclass
-from torchrelay.runners.distributed.launch_env import read_launch_env
+from torchrelay.runners.distributed.environment import read_launch_env
 from torchrelay.runners.experiment.base_scene import BaseScene
 from torchrelay.runners.experiment.origin import RUNS, Origin
 from torchrelay.runners.experiment.request import Request

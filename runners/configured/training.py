@@ -14,7 +14,7 @@ from torchrelay.jobs.config.runner_schema import LOCAL_TRAIN
 from torchrelay.jobs.session import Peers, decide
 from torchrelay.metadata.experiments import Note
 from torchrelay.runners.configured.scene import ConfiguredScene, processes
-from torchrelay.runners.distributed.launch_env import read_launch_env
+from torchrelay.runners.distributed.environment import read_launch_env
 from torchrelay.runners.experiment.base_scene import say
 from torchrelay.runners.experiment.choosing_runs import Chosen, Start, choose_to_train
 from torchrelay.runners.experiment.launched import is_restart, launch_of

@@ -12,12 +12,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchrelay.errors import UsageError
+from torchrelay.errors import PeerError, UsageError
 from torchrelay.records import dataclass
-from torchrelay.runners.distributed.group_wire import GroupWire
-from torchrelay.runners.distributed.launch_env import LaunchEnv
-from torchrelay.runners.distributed.loop_watch import LoopWatch
-from torchrelay.runners.distributed.store import StoreClient
+from torchrelay.runners.distributed.agreement import LoopWatch
+from torchrelay.runners.distributed.environment import LaunchEnv
+from torchrelay.runners.distributed.rendezvous import StoreClient
+
+
+class GroupWire:
+    """A `Wire` over a gloo group that nobody else uses; the group's timeout limits each broadcast."""
+
+    def __init__(self, group: Any, rank: int) -> None:
+        self.rank = rank
+        self._group = group
+
+    def broadcast(self, memory: memoryview, source: int) -> None:
+        """Send or receive in place; see `jobs.wire`."""
+        try:
+            dist.broadcast(torch.frombuffer(memory, dtype=torch.uint8), src=source, group=self._group)
+        except RuntimeError as error:
+            lost = PeerError(
+                f"{len(memory)} bytes from rank {source} did not come: {error}; start again, or load without "
+                "share_reads"
+            )
+            lost.consequence = True
+            raise lost from error
+
 
 DEFAULT_TIMEOUT_SECS = 1800.0
 _MOST_FLAGS = 8  # all agreements are alike, also those of ranks that are out of step

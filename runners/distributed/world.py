@@ -18,19 +18,22 @@ from torchrelay.checkpoint.storage.inflight import hanging
 from torchrelay.errors import PeerError, RelayError, exit_code_of
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.session import Peers, Solo
-from torchrelay.runners.distributed import current
-from torchrelay.runners.distributed.hosts import Hosts
-from torchrelay.runners.distributed.launch_env import LaunchEnv
-from torchrelay.runners.distributed.loop_watch import LoopWatch
+from torchrelay.runners.distributed import environment
+from torchrelay.runners.distributed.agreement import LoopWatch, StorePeers
+from torchrelay.runners.distributed.environment import LaunchEnv, names_by_rank
+from torchrelay.runners.distributed.failure_watcher import Patience, Watcher, patience_of
+from torchrelay.runners.distributed.liveness import ProcessId, by_group, is_orphan, own_process
+from torchrelay.runners.distributed.loops import Loops
+from torchrelay.runners.distributed.monitor_client import WardenLine, join_warden
 from torchrelay.runners.distributed.process_groups import ProcessGroups
-from torchrelay.runners.distributed.processes import ProcessId, by_group, is_orphan, own_process
-from torchrelay.runners.distributed.roll_call import agree_on_nonce, ranks_text
-from torchrelay.runners.distributed.store import Deadline, StoreClient, connect
-from torchrelay.runners.distributed.store_peers import StorePeers
-from torchrelay.runners.distributed.warden_line import WardenLine, join_warden
-from torchrelay.runners.distributed.watcher import Patience, Watcher, patience_of
-from torchrelay.runners.loops import Loops
-from torchrelay.runners.placing import names_by_rank
+from torchrelay.runners.distributed.rendezvous import (
+    Deadline,
+    Hosts,
+    StoreClient,
+    agree_on_nonce,
+    connect,
+    ranks_text,
+)
 
 START_SECS = 300.0
 _LATE_AT_THE_END_SECS = 3600.0
@@ -69,7 +72,7 @@ class World:
         self.loops.collectives = self.groups.collectives
         self._excepthook = _Excepthook(self.blame).install()
         atexit.register(self.close)
-        current.enter(self)
+        environment.enter(self)
 
     def places(self, declared: tuple[str, ...]) -> tuple[NodePlace, ...]:
         """Return the places of all nodes when the job declares these names."""
@@ -116,7 +119,7 @@ class World:
             return
         self._closed = True
         atexit.unregister(self.close)
-        current.leave(self)
+        environment.leave(self)
         self._excepthook.remove()
         if self.watcher is None or self.watcher.failure is None:
             self.groups.destroy()
@@ -251,7 +254,7 @@ def why_of(error: BaseException) -> str:
     Of an error that the end of another rank has caused (a broken connection, say) it is that end, then this.
     """
     reason = f"{type(error).__name__}: {error}".removesuffix(": ")
-    world = current.current_world()
+    world = environment.current_world()
     first = world.watcher.failure if world is not None and world.watcher is not None else None
     chain = _chain(error)
     if (

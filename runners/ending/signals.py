@@ -18,8 +18,8 @@ from types import FrameType
 from typing import Any
 
 from torchrelay.errors import UsageError
+from torchrelay.runners.distributed.launcher_status import tell_stderr
 from torchrelay.runners.ending.requests import Requests
-from torchrelay.runners.last_words import tell_stderr
 
 SAME_REQUEST_SECS = 5.0
 """A second SIGTERM within this time is the first one again: Slurm sends it to launcher and ranks, and the

@@ -12,8 +12,8 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from torchrelay.runners.distributed.launch_env import read_launch_env
-from torchrelay.runners.launch.told import ATTEMPT, LAUNCH_ID
+from torchrelay.runners.distributed.environment import read_launch_env
+from torchrelay.runners.distributed.launcher_status import ATTEMPT, LAUNCH_ID
 
 
 def launch_of(environ: Mapping[str, str] | None = None) -> str:

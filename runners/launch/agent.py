@@ -1,7 +1,8 @@
 """`python -m torchrelay.runners.launch.agent`: torchrun with its options, which tells how its ranks ended.
 
 torchrun itself says 1, whatever its ranks ended with. Here the agent runs as it does there, and before it
-leaves it writes down which ranks failed with which code or signal (`told`). It ends when its launcher does.
+leaves it writes down which ranks failed with which code or signal
+(`launcher_status`). It ends when its launcher does.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
+from torchrelay.runners.distributed.launcher_status import DIRECTORY, LAUNCHER, NODE, NODE_IN, tell_agent
 from torchrelay.runners.launch.evidence import by_likelihood
 from torchrelay.runners.launch.rank_files import RankFiles
-from torchrelay.runners.launch.told import DIRECTORY, LAUNCHER, NODE, NODE_IN, tell_agent
 from torchrelay.runners.launch.verdict import FAILED, LOST, TABLE
 
 

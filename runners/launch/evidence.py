@@ -10,8 +10,8 @@ from typing import Any
 
 from torchrelay.errors import StorageError
 from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.runners.distributed.launcher_status import heard
 from torchrelay.runners.launch.agent_words import GRACE_SECS
-from torchrelay.runners.launch.told import heard
 from torchrelay.runners.launch.verdict import LOST, Evidence, RankEnd
 
 LAST_LINES = 15

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from torchrelay.runners.launch.told import DIRECTORY
+from torchrelay.runners.distributed.launcher_status import DIRECTORY
 
 _LOOK_SECS = 0.1
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from torchrelay.errors import StorageError
 from torchrelay.records import dataclass
+from torchrelay.runners.distributed import launcher_status
 from torchrelay.runners.ending.time_limits import END_TIME
-from torchrelay.runners.launch import told
 from torchrelay.runners.launch.agent_words import GRACE_SECS
 from torchrelay.runners.launch.left_behind import end_left_behind
 from torchrelay.runners.launch.requests_to_end import RequestsToEnd
@@ -64,7 +64,7 @@ def run_attempt(attempt: Attempt, nodes: int, limit_secs: int | None, asked: Req
     agents: list[subprocess.Popen[bytes]] = []
     try:
         for node in range(nodes):
-            agents.append(_start(attempt, {**environment, told.NODE: str(node)}))
+            agents.append(_start(attempt, {**environment, launcher_status.NODE: str(node)}))
         watch = _Watch(agents, asked, limit)
         watch.wait()
     finally:
@@ -90,11 +90,11 @@ def _start(attempt: Attempt, environment: dict[str, str]) -> subprocess.Popen[by
 
 def _environment(attempt: Attempt, nodes: int, limit_secs: int | None) -> dict[str, str]:
     found = {
-        **{name: value for name, value in os.environ.items() if name != told.NODE_IN},
-        told.DIRECTORY: str(attempt.directory),
-        told.LAUNCH_ID: attempt.launch_id,
-        told.ATTEMPT: str(attempt.number),
-        told.LAUNCHER: str(os.getpid()),
+        **{name: value for name, value in os.environ.items() if name != launcher_status.NODE_IN},
+        launcher_status.DIRECTORY: str(attempt.directory),
+        launcher_status.LAUNCH_ID: attempt.launch_id,
+        launcher_status.ATTEMPT: str(attempt.number),
+        launcher_status.LAUNCHER: str(os.getpid()),
         "TORCHRELAY_LAUNCH_PORT": str(free_port() if nodes > 1 else 0),
     }
     return found if limit_secs is None else {**found, END_TIME: f"{time.time() + limit_secs:.0f}"}

@@ -27,7 +27,7 @@ from types import FrameType
 from typing import NoReturn
 
 from torchrelay.errors import PeerError, RelayError
-from torchrelay.runners.launch import told
+from torchrelay.runners.distributed import launcher_status
 from torchrelay.runners.launch.evidence import evidence_of
 from torchrelay.runners.launch.layout import layout_of
 from torchrelay.runners.launch.run_status import agreed, since, status_at
@@ -94,7 +94,7 @@ def _run(chosen: argparse.Namespace) -> Verdict:
     before = status_at(chosen.run)
     nodes = chosen.layout.nodes if chosen.layout is not None else 1
     with tempfile.TemporaryDirectory(prefix="torchrelay-") as own:
-        directory = Path(os.environ.setdefault(told.DIRECTORY, own))
+        directory = Path(os.environ.setdefault(launcher_status.DIRECTORY, own))
         options = [*_place(chosen), f"--shutdown-timeout={time_to_leave(chosen.notice)}"]
         well, asked = _torchrun([*options, *chosen.command], chosen.index)
         found = evidence_of(directory, well=well, nodes=nodes, asked=asked)
@@ -158,7 +158,7 @@ def _torchrun(words: list[str], index: int) -> tuple[bool, str | None]:
         run.main(words)
         well = True
     except ChildFailedError as error:
-        told.tell_agent(index, {"failures": failures_of(error)})
+        launcher_status.tell_agent(index, {"failures": failures_of(error)})
     except SignalException as error:
         asked = signal.Signals(error.sigval).name
     except Exception as error:  # the hosts did not meet, or lost each other: nobody's task failed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from torchrelay.errors import NoProgressError
-from torchrelay.runners.launch.told import heard
+from torchrelay.runners.distributed.launcher_status import heard
 from torchrelay.runners.launch.verdict import PREEMPTED, Verdict
 
 MOST_IDLE = 3

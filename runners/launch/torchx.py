@@ -19,7 +19,7 @@ from shlex import quote
 
 from torchrelay.errors import UsageError
 from torchrelay.runners.commands.command_line_output import Output
-from torchrelay.runners.launch import told
+from torchrelay.runners.distributed import launcher_status
 from torchrelay.runners.launch.evidence import evidence_of
 from torchrelay.runners.launch.request import LaunchFile, LaunchRequest
 from torchrelay.runners.launch.requests_to_end import RequestsToEnd
@@ -100,7 +100,7 @@ _CONTINUED = " \\\n  "
 
 def _run(script: Path, notes: Path, asked: RequestsToEnd, leave_secs: float) -> bool:
     """Whether the script ended with 0. In a session of its own: what is asked is passed on once."""
-    environment = {**os.environ, told.DIRECTORY: str(notes)}
+    environment = {**os.environ, launcher_status.DIRECTORY: str(notes)}
     process = subprocess.Popen(["/bin/sh", str(script)], env=environment, start_new_session=True)  # noqa: S603
     end: float | None = None
     try:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.distributed.launch_env import read_launch_env
+from torchrelay.runners.distributed.environment import read_launch_env
 from torchrelay.runners.lifecycle.order import STEPS, status_of
 from torchrelay.runners.lifecycle.recording import run_of
 from torchrelay.runners.lifecycle.slots import Slot

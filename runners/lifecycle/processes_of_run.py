@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchrelay.runners.distributed.current import current_world
+from torchrelay.runners.distributed.environment import current_world
 from torchrelay.runners.distributed_session import DistributedSession
 from torchrelay.runners.session_base import SessionBase
 

@@ -17,8 +17,7 @@ from torchrelay.jobs.session import Solo
 from torchrelay.metadata.experiments import RunStore
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
-from torchrelay.runners.distributed.current import current_world
-from torchrelay.runners.distributed.launch_env import LaunchEnv, read_launch_env
+from torchrelay.runners.distributed.environment import LaunchEnv, current_world, read_launch_env
 from torchrelay.runners.leaving import code_of_result
 from torchrelay.runners.lifecycle.apart import apart
 from torchrelay.runners.lifecycle.context import StepContext, place_of_process

@@ -23,7 +23,7 @@ from torchrelay.jobs.data.data_parallel import data_parallel
 from torchrelay.jobs.data.loader import EpochLoader
 from torchrelay.jobs.random import seed
 from torchrelay.jobs.session import decide
-from torchrelay.runners.distributed.launch_env import read_launch_env
+from torchrelay.runners.distributed.environment import read_launch_env
 from torchrelay.runners.job_runner import JobRunner
 from torchrelay.runners.lifecycle.context import StepContext
 from torchrelay.runners.lifecycle.devices import device_of

@@ -21,8 +21,8 @@ from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.session import decide, together
 from torchrelay.metadata.fs import MAX_JSON_BYTES, read_note
 from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.runners.distributed.launcher_status import forget_last_words, remember_last_words
 from torchrelay.runners.journal import Journal
-from torchrelay.runners.last_words import forget_last_words, remember_last_words
 from torchrelay.runners.run_state import RunState
 from torchrelay.runners.session_base import SessionBase
 from torchrelay.runners.stored_runs.behind import EVERY_SECS, Behind

@@ -24,7 +24,7 @@ from storm_job import use_oracle
 import torchrelay
 from torchrelay import Job, JobRunner, max_epochs
 from torchrelay.checkpoint.storage.local import LocalStorage, LocalWriteHandle
-from torchrelay.runners.distributed.store_peers import StorePeers
+from torchrelay.runners.distributed.agreement import StorePeers
 
 EPOCHS = 3
 STEPS = 5

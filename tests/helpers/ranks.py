@@ -8,8 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchrelay.runners.distributed.store import StoreClient
-from torchrelay.runners.distributed.store_peers import StorePeers
+from torchrelay.runners.distributed.agreement import StorePeers
+from torchrelay.runners.distributed.rendezvous import StoreClient
 
 
 def local_store() -> StoreClient:

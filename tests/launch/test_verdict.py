@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.runners.distributed.launcher_status import DIRECTORY, tell_agent, tell_failure, tell_run
 from torchrelay.runners.ending.requests import GRACE_SECS, Requests
 from torchrelay.runners.ending.time_limits import END_TIME, deadlines_of, notice_of
 from torchrelay.runners.experiment.launched import is_restart, launch_of
 from torchrelay.runners.launch.agent import code_of
 from torchrelay.runners.launch.evidence import evidence_of, last_lines
 from torchrelay.runners.launch.requeue import idle_starts, wants_requeue, without_end
-from torchrelay.runners.launch.told import DIRECTORY, tell_agent, tell_failure, tell_run
 from torchrelay.runners.launch.verdict import Evidence, RankEnd, Verdict, verdict_of
 
 KILLED = RankEnd(1, "h", -9)

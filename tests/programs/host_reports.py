@@ -19,8 +19,8 @@ from exact_job import train
 
 import torchrelay
 from torchrelay.runners.distributed import world
-from torchrelay.runners.distributed.processes import ProcessId, own_process
-from torchrelay.runners.distributed.store_peers import StorePeers
+from torchrelay.runners.distributed.agreement import StorePeers
+from torchrelay.runners.distributed.liveness import ProcessId, own_process
 from torchrelay.runners.leaving import run_and_leave
 
 EPOCHS = 2

@@ -14,8 +14,8 @@ import tempfile
 import threading
 import time
 
-from torchrelay.runners.distributed.lines import connect_to
-from torchrelay.runners.phase import phase
+from torchrelay.runners.distributed.environment import phase
+from torchrelay.runners.distributed.liveness import connect_to
 
 
 def tell(text: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from ranks import local_store, on_ranks
 
 from torchrelay.errors import PeerError
-from torchrelay.runners.distributed.store_peers import StorePeers
+from torchrelay.runners.distributed.agreement import StorePeers
 
 
 @pytest.mark.parametrize("leaver", [0, 1, 2])

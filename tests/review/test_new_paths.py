@@ -38,7 +38,7 @@ from torchrelay.errors import DamagedError, PeerError, SaveFailedError, UnknownE
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.runtime import undisturbed
 from torchrelay.jobs.session import Solo, together
-from torchrelay.runners.distributed.store_peers import StorePeers
+from torchrelay.runners.distributed.agreement import StorePeers
 
 
 class Tree:

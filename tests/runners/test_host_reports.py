@@ -14,9 +14,8 @@ from ranks import local_store, on_ranks, posted
 
 from torchrelay.errors import DeadlineError, PeerError, StorageError
 from torchrelay.jobs.session import decide, together
-from torchrelay.runners.distributed.hosts import Hosts
-from torchrelay.runners.distributed.store import StoreClient
-from torchrelay.runners.distributed.store_peers import StorePeers
+from torchrelay.runners.distributed.agreement import StorePeers
+from torchrelay.runners.distributed.rendezvous import Hosts, StoreClient
 
 UNEVEN = Hosts.of([[0, 1], [2, 4, 5], [3]])
 """Leaders 0, 2 and 3; the ranks of a host are not all next to each other."""

@@ -16,14 +16,14 @@ from torchrelay.checkpoint.load.verify import Holding, Look
 from torchrelay.jobs.session import Solo
 from torchrelay.metadata.run_directory import RunDirectory, State
 from torchrelay.runners.choosing import Choice
-from torchrelay.runners.journal import Journal
-from torchrelay.runners.last_words import (
+from torchrelay.runners.distributed.launcher_status import (
     forget_last_words,
     forget_note,
     note_failure,
     remember_last_words,
     say_last_words,
 )
+from torchrelay.runners.journal import Journal
 from torchrelay.runners.leaving import run_and_leave
 from torchrelay.runners.progress import Progress
 from torchrelay.runners.rank_log import RankLog

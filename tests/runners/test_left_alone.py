@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torchrun import REPOSITORY, torchrun
 
-from torchrelay.runners.loops import ENDED, LEFT, OPEN, Loops, contradiction, first_contradiction
+from torchrelay.runners.distributed.loops import ENDED, LEFT, OPEN, Loops, contradiction, first_contradiction
 
 PROGRAM = REPOSITORY / "tests/programs/left_alone.py"
 KINDS = ("even", "list", "loader")

@@ -8,7 +8,7 @@ from typing import Any
 from ranks import local_store, on_ranks
 
 from torchrelay.jobs.session import Solo
-from torchrelay.runners.distributed.store_peers import StorePeers
+from torchrelay.runners.distributed.agreement import StorePeers
 
 SIZE = 3
 ROUNDS = 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from torchrelay.runners.phase import Phase, stack_of_main_thread
+from torchrelay.runners.distributed.environment import Phase, stack_of_main_thread
 
 
 def read(place: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 from ranks import local_store, on_ranks
 
 from torchrelay.errors import DeadlineError
-from torchrelay.runners.distributed.roll_call import Roll, agree_on_nonce
+from torchrelay.runners.distributed.rendezvous import Roll, agree_on_nonce
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from ranks import local_store, on_ranks, posted
 
 from torchrelay.errors import DeadlineError, PeerError, StorageError, TaskFailedError
 from torchrelay.jobs.session import decide, together
-from torchrelay.runners.distributed.store import POLL_SECS
-from torchrelay.runners.distributed.store_peers import StorePeers
+from torchrelay.runners.distributed.agreement import StorePeers
+from torchrelay.runners.distributed.rendezvous import POLL_SECS
 
 
 @pytest.fixture(scope="module")

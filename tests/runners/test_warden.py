@@ -16,10 +16,9 @@ from pathlib import Path
 import pytest
 from torchrun import wait_for_the_end_of
 
-from torchrelay.runners.distributed.lines import connect_to
-from torchrelay.runners.distributed.liveness import Pulse, Stillness, Ticks
-from torchrelay.runners.distributed.warden import STRANGERS, Orders
-from torchrelay.runners.distributed.warden_line import launch_warden
+from torchrelay.runners.distributed.host_monitor import STRANGERS, Orders
+from torchrelay.runners.distributed.liveness import Pulse, Stillness, Ticks, connect_to
+from torchrelay.runners.distributed.monitor_client import launch_warden
 
 PROGRAM = Path(__file__).resolve().parents[1] / "programs" / "warden_rank.py"
 SILENCE = 1.0

@@ -23,8 +23,12 @@ from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.errors import DirectoryInUseError, FencedError, RelayError, UsageError
 from torchrelay.lifecycle import StepFailedError
 from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.runners.distributed.launcher_status import (
+    forget_last_words,
+    remember_last_words,
+    say_last_words,
+)
 from torchrelay.runners.ending import requests
-from torchrelay.runners.last_words import forget_last_words, remember_last_words, say_last_words
 from torchrelay.runners.stored_runs import behind, stored_run
 from torchrelay.runners.stored_runs.putting import BYTES_PER_SEC, Putter
 from torchrelay.runners.stored_runs.run_files import RunFiles

@@ -15,16 +15,16 @@ from typing import NamedTuple
 
 import torchrelay
 from torchrelay.errors import DeadlineError, PeerError
-from torchrelay.runners.distributed.failure import Failure
-from torchrelay.runners.distributed.lines import Lines, Message, connect_to
-from torchrelay.runners.distributed.processes import ProcessId, by_group
-from torchrelay.runners.distributed.store import Deadline, StoreClient
-from torchrelay.runners.distributed.warden import CONNECT_SECS, Orders
-from torchrelay.runners.phase import phase
+from torchrelay.runners.distributed.environment import phase
+from torchrelay.runners.distributed.host_monitor import CONNECT_SECS, Orders
+from torchrelay.runners.distributed.launcher_status import Failure
+from torchrelay.runners.distributed.liveness import Lines, Message, ProcessId, by_group, connect_to
+from torchrelay.runners.distributed.rendezvous import Deadline, StoreClient
 
 _START_SECS = 120.0
 _PROGRAM = (
-    "import sys; sys.path.append({root!r}); from torchrelay.runners.distributed.warden import main; main()"
+    "import sys; sys.path.append({root!r}); "
+    "from torchrelay.runners.distributed.host_monitor import main; main()"
 )
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH")
 """What the interpreter may need; whoever looks for ranks by their environment must not find the warden."""

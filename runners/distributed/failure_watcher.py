@@ -23,14 +23,17 @@ from dataclasses import field
 
 from torchrelay.errors import PeerError, StorageError, UsageError
 from torchrelay.records import dataclass
-from torchrelay.runners.distributed.failure import Failure
-from torchrelay.runners.distributed.processes import LifeLines, ProcessId
-from torchrelay.runners.distributed.roll_call import ranks_text
-from torchrelay.runners.distributed.store import Deadline, StoreClient
-from torchrelay.runners.distributed.warden_line import WardenLine
-from torchrelay.runners.last_words import end_process, note_failure, tell_stderr_within
-from torchrelay.runners.launch.told import tell_failure
-from torchrelay.runners.phase import phase, stack_of_main_thread
+from torchrelay.runners.distributed.environment import phase, stack_of_main_thread
+from torchrelay.runners.distributed.launcher_status import (
+    Failure,
+    end_process,
+    note_failure,
+    tell_failure,
+    tell_stderr_within,
+)
+from torchrelay.runners.distributed.liveness import LifeLines, ProcessId
+from torchrelay.runners.distributed.monitor_client import WardenLine
+from torchrelay.runners.distributed.rendezvous import Deadline, StoreClient, ranks_text
 
 _FAILURE = "failure"
 _SHOWN = "shown"

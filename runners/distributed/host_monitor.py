@@ -24,9 +24,8 @@ from functools import partial
 from typing import BinaryIO
 
 from torchrelay.records import dataclass
-from torchrelay.runners.distributed.failure import Failure
-from torchrelay.runners.distributed.lines import Lines, Message, connect_to
-from torchrelay.runners.distributed.liveness import Stillness, Ticks, pulse_of
+from torchrelay.runners.distributed.launcher_status import Failure
+from torchrelay.runners.distributed.liveness import Lines, Message, Stillness, Ticks, connect_to, pulse_of
 
 BEATS_PER_SILENCE = 10
 CONNECT_SECS = 5.0

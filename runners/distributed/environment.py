@@ -1,0 +1,319 @@
+"""What a process knows of itself: what its launcher says, its world, its node, and what it is doing.
+
+What it is doing lies as a text in memory that has a file descriptor, so that the monitor of the host reads it
+through /proc also when the process is stopped or its interpreter busy. Saying a phase costs microseconds and
+never waits.
+"""
+
+from __future__ import annotations
+
+import atexit
+import mmap
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
+
+if TYPE_CHECKING:
+    from torchrelay.runners.distributed.world import World
+
+
+PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_HIGHEST_PORT = 65535
+
+
+@dataclass(frozen=True)
+class LaunchEnv:
+    """The environment of one process of a job.
+
+    `launched` is False for plain `python train.py`: a world of one process and no store.
+    `agent_store` says that the launcher hosts the store at `master_addr:master_port`, otherwise
+    rank 0 does. `elastic` says that torchrun is the parent, so its death ends the process.
+    `restart_count` grows with every failure that this host's launcher has seen: of one attempt it may be
+    another one on each host.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    host_index: int = 0
+    role: str = "default"
+    master_addr: str = ""
+    master_port: int = 0
+    restart_count: int = 0
+    run_id: str | None = None
+    launched: bool = False
+    elastic: bool = False
+    agent_store: bool = False
+
+    @property
+    def hosts_store(self) -> bool:
+        """Whether this process has to serve the store to the others."""
+        return self.launched and not self.agent_store and self.rank == 0
+
+    @property
+    def store_prefix(self) -> str:
+        """Where this launch's keys begin; a nonce (`rendezvous`) tells apart the attempts, which share it."""
+        return f"tr/{self.run_id or 'job'}"
+
+
+def read_launch_env(environ: Mapping[str, str] | None = None) -> LaunchEnv:
+    """Read the launch environment (`os.environ` by default).
+
+    Raises UsageError naming the variable that is missing, is not a number, or contradicts another.
+    """
+    env = os.environ if environ is None else environ
+    if "RANK" not in env and "WORLD_SIZE" not in env:
+        return _alone(env)
+    _require(env)
+    run_id = _run_id(env)
+    found = LaunchEnv(
+        rank=_number(env, "RANK"),
+        world_size=_number(env, "WORLD_SIZE", least=1),
+        local_rank=_number(env, "LOCAL_RANK", 0),
+        local_world_size=_number(env, "LOCAL_WORLD_SIZE", 1, least=1),
+        host_index=_number(env, "GROUP_RANK", 0),
+        role=env.get("ROLE_NAME", "default"),
+        master_addr=env["MASTER_ADDR"],
+        master_port=_number(env, "MASTER_PORT", least=1),
+        restart_count=_restarts(env, run_id),
+        run_id=run_id,
+        launched=True,
+        elastic="TORCHELASTIC_RUN_ID" in env,
+        agent_store=_flag(env, "TORCHELASTIC_USE_AGENT_STORE"),
+    )
+    _check(found, env)
+    return found
+
+
+def launcher_restarts(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether torchrun starts a process again that ends with a code (`--max-restarts` above 0)."""
+    most = (os.environ if environ is None else environ).get("TORCHELASTIC_MAX_RESTARTS", "0")
+    return most.isascii() and most.isdigit() and int(most) > 0
+
+
+def _alone(env: Mapping[str, str]) -> LaunchEnv:
+    tasks = env.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks.isdigit() and int(tasks) > 1:
+        raise UsageError(
+            f"SLURM_STEP_NUM_TASKS is {tasks} but RANK and WORLD_SIZE are not set: these {tasks} processes "
+            "do not know of each other; start one torchrun per host (srun --ntasks-per-node=1 torchrun ...)"
+        )
+    return LaunchEnv(restart_count=_restarts(env, None))
+
+
+def _require(env: Mapping[str, str]) -> None:
+    missing = [name for name in PLACE if not env.get(name)]
+    if missing:
+        present = next(name for name in ("RANK", "WORLD_SIZE") if name in env)
+        raise UsageError(
+            f"{' and '.join(missing)} missing in the environment although {present} is set: "
+            f"start with torchrun, or unset {present} to run as a single process"
+        )
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None, *, least: int = 0) -> int:
+    text = env.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.strip().isascii() or not text.strip().isdigit() or int(text) < least:
+        raise UsageError(f"{name}={text!r} in the environment: expected a whole number, at least {least}")
+    return int(text)
+
+
+def _flag(env: Mapping[str, str], name: str) -> bool:
+    """Read a flag as torchrun writes it."""
+    text = env.get(name, "False")
+    if text not in ("True", "False"):
+        raise UsageError(f"{name}={text!r} in the environment: expected True or False")
+    return text == "True"
+
+
+def _run_id(env: Mapping[str, str]) -> str | None:
+    run_id = env.get("TORCHELASTIC_RUN_ID", "none")
+    return None if run_id in ("", "none") else run_id
+
+
+def _restarts(env: Mapping[str, str], run_id: str | None) -> int:
+    """Slurm counts where torchrun's launch has no id: each requeue is another launch then."""
+    slurm = env.get("SLURM_JOB_ID") and not run_id
+    return _number(env, "SLURM_RESTART_COUNT" if slurm else "TORCHELASTIC_RESTART_COUNT", 0)
+
+
+def _check(found: LaunchEnv, env: Mapping[str, str]) -> None:
+    for low, high in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if _number(env, low, 0) >= _number(env, high, 1):
+            raise UsageError(
+                f"{low}={env.get(low)} is not below {high}={env.get(high, 1)} in the environment"
+            )
+    if found.local_world_size > found.world_size:
+        raise UsageError(
+            f"LOCAL_WORLD_SIZE={found.local_world_size} is above WORLD_SIZE={found.world_size} "
+            "in the environment"
+        )
+    if found.master_port > _HIGHEST_PORT:
+        raise UsageError(f"MASTER_PORT={found.master_port} in the environment is not a port")
+
+
+_worlds: list[World] = []
+_of_parents: list[World] = []
+"""Kept, because their end would be told to the others."""
+
+
+def enter(world: World) -> None:
+    """It is the current one until it is left, or a later one is entered."""
+    _worlds.append(world)
+
+
+def leave(world: World) -> None:
+    """It is over."""
+    _worlds.remove(world)
+
+
+def current_world() -> World | None:
+    """The world that was made and is not closed; None in a program that made none."""
+    return _worlds[-1] if _worlds else None
+
+
+def world_of_parent() -> World | None:
+    """The world of the process that this one was forked out of; None where that was no rank."""
+    return _of_parents[-1] if _of_parents else None
+
+
+def _begin_anew() -> None:
+    """In a forked process: it is no rank, whatever its parent is."""
+    for world in _worlds:
+        atexit.unregister(world.close)
+    _of_parents.extend(_worlds)
+    _worlds.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)
+
+
+_TRAINER = re.compile(r"trainer_(0|[1-9][0-9]*)")
+
+
+def names_by_rank(declared: Sequence[str], world_size: int) -> tuple[str, ...]:
+    """Give each of `world_size` ranks the name of the node that it plays.
+
+    A declared `trainer_<n>` gets rank n, other declared names the remaining ranks in first-use
+    order, and ranks that no declared node took are called `trainer_<rank>`. Raises UsageError for
+    a name declared twice, more nodes than ranks, and a `trainer_<n>` whose rank does not exist.
+    """
+    _check_declared(declared, world_size)
+    numbered = {rank: name for name in declared if (rank := _rank_of(name)) is not None}
+    others = iter([name for name in declared if _rank_of(name) is None])
+    return tuple(
+        numbered[rank] if rank in numbered else next(others, f"trainer_{rank}") for rank in range(world_size)
+    )
+
+
+def numbered_first(names: Sequence[str]) -> tuple[str, ...]:
+    """Order the nodes that one process emulates: each `trainer_<n>` at rank n where there is such a rank.
+
+    The others fill the ranks that are left in their own order; nothing is refused, because a process
+    may emulate `trainer_3` alone.
+    """
+    numbered = {rank: name for name in names if (rank := _rank_of(name)) is not None and rank < len(names)}
+    others = iter([name for name in names if name not in numbered.values()])
+    return tuple(numbered[rank] if rank in numbered else next(others) for rank in range(len(names)))
+
+
+def _rank_of(name: str) -> int | None:
+    found = _TRAINER.fullmatch(name)
+    return int(found.group(1)) if found else None
+
+
+def _check_declared(declared: Sequence[str], world_size: int) -> None:
+    twice = sorted({name for name in declared if declared.count(name) > 1})
+    if twice:
+        raise UsageError(f"node {twice[0]!r} is declared twice: every node needs its own name")
+    if len(declared) > world_size:
+        raise UsageError(
+            f"the job declares {len(declared)} nodes ({', '.join(declared)}) but there are {world_size} "
+            f"ranks: start at least {len(declared)} processes, or declare fewer nodes"
+        )
+    for name in declared:
+        rank = _rank_of(name)
+        if rank is not None and rank >= world_size:
+            raise UsageError(
+                f"node {name!r} belongs to rank {rank}, but the ranks are 0 to {world_size - 1}: "
+                f"start at least {rank + 1} processes, or rename the node"
+            )
+
+
+_BYTES = 512
+
+
+class Phase:
+    """The phases of all threads of this process; `place` is where others read them, or empty."""
+
+    def __init__(self) -> None:
+        self.place = ""
+        self._memory: mmap.mmap | None = None
+        self._now: dict[int, str] = {}
+
+    def text(self) -> str:
+        """What the threads said that they are doing."""
+        return "; ".join(list(self._now.values())) or "nothing that it told of"
+
+    @contextmanager
+    def during(self, what: str) -> Iterator[None]:
+        """Say that the calling thread does `what` until the block ends."""
+        thread = threading.get_ident()
+        before = self._now.get(thread)
+        self._say(thread, what if before is None else f"{before}, {what}")
+        try:
+            yield
+        finally:
+            self._say(thread, before)
+
+    def show(self) -> str:
+        """Make the phases readable for others from now on; return the place."""
+        if self._memory is None:
+            self._open()
+        self._write()
+        return self.place
+
+    def _open(self) -> None:
+        try:
+            number = os.memfd_create("torchrelay-phase")
+            os.ftruncate(number, _BYTES)
+            self._memory = mmap.mmap(number, _BYTES)
+        except (AttributeError, OSError):  # no Linux, or no memory for it: nobody can read it then
+            return
+        self.place = f"/proc/{os.getpid()}/fd/{number}"
+
+    def _say(self, thread: int, what: str | None) -> None:
+        if what is None:
+            self._now.pop(thread, None)
+        else:
+            self._now[thread] = what
+        self._write()
+
+    def _write(self) -> None:
+        if self._memory is not None:
+            self._memory[:_BYTES] = self.text().encode()[: _BYTES - 1].ljust(_BYTES, b"\0")
+
+
+phase = Phase()
+"""The phases of this process."""
+
+
+def stack_of_main_thread(most: int = 8) -> str:
+    """Return where the main thread is now, innermost call first."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    calls: list[str] = []
+    while frame is not None and len(calls) < most:
+        calls.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
+        frame = frame.f_back
+    return " < ".join(calls) or "unknown"
